@@ -14,7 +14,7 @@ sharded over ranks, ``DistributedSampler``. torchdata's ``StatefulDataLoader`` i
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
@@ -65,10 +65,8 @@ class RecoverableLoader:
             )
         if gradient_accumulation_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps is {gradient_accumulation_steps}; expected at least 1")
-        self.loader, self._epoch = loader, 0
-        self._accumulated = gradient_accumulation_steps
-        self._notes, self._given = LoaderNotes(loader), 0
-        self._steps = 0
+        self.loader, self._accumulated, self._notes = loader, gradient_accumulation_steps, LoaderNotes(loader)
+        self._epoch = self._given = self._steps = 0
         self._restored: dict[str, Any] | None = None
         self._batches: Iterator[Any] = iter(())
         if getattr(loader, "num_workers", 0):
@@ -110,32 +108,23 @@ class RecoverableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of a restored epoch, or else the next epoch. An epoch that a loop has left early is over."""
-        if self._restored is None:
-            self._end_epoch()
+        if self._restored is None and self._given:
+            if self._is_over:
+                next(self._batches, None)  # a loop that stopped at the last batch: the samplers make their final draws
+            self._finish()
         restored, self._restored = self._restored, None
         if restored is not None and self._is_over:
             self._exhaust(restored)
             restored = None
-        if restored is None:
-            self._set_epoch()
-            self._notes.begin_epoch()
-            yield from self._count(iter(self.loader))
-        else:
-            yield from self._rest(restored)
+        yield from self._rest(restored)
         self._finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, number of batches given, and the notes on their sources."""
         if self._restored is not None:
             return self._restored
-        notes = self._notes.state_dict(self._given or None)
-        return {
-            "epoch": self._epoch,
-            "given": self._given,
-            "steps": self._steps,
-            "length": self._length(),
-            "notes": notes,
-        }
+        place = {"epoch": self._epoch, "given": self._given, "steps": self._steps, "length": self._length()}
+        return {**place, "notes": self._notes.state_dict(self._given or None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict`` at the next iteration.
@@ -156,30 +145,25 @@ class RecoverableLoader:
         self._restored = state_dict
         self._epoch, self._given, self._steps = (state_dict[name] for name in ("epoch", "given", "steps"))
 
-    def _rest(self, restored: dict[str, Any]) -> Iterator[Any]:
-        """Yield the batches that are left of a restored epoch."""
+    def _rest(self, restored: dict[str, Any] | None) -> Iterator[Any]:
+        """Yield the batches that are left of a restored epoch, or all of a new one."""
         notes, given = self._notes, self._given
         self._set_epoch()
-        if not given:
-            notes.restore_sources(restored["notes"])
+        if restored is not None and given:
+            now = capture_rng()
+            notes.resume(restored["notes"], given, lambda: restore_rng(now), skip=notes.can_skip)
+        else:
+            if restored is not None:
+                notes.restore_sources(restored["notes"])
             notes.begin_epoch()
-            yield from self._count(iter(self.loader))
-            return
-        now = capture_rng()
-        notes.resume(restored["notes"], given, lambda: restore_rng(now), skip=notes.can_skip)
-        batches = iter(self.loader)
-        if not notes.can_skip:
-            for _ in range(given):
-                next(batches, None)
-        yield from self._count(batches)
-
-    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._batches = batches
-        for batch in batches:
-            self._notes.settle()
+        self._batches = iter(self.loader)
+        for _ in range(0 if notes.can_skip else given):
+            next(self._batches, None)
+        for batch in self._batches:
+            notes.settle()
             self._given += 1
             yield batch
-        self._notes.settle()
+        notes.settle()
 
     def _exhaust(self, restored: dict[str, Any]) -> None:
         """Finish an epoch that was saved after its last batch, so that the samplers make their final draws."""
@@ -189,14 +173,6 @@ class RecoverableLoader:
         restore_rng(now)
         self._finish()
 
-    def _end_epoch(self) -> None:
-        """Finish the current epoch, if any, as its last batch does."""
-        if not self._given:
-            return
-        if self._given == self._length():
-            next(self._batches, None)  # a loop that stopped at the last batch: lets the samplers make their final draws
-        self._finish()
-
     def _finish(self) -> None:
         self._batches = iter(())
         self._steps += -(-self._given // self._accumulated)
@@ -204,20 +180,18 @@ class RecoverableLoader:
 
     def _set_epoch(self) -> None:
         """Call ``set_epoch`` of every sampler and dataset that has it. accelerate's loaders pass it on themselves."""
-        told: list[Any] = []
-        source: Any = self.loader
-        while source is not None and not any(source is each for each in told):
-            told.append(source)
-            if hasattr(source, "set_epoch"):
-                source.set_epoch(self._epoch)
+        found: list[Any] = []
+        source, dataset = cast(Any, self.loader), cast(Any, self.loader.dataset)
+        while source is not None and not any(source is each for each in found):
+            found.append(source)
             source = inner_sampler(source)
-        dataset: Any = self.loader.dataset
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(self._epoch)
+        for each in (*found, dataset):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(self._epoch)
 
     @property
     def _is_over(self) -> bool:
-        """Whether a restored epoch has no batch left."""
+        """Whether the epoch has no batch left."""
         return self._given > 0 and self._given == self._length()
 
     def _length(self) -> int | None:
@@ -228,7 +202,6 @@ class RecoverableLoader:
 
 
 def _is_uneven(sampler: Any) -> bool:
-    """Return whether accelerate's batch sampler gives ranks different numbers of batches."""
     if getattr(sampler, "even_batches", True) or sampler.drop_last:
         return False
     ranks, batches = sampler.num_processes, sampler.batch_sampler

@@ -57,10 +57,14 @@ class LoaderNotes:
         source = inner_sampler(loader)
         # Weak: in a cycle of references, persistent workers are not told to end, and torch waits 5 s for each.
         self._loader = weakref.proxy(getattr(loader, "base_dataloader", loader))
-        self._sources = [*_samplers(source), self._loader, *_streams(loader.dataset)]
+        self._sources, dataset = [*_samplers(source), self._loader], loader.dataset
+        while isinstance(dataset, IterableDataset):
+            self._sources.append(dataset)
+            dataset = getattr(dataset, "dataset", None)
         self._persistent = bool(getattr(loader, "persistent_workers", False))
         self._numbered = not getattr(loader, "num_workers", 0)  # workers are asked ahead, and draw elsewhere
-        self._share = _share(loader)
+        # Number of the sampler's batches in one batch of the loader. With accelerate's dispatching it covers all ranks.
+        self._share = loader.state.num_processes if getattr(loader, "split_batches", None) is False else 1
         self._begin: Moment = {}
         self._workers: Moment = {}  # when a persistent loader drew the seed of its workers
         self._order: Moment = {}  # when the sampler was first asked
@@ -93,24 +97,14 @@ class LoaderNotes:
             self._restore(self._workers)
 
     def state_dict(self, given: int | None) -> dict[str, Any]:
-        """Return the tensors and plain values that `resume` needs.
-
-        Args:
-            given: number of batches of the epoch that were trained on, or None between two epochs.
-        """
+        """Return the tensors and plain values that `resume` needs. ``given`` batches of the epoch were trained on, or
+        None between two epochs."""
+        notes = {"workers": self._workers, "dataset": self._dataset}
         if given is None:
-            sources = self._moment()["sources"]
-            return {"sources": sources, "workers": self._workers, "dataset": self._dataset, "first": self._first}
+            return {"sources": self._moment()["sources"], **notes, "first": self._first}
+        notes |= {"begin": self._begin["rng"], "sources": self._begin["sources"], "order": self._order}
         ahead = self._fetch[1] if self._fetch is not None and self._fetch[0] == given else {}
-        return {
-            "begin": self._begin["rng"],
-            "sources": self._begin["sources"],
-            "workers": self._workers,
-            "dataset": self._dataset,
-            "order": self._order,
-            "ahead": ahead,
-            "read": _last_digest(self._read[: given * self._share]),
-        }
+        return {**notes, "ahead": ahead, "read": _last_digest(self._read[: given * self._share])}
 
     def other_dataset(self, state: dict[str, Any]) -> str:
         """Return an error message if the dataset is not the saved one, or "" if it is equal or cannot be compared."""
@@ -125,13 +119,12 @@ class LoaderNotes:
         )
 
     def resume(self, state: dict[str, Any], given: int, go_on: Callable[[], None], *, skip: bool = False) -> None:
-        """Make the next iteration continue an epoch after ``given`` batches.
+        """Make the next iteration continue an epoch after ``given`` batches, from the result of `state_dict`.
 
         Sets the generators of the process to the start of the epoch.
 
         Args:
-            state: result of `state_dict`.
-            given: number of batches of the epoch that were trained on.
+            state, given: of the snapshot.
             go_on: restores the generators of the process to the snapshot. It is called once, at the first batch that
                 was not fetched before the snapshot, or by `settle`.
             skip: whether to skip ``given`` batches here. Otherwise the host reads and drops them.
@@ -154,15 +147,11 @@ class LoaderNotes:
 
     def settle(self) -> None:
         """Run the remaining actions of `resume`, after the first batch has arrived."""
-        for number in sorted(self._plan):
-            self._plan.pop(number)()
+        while self._plan:
+            self._plan.pop(min(self._plan))()
 
     def restore_sources(self, state: dict[str, Any]) -> None:
-        """Restore the generators and seeds of the samplers.
-
-        Raises:
-            CheckpointMismatchError: a sampler has another kind of generator.
-        """
+        """Restore the generators and seeds of the samplers. `CheckpointMismatchError`: a generator of another kind."""
         self._workers = state.get("workers", {})
         self._first = self._first_restored = state.get("first", {})
         for source, draws in zip(self._sources, self._saved_sources(state), strict=False):
@@ -212,13 +201,13 @@ class LoaderNotes:
         self._first, self._first_restored = {"digest": first, "again": again}, {}
         if restored.get("again") is not False and restored.get("digest", first) != first:
             if restored["again"]:
-                raise CheckpointMismatchError(self._other_order("first batch of the epoch has"))
-            logger.warning("%s", self._other_order("first batch of the epoch has"))
+                raise CheckpointMismatchError(self._other_order("batch of the epoch has"))
+            logger.warning("%s", self._other_order("batch of the epoch has"))
 
-    def _other_order(self, place: str) -> str:
+    def _other_order(self, found: str) -> str:
         names = ", ".join(type(source).__name__ for source in self._sources if source is not self._loader)
         return (
-            f"{names}: the {place} other samples than in the run that is resumed, so samples would be lost or "
+            f"{names}: the first {found} other samples than in the run that is resumed, so samples would be lost or "
             "repeated. Make the samplers with the arguments of the run. A sampler of your own should draw from a "
             "generator in one of its attributes, or from an integer in an attribute named seed: both are saved"
         )
@@ -226,7 +215,7 @@ class LoaderNotes:
     def _compare(self, count: int) -> None:
         expected, digest = self._expected
         if digest and count == expected and (found := _last_digest(self._read)) and found != digest:
-            raise CheckpointMismatchError(self._other_order(f"first {expected} batches of the epoch have"))
+            raise CheckpointMismatchError(self._other_order(f"{expected} batches of the epoch have"))
 
     def _before(self, number: int) -> None:
         if number in self._plan:
@@ -265,17 +254,6 @@ def _samplers(source: Any) -> Iterator[Any]:
     while source is not None:
         yield source
         source = inner_sampler(source)
-
-
-def _streams(dataset: Any) -> Iterator[Any]:
-    while isinstance(dataset, IterableDataset):
-        yield dataset
-        dataset = getattr(dataset, "dataset", None)
-
-
-def _share(loader: Any) -> int:
-    """Number of the sampler's batches in one batch of the loader. With accelerate's dispatching it covers all ranks."""
-    return loader.state.num_processes if getattr(loader, "split_batches", None) is False else 1
 
 
 def _plain_bytes(indices: Any) -> bytes | None:

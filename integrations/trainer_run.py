@@ -29,8 +29,7 @@ class TrainerRun:
     """Run of a Trainer. `holdfast.utils.compat.trainer_private.TrainerSeam` calls its methods in their order here.
 
     Args:
-        trainer: trainer of the run.
-        config: as for `RecoverHandler`.
+        trainer, config: the trainer, and the config of its `RecoverHandler`.
         kept: names of further attributes of the trainer to save.
         epochs_may_change: as for `RecoverHandler`. The place in the data is then the same fraction of the epoch.
 
@@ -102,19 +101,24 @@ class TrainerRun:
 
         If it does, the next loader of the host must skip ``trained`` batches, and then call `settle`.
         """
-        trainer, handler, notes = self._trainer, self._open_handler, self._notes
-        assert notes is not None, "`restore` has made them"
+        trainer, handler, notes = self._trainer, self._open_handler, self._open_notes
         self._epoch, self._batches_per_epoch, self._between_epochs = epoch, batches_per_epoch, False
         self._first_step = trainer.state.global_step - trained // trainer.args.gradient_accumulation_steps
         if not self.is_resuming:
             notes.begin_epoch()
             return False
         assert self._saved is not None, "`restore` has looked"
-        self.is_resuming = False
-        restore_history(trainer, self._saved["history"])
-        as_before = self._saved["place"]["cut"] == self._cut()
-        self._restore_kept(trained, as_before)
-        saved, self._saved = self._saved["notes"], None
+        state, self._saved, self.is_resuming = self._saved, None, False
+        restore_history(trainer, state["history"])
+        as_before, saved = state["place"]["cut"] == self._cut(), state["notes"]
+        for name in sorted(set(self._kept) ^ state["kept"].keys()):
+            logger.warning("%s is not both in the generation and in %s; it is left out", name, type(trainer))
+        restore_kept(trainer, {name: value for name, value in state["kept"].items() if name in self._kept})
+        if not as_before and forget_buffer(trainer, trained):
+            logger.warning(
+                "%s became %s: samples that were not trained on are sampled again, and the run is not bit-identical",
+                state["place"]["cut"], self._cut(),
+            )  # fmt: skip
         if trained and "begin" in saved:
             notes.resume(saved if as_before else saved | {"ahead": {}, "read": ""}, trained, handler.restore_rng)
             return True
@@ -125,8 +129,7 @@ class TrainerRun:
 
     def settle(self) -> None:
         """Continue after the host has skipped the trained batches of an epoch."""
-        assert self._notes is not None, "`begin_epoch` has used them"
-        self._notes.settle()
+        self._open_notes.settle()
 
     def step_trained(self) -> None:
         """Save a snapshot if one is due, after a step was trained, logged and evaluated.
@@ -158,7 +161,6 @@ class TrainerRun:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        """Close the handler as its own block does."""
         if self._handler is not None:
             self._handler.__exit__(*raised)
 
@@ -166,14 +168,15 @@ class TrainerRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything except weights, optimizer and schedule, for `RecoverHandler.register`."""
-        trainer, notes = self._trainer, self._notes
-        assert notes is not None, "a snapshot comes after `restore`"
-        given = None if self._between_epochs else self._given()
+        trainer, given = self._trainer, None
+        if not self._between_epochs:  # batches of this epoch that were trained on
+            steps = trainer.state.global_step - self._first_step
+            given = min(steps * trainer.args.gradient_accumulation_steps, self._batches_per_epoch)
         running = {name: persistent_state(loader) for name, loader in evaluation_loaders(trainer).items()}
         return {
             "history": _plain(history_of(trainer)),
             "kept": {name: _plain(getattr(trainer, name)) for name in self._kept},
-            "notes": notes.state_dict(given),
+            "notes": self._open_notes.state_dict(given),
             "place": {"max_steps": trainer.state.max_steps, "cut": self._cut()},
             "seed": trainer.args.seed,
             "evaluated": self._evaluated | {name: state for name, state in running.items() if state is not None},
@@ -185,8 +188,7 @@ class TrainerRun:
         Raises:
             DatasetMismatchError: the dataset has other samples, or the same in another order.
         """
-        assert self._notes is not None, "`restore` has made them"
-        if message := self._notes.other_dataset(state_dict["notes"]):
+        if message := self._open_notes.other_dataset(state_dict["notes"]):
             if not self._epochs_may_change:
                 raise DatasetMismatchError(f"{message}. With epochs_may_change=True the run goes on with this one")
             logger.warning("%s", message)
@@ -210,9 +212,9 @@ class TrainerRun:
         return found
 
     def _engines(self) -> Any:
-        trainer = self._trainer
+        trainer, args = self._trainer, self._trainer.args
         trained = (trainer.model, trainer.optimizer, trainer.lr_scheduler)
-        if getattr(trainer.args, "sync_ref_model", False) and getattr(trainer, "ref_model", None) is not None:
+        if getattr(args, "sync_ref_model", False) and getattr(trainer, "ref_model", None) is not None:
             return {"model": trained, "ref_model": (trainer.ref_model,)}
         return trained
 
@@ -223,17 +225,6 @@ class TrainerRun:
         cut = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
         return cut | {"world_size": get_world_size()}
 
-    def _restore_kept(self, trained: int, as_before: bool) -> None:
-        assert self._saved is not None, "`begin_epoch` has looked"
-        for name in sorted(set(self._kept) ^ self._saved["kept"].keys()):
-            logger.warning("%s is not both in the generation and in %s; it is left out", name, type(self._trainer))
-        restore_kept(self._trainer, {n: value for n, value in self._saved["kept"].items() if n in self._kept})
-        if not as_before and forget_buffer(self._trainer, trained):
-            logger.warning(
-                "%s became %s: samples that were not trained on are sampled again, and the run is not bit-identical",
-                self._saved["place"]["cut"], self._cut(),
-            )  # fmt: skip
-
     # Current place of the run
 
     @property
@@ -241,15 +232,15 @@ class TrainerRun:
         assert self._handler is not None, "`open` comes first"
         return self._handler
 
+    @property
+    def _open_notes(self) -> LoaderNotes:
+        assert self._notes is not None, "`restore` has made them"
+        return self._notes
+
     def _step(self) -> StepInfo:
         """Step that was trained last."""
         last = self._trainer.state.global_step - 1
         return StepInfo(self._epoch, last - self._first_step, last, self._steps_per_epoch)
-
-    def _given(self) -> int:
-        """Number of batches of this epoch that were trained on."""
-        steps = self._trainer.state.global_step - self._first_step
-        return min(steps * self._trainer.args.gradient_accumulation_steps, self._batches_per_epoch)
 
     def _dump(self, step: StepInfo, force: bool = False) -> None:
         metrics = next((logs for logs in reversed(self._trainer.state.log_history) if "step" in logs), {})

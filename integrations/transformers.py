@@ -61,7 +61,7 @@ class _Recoverable(TrainerSeam):
             logger.info("there is a generation of step %d: %s is not used", found.global_step, resume_from_checkpoint)
             resume_from_checkpoint = None
         elif found is None and not resume_from_checkpoint and self.recover.mode != "off":
-            _tell_of_checkpoints(str(self.args.output_dir))
+            _warn_of_checkpoints(Path(str(self.args.output_dir)))
         with TrainerRun(self, self.recover, self._kept, self._epochs_may_change) as self.recovery:
             try:
                 return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -94,12 +94,7 @@ def recoverable(base: type[T], attributes: tuple[str, ...] | None = None) -> typ
 
 
 def gaps(trainer: Any, told: bool = False) -> list[str]:
-    """List what will not resume exactly in a trainer's run, one sentence each.
-
-    Args:
-        trainer: trainer of a class that `recoverable` made.
-        told: whether its attributes were given.
-    """
+    """List what will not resume exactly in a trainer's run, one sentence each. ``told``: its attributes were given."""
     found, args = [], trainer.args
     if getattr(args, "use_vllm", False):
         found.append(
@@ -139,52 +134,38 @@ def gaps(trainer: Any, told: bool = False) -> list[str]:
 
 
 def _may_draw(collator: Any) -> bool:
-    """Whether a collator masks, or is not of transformers or TRL."""
-    known = (getattr(collator, "__module__", None) or type(collator).__module__).split(".")[0] in (
-        "transformers",
-        "trl",
-    )
-    return not known or bool(getattr(collator, "mlm", False))
+    module = getattr(collator, "__module__", None) or type(collator).__module__
+    return module.split(".")[0] not in ("transformers", "trl") or bool(getattr(collator, "mlm", False))
 
 
 def _is_covered(callback: TrainerCallback) -> bool:
     """Whether a callback is saved, or has nothing that a run depends on."""
-    own = type(callback).__module__
-    saved = isinstance(callback, Stateful) or is_exportable(callback)
-    return saved or own.startswith("transformers.") or type(callback).__name__ == "SyncRefModelCallback"
+    if isinstance(callback, Stateful) or is_exportable(callback):
+        return True
+    return type(callback).__module__.startswith("transformers.") or type(callback).__name__ == "SyncRefModelCallback"
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise a `ConfigError` for what cannot be resumed."""
-    args = trainer.args
+    args, reason = trainer.args, None
+    config, has_length = args.accelerator_config, hasattr(trainer.train_dataset, "__len__")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    reasons = {
-        "DeepSpeed keeps weights and optimizer in a form of its own; use DDP or FSDP2": trainer.is_deepspeed_enabled,
-        "FSDP1 is not supported; set fsdp_version: 2 in fsdp_config": plugin is not None
-        and getattr(plugin, "fsdp_version", 1) != 2,
-        "ignore_data_skip begins the epoch anew at a resume: samples would be trained on twice; leave it False": (
-            args.ignore_data_skip
-        ),
-        "with dispatch_batches accelerate skips too few batches of the epoch at a resume; leave it None, or set "
-        "split_batches too": _is_misplaced(trainer),
-        "auto_find_batch_size changes the batches while the run goes on; set per_device_train_batch_size": (
-            args.auto_find_batch_size
-        ),
-    }
-    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+    if trainer.is_deepspeed_enabled:
+        reason = "DeepSpeed keeps weights and optimizer in a form of its own; use DDP or FSDP2"
+    elif plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
+        reason = "FSDP1 is not supported; set fsdp_version: 2 in fsdp_config"
+    elif args.ignore_data_skip:
+        reason = "ignore_data_skip begins the epoch anew at a resume: samples would be trained on twice; leave it False"
+    elif config.dispatch_batches and not config.split_batches and get_world_size() > 1 and has_length:
+        reason = "with dispatch_batches accelerate skips too few batches of the epoch at a resume; leave it None, or "
+        reason += "set split_batches too"
+    elif args.auto_find_batch_size:
+        reason = "auto_find_batch_size changes the batches while the run goes on; set per_device_train_batch_size"
+    if reason is not None:
         raise ConfigError(f"{type(trainer).__name__} cannot be resumed exactly: {reason}")
 
 
-def _is_misplaced(trainer: Any) -> bool:
-    """Return whether accelerate's `skip_first_batches` would skip to a wrong place."""
-    config = trainer.args.accelerator_config
-    streams = not hasattr(trainer.train_dataset, "__len__")
-    return bool(config.dispatch_batches and not config.split_batches and get_world_size() > 1 and not streams)
-
-
-def _tell_of_checkpoints(output_dir: str) -> None:
-    last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-    if last is not None:
+def _warn_of_checkpoints(output: Path) -> None:
+    if output.is_dir() and (last := get_last_checkpoint(str(output))) is not None:
         logger.warning(
             "there is no generation yet, but %s: training starts at step 0. train(resume_from_checkpoint=True) begins "
             "with that checkpoint, and goes on from generations after it", last,

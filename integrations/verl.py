@@ -113,10 +113,10 @@ class HoldfastCheckpointManager(BaseManager):
             return
         path = Path(local_path)
         if not rank_zero_decides((path / DCP).is_dir, self._group):
-            theirs = (
-                " but files of verl's own manager: resume once without external_lib" if any(path.glob("*.pt")) else ""
+            theirs = " but files of verl's own manager: resume once without external_lib"
+            raise CheckpointNotFoundError(
+                f"{path} has no {DCP!r} of Holdfast{theirs if any(path.glob('*.pt')) else ''}"
             )
-            raise CheckpointNotFoundError(f"{path} has no {DCP!r} of Holdfast{theirs}")
         load_dcp(path / DCP, self._state(self.should_load_optimizer, self.should_load_extra), self._group)
 
     def _save_config(self, hf: Path) -> None:

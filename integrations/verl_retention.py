@@ -35,8 +35,7 @@ def retire(saved: Path, n_keep: int | None, named: int | None) -> None:
     Args:
         saved: complete folder ``global_step_<N>/<role>``, or ``global_step_<N>`` of an SFT run.
         n_keep: number of steps to keep, including this one. None or less than 1 keeps all.
-        named: step in verl's file ``latest_checkpointed_iteration.txt``, which stays in addition. None if there is
-            none.
+        named: step in verl's ``latest_checkpointed_iteration.txt``, if there is one, which stays in addition.
     """
     place = place_of(saved)
     if not n_keep or n_keep < 1 or place is None:

@@ -44,8 +44,7 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
 
 
 def read_yaml(path: str | os.PathLike[str] | None, overrides: Sequence[str], source: str) -> DictConfig:
-    """Read the keys of a file and merge the ``section.key=value`` overrides into them, without resolving
-    interpolations.
+    """Read the keys of a file and merge the overrides into them, without resolving interpolations.
 
     Raises:
         ConfigError: the file does not exist or is not YAML with a mapping of keys, or an override is malformed. The

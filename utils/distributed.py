@@ -9,6 +9,7 @@ by the timeout of the group, or by torch's default over a `control_group`.
 """
 
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -107,9 +108,7 @@ def drop_group(group: dist.ProcessGroup | None) -> None:
 def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[list[float]]:
     """Gather the ``numbers`` of all ranks in rank order, in one collective of a small tensor.
 
-    Args:
-        numbers: the same count on every rank. They travel as float64, so integers are exact up to 2**53.
-        group: ranks that take part.
+    Every rank has the same count. They travel as float64, so integers are exact up to 2**53.
     """
     if get_world_size(group) == 1:
         return [[float(number) for number in numbers]]
@@ -119,14 +118,9 @@ def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = N
     return gathered.tolist()
 
 
-def reduce_flags(flags: int, group: dist.ProcessGroup | None = None) -> int:
-    """Return the bitwise OR of the ``flags`` (below 2**53) of all ranks. Costs one `gather_numbers`."""
-    return reduce(or_, (int(theirs) for (theirs,) in gather_numbers([flags], group)))
-
-
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether ``flag`` is set on any rank. The result is the same on every rank."""
-    return bool(reduce_flags(flag, group))
+    return any(theirs for (theirs,) in gather_numbers([flag], group))
 
 
 def all_agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
@@ -154,9 +148,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 @dataclass(frozen=True)
 class _Unsent:
-    """Replaces a value that could not be sent."""
-
-    reason: str
+    reason: str  # why a value could not be sent
 
 
 def _unpickled(data: memoryview) -> Any:
@@ -195,16 +187,9 @@ def all_ranks_succeed(what: str, group: dist.ProcessGroup | None = None) -> Iter
 def gather_numbers_of(
     what: str, compute: Callable[[], Sequence[float]], count: int, group: dist.ProcessGroup | None = None
 ) -> list[list[float]]:
-    """Gather the numbers that ``compute`` returns on each rank. If it fails on one rank, all raise as in
-    `all_ranks_succeed`.
+    """Gather the ``count`` numbers that ``compute`` returns on each rank. If it fails on one rank, all raise.
 
-    Failures and numbers travel in one collective.
-
-    Args:
-        what: name of the step in a `PeerError`.
-        compute: must not leave a collective half-done.
-        count: how many numbers ``compute`` returns.
-        group: ranks that take part.
+    Failures and numbers travel in one collective. ``what`` and the errors are as in `all_ranks_succeed`.
     """
     numbers, error = [0.0] * count, None
     try:
@@ -215,7 +200,7 @@ def gather_numbers_of(
 
 
 def reduce_flags_of(what: str, compute: Callable[[], int], group: dist.ProcessGroup | None = None) -> int:
-    """Reduce the flags that ``compute`` returns, with the errors of `gather_numbers_of`, in one collective."""
+    """Bitwise OR of the flags (below 2**53) that ``compute`` returns on each rank. See `gather_numbers_of`."""
     rows = gather_numbers_of(what, lambda: [compute()], 1, group)
     return reduce(or_, (int(theirs) for (theirs,) in rows))
 
@@ -317,17 +302,38 @@ _DECISION = "the decision of rank 0"
 
 
 def _pickled(value: object) -> bytes | str:
-    """Pickle ``value``, or return the reason why the other ranks cannot read it.
-
-    Catches every error of user code, because a rank that left the collective would leave the others waiting in it.
-    """
+    """Pickle ``value``, or return the reason why the other ranks cannot read it."""
     try:
         data = pickle.dumps(value)
         pickle.loads(data)
-    except Exception as error:
+    except Exception as error:  # user code may raise anything, and the peers wait in the collective
         return _why_unsent(error)
     return data
 
 
 def _why_unsent(error: Exception) -> str:
     return f"cannot be sent to the other ranks: {type(error).__name__}: {error}"
+
+
+_GLOO_TRANSPORT = re.compile(r"\[\S*gloo/transport/\S+\] ")
+"""Matches ``[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer``, but not ``[enforce fail at ...``, which
+is a bug: ranks disagree about a size."""
+_GLOO_CLOSED = re.compile(r"^Application timeout caused pair closure")
+"""Message of every collective after one in the same group has timed out."""
+_MONITORED_BARRIER = re.compile(r"failed to pass monitoredBarrier|received errors while waiting for send/recv")
+_NCCL_BREAKDOWN = re.compile(r"timeout|timed out|ncclRemoteError|ncclSystemError", re.IGNORECASE)
+
+
+def collective_broke(error: BaseException | None) -> bool:
+    """Return whether ``error`` says that peers could not be reached in time, so that the code is not the cause.
+
+    torch has error types for NCCL and the store, which also cover misuse. gloo raises RuntimeErrors that start with a
+    place in its source. The patterns match torch 2.11 to 2.15.
+    """
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    if isinstance(error, dist.DistBackendError):
+        return _NCCL_BREAKDOWN.search(str(error)) is not None
+    if isinstance(error, RuntimeError):
+        return any(pattern.search(str(error)) for pattern in (_GLOO_TRANSPORT, _GLOO_CLOSED, _MONITORED_BARRIER))
+    return False

@@ -69,9 +69,7 @@ class FolderInUseError(HoldfastError, RuntimeError):
 
 
 class ServerError(HoldfastError, RuntimeError):
-    """An inference server could not be reached, refused a request, or gave an unexpected answer. Another server may
-    work.
-    """
+    """An inference server could not be reached, refused a request, or gave an unexpected answer. Others may work."""
 
 
 class BusyServerError(ServerError):

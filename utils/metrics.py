@@ -115,8 +115,7 @@ class StatsLogger:
         return read_stats(path) if path.exists() else []
 
     def _open(self) -> None:
-        path = self._folder / STATS_NAME
-        lines = self._lines()
+        path, lines = self._folder / STATS_NAME, self._lines()
         last = max((line["step"] for line in lines), default=-1)
         logged, self._logged_step = last if self._logged_step is None else max(last, self._logged_step), None
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")

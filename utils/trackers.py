@@ -16,33 +16,20 @@ from .errors import ConfigError
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Run that a tracker opens.
+    """Run that a tracker opens."""
 
-    Attributes:
-        folder: folder for trackers that write files.
-        project: project name, which groups runs.
-        name: name for people.
-        run_id: id of the run, which survives restarts.
-        last_step: last step of the run so far, or -1. Steps logged after it will be repeated.
-        logged_step: last step that any process of the run has logged, or -1.
-    """
-
-    folder: Path
-    project: str
-    name: str
-    run_id: str
-    last_step: int
-    logged_step: int
+    folder: Path  # folder for trackers that write files
+    project: str  # project name, which groups runs
+    name: str  # name for people
+    run_id: str  # id of the run, which survives restarts
+    last_step: int  # last step of the run so far, or -1. Steps logged after it will be repeated
+    logged_step: int  # last step that any process of the run has logged, or -1
 
 
 class Tracker(Protocol):
-    """Receiver of one row of numbers per step.
+    """Receiver of one row of numbers per step."""
 
-    Attributes:
-        has_step: last step that the tracker has, or -1.
-    """
-
-    has_step: int
+    has_step: int  # last step that the tracker has, or -1
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the row of a step, which is higher than all before."""

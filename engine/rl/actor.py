@@ -1,8 +1,8 @@
 """The policy of PPO and GRPO: log-probabilities, advantages, update."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -23,25 +23,15 @@ from .advantages import (
     rewards_at_last_token,
 )
 from .config import OF_PICKED_TOKENS, OVER_GROUPS, NormConfig, PPOActorConfig
-from .kl import kl_estimate, kl_stats, make_kl_controller
+from .kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_stats
 from .losses import aggregate, count_losses, with_loss_weights
 from .off_policy import approximation_errors, behave_weights, interpolate, prox_alpha
 from .policy_losses import POLICY_LOSSES, picked_tokens, policy_inputs
 from .update import TokenStats, all_ranks_accept, loss_mask_of, mean_over_ranks, require_per_token, train_minibatches
 
 _TOKEN_STATS = (
-    *(
-        "ratio",
-        "clip_fraction",
-        "dual_clip_fraction",
-        "cov_fraction",
-        "kl",
-        "kl_k1",
-        "kl_ref",
-        "kl_ref_k1",
-        "entropy",
-        "advantage",
-    ),
+    *("ratio", "clip_fraction", "dual_clip_fraction", "cov_fraction"),
+    *("kl", "kl_k1", "kl_ref", "kl_ref_k1", "entropy", "advantage"),
     *("behave_kl", "behave_kl_k1", "behave_weight", "rejected", "kl_reward"),
     *("loglinear_error", "linear_error", "rollout_error"),
 )
@@ -64,8 +54,9 @@ class PPOActor:
     def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
-        self.kl_ctl = make_kl_controller(config.kl_ctl, config.kl_target, config.kl_horizon)
+        self.kl_ctl: FixedKLController = FixedKLController(config.kl_ctl)
         if config.kl_target is not None:
+            self.kl_ctl = AdaptiveKLController(config.kl_ctl, config.kl_target, config.kl_horizon)
             engine.register_state("kl_ctl", self.kl_ctl)
 
     def compute_logp(self, batch: Batch) -> torch.Tensor:
@@ -73,12 +64,8 @@ class PPOActor:
 
         Aligned with the token (0 at the first token and at padding), at the temperature of the configuration.
         """
-
-        def post(output: Any, micro_batch: Batch) -> torch.Tensor:
-            return self._logprobs(output, micro_batch)[0]
-
         self.engine.eval()
-        return self.engine.forward_batch(batch, post)
+        return self.engine.forward_batch(batch, lambda output, micro_batch: self._logprobs(output, micro_batch)[0])
 
     def compute_ref_logp(self, batch: Batch) -> torch.Tensor:
         """`compute_logp` of the base under the adapters: ``ref_logp`` for a LoRA policy, without a second model.
@@ -107,30 +94,37 @@ class PPOActor:
         """
         with all_ranks_accept(self.engine):
             self._validate_rewards(batch)
-        loss_mask = loss_mask_of(batch)
-        rewards = self._shape_rewards(batch["rewards"], loss_mask)
-        sum_over_ranks = self.engine.all_reduce_stats
-        result = {**batch}
-        kl_rewards = self._kl_rewards(batch, loss_mask)
-        if kl_rewards is not None:
+        result, config, loss_mask = {**batch}, self.config, loss_mask_of(batch)
+        rewards, sum_over_ranks = batch["rewards"].float(), self.engine.all_reduce_stats
+        if config.overlong_reward_penalty:
+            assert config.max_new_tokens and config.overlong_tokens and config.overlong_penalty_factor is not None
+            sizes = (config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
+            rewards = rewards + overlong_penalty(loss_mask, *sizes)
+        rewards = self._scale(rewards)
+        gae = partial(gae_advantages, loss_mask=loss_mask, discount=config.discount, gae_lambda=config.gae_lambda)
+        kl_rewards: torch.Tensor | None = None
+        if config.kl_ctl:
+            kl_rewards = torch.where(loss_mask, -self.kl_ctl.value * self._kl_of_rewards(batch), 0.0)
             result["kl_rewards"] = kl_rewards
         if "values" in batch:
-            if (reward_norm := self._norm(self.config.reward_norm)) is not None:
+            if (reward_norm := self._norm(config.reward_norm)) is not None:
                 rewards = normalise(rewards, reward_norm, sum_over_ranks=sum_over_ranks)
             token_rewards = rewards_at_last_token(rewards, loss_mask)
             if kl_rewards is not None:
                 token_rewards = token_rewards + kl_rewards
-            last_values = self._last_values(batch)
-            advantages, result["returns"] = self._gae(token_rewards, batch["values"], loss_mask, last_values)
+            last_values = None
+            if config.bootstrap_truncated:
+                last_values = torch.where(batch["truncated"].bool(), batch["last_values"].float(), 0.0)
+            advantages, result["returns"] = gae(token_rewards, batch["values"], last_values=last_values)
         else:
             advantages = self._answer_advantages(batch, rewards, loss_mask)
             if kl_rewards is not None:
-                advantages = advantages + self._gae(kl_rewards, torch.zeros_like(kl_rewards), loss_mask)[0]
-        if self.config.mask_truncated_completions:
+                advantages = advantages + gae(kl_rewards, torch.zeros_like(kl_rewards))[0]
+        if config.mask_truncated_completions:
             loss_mask = loss_mask & ~batch["truncated"].bool()[:, None]
             advantages = torch.where(loss_mask, advantages, 0.0)
         result["loss_mask"] = loss_mask
-        if (adv_norm := self._norm(self.config.adv_norm)) is not None:
+        if (adv_norm := self._norm(config.adv_norm)) is not None:
             advantages = normalise(advantages, adv_norm, loss_mask, sum_over_ranks)
         return {**result, "advantages": advantages}
 
@@ -217,16 +211,16 @@ class PPOActor:
         steps = count()
 
         def prepare(minibatch: Batch) -> Batch:
+            minibatch = {**minibatch}
             if next(steps) == 0:
-                minibatch = {**minibatch, "before_update": minibatch["loss_mask"]}
-            return self._with_picked(minibatch) if self.config.policy_loss in OF_PICKED_TOKENS else minibatch
+                minibatch["before_update"] = minibatch["loss_mask"]
+            if self.config.policy_loss in OF_PICKED_TOKENS:
+                logprobs = self.compute_logp(minibatch)
+                old_logprobs = _old_logprobs(minibatch, logprobs)
+                minibatch["picked"] = picked_tokens(minibatch, logprobs, old_logprobs, self.config, self.engine)
+            return minibatch
 
         return prepare
-
-    def _with_picked(self, minibatch: Batch) -> Batch:
-        logprobs = self.compute_logp(minibatch)
-        old_logprobs = _old_logprobs(minibatch, logprobs)
-        return {**minibatch, "picked": picked_tokens(minibatch, logprobs, old_logprobs, self.config, self.engine)}
 
     def _logprobs(self, output: Any, micro_batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         input_ids, cu_seqlens = micro_batch["input_ids"], micro_batch["cu_seqlens"]
@@ -235,14 +229,6 @@ class PPOActor:
     @property
     def _recomputes(self) -> bool:
         return self.config.recompute_logprob or self.config.use_decoupled_loss
-
-    def _shape_rewards(self, rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-        config, rewards = self.config, rewards.float()
-        if config.overlong_reward_penalty:
-            assert config.max_new_tokens and config.overlong_tokens and config.overlong_penalty_factor is not None
-            sizes = (config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
-            rewards = rewards + overlong_penalty(loss_mask, *sizes)
-        return self._scale(rewards)
 
     def _scale(self, rewards: torch.Tensor) -> torch.Tensor:
         limit = self.config.reward_clip
@@ -257,11 +243,6 @@ class PPOActor:
         scores = estimator(Outcomes(rewards.double(), lengths, self.config.group_size, baselines, sum_over_ranks))
         return torch.where(loss_mask, scores.float()[:, None], 0.0)
 
-    def _kl_rewards(self, batch: Batch, loss_mask: torch.Tensor) -> torch.Tensor | None:
-        if not self.config.kl_ctl:
-            return None
-        return torch.where(loss_mask, -self.kl_ctl.value * self._kl_of_rewards(batch), 0.0)
-
     def _kl_of_rewards(self, batch: Batch) -> torch.Tensor:
         return kl_estimate(batch[self._sampled(batch)], batch["ref_logp"], self.config.kl_estimator or "k1")
 
@@ -270,32 +251,17 @@ class PPOActor:
         if "kl_rewards" not in batch:
             return {}
         mask, used = loss_mask_of(batch), self.kl_ctl.value
-        if self.config.kl_target is None:
-            return {"kl_ctl": used}
-        kl, tokens = self._kl_of_rewards(batch), mask.sum(1)
-        means = torch.where(mask, kl, 0.0).sum(1, dtype=torch.float64) / tokens.clamp(min=1)
-        own = {"kl": means.sum().item(), "sequences": float((tokens > 0).sum())}
-        sums = self.engine.all_reduce_stats(own)
-        self.kl_ctl.update(sums["kl"] / sums["sequences"], int(sums["sequences"]))
+        if self.config.kl_target is not None:
+            kl, tokens = self._kl_of_rewards(batch), mask.sum(1)
+            means = torch.where(mask, kl, 0.0).sum(1, dtype=torch.float64) / tokens.clamp(min=1)
+            own = {"kl": means.sum().item(), "sequences": float((tokens > 0).sum())}
+            sums = self.engine.all_reduce_stats(own)
+            self.kl_ctl.update(sums["kl"] / sums["sequences"], int(sums["sequences"]))
         return {"kl_ctl": used}
 
     def _sampled(self, batch: Batch) -> str:
         """Key of the log-probabilities of the policy that the rewards belong to."""
         return "prox_logp" if self.config.recompute_logprob and "prox_logp" in batch else "logprobs"
-
-    def _gae(
-        self,
-        rewards: torch.Tensor,
-        values: torch.Tensor,
-        loss_mask: torch.Tensor,
-        last_values: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return gae_advantages(rewards, values, loss_mask, self.config.discount, self.config.gae_lambda, last_values)
-
-    def _last_values(self, batch: Batch) -> torch.Tensor | None:
-        if not self.config.bootstrap_truncated:
-            return None
-        return torch.where(batch["truncated"].bool(), batch["last_values"].float(), 0.0)
 
     def _norm(self, norm: NormConfig | None) -> NormConfig | None:
         return norm and replace(norm, group_size=norm.group_size or self.config.group_size)
@@ -319,31 +285,27 @@ class PPOActor:
         self._validate_truncated(batch)
 
     def _validate_truncated(self, batch: Batch) -> None:
-        shape, nothing = batch["rewards"].shape, torch.tensor(math.nan)
-        key = "bootstrap_truncated" if self.config.bootstrap_truncated else "mask_truncated_completions"
-        if getattr(self.config, key) and batch.get("truncated", nothing).shape != shape:
+        shape, bootstraps = batch["rewards"].shape, self.config.bootstrap_truncated
+        key = "bootstrap_truncated" if bootstraps else "mask_truncated_completions"
+        if getattr(self.config, key) and ("truncated" not in batch or batch["truncated"].shape != shape):
             raise BatchError(
                 f"the batch has no 'truncated' of shape [batch], which {key} needs: whether each answer was cut off"
             )
-        if not self.config.bootstrap_truncated:
-            return
-        if "values" not in batch:
+        if bootstraps and "values" not in batch:
             raise BatchError("bootstrap_truncated is for GAE, but the batch has no 'values'; leave the key out")
-        last_values = batch.get("last_values", nothing)
-        if last_values.shape != shape or not bool(torch.isfinite(last_values[batch["truncated"].bool()]).all()):
+        if bootstraps and not _is_finite(batch, "last_values", batch["truncated"]):
             raise BatchError(
                 "the batch has no finite 'last_values' of shape [batch], which bootstrap_truncated needs; the critic's "
                 "with_values gives them"
             )
 
     def _validate_estimator(self, batch: Batch) -> None:
-        name, rewards = self.config.adv_estimator, batch["rewards"]
+        name = self.config.adv_estimator
         if name != "grpo" and "values" in batch:
             raise BatchError(f"the batch has 'values', which are for GAE, but adv_estimator is {name!r}; leave one out")
         if name in OVER_GROUPS:
-            check_groups(len(rewards), self.config.group_size)
-        baselines = batch.get("reward_baselines", torch.tensor(math.nan))
-        if name == "remax" and (baselines.shape != rewards.shape or not bool(torch.isfinite(baselines.float()).all())):
+            check_groups(len(batch["rewards"]), self.config.group_size)
+        if name == "remax" and not _is_finite(batch, "reward_baselines"):
             raise BatchError(
                 "the batch has no finite 'reward_baselines' of shape [batch], which adv_estimator 'remax' needs: the "
                 "reward of the greedy answer to each prompt"
@@ -364,8 +326,14 @@ class PPOActor:
             require_per_token(batch, "ref_logp", mask, hint)
 
 
+def _is_finite(batch: Batch, key: str, rows: torch.Tensor | None = None) -> bool:
+    """Whether the batch has ``[B]`` numbers under ``key``, finite in ``rows`` (by default in all)."""
+    if key not in batch or batch[key].shape != batch["rewards"].shape:
+        return False
+    return bool(torch.isfinite(batch[key].float() if rows is None else batch[key].float()[rows.bool()]).all())
+
+
 def _old_logprobs(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities in the denominator of the ratio, padded or packed like ``logprobs``."""
     if "prox_logp" in batch:
         return batch["prox_logp"]
     if "prox_alpha" in batch:
@@ -374,18 +342,14 @@ def _old_logprobs(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _add_mismatch(stats: TokenStats, micro_batch: Batch, logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> None:
-    """Add the distance from the sampling policy to the trainer's policy before the update.
-
-    It covers all tokens if a forward pass computed the latter, else only the first mini-batch.
-    """
+    """Distance from the sampling policy to the trainer's before the update. Without a forward pass for the latter, it
+    covers only the first mini-batch."""
     of_prox = "prox_logp" in micro_batch
     if "behave_logp" not in micro_batch or not (of_prox or "before_update" in micro_batch):
         return
     behave_logp = micro_batch["behave_logp"]
     known = micro_batch["loss_mask"].bool() & torch.isfinite(behave_logp)
-    old_logprobs = old_logprobs if of_prox else logprobs
-    seen = kl_stats("behave_kl", behave_logp, old_logprobs, known)
+    seen = kl_stats("behave_kl", behave_logp, old_logprobs if of_prox else logprobs, known)
     if of_prox and "prox_alpha" in micro_batch:
-        alpha = micro_batch["prox_alpha"]
-        seen |= approximation_errors(old_logprobs, behave_logp, logprobs, alpha, known)
+        seen |= approximation_errors(old_logprobs, behave_logp, logprobs, micro_batch["prox_alpha"], known)
     stats.add(seen, known)

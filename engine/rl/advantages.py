@@ -156,17 +156,13 @@ def gae_advantages(
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Input of the estimators. Answers to the same prompt are adjacent.
+    """Input of the estimators. Answers to the same prompt are adjacent. Every rank calls ``sum_over_ranks`` equally
+    often."""
 
-    ``rewards`` and ``baselines`` (rewards of the greedy answers, if the batch has them) are ``[B]`` float64,
-    ``lengths`` ``[B]`` loss tokens. B is a multiple of ``group_size``. Every rank calls ``sum_over_ranks`` equally
-    often.
-    """
-
-    rewards: torch.Tensor
-    lengths: torch.Tensor
-    group_size: int
-    baselines: torch.Tensor | None
+    rewards: torch.Tensor  # ``[B]`` float64
+    lengths: torch.Tensor  # ``[B]`` loss tokens
+    group_size: int  # B is a multiple of it
+    baselines: torch.Tensor | None  # ``[B]`` float64, rewards of the greedy answers, if the batch has them
     sum_over_ranks: SumOverRanks
 
     def by_prompt(self, values: torch.Tensor) -> torch.Tensor:

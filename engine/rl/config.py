@@ -160,25 +160,35 @@ class PPOActorConfig(TrainEngineConfig):
         super().__post_init__()
         if self.is_critic:
             raise ConfigError("config key 'is_critic' is True; an actor has a language-model head, expected False")
-        require_range("group_size", self.group_size, low=1)
-        require_range("ppo_n_minibatches", self.ppo_n_minibatches, low=1)
-        require_range("eps_clip", self.eps_clip, low=0.0, high=1.0)
-        require_range("eps_clip_higher", self.eps_clip_higher, low=0.0)
+        for key in ("group_size", "ppo_n_minibatches", "kl_horizon", "max_new_tokens"):
+            require_range(key, getattr(self, key), low=1)
+        for key in ("eps_clip", "discount", "gae_lambda", "clip_cov_ratio", "kl_cov_ratio"):
+            require_range(key, getattr(self, key), low=0.0, high=1.0)
+        for key in ("eps_clip_higher", "reward_clip", "kl_ctl", "kl_loss_coef", "entropy_coeff", "ppo_kl_coef"):
+            require_range(key, getattr(self, key), low=0.0)
         require_range("c_clip", self.c_clip, low=1.0)
-        require_range("reward_clip", self.reward_clip, low=0.0)
-        require_range("discount", self.discount, low=0.0, high=1.0)
-        require_range("gae_lambda", self.gae_lambda, low=0.0, high=1.0)
-        require_range("kl_loss_coef", self.kl_loss_coef, low=0.0)
+        require_range("overlong_tokens", self.overlong_tokens, low=1, high=self.max_new_tokens or float("inf"))
+        require_range("overlong_penalty_factor", self.overlong_penalty_factor, low=0.0)
         require_choice("kl_estimator", self.kl_estimator, (None, *KL_ESTIMATORS))
+        require_choice("adv_estimator", self.adv_estimator, ADV_ESTIMATORS)
+        require_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
+        require_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
+        require_choice("loss_agg_mode", self.loss_agg_mode, (None, *LOSS_AGG_MODES))
+        require_choice("prox_logp_method", self.prox_logp_method, PROX_LOGP_METHODS)
         self._read_rollout_keys()
         self._check_loss()
-        self._check_overlong()
-        require_range("entropy_coeff", self.entropy_coeff, low=0.0)
+        self._check_off_policy()
         self._check_advantages()
 
     def _check_advantages(self) -> None:
-        require_choice("adv_estimator", self.adv_estimator, ADV_ESTIMATORS)
-        norm = self.reward_norm
+        needed, norm = ("max_new_tokens", "overlong_tokens", "overlong_penalty_factor"), self.reward_norm
+        if self.overlong_reward_penalty and (missing := [key for key in needed if getattr(self, key) is None]):
+            raise ConfigError(f"config key 'overlong_reward_penalty' is True, but {missing[0]!r} is null; set it")
+        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_ctl > 0):
+            raise ConfigError(
+                f"config keys 'kl_target' and 'kl_ctl' are {self.kl_target} and {self.kl_ctl}; an adaptive coefficient "
+                "is multiplied, expected both to be more than 0"
+            )
         if self.adv_estimator != "grpo" and norm is not None:
             raise ConfigError(
                 f"config key 'adv_estimator' is {self.adv_estimator!r}, which has a baseline of its own, but "
@@ -211,26 +221,20 @@ class PPOActorConfig(TrainEngineConfig):
         return self.loss_agg_mode or ("seq-mean-token-mean" if self.policy_loss == "gmpo" else "token-mean")
 
     def _check_loss(self) -> None:
-        require_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
-        require_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
-        require_choice("loss_agg_mode", self.loss_agg_mode, (None, *LOSS_AGG_MODES))
         _check_scale_factor(self.agg_mode, self.loss_scale_factor)
         if self.policy_loss == "gmpo" and self.agg_mode != "seq-mean-token-mean":
             raise ConfigError(
                 f"config key 'loss_agg_mode' is {self.loss_agg_mode!r}, but policy_loss 'gmpo' has one loss for each "
                 "sequence, whatever its length; leave 'loss_agg_mode' out"
             )
-        require_range("kl_ctl", self.kl_ctl, low=0.0)
-        require_range("kl_horizon", self.kl_horizon, low=1)
-        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_ctl > 0):
-            raise ConfigError(
-                f"config keys 'kl_target' and 'kl_ctl' are {self.kl_target} and {self.kl_ctl}; an adaptive coefficient "
-                "is multiplied, expected both to be more than 0"
-            )
         for key in ("sapo_tau_pos", "sapo_tau_neg"):
             if not (value := getattr(self, key)) > 0:
                 raise ConfigError(f"config key {key!r} is {value}; expected more than 0")
-        self._check_covariance()
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ConfigError(
+                f"config key 'clip_cov_lb' is {self.clip_cov_lb}, not below 'clip_cov_ub', {self.clip_cov_ub}: no "
+                "token lies between them"
+            )
         if self.importance_sampling_level == "sequence" and self.policy_loss not in WITH_SEQUENCE_RATIOS:
             raise ConfigError(
                 f"config key 'importance_sampling_level' is 'sequence', but policy_loss {self.policy_loss!r} has no "
@@ -244,7 +248,8 @@ class PPOActorConfig(TrainEngineConfig):
             raise ConfigError(
                 "config key 'use_decoupled_loss' is True, but policy_loss 'sapo' is not defined for it; take another"
             )
-        require_choice("prox_logp_method", self.prox_logp_method, PROX_LOGP_METHODS)
+
+    def _check_off_policy(self) -> None:
         if self.prox_logp_method != "recompute" and not self.use_decoupled_loss:
             raise ConfigError(
                 f"config key 'prox_logp_method' is {self.prox_logp_method!r}, but 'use_decoupled_loss' is False, so "
@@ -274,24 +279,6 @@ class PPOActorConfig(TrainEngineConfig):
             )
         self.use_decoupled_loss, self.rejection_sampling = True, found
         self.rollout_is = self.rollout_rs = self.rollout_rs_threshold = None
-
-    def _check_covariance(self) -> None:
-        for key in ("clip_cov_ratio", "kl_cov_ratio"):
-            require_range(key, getattr(self, key), low=0.0, high=1.0)
-        require_range("ppo_kl_coef", self.ppo_kl_coef, low=0.0)
-        if self.clip_cov_lb >= self.clip_cov_ub:
-            raise ConfigError(
-                f"config key 'clip_cov_lb' is {self.clip_cov_lb}, not below 'clip_cov_ub', {self.clip_cov_ub}: no "
-                "token lies between them"
-            )
-
-    def _check_overlong(self) -> None:
-        require_range("max_new_tokens", self.max_new_tokens, low=1)
-        require_range("overlong_tokens", self.overlong_tokens, low=1, high=self.max_new_tokens or float("inf"))
-        require_range("overlong_penalty_factor", self.overlong_penalty_factor, low=0.0)
-        needed = ("max_new_tokens", "overlong_tokens", "overlong_penalty_factor")
-        if self.overlong_reward_penalty and (missing := [key for key in needed if getattr(self, key) is None]):
-            raise ConfigError(f"config key 'overlong_reward_penalty' is True, but {missing[0]!r} is null; set it")
 
 
 @dataclass

@@ -55,11 +55,9 @@ class PPOCritic:
             validate_batch(batch)
             mask = loss_mask_of(batch)
             require_per_token(batch, "values", mask, "call compute_values first")
-            require_per_token(
-                batch, "returns", mask, "call the actor's compute_advantages on a batch with values first"
-            )
-        share = {key: batch[key] for key in ("input_ids", "attention_mask", "values", "returns")}
-        share["loss_mask"] = loss_mask_of(batch)
+            hint = "call the actor's compute_advantages on a batch with values first"
+            require_per_token(batch, "returns", mask, hint)
+        share = {key: batch[key] for key in ("input_ids", "attention_mask", "values", "returns")} | {"loss_mask": mask}
         share = with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
         stats = TokenStats()
         self.engine.train()
@@ -69,21 +67,13 @@ class PPOCritic:
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:
         def loss_fn(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-            losses, seen = ppo_critic_loss(
-                _token_values(output, micro_batch),
-                micro_batch["values"],
-                micro_batch["returns"],
-                micro_batch["loss_mask"],
-                self.config.eps_clip,
-            )
-            stats.add(seen, micro_batch["loss_mask"])
+            values = align_with_tokens(output.float(), micro_batch["cu_seqlens"])
+            old_values, returns, mask = (micro_batch[key] for key in ("values", "returns", "loss_mask"))
+            losses, seen = ppo_critic_loss(values, old_values, returns, mask, self.config.eps_clip)
+            stats.add(seen, mask)
             return aggregate(losses, micro_batch)
 
         return loss_fn
-
-
-def _token_values(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-    return align_with_tokens(output.float(), micro_batch["cu_seqlens"])
 
 
 def ppo_critic_loss(

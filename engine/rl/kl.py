@@ -46,11 +46,6 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1.0 + error * min(n / self.horizon, 1.0)
 
 
-def make_kl_controller(value: float, target: float | None, horizon: int) -> FixedKLController:
-    """An adaptive controller if there is a target, else a fixed one."""
-    return FixedKLController(value) if target is None else AdaptiveKLController(value, target, horizon)
-
-
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = "k3") -> torch.Tensor:
     """Per-token estimate of ``KL(policy || reference)`` from tokens that the policy sampled.
 

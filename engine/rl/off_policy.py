@@ -12,6 +12,7 @@ p_behave + a (log p - log p_behave)`` with ``a = (v - 1 - b) / (v - b)``, betwee
 sampled.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -157,23 +158,15 @@ def interpolate(
 
 
 def approximation_errors(
-    prox_logp: torch.Tensor,
-    behave_logp: torch.Tensor,
-    logprobs: torch.Tensor,
-    alpha: torch.Tensor,
-    loss_mask: torch.Tensor,
+    prox_logp: torch.Tensor, behave_logp: torch.Tensor, logprobs: torch.Tensor, alpha: torch.Tensor, mask: torch.Tensor
 ) -> Stats:
-    """Compare approximations of the proximal policy's log-probabilities with the recomputed ones.
+    """Absolute error of approximations of the recomputed ``prox_logp``, in its shape.
 
-    Returns:
-        absolute error of each entry, in the shape of ``prox_logp``: ``loglinear_error`` (see `interpolate`),
-        ``linear_error`` (between the probabilities of sampler and trainer) and ``rollout_error`` (the sampler's
-        log-probabilities).
+    ``loglinear_error`` is of `interpolate`, ``linear_error`` of a line between the probabilities of sampler and
+    trainer, ``rollout_error`` of the sampler's log-probabilities.
     """
-    mask = loss_mask.bool()
-    prox_logp, behave_logp, logprobs = (
-        torch.where(mask, x.detach().float(), 0.0) for x in (prox_logp, behave_logp, logprobs)
-    )
+    all_logprobs = (prox_logp, behave_logp, logprobs)
+    prox_logp, behave_logp, logprobs = (torch.where(mask.bool(), x.detach().float(), 0.0) for x in all_logprobs)
     linear = ((1.0 - alpha) * behave_logp.exp() + alpha * logprobs.exp()).clamp(min=1e-10).log()
     loglinear = interpolate(behave_logp, logprobs, alpha, mask)
     approximations = {"loglinear": loglinear, "linear": linear, "rollout": behave_logp}
@@ -193,10 +186,7 @@ _ROLLOUT_WEIGHTS = {None: "one", "token": "token", "sequence": "sequence_product
 
 
 def rejection_from_rollout_keys(
-    rollout_is: str | None,
-    rollout_is_threshold: float,
-    rollout_rs: str | None,
-    rollout_rs_threshold: str | float | None,
+    rollout_is: str | None, is_threshold: float, rollout_rs: str | None, rs_threshold: str | float | None
 ) -> RejectionSamplingConfig | None:
     """Convert verl's keys (``algorithm.rollout_correction``). None if neither ``rollout_is`` nor ``rollout_rs`` is set.
 
@@ -207,11 +197,11 @@ def rejection_from_rollout_keys(
     Raises:
         ConfigError: an unknown name, several at once, or a threshold that is missing or not a number.
     """
-    require_choice("rollout_is", rollout_is, (None, "token", "sequence"))
+    require_choice("rollout_is", rollout_is, tuple(_ROLLOUT_WEIGHTS))
     weight = _ROLLOUT_WEIGHTS[rollout_is]
-    upper = None if rollout_is is None else rollout_is_threshold
-    if rollout_rs is None and rollout_rs_threshold is not None:
-        raise ConfigError(f"config key 'rollout_rs_threshold' is {rollout_rs_threshold!r}, but 'rollout_rs' is null")
+    upper = None if rollout_is is None else is_threshold
+    if rollout_rs is None and rs_threshold is not None:
+        raise ConfigError(f"config key 'rollout_rs_threshold' is {rs_threshold!r}, but 'rollout_rs' is null")
     if rollout_rs is None and upper is None:
         return None
     if upper is not None and not upper > 0:
@@ -221,27 +211,22 @@ def rejection_from_rollout_keys(
     if rollout_rs not in ROLLOUT_RS:
         raise ConfigError(f"config key 'rollout_rs' is {rollout_rs!r}; expected one of {', '.join(ROLLOUT_RS)}")
     level, agg, metric = ROLLOUT_RS[rollout_rs]
-    low, high = _bounds(rollout_rs_threshold, metric)
+    low, high = _bounds(rs_threshold, metric == "ratio")
     return RejectionSamplingConfig(level, "mask", metric, agg, high, low, weight, upper)
 
 
-def _bounds(threshold: str | float | None, metric: str) -> tuple[float | None, float]:
+def _bounds(threshold: str | float | None, of_ratio: bool) -> tuple[float | None, float]:
     lower, _, upper = str(threshold).rpartition("_")
     try:
         low, high = float(lower or "nan"), float(upper)
     except ValueError:
-        raise _bad_threshold(threshold) from None
-    if not high > 0 or (lower and not low > 0) or (lower and metric != "ratio"):
-        raise _bad_threshold(threshold)
-    if metric != "ratio":
+        low = high = math.nan
+    fits = (low > 0 if lower else high > 1) if of_ratio else not lower
+    if not (high > 0 and fits):
+        raise ConfigError(
+            f"config key 'rollout_rs_threshold' is {threshold!r}; expected a number above 0, or, with k1, one "
+            "above 1 or 'lower_upper', with a point in both (0.5_2.0; YAML reads 0.5_2 as 0.52)"
+        )
+    if not of_ratio:
         return None, high
-    if not lower and high <= 1:
-        raise _bad_threshold(threshold)
-    return (1.0 / high, 1.0 / low) if lower else (1.0 / high, high)  # verl's k1 is -log r
-
-
-def _bad_threshold(threshold: object) -> ConfigError:
-    return ConfigError(
-        f"config key 'rollout_rs_threshold' is {threshold!r}; expected a number above 0, or, with k1, one "
-        "above 1 or 'lower_upper', with a point in both (0.5_2.0; YAML reads 0.5_2 as 0.52)"
-    )
+    return 1.0 / high, 1.0 / low if lower else high  # verl's k1 is -log r

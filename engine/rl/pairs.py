@@ -14,16 +14,12 @@ from ..api import Batch, LossFn, TrainEngine
 from ..config import MicroBatchSpec
 from ..training.batch import validate_batch
 from .advantages import check_groups
-from .losses import Stats, by_sequence
+from .losses import by_sequence
 from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token
 
 
 def spec_of_pairs(spec: MicroBatchSpec) -> MicroBatchSpec:
-    """Return the spec with a ``granularity`` that keeps pairs together: 2 instead of 1, else unchanged.
-
-    Raises:
-        ConfigError: it is odd and not 1.
-    """
+    """Return the spec with a ``granularity`` of 2 instead of 1. `ConfigError` if it is another odd number."""
     if spec.granularity == 1:
         return replace(spec, granularity=2)
     if spec.granularity % 2:
@@ -67,11 +63,7 @@ def mean_over_pairs(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
 
 
 def of_pairs(values: torch.Tensor, micro_batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split ``[2n]`` numbers of sequences into chosen and rejected, both ``[n]``.
-
-    Raises:
-        BatchError: the micro-batch contains half a pair.
-    """
+    """Split ``[2n]`` numbers of sequences into chosen and rejected, both ``[n]``. `BatchError` if half a pair is in."""
     pairs = micro_batch["pairs"]
     if len(pairs) % 2 or not torch.equal(pairs[::2], pairs[1::2]):
         raise BatchError(
@@ -96,12 +88,9 @@ class PairStats(TokenStats):
     """Statistics averaged over the pairs that count, on all ranks."""
 
     def add_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor, micro_batch: Batch) -> None:
-        """Add the ``[n]`` scores of a micro-batch: ``chosen``, ``rejected``, ``margin`` and ``accuracy``.
-
-        ``accuracy`` is the share of pairs whose chosen answer has the higher score.
-        """
-        seen: Stats = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected}
-        seen["accuracy"] = (chosen > rejected).float()
+        """Add the ``[n]`` scores of a micro-batch. ``accuracy`` is the share of pairs with a positive ``margin``."""
+        margin = chosen - rejected
+        seen = {"chosen": chosen, "rejected": rejected, "margin": margin, "accuracy": (chosen > rejected).float()}
         self.add(seen, micro_batch["pair_counts"][::2])
 
     def of_ranks(self, engine: TrainEngine) -> dict[str, float]:

@@ -28,18 +28,14 @@ from .losses import MAX_LOG_RATIO, Stats, by_sequence
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """One packed micro-batch. Per-token tensors are ``[T]`` float32 and finite. Only ``logprobs`` has a gradient.
-
-    ``log_ratio`` is ``log r`` at the configured level, and ``advantages`` is A. ``picked`` are the tokens that the
-    covariance losses treat differently (see `picked_tokens`), None for other losses.
-    """
+    """One packed micro-batch. Per-token tensors are ``[T]`` float32 and finite. Only ``logprobs`` has a gradient."""
 
     logprobs: torch.Tensor
-    log_ratio: torch.Tensor
-    advantages: torch.Tensor
+    log_ratio: torch.Tensor  # ``log r`` at the configured level
+    advantages: torch.Tensor  # A
     mask: torch.Tensor
     cu_seqlens: torch.Tensor
-    picked: torch.Tensor | None = None
+    picked: torch.Tensor | None = None  # tokens of `picked_tokens`, for the covariance losses alone
 
 
 def policy_inputs(
@@ -184,11 +180,10 @@ def picked_tokens(
 
 def _covariances(inputs: PolicyInputs, sum_over_ranks: SumOverRanks) -> tuple[torch.Tensor, int]:
     """``[T]`` float32, meaningless outside the mask, and the number of loss tokens of all ranks."""
-    pair = torch.stack([inputs.advantages, inputs.logprobs]).double()  # 0 outside the mask
-    own = {"A": pair[0].sum().item(), "log p": pair[1].sum().item(), "tokens": float(inputs.mask.sum())}
-    sums = sum_over_ranks(own)
-    means = [sums[name] / sums["tokens"] for name in ("A", "log p")]
-    return ((pair[0] - means[0]) * (pair[1] - means[1])).float(), int(sums["tokens"])
+    a, log_p = inputs.advantages.double(), inputs.logprobs.double()  # 0 outside the mask
+    sums = sum_over_ranks({"A": a.sum().item(), "log p": log_p.sum().item(), "tokens": float(inputs.mask.sum())})
+    covariances = (a - sums["A"] / sums["tokens"]) * (log_p - sums["log p"] / sums["tokens"])
+    return covariances.float(), int(sums["tokens"])
 
 
 def _largest(values: torch.Tensor, k: int, engine: TrainEngine) -> torch.Tensor:

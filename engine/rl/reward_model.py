@@ -68,12 +68,8 @@ def rw_loss_fn(stats: PairStats) -> LossFn:
     """The loss of `RewardModel.train_rw`, for ``train_batch`` with `count_pairs` on a batch of `require_pairs`."""
 
     def loss_fn(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-        chosen, rejected = of_pairs(_scores(output, micro_batch), micro_batch)
+        chosen, rejected = of_pairs(at_last_token(output.float(), micro_batch), micro_batch)
         stats.add_pairs(chosen, rejected, micro_batch)
         return mean_over_pairs(-F.logsigmoid(chosen - rejected), micro_batch)
 
     return loss_fn
-
-
-def _scores(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-    return at_last_token(output.float(), micro_batch)

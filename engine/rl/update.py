@@ -5,6 +5,7 @@ with a token of weight 0. No sequence is dropped.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,26 +22,21 @@ class TokenStats:
     """Sums of per-token statistics, kept on the device until `reduce` (no synchronisation per micro-batch)."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._tokens: dict[str, torch.Tensor] = {}
+        self._sums: defaultdict[str, torch.Tensor | float] = defaultdict(float)
+        self._tokens: defaultdict[str, torch.Tensor | float] = defaultdict(float)
 
     def add(self, stats: Stats, loss_mask: torch.Tensor) -> None:
         """Add one micro-batch: tensors in the shape of ``loss_mask``. Entries outside the mask are ignored."""
         mask = loss_mask.bool()
         tokens = mask.sum().double()
         for name, values in stats.items():
-            total = torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
-            self._sums[name] = self._sums.get(name, 0.0) + total
-            self._tokens[name] = self._tokens.get(name, 0.0) + tokens
+            self._sums[name] += torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
+            self._tokens[name] += tokens
 
     def reduce(self, engine: TrainEngine, names: tuple[str, ...]) -> dict[str, float]:
-        """Mean of each of ``names`` over the loss tokens of all ranks that added it. Collective.
-
-        Names that no rank added are left out.
-        """
-        own = {f"sum {name}": float(self._sums.get(name, 0.0)) for name in names}
-        own |= {f"tokens {name}": float(self._tokens.get(name, 0.0)) for name in names}
-        reduced = engine.all_reduce_stats(own)
+        """Means of ``names`` over the loss tokens of all ranks that added them. Others are left out. Collective."""
+        own = {f"sum {name}": float(self._sums[name]) for name in names}
+        reduced = engine.all_reduce_stats(own | {f"tokens {name}": float(self._tokens[name]) for name in names})
         counts = {name: reduced[f"tokens {name}"] for name in names}
         return {name: reduced[f"sum {name}"] / count for name, count in counts.items() if count}
 
@@ -67,29 +63,23 @@ def loss_mask_of(batch: Batch) -> torch.Tensor:
     return mask
 
 
-def require_per_token(batch: Batch, key: str, loss_mask: torch.Tensor, hint: str) -> torch.Tensor:
-    """Return the ``[B, S]`` entry ``key``.
+def require_per_token(batch: Batch, key: str, loss_mask: torch.Tensor, hint: str) -> None:
+    """Raise `BatchError` unless the entry ``key`` is ``[B, S]`` and finite at loss tokens.
 
-    Raises:
-        BatchError: it is missing (the message ends with ``hint``), has another shape, or is not finite at a loss token.
+    If it is missing, the message ends with ``hint``.
     """
     if key not in batch:
         raise BatchError(f"the batch has no {key!r}; {hint}")
-    if batch[key].shape != loss_mask.shape:
-        raise BatchError(
-            f"batch[{key!r}] has shape {list(batch[key].shape)}; expected {list(loss_mask.shape)}, per token"
-        )
-    if not bool(torch.isfinite(batch[key].float()[loss_mask]).all()):
-        rows = (~torch.isfinite(batch[key].float()) & loss_mask).any(dim=1).nonzero().flatten().tolist()
+    if (shape := batch[key].shape) != loss_mask.shape:
+        raise BatchError(f"batch[{key!r}] has shape {list(shape)}; expected {list(loss_mask.shape)}, per token")
+    if rows := (~torch.isfinite(batch[key].float()) & loss_mask).any(1).nonzero().flatten().tolist():
         raise BatchError(f"batch[{key!r}] is NaN or infinite at loss tokens of row(s) {rows[:8]}")
-    return batch[key]
 
 
 def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
     """Cut a padded batch into exactly ``n_minibatches`` with about equal token counts, deterministically.
 
-    Every sequence is in one mini-batch, and rows keep their order. With fewer sequences than mini-batches the last ones
-    contain only the first token of row 0, with loss mask 0.
+    Rows keep their order. With too few sequences the last ones contain only the first token of row 0, with loss mask 0.
     """
     lengths = sequence_lengths(batch)
     parts = partition(lengths, min(n_minibatches, len(lengths)), "kk")
@@ -129,36 +119,30 @@ def train_minibatches(
     weights = {str(i): float(loss_mask_of(minibatch).sum()) for i, minibatch in enumerate(minibatches)}
     own = {"n_tokens": float(sum(sequence_lengths(batch))), "n_seqs": float(len(batch["input_ids"]))}
     totals = engine.all_reduce_stats({**weights, **own})
-    counts = {"n_tokens": totals["n_tokens"], "n_seqs": totals["n_seqs"]}
-    counts["n_loss_tokens"] = sum(totals[key] for key in weights)
+    counts = {key: totals[key] for key in own} | {"n_loss_tokens": sum(totals[key] for key in weights)}
     if not counts["n_loss_tokens"]:
         raise BatchError("the batch has no loss token on any rank: loss_mask is 0 everywhere but at first tokens")
 
-    trained = [(totals[str(i)], minibatch) for i, minibatch in enumerate(minibatches) if totals[str(i)]]
-    results = []
-    for _, minibatch in trained:
-        ready = minibatch if prepare is None else prepare(minibatch)
-        results.append(engine.train_batch(ready, loss_fn, loss_weight_fn))
-    loss = sum(weight * result["loss"] for (weight, _), result in zip(trained, results, strict=True))
-    return {"loss": loss / counts["n_loss_tokens"], **_summarise(results), **counts}
-
-
-def _summarise(results: list[dict[str, float]]) -> dict[str, float]:
+    results, loss = [], 0.0
+    for i, minibatch in enumerate(minibatches):
+        if totals[str(i)]:
+            results.append(engine.train_batch(prepare(minibatch) if prepare else minibatch, loss_fn, loss_weight_fn))
+            loss += totals[str(i)] * results[-1]["loss"]
     applied = [result for result in results if not result["update_skipped"]] or results[-1:]
     n_skipped = sum(float(result["update_skipped"]) for result in results)
     return {
+        "loss": loss / counts["n_loss_tokens"],
         "grad_norm": sum(result["grad_norm"] for result in applied) / len(applied),
         "lr": results[-1]["lr"],
         "n_updates": float(len(results)),
         "update_skipped": n_skipped,
         "update_successful": 1.0 - n_skipped / len(results),
+        **counts,
     }
 
 
 def mean_over_ranks(engine: TrainEngine, values: torch.Tensor | None) -> float:
     """Mean of all entries over all ranks, NaN if no rank has any. Collective."""
-    own = {"sum": 0.0, "count": 0.0}
-    if values is not None:
-        own = {"sum": values.double().sum().item(), "count": float(values.numel())}
-    reduced = engine.all_reduce_stats(own)
+    values = torch.empty(0) if values is None else values
+    reduced = engine.all_reduce_stats({"sum": values.double().sum().item(), "count": float(values.numel())})
     return reduced["sum"] / reduced["count"] if reduced["count"] else math.nan

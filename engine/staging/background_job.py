@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...utils.collective_errors import collective_broke
+from ...utils.distributed import collective_broke
 from ...utils.errors import CheckpointWriteError, WorkerLost
 
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...utils.collective_errors import collective_broke
 from ...utils.compat.torch_private import count_forward_hooks
-from ...utils.distributed import all_agree
+from ...utils.distributed import all_agree, collective_broke
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from .logprobs import next_tokens, score_tokens, token_logprobs

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...utils.collective_errors import collective_broke
 from ...utils.compat.transformers_private import attention_of, set_attention
-from ...utils.distributed import all_agree, get_rank
+from ...utils.distributed import all_agree, collective_broke, get_rank
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION

@@ -27,7 +27,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from ...utils.collective_errors import collective_broke
+from ...utils.distributed import collective_broke
 from ...utils.errors import ConfigError, PeerError, WorkerLost
 
 ERROR_GRACE_S = 1.0

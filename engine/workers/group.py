@@ -25,7 +25,7 @@ from typing import Any
 
 import ray
 
-from ...utils.collective_errors import collective_broke
+from ...utils.distributed import collective_broke
 from ...utils.errors import ConfigError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId

@@ -14,39 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
-class _Nothing:
-    """The absence of a value, because None is a value of YAML."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-NOTHING = _Nothing()
+NOTHING: Any = object()
+"""The absence of a value, because None is a value of YAML."""
 
 
 @dataclass(frozen=True)
 class Fate:
-    """The fate of one key.
+    """The fate of one key."""
 
-    Attributes:
-        kind: ``same``, ``renamed``, ``ignored`` or ``refused``.
-        why: a remark. For an ignored or refused key: the reason.
-        to: the key here, for a renamed key.
-        value: value of ``to`` when the AReaL key is true. `NOTHING` copies the value of the AReaL key.
-        neutral: values without an effect. With one of them the key is neither refused nor worth a warning.
-        absent: AReaL's default, taken when the key is absent. Set where the default here differs and the result
-            depends on it.
-        of: for a refused key outside of a section: the class that it is refused for.
-    """
-
-    kind: str
-    why: str = ""
-    to: str = ""
-    value: Any = NOTHING
-    neutral: tuple[Any, ...] = ()
-    absent: Any = NOTHING
-    of: str = ""
+    kind: str  # ``same``, ``renamed``, ``ignored`` or ``refused``
+    why: str = ""  # a remark. For an ignored or refused key: the reason
+    to: str = ""  # the key here, for a renamed key
+    value: Any = NOTHING  # value of ``to`` when the AReaL key is true. `NOTHING` copies the value of the AReaL key
+    neutral: tuple[Any, ...] = ()  # values without an effect, which are neither refused nor worth a warning
+    absent: Any = NOTHING  # AReaL's default for an absent key, where it differs and the result depends on it
+    of: str = ""  # for a refused key outside of a section: the class that it is refused for
 
 
 def _ignored(why: str, *neutral: Any) -> Fate:

@@ -77,15 +77,14 @@ class _Reader:
 
     def job(self, cls: type) -> dict[str, Any]:
         """The keys of a class with a field for each section."""
-        types, keys = _field_types(cls), {}
-        for name in (name for name in types if name in self.file):
-            if _tables_of(types[name]):
-                keys[name] = self.section(types[name], name)
-            else:
-                keys[name] = self._resolved(name)
-        taken = {*keys, *(("saver",) if any("RecoverConfig" in _names(types[name]) for name in keys) else ())}
-        unread = [str(name) for name in self.file if name not in taken and name not in _roots(FILE)]
-        self._note(f"not read by {cls.__name__}", unread)
+        types = {name: kind for name, kind in _field_types(cls).items() if name in self.file}
+        keys = {
+            name: self.section(kind, name) if _tables_of(kind) else self._resolved(name) for name, kind in types.items()
+        }
+        read = {*keys, *(key.partition(".")[0] for key in FILE)}
+        if any("RecoverConfig" in _names(kind) for kind in types.values()):
+            read.add("saver")
+        self._note(f"not read by {cls.__name__}", [str(name) for name in self.file if name not in read])
         return keys
 
     def section(self, cls: type, name: str) -> dict[str, Any] | None:
@@ -116,11 +115,9 @@ class _Reader:
     def warn(self) -> None:
         """Log one warning with all remarks."""
         parts = [f"{', '.join(names)} ({why})" for why, names in self._without_effect.items()]
-        ignored = [f"without effect here: {'; '.join(parts)}"] if parts else []
-        if remarks := ignored + self._remarks:
-            logger.warning(
-                "AReaL's file %s. %s. docs/areal.md has what becomes of each key", self._source, ". ".join(remarks)
-            )
+        remarks = [f"without effect here: {'; '.join(parts)}"] if parts else []
+        if told := ". ".join(remarks + self._remarks):
+            logger.warning("AReaL's file %s. %s. docs/areal.md has what becomes of each key", self._source, told)
 
     def _resolved(self, name: str) -> Any:
         value = OmegaConf.select(self._with_defaults, name) if name in self.file else None
@@ -138,7 +135,11 @@ class _Reader:
         for key, value in _leaves(found, table):
             fate = _fate(key, table)
             if fate is None and key not in own:
-                self._refuse_unknown(f"{section}.{key}", {f"{section}.{known}" for known in {*table, *own}})
+                full, known = f"{section}.{key}", sorted(f"{section}.{each}" for each in {*table, *own})
+                near = ", ".join(get_close_matches(full, known, n=3) or known)
+                raise ConfigError(
+                    f"config key {full!r} in {self._source} is neither AReaL's nor Holdfast's; did you mean {near}?"
+                )
             elif fate is None or (fate.kind == "same"):
                 _set(keys, key, value)
             elif fate.kind == "renamed":
@@ -168,12 +169,6 @@ class _Reader:
         advice = f"; expected {' or '.join(map(repr, fate.neutral))}, or no such key" if fate.neutral else ""
         raise ConfigError(f"config key {key!r} in {self._source} is {value!r}: {fate.why}{advice}")
 
-    def _refuse_unknown(self, key: str, known: set[str]) -> None:
-        near = get_close_matches(key, sorted(known), n=3) or sorted(known)
-        raise ConfigError(
-            f"config key {key!r} in {self._source} is neither AReaL's nor Holdfast's; did you mean {', '.join(near)}?"
-        )
-
 
 def _require_class_of_a_file(cls: type) -> None:
     if _tables_of(cls) or (is_dataclass(cls) and any(_tables_of(kind) for kind in _field_types(cls).values())):
@@ -192,10 +187,9 @@ def _tables_of(cls: type) -> dict[str, Fate]:
     """The fate of each key of the section that ``cls`` is read from. Empty for a class without a section."""
     tables = [KEYS[name] for name in reversed(_names(cls)) if name in KEYS]
     if "TrainEngineConfig" in _names(cls):
-        of_algorithms = Fate("ignored", f"of an algorithm, which {cls.__name__} has not")
+        fate = Fate("ignored", f"of an algorithm, which {cls.__name__} has not")
         algorithms = ("PPOActorConfig", "PPOCriticConfig", "DPOConfig")
-        others = (key for table in algorithms for key in KEYS[table] if "." not in key)
-        tables.insert(0, dict.fromkeys(others, of_algorithms))
+        tables.insert(0, {key: fate for table in algorithms for key in KEYS[table] if "." not in key})
     return {key: fate for table in tables for key, fate in table.items()}
 
 
@@ -211,18 +205,11 @@ def _leaves(found: Mapping[str, Any], table: Mapping[str, Fate], prefix: str = "
     """``(dotted key, value)`` of each key. A section that the table knows as a whole is one key."""
     for name, value in found.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and value and (key not in table or _has_rows_in(key, table)):
+        has_rows = any(other.startswith(f"{key}.") for other in table)
+        if isinstance(value, dict) and value and (key not in table or has_rows):
             yield from _leaves(value, table, f"{key}.")
         else:
             yield key, value
-
-
-def _has_rows_in(key: str, table: Mapping[str, Fate]) -> bool:
-    return any(other.startswith(f"{key}.") for other in table)
-
-
-def _roots(table: Mapping[str, Fate]) -> set[str]:
-    return {key.partition(".")[0] for key in table}
 
 
 def _set(keys: dict[str, Any], dotted: str, value: Any) -> None:
@@ -234,14 +221,11 @@ def _set(keys: dict[str, Any], dotted: str, value: Any) -> None:
 
 def _field_types(cls: type) -> dict[str, Any]:
     """Maps each field to its class, and ``X | None`` to X."""
-    hints = get_type_hints(cls)
-    return {field.name: _unwrapped(hints[field.name]) for field in fields(cls)}
-
-
-def _unwrapped(hint: Any) -> Any:
-    if get_origin(hint) in (Union, UnionType):
-        return next((arg for arg in get_args(hint) if is_dataclass(arg)), hint)
-    return hint
+    hints, found = get_type_hints(cls), {}
+    for name in (field.name for field in fields(cls)):
+        either = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else ()
+        found[name] = next((kind for kind in either if is_dataclass(kind)), hints[name])
+    return found
 
 
 def _own_keys(cls: type, prefix: str = "") -> Iterator[str]:

@@ -12,7 +12,6 @@ from ...utils.errors import ConfigError
 
 Rule = Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
 
-
 _DIMENSIONS = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
 
 

@@ -10,7 +10,8 @@ therefore reads the journal too: if a job on another node wrote to it recently a
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import click
 
 from ...utils.errors import CheckpointNotFoundError, ConfigError
-from ...utils.folder_lock import probe_lock
+from ...utils.folder_lock import FolderLock, probe_lock
 from ..storage.generations import LOCK_NAME
 from ..storage.journal import JOURNAL_NAME, last_start, read_journal
 from .output import seconds_text
@@ -62,21 +63,18 @@ class AttemptRecord:
 
     def verdict(self, is_last: bool, in_use: bool | None) -> str:
         """Describe how the attempt ended. ``in_use`` is `Use.known` of the run."""
-        begins = "" if self.loaded else "before it had loaded: "
-        given_up = f"; given up: {self.given_up}" if self.given_up else ""
         if self.ended is None and is_last and in_use is not False:
             goes_on = "goes on" if self.loaded else "begins: its workers start, or it loads"
             return goes_on if in_use else f"{goes_on}, or was killed: the lock of the run cannot tell"
-        return begins + self._ending() + given_up
-
-    def _ending(self) -> str:
+        ending = "the handler was closed" if self.closed else "the process ended without closing the handler"
         if self.ended is None:
-            return "killed, or its machine was lost: nothing was noted"
-        if self.stop is not None:
-            return f"stopped as asked: {self.stop}"
-        if self.error is not None:
-            return self.error
-        return "the handler was closed" if self.closed else "the process ended without closing the handler"
+            ending = "killed, or its machine was lost: nothing was noted"
+        elif self.stop is not None:
+            ending = f"stopped as asked: {self.stop}"
+        elif self.error is not None:
+            ending = self.error
+        begins = "" if self.loaded else "before it had loaded: "
+        return begins + ending + (f"; given up: {self.given_up}" if self.given_up else "")
 
 
 def read_attempts(trial_root: Path) -> list[AttemptRecord]:
@@ -106,7 +104,8 @@ def list_attempts(events: Iterable[dict[str, Any]]) -> list[AttemptRecord]:
                     attempts.append(_begin(len(attempts), event, loaded=False))
                 begins = True
             case "start":
-                if begins or (attempts and _was_restarted(attempts[-1])):
+                # Or it had not loaded, and lost a worker group that was then started again alone.
+                if begins or (attempts and not attempts[-1].loaded and attempts[-1].losses > 0):
                     attempts.pop()
                 attempts.append(_begin(len(attempts), event))
                 begins = False
@@ -119,11 +118,6 @@ def list_attempts(events: Iterable[dict[str, Any]]) -> list[AttemptRecord]:
                 begins = begins and attempts[-1].ended is None
     _count_redone(attempts)
     return attempts
-
-
-def _was_restarted(attempt: AttemptRecord) -> bool:
-    """Whether an attempt that had not loaded lost a worker group that was then started again alone."""
-    return not attempt.loaded and attempt.losses > 0
 
 
 def _count_redone(attempts: list[AttemptRecord]) -> None:
@@ -218,6 +212,17 @@ def require_unused(trial_root: Path, no_job: bool) -> None:
     """Raise `ConfigError` if it is unknown whether a job uses the run, unless the user confirms that none does."""
     if not no_job and (doubt := use_of(trial_root).doubt) is not None:
         raise ConfigError(f"whether a job uses the run cannot be known: {doubt}. If none does, say so with --no-job")
+
+
+@contextmanager
+def locked(trial_root: Path) -> Iterator[None]:
+    """Hold the lock of a run during the block. Raises `FolderInUseError` at once if a job holds it."""
+    lock = FolderLock(trial_root / LOCK_NAME)
+    lock.acquire(0.0)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _runs(pid: int) -> bool:

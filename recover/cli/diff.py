@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from .folders import Folder, LocalFolder
+from .folders import Folder
 from .output import json_option, number_text, print_json, print_table
 from .runs import is_url, local_path, read_generation
 
@@ -47,14 +47,12 @@ def diff_command(ctx: click.Context, a: str, b: str, engine: str | None, exit_co
 def _read(text: str, read: Callable[[Folder], T]) -> T:
     path = local_path(text)
     if not is_url(text) and (path / "config.json").is_file():
-        return read(LocalFolder(path))
+        return read(Folder(path))
     return read_generation(text, read)
 
 
 def _row(one: "Difference") -> list[str]:
     what = f"{one.kind}: {one.note}" if one.note else one.kind
-    if one.kind == "bits":
-        return [one.name, what, f"{one.elements} of {one.of}", "", ""]
-    if one.kind != "values":
-        return [one.name, what, "", "", ""]
-    return [one.name, what, f"{one.elements} of {one.of}", number_text(one.largest), f"{one.relative:.3g}"]
+    count = f"{one.elements} of {one.of}" if one.kind in ("bits", "values") else ""
+    sizes = [number_text(one.largest), f"{one.relative:.3g}"] if one.kind == "values" else ["", ""]
+    return [one.name, what, count, *sizes]

@@ -1,13 +1,8 @@
-"""``holdfast export`` and ``holdfast convert``: checkpoints in other formats. See `holdfast.recover.convert`.
+"""``holdfast export``: write a generation as a Hugging Face or PEFT folder."""
 
-torch is imported when the work begins, so that ``--help`` appears at once.
-"""
-
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 
@@ -15,28 +10,16 @@ from ...utils.errors import CheckpointNotFoundError
 from ...utils.files import is_free
 from ...utils.manifest import require_outside_commits
 from .folders import Folder, local_copy
-from .output import json_option, print_json, seconds_text, size_text
+from .output import dtype_option, json_option, print_json, seconds_text, size_text
 from .runs import generation_argument, read_generation
 
-if TYPE_CHECKING:
-    from ..convert import Conversion
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-_DTYPES = ("float32", "bfloat16", "float16")  # `EXPORT_DTYPES`, whose module imports torch
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-
-
-def _dtype_option(default: str) -> Callable[[F], F]:
-    return click.option(
-        "--dtype", type=click.Choice(_DTYPES), help=f"Dtype of floating-point weights.  [default: {default}]"
-    )
 
 
 @click.command("export", short_help="Write a generation as a Hugging Face folder.")
 @generation_argument
 @click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="Folder to create.")
-@_dtype_option("the dtype in config.json; adapters keep theirs")
+@dtype_option("the dtype in config.json; adapters keep theirs")
 @click.option("--config", type=_FOLDER,
               help="Folder with config.json, tokenizer ...  [default: an export of the same run]")  # fmt: skip
 @click.option("--engine", help="Engine to export. Required if the generation has several.")
@@ -60,14 +43,12 @@ def export_command(generation: str, target: Path, as_json: bool, **options: Any)
     """
     where, seconds = read_generation(generation, partial(_export, target=target, **options))
     files = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
-    report = {"to": str(target), "bytes": sum(files), "files": len(files), "seconds": round(seconds, 3)}
+    seconds = round(seconds, 3)
     if as_json:
-        print_json(report)
+        print_json({"to": str(target), "bytes": sum(files), "files": len(files), "seconds": seconds})
     else:
-        click.echo(
-            f"exported {where} to {target}: {size_text(report['bytes'])} in {report['files']} files, "
-            f"{seconds_text(report['seconds'])}"
-        )
+        size, took = size_text(sum(files)), seconds_text(seconds)
+        click.echo(f"exported {where} to {target}: {size} in {len(files)} files, {took}")
 
 
 def _export(
@@ -80,8 +61,10 @@ def _export(
     base: Path | None,
 ) -> tuple[str, float]:
     """Export one generation. Return its path or URL, and the seconds that the export took."""
+    from ...engine.hf.dtypes import base_dtype
     from ..convert import convert
     from ..convert.adapters import write_peft
+    from ..convert.checkpoint import Architecture
     from ..convert.dcp import engine_folder, stored_adapters
 
     if not is_free(target):
@@ -99,83 +82,23 @@ def _export(
             seconds = write_peft(path, stored, target, dtype)
         else:
             model = config or (_config_of(folder.path) if stored is None else stored.base_folder(base))
+            # As the run itself exports: in the dtype of the folder that its model was made from.
+            dtype = dtype or str(base_dtype(Architecture.read(model).model, model)).removeprefix("torch.")
             given: dict[str, Any] = {"config": model, "engine": engine, "merge": stored is not None, "base": base}
-            seconds = convert(path, target, to="hf", dtype=dtype or _own_dtype(model), **given).seconds
+            seconds = convert(path, target, to="hf", dtype=dtype, **given).seconds
     return folder.where, seconds
 
 
 def _config_of(path: Path | None) -> Path:
     """The newest folder of the same run that has a ``config.json``."""
-    trial = None if path is None else path.absolute().parent.parent
-    found = [] if trial is None else list(_exports(trial))
-    if not found:
-        where = "the generation" if trial is None else f"hf/, weights/ or base_model/ of {trial}"
-        raise CheckpointNotFoundError(
-            f"there is no config.json in {where}; name a folder that has the model's with --config, as the one that "
-            "the run was started from"
-        )
-    return found[0]
-
-
-def _exports(trial: Path) -> Iterator[Path]:
-    for kind in ("hf", "weights"):
-        exports = [path.parent for path in trial.glob(f"{kind}/[!.]*/config.json")]
-        yield from sorted(exports, key=lambda export: (len(export.name), export.name), reverse=True)
-    yield from (path.parent for path in trial.glob("base_model/config.json"))
-
-
-def _own_dtype(base: Path) -> str:
-    """The dtype that the run itself exports: the dtype of the folder that its model was made from."""
-    from ...engine.hf.dtypes import base_dtype
-    from ..convert.checkpoint import Architecture
-
-    return str(base_dtype(Architecture.read(base).model, base)).removeprefix("torch.")
-
-
-@click.command("convert", short_help="Convert a checkpoint from or to another trainer.")
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
-@click.option("--to", type=click.Choice(("hf", "generation", "dcp", "areal")), required=True,
-              help="Format of DST, see above.")  # fmt: skip
-@_dtype_option("unchanged")
-@click.option("--root", metavar="NAME", help='Root of the model in DCP data: app, "" ...  [default: the only one]')
-@click.option("--config", type=click.Path(path_type=Path), help="Folder with the model's config.json, if SRC has none.")
-@click.option("--engine", metavar="NAME", help="Engine to read if SRC has several, or its name in a new generation.")
-@click.option("--step", type=int, help="Last trained step of a generation, counted from 0, if SRC does not say it.")
-@click.option("--steps-per-epoch", type=int, help="Steps per epoch of a generation, if SRC does not say it.")
-@json_option
-def convert_command(source: str, target: str, as_json: bool, **options: Any) -> None:
-    """Convert the checkpoint in SRC to DST. DST appears only after it was read back and compared with SRC.
-
-    SRC is a folder of verl (model_world_size_*_rank_*.pt), AReaL or Holdfast, with optimizer state. Or it holds weights
-    only: a Hugging Face model, a checkpoint of Trainer or TRL, save_state of Accelerate, or a folder of
-    torch.distributed.checkpoint with any root. The format is detected from the files. Nothing in SRC is executed.
-
-    \b
-    --to hf          weights that from_pretrained loads
-    --to generation  DST is the folder of a run, FILEROOT/EXPERIMENT/TRIAL, that RecoverHandler resumes
-    --to dcp         model, optimizer and schedule for load_dcp, at any number of ranks
-    --to areal       a folder that AReaL's engine loads, optimizer included
-
-    The conversion holds one block of 64 MiB in memory. If it is killed, run the same command again.
-    """
-    from ..convert import convert
-
-    done = convert(source, target, progress=not as_json, **options)
-    if as_json:
-        print_json(asdict(done))
-    else:
-        click.echo(_described(done))
-
-
-def _described(done: "Conversion") -> str:
-    what = "with" if done.optimizer else "without"
-    lines = [
-        f"{done.target}: {done.format} as {done.to}, {what} optimizer state",
-        f"  {done.tensors} tensors, {done.bytes} bytes, read back and equal to the source; {done.seconds:.1f} s",
-        *(f"  {note}" for note in done.notes),
-        *(f"  no {part}: {outcome}" for part, outcome in done.lacks.items()),
-    ]
-    if done.ignored:
-        lines.append(f"  not converted: {', '.join(done.ignored)}")
-    return "\n".join(lines)
+    where = "the generation"
+    if path is not None:
+        trial = path.absolute().parent.parent
+        where = f"hf/, weights/ or base_model/ of {trial}"
+        for pattern in ("hf/[!.]*/config.json", "weights/[!.]*/config.json", "base_model/config.json"):
+            if found := [config.parent for config in trial.glob(pattern)]:
+                return max(found, key=lambda export: (len(export.name), export.name))
+    raise CheckpointNotFoundError(
+        f"there is no config.json in {where}; name a folder that has the model's with --config, as the one that the "
+        "run was started from"
+    )

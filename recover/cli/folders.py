@@ -2,8 +2,7 @@
 
 import os
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -22,37 +21,46 @@ if TYPE_CHECKING:
 _AT_A_URL: dict[str, Any] = {"setting": "the URL", "attempts": 3, "first_wait_s": 0.5}
 
 
-class Folder(ABC):
-    """A generation, an export, or a published version.
+class Folder:
+    """A generation, an export, or a published version on this machine.
 
     Attributes:
         where: path or URL of the folder.
-        path: path of a folder on this machine. None at a URL.
+        path: path of the folder. None at a URL.
     """
 
-    where: str
-    path: Path | None = None
+    path: Path | None
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_dir():
+            raise CheckpointNotFoundError(f"there is no folder {path}")
+        self.path = self._here = path
+        self.where = str(path)
 
     @property
     def name(self) -> str:
         """Last part of the path or URL, for example ``global_step_120``."""
         return PurePosixPath(self.where).name
 
-    @abstractmethod
     def sizes(self) -> dict[str, int]:
         """Bytes of every file in the folder, by POSIX path relative to it."""
+        return list_files(self._here)
 
-    @abstractmethod
     def read(self, name: str) -> bytes:
         """Contents of a small file. Raises `CheckpointCorruptError` if it is missing."""
+        try:
+            return (self._here / name).read_bytes()
+        except FileNotFoundError:
+            raise CheckpointCorruptError(f"{self.where}/{name} is missing") from None
 
-    @abstractmethod
     def read_range(self, name: str, begin: int, n_bytes: int) -> bytes:
         """Part of a file."""
+        with open(self._here / name, "rb") as file:
+            return os.pread(file.fileno(), n_bytes, begin)
 
-    @abstractmethod
     def digest(self, name: str, n_bytes: int) -> str:
         """Digest of a file, in the form that manifests use."""
+        return file_digest(self._here / name)
 
     def has(self, name: str) -> bool:
         """Whether the folder holds this file."""
@@ -66,55 +74,21 @@ class Folder(ABC):
 
     def read_manifest(self) -> dict[str, Any]:
         """Read the manifest and check only its own digest."""
-        return parse_manifest(self.read(MANIFEST_NAME), f"{self.where}/{MANIFEST_NAME}")
+        return read_manifest(self._here)
 
     def info(self) -> RecoverInfo:
         """Info of a generation. Raises as `manifest`."""
         return RecoverInfo.parse(self.read(INFO_NAME), f"{self.where}/{INFO_NAME}")
 
 
-class LocalFolder(Folder):
-    """A folder on this machine."""
-
-    def __init__(self, path: Path) -> None:
-        if not path.is_dir():
-            raise CheckpointNotFoundError(f"there is no folder {path}")
-        self.path = self._here = path
-        self.where = str(path)
-
-    def sizes(self) -> dict[str, int]:
-        """See `Folder.sizes`."""
-        return list_files(self._here)
-
-    def read(self, name: str) -> bytes:
-        """See `Folder.read`."""
-        try:
-            return (self._here / name).read_bytes()
-        except FileNotFoundError:
-            raise CheckpointCorruptError(f"{self.where}/{name} is missing") from None
-
-    def read_manifest(self) -> dict[str, Any]:
-        """See `Folder.read_manifest`."""
-        return read_manifest(self._here)
-
-    def read_range(self, name: str, begin: int, n_bytes: int) -> bytes:
-        """See `Folder.read_range`."""
-        with open(self._here / name, "rb") as file:
-            return os.pread(file.fileno(), n_bytes, begin)
-
-    def digest(self, name: str, n_bytes: int) -> str:
-        """See `Folder.digest`."""
-        return file_digest(self._here / name)
-
-
 class UrlFolder(Folder):
-    """A folder at an fsspec URL. Nothing is kept on this machine."""
+    """The same at an fsspec URL. Nothing is kept on this machine."""
 
     def __init__(self, url: str) -> None:
         from ...utils.remote import RemoteFolder
 
         self._remote = RemoteFolder(url, error=MirrorError, **_AT_A_URL)
-        self.where = self._remote.url
+        self.where, self.path = self._remote.url, None
 
     def sizes(self) -> dict[str, int]:
         """See `Folder.sizes`."""
@@ -129,24 +103,27 @@ class UrlFolder(Folder):
             raise CheckpointCorruptError(f"{self.where}/{name} is missing")
         return data
 
+    def read_manifest(self) -> dict[str, Any]:
+        """See `Folder.read_manifest`."""
+        return parse_manifest(self.read(MANIFEST_NAME), f"{self.where}/{MANIFEST_NAME}")
+
     def read_range(self, name: str, begin: int, n_bytes: int) -> bytes:
         """See `Folder.read_range`."""
-        return self._read(name, lambda: self._remote.read_range(name, begin, begin + n_bytes))
+        with self._must_have(name):
+            return self._remote.read_range(name, begin, begin + n_bytes)
 
     def digest(self, name: str, n_bytes: int) -> str:
         """See `Folder.digest`."""
-
-        def run() -> str:
-            found = xxhash.xxh3_128()
+        found = xxhash.xxh3_128()
+        with self._must_have(name):
             for chunk in self._remote.chunks(name, n_bytes):
                 found.update(chunk)
-            return digest_name(found)
+        return digest_name(found)
 
-        return self._read(name, run)
-
-    def _read(self, name: str, read: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _must_have(self, name: str) -> Iterator[None]:
         try:
-            return read()
+            yield
         except FileNotFoundError as error:
             raise CheckpointCorruptError(f"{self.where}/{name} is missing, or was removed while it was read") from error
 

@@ -34,7 +34,10 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
     if place.store is not None:
         _explain_retention(place.store, entries)
     if mirror is not None:
-        _look_at_mirror(place, mirror, entries)
+        there = place.open_mirror(None if mirror == "recorded" else mirror)
+        copies = dict.fromkeys(there.steps(damaged=True), "damaged") | dict.fromkeys(there.steps(), "copied")
+        for entry in entries:
+            entry["mirror"] = copies.get(entry["step"], "no copy")
     others = _others(place)
     if as_json:
         print_json({"run": place.where, "generations": entries, **others})
@@ -54,27 +57,28 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
 
 def _describe(place: Run, step: int) -> dict[str, Any] | None:
     """Describe a generation. Return None if the run has deleted it meanwhile."""
-    with contextlib.suppress(CheckpointNotFoundError):
+    try:
         folder = place.folder(step)
-        entry: dict[str, Any] = {"step": step, "where": folder.where, "problem": None}
-        try:
-            if folder.path is not None:
-                entry["written"] = (folder.path / "manifest.json").stat().st_mtime
-            manifest = folder.read_manifest()
-            entry["bytes"] = sum(file["bytes"] for file in manifest["files"].values())
-            entry["world_size"], entry["run_id"] = manifest.get("world_size"), manifest.get("run_id")
-            folder.manifest()
-            info = folder.info()
-            last = info.last_step_info
-            entry |= {"epoch": last.epoch, "epoch_step": last.epoch_step, "metrics": info.metrics}
-        except MirrorError:
-            raise
-        except (CheckpointError, FileNotFoundError) as error:
-            if folder.path is not None and not folder.path.is_dir():
-                return None
-            entry["problem"] = str(error)
-        return entry
-    return None
+    except CheckpointNotFoundError:
+        return None
+    entry: dict[str, Any] = {"step": step, "where": folder.where, "problem": None}
+    try:
+        if folder.path is not None:
+            entry["written"] = (folder.path / "manifest.json").stat().st_mtime
+        manifest = folder.read_manifest()
+        entry["bytes"] = sum(file["bytes"] for file in manifest["files"].values())
+        entry["world_size"], entry["run_id"] = manifest.get("world_size"), manifest.get("run_id")
+        folder.manifest()
+        info = folder.info()
+        last = info.last_step_info
+        entry |= {"epoch": last.epoch, "epoch_step": last.epoch_step, "metrics": info.metrics}
+    except MirrorError:
+        raise
+    except (CheckpointError, FileNotFoundError) as error:
+        if folder.path is not None and not folder.path.is_dir():
+            return None
+        entry["problem"] = str(error)
+    return entry
 
 
 def _explain_retention(store: GenerationStore, entries: list[dict[str, Any]]) -> None:
@@ -92,13 +96,6 @@ def _explain_retention(store: GenerationStore, entries: list[dict[str, Any]]) ->
         entry["rules_known"] = start is not None
 
 
-def _look_at_mirror(place: Run, mirror: str, entries: list[dict[str, Any]]) -> None:
-    there = place.open_mirror(None if mirror == "recorded" else mirror)
-    sound, wrong = set(there.steps()), set(there.steps(damaged=True))
-    for entry in entries:
-        entry["mirror"] = "copied" if entry["step"] in sound else "damaged" if entry["step"] in wrong else "no copy"
-
-
 def _others(place: Run) -> dict[str, Any]:
     """Damaged copies, unfinished generations and rejected ones."""
     if (store := place.store) is None:
@@ -113,7 +110,7 @@ def _others(place: Run) -> dict[str, Any]:
 def _row(entry: dict[str, Any]) -> list[str]:
     metrics = entry.get("metrics", {})
     first = sorted(metrics, key=lambda name: name not in ("reward", "loss"))  # the others keep their order
-    shown = [f"{name} {metrics[name]:.4g}" for name in first]
+    shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in first[:_MOST_METRICS])
     kept = ", ".join(entry.get("kept", []))
     if not kept and entry.get("rules_known") and entry["problem"] is None:
         kept = "by no rule"
@@ -123,7 +120,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
         time_text(entry["written"]) if "written" in entry else "",
         size_text(entry["bytes"]) if "bytes" in entry else "",
         str(entry.get("world_size") or ""),
-        ", ".join(shown[:_MOST_METRICS]) + (f" (+{len(shown) - _MOST_METRICS})" if len(shown) > _MOST_METRICS else ""),
+        shown + (f" (+{len(first) - _MOST_METRICS})" if len(first) > _MOST_METRICS else ""),
         kept,
         entry.get("mirror", ""),
         "" if entry["problem"] is None else entry["problem"].replace(entry["where"], "").lstrip(": /"),

@@ -18,21 +18,10 @@ from ...utils.errors import CheckpointCorruptError, HoldfastError
 from .output import DAMAGED, FAILED, INTERRUPTED
 
 _COMMANDS = {
-    "convert": "export:convert_command",
-    "diff": "diff:diff_command",
-    "export": "export:export_command",
-    "ls": "ls:ls_command",
-    "mirror": "mirror:mirror_group",
-    "pin": "manage:pin_command",
-    "resume-from": "manage:resume_from_command",
-    "rm": "manage:rm_command",
-    "show": "show:show_command",
-    "top": "top:top_command",
-    "unpin": "manage:unpin_command",
-    "verify": "verify:verify_command",
-    "why": "why:why_command",
+    **{name: name for name in ("convert", "diff", "export", "ls", "mirror", "show", "top", "verify", "why")},
+    **dict.fromkeys(("pin", "resume-from", "rm", "unpin"), "manage"),
 }
-"""Name of a command -> its module in this package, and the function in that module."""
+"""Name of a command -> its module in this package. The function of ``resume-from`` is ``resume_from_command``."""
 
 
 class _Commands(click.Group):
@@ -42,8 +31,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module, _, name = _COMMANDS[cmd_name].partition(":")
-        return getattr(importlib.import_module(f".{module}", __package__), name)
+        module = importlib.import_module(f".{_COMMANDS[cmd_name]}", __package__)
+        return getattr(module, f"{cmd_name.replace('-', '_')}_command")
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. A reader that closes the pipe is no error: `holdfast ls RUN | head`."""
@@ -61,20 +50,16 @@ class _Commands(click.Group):
         try:
             code = super().main(args, *rest, **options)
         except click.Abort:  # Ctrl-C
-            code = _say("aborted", INTERRUPTED)
+            code = INTERRUPTED
+            click.echo("aborted", err=True)
         except click.ClickException as error:
-            error.show()
             code = FAILED
-        except CheckpointCorruptError as error:
-            code = _say(f"damaged: {error}", DAMAGED)
+            error.show()
         except (HoldfastError, OSError) as error:
-            code = _say(f"error: {error}", FAILED)
+            damaged = isinstance(error, CheckpointCorruptError)
+            code = DAMAGED if damaged else FAILED
+            click.echo(f"{'damaged' if damaged else 'error'}: {error}", err=True)
         sys.exit(code if isinstance(code, int) else 0)
-
-
-def _say(message: str, code: int) -> int:
-    click.echo(message, err=True)
-    return code
 
 
 @click.group(

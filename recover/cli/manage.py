@@ -1,7 +1,7 @@
 """``holdfast rm``, ``pin``, ``unpin`` and ``resume-from``: choose which generations stay, and which one resumes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,11 @@ import click
 
 from ...utils.errors import CheckpointCorruptError, CheckpointError, ConfigError, FolderInUseError
 from ...utils.files import remove_folder
-from ...utils.folder_lock import FolderLock
 from ..storage.generations import LOCK_NAME, GenerationStore, stored_bytes
-from .attempts import no_job_option, require_unused, use_of
-from .folders import LocalFolder
+from .attempts import locked, no_job_option, require_unused, use_of
+from .folders import Folder
 from .output import NARROWEST, json_option, print_json, size_text
-from .runs import Run, find_generation, find_step, generation_argument, is_url
+from .runs import Run, find_generation, find_step, generation_argument
 from .verify import find_damage
 
 _THEN = (
@@ -52,25 +51,30 @@ def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool
     """
     found = [find_step(text) for text in generations]
     steps = {root: [step for store, step in found if store.root == root] for root in {store.root for store, _ in found}}
-    judge = _Judge(quick)
+    damage_of = (lambda path: None) if quick else cache(_damage_of)  # reads every byte once
     for root, gone in steps.items():
         if force:
             require_unused(root.parent, no_job)
-        _check(GenerationStore(root), gone, force, judge)
-    sizes = [_bytes(store, step) for store, step in found]
-    if not yes:
-        names = ", ".join(str(store.path_of(step)) for store, step in found)
-        click.confirm(f"Delete {names} ({size_text(sum(sizes))})?", abort=True, err=True)
-    for store, step in found:
-        with _locked(store.root.parent) as free:
-            # Check again: it may have been pinned, or become the newest, while the user was asked.
-            _check(store, [step], force and free, judge)
-            remove_folder(store.path_of(step))
+        _check(GenerationStore(root), gone, force, damage_of)
     removed = [str(store.path_of(step)) for store, step in found]
+    n_bytes = sum(_bytes(store, step) for store, step in found)
+    if not yes:
+        click.confirm(f"Delete {', '.join(removed)} ({size_text(n_bytes)})?", abort=True, err=True)
+    for store, step in found:
+        with ExitStack() as stack:
+            may_force = force
+            if (store.root.parent / LOCK_NAME).exists():  # else a copy of a run's folder
+                try:
+                    stack.enter_context(locked(store.root.parent))
+                except FolderInUseError:
+                    may_force = False
+            # Check again: it may have been pinned, or become the newest, while the user was asked.
+            _check(store, [step], may_force, damage_of)
+            remove_folder(store.path_of(step))
     if as_json:
-        print_json({"removed": removed, "bytes": sum(sizes)})
+        print_json({"removed": removed, "bytes": n_bytes})
     else:
-        click.echo(f"deleted {', '.join(removed)}: {size_text(sum(sizes))}")
+        click.echo(f"deleted {', '.join(removed)}: {size_text(n_bytes)}")
 
 
 @click.command("pin", short_help="Keep generations for good.")
@@ -104,21 +108,7 @@ def _mark(generations: tuple[str, ...], mark: Any, done: str, as_json: bool) -> 
         click.echo(f"{done} {', '.join(paths)}")
 
 
-class _Judge:
-    """Finds damage by names and sizes of files and, unless ``quick``, by comparing every byte once."""
-
-    def __init__(self, quick: bool) -> None:
-        self._damage_of = (lambda path: None) if quick else cache(_damage_of)
-
-    def __call__(self, store: GenerationStore, path: Path) -> str | None:
-        try:
-            store.inspect(path)
-        except CheckpointError as error:
-            return str(error)
-        return self._damage_of(path)
-
-
-def _check(store: GenerationStore, steps: list[int], force: bool, judge: _Judge) -> None:
+def _check(store: GenerationStore, steps: list[int], force: bool, damage_of: Callable[[Path], str | None]) -> None:
     """Raise `ConfigError` if a step is pinned, or, without ``force``, if the newest sound generation would go."""
     if pinned := sorted(store.pins().intersection(steps)):
         raise ConfigError(f"step {pinned[0]} of {store.root} is pinned; `holdfast unpin` it first")
@@ -126,7 +116,12 @@ def _check(store: GenerationStore, steps: list[int], force: bool, judge: _Judge)
         return
     damage: list[str] = []
     for generation in store.generations():  # newest first
-        problem = judge(store, generation.path)
+        try:
+            store.inspect(generation.path)
+        except CheckpointError as error:
+            problem = str(error)
+        else:
+            problem = damage_of(generation.path)
         if problem is None and generation.step not in steps:
             return
         if problem is None:
@@ -139,7 +134,7 @@ def _check(store: GenerationStore, steps: list[int], force: bool, judge: _Judge)
 
 
 def _damage_of(path: Path) -> str | None:
-    folder = LocalFolder(path)
+    folder = Folder(path)
     return next(iter(find_damage(folder, folder.manifest()["files"])), None)
 
 
@@ -148,24 +143,6 @@ def _bytes(store: GenerationStore, step: int) -> int:
         return stored_bytes(store.path_of(step))
     except CheckpointError:
         return 0
-
-
-@contextmanager
-def _locked(trial_root: Path) -> Iterator[bool]:
-    """Hold the lock of a run during the block. Yields False if a job holds it."""
-    lock = FolderLock(trial_root / LOCK_NAME)
-    if not lock.path.exists():  # a copy of a run's folder
-        yield True
-        return
-    try:
-        lock.acquire(0.0)
-    except FolderInUseError:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
 
 
 @click.command("resume-from", short_help="Show how to go back to a generation.")
@@ -180,23 +157,17 @@ def resume_from_command(generation: str, as_json: bool) -> None:
     if problems := find_damage(folder, folder.manifest()["files"]):
         raise CheckpointCorruptError(f"{folder.where}: {problems[0]}; a start would refuse it")
     step = folder.info().last_step_info.global_step
-    newer: list[int] = []
-    mirror = first = None
-    if is_url(folder.where):
-        root = folder.where.rpartition("/")[0]
+    newer, mirror, first, in_use = [], None, None, False
+    if folder.path is None:
         setting = f"recover.resume_path=RUN/recover/{folder.name}"
-        first = f"holdfast mirror pull {root} RUN --step {step}"
+        first = f"holdfast mirror pull {folder.where.rpartition('/')[0]} RUN --step {step}"
     else:
-        assert folder.path is not None
-        run = Run(str(folder.path.parent))
+        setting, run = f"recover.resume_path={folder.path.absolute()}", Run(str(folder.path.parent))
         newer = [other for other in run.steps() if other > step]
-        mirror = run.recorded_mirror()
-        setting = f"recover.resume_path={folder.path.absolute()}"
-    found: dict[str, Any] = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer}
-    in_use = False if first is not None else use_of(run.trial_root).known
-    found |= {"mirror": mirror, "setting": setting, "first": first, "in_use": in_use}
+        mirror, in_use = run.recorded_mirror(), use_of(run.trial_root).known
     if as_json:
-        print_json(found)
+        found = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer, "mirror": mirror}
+        print_json(found | {"setting": setting, "first": first, "in_use": in_use})
         return
     click.echo(f"{folder.where} is sound: a run that resumes from it goes on with step {step + 1}.")
     if first is None and not newer and mirror is None:

@@ -3,16 +3,14 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, MirrorError
-from ...utils.folder_lock import FolderLock
 from ...utils.manifest import require_outside_commits
-from ..storage.generations import LOCK_NAME, Generation, GenerationStore, stored_bytes
-from .attempts import no_job_option, require_unused
+from ..storage.generations import Generation, GenerationStore, stored_bytes
+from .attempts import locked, no_job_option, require_unused
 from .folders import open_mirror
 from .output import json_option, print_json, print_table, seconds_text, size_text
 from .runs import Run, holds_run, is_url, local_path, run_argument
@@ -26,7 +24,7 @@ _to = click.option("--url", help="URL of the copies.  [default: the mirror in th
 
 
 @click.group("mirror", short_help="List, make and fetch copies of generations at a URL.")
-def mirror_group() -> None:
+def mirror_command() -> None:
     """List, make and fetch copies of generations at an fsspec URL, for the case that the folder of a run is lost.
 
     A run with recover.mirror_url makes its copies by itself, and fetches them when it starts. These commands do the
@@ -34,7 +32,7 @@ def mirror_group() -> None:
     """
 
 
-@mirror_group.command("ls")
+@mirror_command.command("ls")
 @run_argument
 @_to
 @json_option
@@ -55,7 +53,7 @@ def mirror_ls(run: str, url: str | None, as_json: bool) -> None:
         print_table(("step>", "copy", "here"), cells, there.url)
 
 
-@mirror_group.command("push")
+@mirror_command.command("push")
 @run_argument
 @_to
 @click.option("--step", "steps", type=int, multiple=True, help="Step to copy. Can be given several times.  [default: "
@@ -82,14 +80,15 @@ def mirror_push(
         raise CheckpointNotFoundError(f"{store.root} has no generation yet")
     with ExitStack() as stack:
         if there.url == place.recorded_mirror():
-            stack.enter_context(_locked(place.trial_root, no_job))
+            require_unused(place.trial_root, no_job)
+            stack.enter_context(locked(place.trial_root))
         for step in wanted:  # check all before the first is copied
             _refuse_to_replace(there, here[step])
         done = [_push(there, here[step]) for step in wanted]
     _tell(done, "copied", there.url, as_json)
 
 
-@mirror_group.command("pull", short_help="Fetch a generation from a mirror into the folder of RUN.")
+@mirror_command.command("pull", short_help="Fetch a generation from a mirror into the folder of RUN.")
 @click.argument("source", metavar="URL")
 @click.argument("target", metavar="RUN", type=click.Path(file_okay=False))
 @click.option("--step", type=int, help="Step to fetch.  [default: the newest sound one]")
@@ -107,30 +106,14 @@ def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_jso
     if step is None or step not in there.traces():
         raise CheckpointNotFoundError(f"{there.url} has no complete copy{'' if step is None else f' of step {step}'}")
     started, store = time.monotonic(), GenerationStore(local_path(target) / "recover")
-    with _locked(store.root.parent, no_job):
+    require_unused(store.root.parent, no_job)
+    with locked(store.root.parent):
         generation = there.fetch(step, store)
-    _tell(
-        [_report(generation, stored_bytes(generation.path), time.monotonic() - started)],
-        "fetched",
-        str(store.root),
-        as_json,
-    )
-
-
-@contextmanager
-def _locked(trial_root: Path, no_job: bool) -> Iterator[None]:
-    """Hold the lock of a run during the block. Raises at once if a job holds it or may use the run."""
-    require_unused(trial_root, no_job)
-    lock = FolderLock(trial_root / LOCK_NAME)
-    lock.acquire(0.0)
-    try:
-        yield
-    finally:
-        lock.release()
+    done = _report(generation, stored_bytes(generation.path), time.monotonic() - started)
+    _tell([done], "fetched", str(store.root), as_json)
 
 
 def _refuse_run_folder(there: "Mirror") -> None:
-    """Raise `ConfigError` if the URL is a folder on this machine in which a run or a generation keeps its own files."""
     if is_url(there.url):
         return
     folder = local_path(there.url)
@@ -143,13 +126,8 @@ def _refuse_run_folder(there: "Mirror") -> None:
 
 
 def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
-    """Raise `ConfigError` if the mirror has a different generation of the same step."""
-    try:
+    with _unless_gone(generation, there):
         other = there.has_other(generation)
-    except FileNotFoundError:
-        if generation.path.is_dir():
-            raise
-        raise _gone(generation, there) from None
     if other:
         raise ConfigError(
             f"{there.url} has a copy of step {generation.step} that is of another generation than {generation.path}: "
@@ -160,26 +138,29 @@ def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
 
 def _push(there: "Mirror", generation: Generation) -> dict[str, Any]:
     started = time.monotonic()
-    try:
+    with _unless_gone(generation, there):
         n_bytes = stored_bytes(generation.path)
         there.submit(generation)
         there.wait(_LONGEST_S)
         if there.last_error is not None:
             raise MirrorError(f"no copy of {generation.path} at {there.url}: {there.last_error}")
-    except CheckpointCorruptError:
-        if generation.path.is_dir():
-            raise
-        raise _gone(generation, there) from None
-    if not generation.path.is_dir() and generation.step not in there.steps():
-        raise _gone(generation, there)
+        if not generation.path.is_dir() and generation.step not in there.steps():
+            raise FileNotFoundError(generation.path)
     return _report(generation, n_bytes, time.monotonic() - started)
 
 
-def _gone(generation: Generation, there: "Mirror") -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        f"no copy of {generation.path} at {there.url}: the run removed it meanwhile; `holdfast pin` keeps one for as "
-        "long as it takes"
-    )
+@contextmanager
+def _unless_gone(generation: Generation, there: "Mirror") -> Iterator[None]:
+    """Raise `CheckpointNotFoundError` if the block fails because the run has removed the generation."""
+    try:
+        yield
+    except (FileNotFoundError, CheckpointCorruptError):
+        if generation.path.is_dir():
+            raise
+        raise CheckpointNotFoundError(
+            f"no copy of {generation.path} at {there.url}: the run removed it meanwhile; `holdfast pin` keeps one for "
+            "as long as it takes"
+        ) from None
 
 
 def _report(generation: Generation, n_bytes: int, seconds: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Output of the commands: tables for people, or one JSON document. Also their exit codes."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +20,15 @@ _WRAPPED_FROM = 20
 """Cells up to this length are not wrapped."""
 
 
-def json_option(command: F) -> F:
-    """Add the option ``--json`` as ``as_json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def dtype_option(default: str) -> Callable[[F], F]:
+    """Add the option ``--dtype``, for a command that writes weights."""
+    names = ("float32", "bfloat16", "float16")  # `EXPORT_DTYPES`, whose module imports torch
+    return click.option(
+        "--dtype", type=click.Choice(names), help=f"Dtype of floating-point weights.  [default: {default}]"
+    )
 
 
 def print_json(document: Any) -> None:
@@ -34,9 +41,7 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
@@ -85,19 +90,18 @@ def print_rich(thing: Any) -> None:
 
 def size_text(n_bytes: int) -> str:
     """Format a size as ``1.2 GB``, in powers of 1000 like disks and object stores."""
-    value = float(n_bytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    value, unit = float(n_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value >= 999.5:
+            value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
 
 
 def seconds_text(seconds: float) -> str:
     """Format a duration: ``0.012 s``, ``3.4 s``, ``12.0 min``, ``3.1 h``, ``2.4 d``."""
-    if seconds < 60:
-        return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
-    for limit, unit, name in ((3600, 60, "min"), (48 * 3600, 3600, "h")):
+    if seconds < 1:
+        return f"{seconds:.3f} s"
+    for limit, unit, name in ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h")):
         if seconds < limit:
             return f"{seconds / unit:.1f} {name}"
     return f"{seconds / 86400:.1f} d"

@@ -13,12 +13,11 @@ from ...utils.manifest import MANIFEST_NAME
 from ..info import INFO_NAME
 from ..storage.generations import LOCK_NAME, TRACKER_NAME, GenerationStore
 from ..storage.journal import last_start
-from .folders import Folder, LocalFolder, UrlFolder, open_mirror
+from .folders import Folder, UrlFolder, open_mirror
 
 if TYPE_CHECKING:
     from ..storage.mirror import Mirror
 
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 _STEP = re.compile(r"global_step_(\d+)")
@@ -27,14 +26,8 @@ _IN_A_STORE = re.compile(r"(\.(rejected|retired|pinned)-)?global_step_|\.staging
 """Names that a run creates in its folder of generations."""
 
 
-def run_argument(command: F) -> F:
-    """Add the argument RUN as ``run``."""
-    return click.argument("run", metavar="RUN")(command)
-
-
-def generation_argument(command: F) -> F:
-    """Add the argument GEN as ``generation``."""
-    return click.argument("generation", metavar="GEN")(command)
+run_argument = click.argument("run", metavar="RUN")
+generation_argument = click.argument("generation", metavar="GEN")
 
 
 class Run:
@@ -92,17 +85,14 @@ class Run:
 
     def folder(self, step: int) -> Folder:
         """The generation of a step. Raises `CheckpointNotFoundError` if there is none."""
+        if self.store is not None and (path := self.store.path_of(step)).is_dir():
+            return Folder(path)
         if self.store is None:
             self._traces = self._traces or self._mirror.traces()
-            here = step in self._traces
-        else:
-            here = self.store.path_of(step).is_dir()
-        if not here:
-            there = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointNotFoundError(f"{self.where} has no generation of step {step}; there are: {there}")
-        if self.store is None:
-            return UrlFolder(f"{self._mirror.url}/global_step_{step}")
-        return LocalFolder(self.store.path_of(step))
+            if step in self._traces:
+                return UrlFolder(f"{self._mirror.url}/global_step_{step}")
+        there = ", ".join(map(str, self.steps())) or "none"
+        raise CheckpointNotFoundError(f"{self.where} has no generation of step {step}; there are: {there}")
 
     def newest(self) -> Folder:
         """The newest generation. Raises `CheckpointNotFoundError` if there is none."""
@@ -127,7 +117,7 @@ def find_generation(text: str) -> Folder:
     if not _is_generation(text):
         return Run(text).newest()
     if not is_url(text):
-        return LocalFolder(local_path(text))
+        return Folder(local_path(text))
     folder = UrlFolder(text.rstrip("/"))
     if not folder.sizes():
         raise CheckpointNotFoundError(f"there is nothing at {folder.where}")
@@ -156,7 +146,6 @@ def names_generation(text: str) -> bool:
 
 
 def _at_step(text: str) -> re.Match[str] | None:
-    """The parts of RUN@STEP, unless a folder has that name."""
     return _AT.fullmatch(text) if is_url(text) or not local_path(text).exists() else None
 
 
@@ -210,13 +199,11 @@ def _recover_root(path: Path) -> Path:
         raise CheckpointNotFoundError(f"there is no folder {path}")
     if (path / LOCK_NAME).exists() or _holds_generations(path / "recover"):  # the lock: a run that has just started
         return path / "recover"
-    if any(_STEP.fullmatch(child.name) for child in path.iterdir()) or (
-        path.name == "recover" and _holds_generations(path)
-    ):
+    has_steps = any(_STEP.fullmatch(child.name) for child in path.iterdir())
+    if has_steps or (path.name == "recover" and _holds_generations(path)):
         return path
-    below = sorted(
-        {found.parent for depth in ("*", "*/*") for found in path.glob(f"{depth}/recover") if _holds_generations(found)}
-    )
+    nested = (found for depth in ("*", "*/*") for found in path.glob(f"{depth}/recover"))
+    below = sorted({found.parent for found in nested if _holds_generations(found)})
     hint = f"; runs below it: {', '.join(map(str, below[:8]))}" if below else ""
     raise CheckpointNotFoundError(
         f"{path} is not the folder of a run: it has neither generations nor a recover/ for them{hint}"

@@ -4,6 +4,7 @@ import io
 import math
 from collections import Counter
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import click
@@ -54,11 +55,10 @@ def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
     names = sorted(name.removesuffix(_METADATA) for name in files if name.endswith(_METADATA))
     processes = {process: {"generators": digest, "objects": []} for process, digest in sorted(info.rng.items())}
     for name in (name for name in files if name.startswith("state/") and name.endswith(".pt")):
-        process = name.removeprefix("state/").removesuffix(".pt")
         state = small.load(name)
         user = state.get("user") if isinstance(state, dict) else None
-        objects = sorted(map(str, user)) if isinstance(user, dict) else []
-        processes.setdefault(process, {"generators": None, "objects": []})["objects"] = objects
+        process = processes.setdefault(PurePath(name).stem, {"generators": None, "objects": []})
+        process["objects"] = sorted(map(str, user)) if isinstance(user, dict) else []
     return {
         "where": folder.where,
         "generation": {
@@ -99,28 +99,27 @@ class _SmallFiles:
         return unpack_plain(self.read(name), f"{self.folder.where}/{name}")
 
 
-def _describe_engine(small: _SmallFiles, name: str, facts: Any, list_tensors: bool) -> dict[str, Any]:
+def _describe_engine(small: _SmallFiles, engine: str, facts: Any, list_tensors: bool) -> dict[str, Any]:
     from ...engine.dcp.format import parse_metadata
     from ...engine.dcp.state import PACKED, ROOT
 
-    data = small.read(f"{name}{_METADATA}")
-    layout = parse_metadata(data)
+    layout = parse_metadata(small.read(f"{engine}{_METADATA}"))
     kinds: dict[str, dict[str, int]] = {}
     for key, stored in layout.tensors.items():
-        kind = kinds.setdefault(_kind(key.removeprefix(f"{ROOT}.")), {"tensors": 0, "elements": 0, "bytes": 0})
+        name = key.removeprefix(f"{ROOT}.")
+        part, _, rest = name.partition(".")
+        # The kind of ``optim.state.layers.0.weight.exp_avg`` is ``optim exp_avg``.
+        kind = f"optim {rest.rpartition('.')[2]}" if name.startswith("optim.state.") else part
+        sums = kinds.setdefault(kind, {"tensors": 0, "elements": 0, "bytes": 0})
         elements = math.prod(stored.shape)
-        kind["tensors"] += 1
-        kind["elements"] += elements
-        kind["bytes"] += elements * stored.dtype.itemsize
-    found: dict[str, Any] = {
-        "optimizer_steps": getattr(facts, "optimizer_steps", None),
-        "lr": getattr(facts, "lr", None),
-        "schedule_step": getattr(facts, "schedule_step", None),
-        "kinds": kinds,
-    }
+        sums["tensors"] += 1
+        sums["elements"] += elements
+        sums["bytes"] += elements * stored.dtype.itemsize
+    found: dict[str, Any] = {key: getattr(facts, key, None) for key in ("optimizer_steps", "lr", "schedule_step")}
+    found["kinds"] = kinds
     for key in PACKED:
         if f"{ROOT}.{key}" in layout.tensors:
-            found[key] = _read_packed(small.folder, name, layout, f"{ROOT}.{key}")
+            found[key] = _read_packed(small.folder, engine, layout, f"{ROOT}.{key}")
     if list_tensors:
         found["tensors"] = [
             {
@@ -133,12 +132,6 @@ def _describe_engine(small: _SmallFiles, name: str, facts: Any, list_tensors: bo
             for key, stored in layout.tensors.items()
         ]
     return found
-
-
-def _kind(name: str) -> str:
-    """Kind of a tensor: ``optim.state.layers.0.weight.exp_avg`` gives ``optim exp_avg``."""
-    kind, _, rest = name.partition(".")
-    return f"optim {rest.rpartition('.')[2]}" if name.startswith("optim.state.") else kind
 
 
 def _read_packed(folder: Folder, engine: str, layout: Any, key: str) -> Any:
@@ -156,15 +149,11 @@ def _describe_data(data: Any) -> dict[str, Any]:
     """Position of each loader: the plain values of its state."""
     from ...utils.plain_values import unpack_plain
 
-    states = [unpack_plain(state, "data.pt") for state in data["states"]]
-    shown = [_plain_values(state) if isinstance(state, dict) else {} for state in states]
+    shown, plain = [], (bool, int, float, str, type(None))
+    for state in (unpack_plain(state, "data.pt") for state in data["states"]):
+        values = state.items() if isinstance(state, dict) else ()
+        shown.append({str(key): value for key, value in values if isinstance(value, plain)})
     return {"rank_independent": data.get("rank_independent"), "states": shown}
-
-
-def _plain_values(state: dict[Any, Any]) -> dict[str, Any]:
-    return {
-        str(key): value for key, value in state.items() if value is None or isinstance(value, bool | int | float | str)
-    }
 
 
 def _fact(value: Any) -> str:
@@ -174,14 +163,13 @@ def _fact(value: Any) -> str:
 
 
 def _print_engine(name: str, engine: dict[str, Any]) -> None:
-    rows = [
-        (kind, str(n["tensors"]), f"{n['elements']:,}", size_text(n["bytes"])) for kind, n in engine["kinds"].items()
-    ]
-    steps = "" if engine["optimizer_steps"] is None else (
-        f": {engine['optimizer_steps']} optimizer steps, lr {number_text(engine['lr'])}, "
-        f"schedule at {number_text(engine['schedule_step'])}"
-    )  # fmt: skip
-    print_table(("what", "tensors>", "elements>", "size>"), rows, f"Engine {name}{steps}")
+    kinds = engine["kinds"].items()
+    rows = [(kind, str(n["tensors"]), f"{n['elements']:,}", size_text(n["bytes"])) for kind, n in kinds]
+    title = f"Engine {name}"
+    if engine["optimizer_steps"] is not None:
+        lr, at = number_text(engine["lr"]), number_text(engine["schedule_step"])
+        title += f": {engine['optimizer_steps']} optimizer steps, lr {lr}, schedule at {at}"
+    print_table(("what", "tensors>", "elements>", "size>"), rows, title)
     groups = engine.get("param_groups", [])
     if groups:
         count = Counter(key for group in groups for key in group)

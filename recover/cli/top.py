@@ -1,7 +1,9 @@
 """``holdfast top``: watch a run by reading its files."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -45,13 +47,10 @@ def top_command(run: str, stats: Path | None, every: float, once: bool, as_json:
     from rich.console import Console
     from rich.live import Live
 
-    try:
-        with Live(console=Console(), screen=True, auto_refresh=False) as live:
-            while True:
-                live.update(_screen(look(place, stats)), refresh=True)
-                time.sleep(every)
-    except KeyboardInterrupt:
-        return
+    with suppress(KeyboardInterrupt), Live(console=Console(), screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(_screen(look(place, stats)), refresh=True)
+            time.sleep(every)
 
 
 def look(place: Run, stats: Path | None) -> dict[str, Any]:
@@ -71,7 +70,12 @@ def look(place: Run, stats: Path | None) -> dict[str, Any]:
     steps = [event for event in events[began:] if event["event"] == "step"]
     saves = [event for event in events[began:] if event["event"] == "save"]
     recent = steps[-_LAST_STEPS - 1 :]
-    seconds = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1) if len(recent) > 1 else None
+    seconds = blocked_share = None
+    if len(recent) > 1:
+        begin, end = recent[0]["time"], recent[-1]["time"]
+        seconds = round((end - begin) / (len(recent) - 1), 4)
+        blocked_s = sum(save["blocked_s"] for save in saves if begin <= save["time"] <= end)
+        blocked_share = round(blocked_s / max(end - begin, 1e-9), 4)
     last = last_attempt(root)
     found = {
         "run": str(root),
@@ -79,21 +83,13 @@ def look(place: Run, stats: Path | None) -> dict[str, Any]:
         "ended": None if last is None or last.ended is None else last.error or ("closed" if last.closed else "exited"),
         "step": steps[-1]["step"] if steps else None,
         "step_age_s": round(time.time() - steps[-1]["time"], 1) if steps else None,
-        "seconds_a_step": None if seconds is None else round(seconds, 4),
+        "seconds_a_step": seconds,
         "failed_in_a_row": saves[-1]["failed_in_a_row"] if saves else 0,
         "blocked_s": saves[-1]["blocked_s"] if saves else None,
-        "blocked_share": _share(saves, recent),
+        "blocked_share": blocked_share,
         "generation": _newest(store),
     }
     return found | _stats_of(root, stats)
-
-
-def _share(saves: list[dict[str, Any]], recent: list[dict[str, Any]]) -> float | None:
-    """Share of the time of the recent steps that `dump` blocked training."""
-    if len(recent) < 2:
-        return None
-    blocked_s = sum(save["blocked_s"] for save in saves if recent[0]["time"] <= save["time"] <= recent[-1]["time"])
-    return round(blocked_s / max(recent[-1]["time"] - recent[0]["time"], 1e-9), 4)
 
 
 def _newest(store: Any) -> dict[str, Any] | None:
@@ -118,13 +114,9 @@ def _stats_of(root: Path, stats: Path | None) -> dict[str, Any]:
     names = list(dict.fromkeys(name for line in lines for name in line if name.endswith("_s")))
     numbers = {name: [line.get(name, 0.0) for line in lines] for name in names}
     numbers = {name: found for name, found in numbers.items() if all(isinstance(one, int | float) for one in found)}
-    spent = {name.removesuffix("_s"): _mean(found) for name, found in numbers.items()}
+    spent = {name.removesuffix("_s"): round(fmean(found), 4) for name, found in numbers.items()}
     last = {name: value for name, value in lines[-1].items() if name not in names} if lines else None
     return {"stats": last, "spent_s": spent}
-
-
-def _mean(values: list[float]) -> float:
-    return round(sum(values) / len(values), 4)
 
 
 def _screen(found: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from ...utils.manifest import MANIFEST_NAME
 from ...utils.processes import MOST_READING_THREADS
 from ...utils.remote import FETCH_FIRST
 from ..info import INFO_NAME
-from .folders import Folder, LocalFolder, UrlFolder
+from .folders import Folder, UrlFolder
 from .output import DAMAGED, json_option, print_json, print_table, size_text
 from .runs import Run, is_url, local_path, names_generation, read_generation
 
@@ -52,8 +52,10 @@ def verify_command(ctx: click.Context, where: str, threads: int | None, as_json:
 def _reports(where: str, threads: int | None) -> list[dict[str, Any]]:
     if names_generation(where):
         return [read_generation(where, partial(_verify, threads=threads))]
-    if (export := _export(where)) is not None:
-        return [_verify(export, threads)]
+    if is_url(where) or (local_path(where) / CONFIG).is_file():
+        folder = UrlFolder(where.rstrip("/")) if is_url(where) else Folder(local_path(where))
+        if folder.path is not None or folder.has(CONFIG):
+            return [_verify(folder, threads)]
     run = Run(where)
     if not (steps := run.steps()):
         raise CheckpointNotFoundError(f"{run.where} has no generation to verify")
@@ -62,15 +64,6 @@ def _reports(where: str, threads: int | None) -> list[dict[str, Any]]:
         with contextlib.suppress(CheckpointNotFoundError):  # the run has deleted it meanwhile
             reports.append(_verify(run.folder(step), threads))
     return reports
-
-
-def _export(where: str) -> Folder | None:
-    """The Hugging Face folder at ``where``, or None if there is none."""
-    if is_url(where):
-        folder: Folder = UrlFolder(where.rstrip("/"))
-        return folder if folder.has(CONFIG) else None
-    path = local_path(where)
-    return LocalFolder(path) if (path / CONFIG).is_file() else None
 
 
 def _verify(folder: Folder, threads: int | None) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, Con
 from ...utils.files import write_durably
 from ...utils.manifest import verify_folder
 from .checkpoint import Architecture
+from .stored_tensors import read_whole
 from .weights import read_model_folder, store_once
 
 
@@ -44,13 +45,7 @@ class LeftOut:
 
 
 class StoredAdapters:
-    """The plain LoRA adapters of a checkpoint.
-
-    Args:
-        where: the checkpoint, for messages.
-        model: tensors of the model in the checkpoint.
-        left_out: description of the missing base.
-    """
+    """The plain LoRA adapters of a checkpoint: ``where`` it is, the tensors of its ``model``, and the missing base."""
 
     def __init__(self, where: Path, model: Mapping[str, LazyTensor], left_out: LeftOut) -> None:
         self.where, self.left_out = where, left_out
@@ -65,10 +60,10 @@ class StoredAdapters:
         plain = {name.removeprefix(self._prefix).replace(".base_layer.", "."): each for name, each in model.items()}
         self.pairs: dict[str, tuple[LazyTensor, LazyTensor]] = {}
         for layer in self._scaling:
-            names = [f"{layer}.lora_{part}.{about['name']}.weight" for part in "AB"]
-            if missing := [name for name in names if name not in plain]:
+            a, b = (f"{layer}.lora_{part}.{about['name']}.weight" for part in "AB")
+            if missing := [name for name in (a, b) if name not in plain]:
                 raise CheckpointMismatchError(f"{where} lacks {missing[0]!r}, an adapter that it says it has")
-            self.pairs[layer] = plain.pop(names[0]), plain.pop(names[1])
+            self.pairs[layer] = plain.pop(a), plain.pop(b)
         self.beside = plain
 
     def base_folder(self, given: Path | None = None) -> Path:
@@ -89,24 +84,19 @@ class StoredAdapters:
                 "folder of PEFT would lack; export it merged"
             )
         return {
-            f"{ROOT}{layer}.lora_{part}.weight": _whole(tensor)
+            f"{ROOT}{layer}.lora_{part}.weight": read_whole(tensor)
             for layer, pair in self.pairs.items()
             for part, tensor in zip("AB", pair, strict=True)
         }
 
     def merged(self, architecture: Architecture, files: ExitStack) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-        """All weights with the adapters added, under the names of the architecture, and the aliases of tied weights.
-
-        Args:
-            architecture: architecture of the base, whose weights are in its folder.
-            files: closes the files that are opened.
-        """
+        """All weights of the base in the folder of ``architecture`` with the adapters added, and the aliases of tied
+        weights. ``files`` closes the files that are opened."""
         base = architecture.folder
         found, aliases = store_once(read_model_folder(base, architecture, files), architecture.aliases)
         modules = dict(architecture.model.named_modules())
-        if strangers := sorted(
-            (self.beside.keys() - architecture.model.state_dict().keys()) | (self.pairs.keys() - modules)
-        ):
+        unknown = self.beside.keys() - architecture.model.state_dict().keys() | self.pairs.keys() - modules.keys()
+        if strangers := sorted(unknown):
             raise CheckpointMismatchError(
                 f"{self.where} holds {strangers[0]!r}, which {type(architecture.model).__name__} does not have "
                 f"({len(strangers)} such); export it from the run"
@@ -144,16 +134,10 @@ class StoredAdapters:
 
 
 def write_peft(source: Path, adapters: StoredAdapters, target: Path, dtype: str | None) -> float:
-    """Write a PEFT folder. It appears only after it was read back and compared with its source.
+    """Write the adapters of the generation ``source``, which is verified byte by byte, as a PEFT folder.
 
-    Args:
-        source: generation that holds the adapters. Every byte is verified.
-        adapters: the adapters of ``source``.
-        target: folder to create.
-        dtype: one of `EXPORT_DTYPES`. None leaves the dtypes unchanged.
-
-    Returns:
-        the duration in seconds.
+    The folder appears only after it was read back and compared. ``dtype`` is one of `EXPORT_DTYPES`, or None to leave
+    the dtypes unchanged. Returns the duration in seconds.
     """
     began = time.monotonic()
     verify_folder(source)
@@ -167,13 +151,9 @@ def write_peft(source: Path, adapters: StoredAdapters, target: Path, dtype: str 
     return time.monotonic() - began
 
 
-def _whole(tensor: LazyTensor) -> torch.Tensor:
-    return torch.cat([values for _, values in tensor.blocks()])
-
-
 def _sum(weight: LazyTensor, a: LazyTensor, b: LazyTensor, scaling: float, transposed: bool) -> LazyTensor:
     """``W + scaling * B @ A``, in float32 or in W's dtype if that is wider."""
-    pair = _whole(a), _whole(b)
+    pair = read_whole(a), read_whole(b)
     adapter = Adapter("", *pair, scaling, transposed)
     dtype = torch.promote_types(weight.dtype, torch.float32)
 

@@ -1,7 +1,6 @@
 """Read a target back with the reader of its format, and compare every tensor with what was read from the source."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import xxhash
@@ -10,7 +9,7 @@ from ...engine.memory.lazy_tensor import LazyTensor
 from ...engine.memory.tensors import bytes_of
 from ...utils.errors import CheckpointCorruptError
 from .checkpoint import Checkpoint
-from .targets import plain_groups
+from .writers import plain_groups
 
 
 class Digests:
@@ -21,7 +20,7 @@ class Digests:
         self._advance = advance
 
     def seen(self, name: str, first: int, values: torch.Tensor) -> None:
-        """Add a block, see `targets.Seen`."""
+        """Add a block, see `writers.Seen`."""
         if not name.startswith(("model.", "optim.state.")):
             return
         digest = self._digests.get(name)
@@ -54,14 +53,10 @@ def require_all_written(what: str, source: Checkpoint, written: dict[str, str], 
 
 
 def compare(what: str, source: Checkpoint, written: dict[str, str], target: Checkpoint, digests: Digests) -> None:
-    """Raise `CheckpointCorruptError` unless ``target`` holds the same tensors as ``source``.
+    """Raise `CheckpointCorruptError` unless ``target``, as it was read back, holds the same tensors as ``source``.
 
-    Args:
-        what: name of the target for messages.
-        source: the converted checkpoint, which knows the aliases of tied tensors.
-        written: name -> digest of each tensor, taken from ``source`` while the target was written.
-        target: the target as it was read back.
-        digests: an empty `Digests` for the tensors of the target.
+    ``written`` are the digests by name that were taken from ``source`` while the target was written. ``digests`` is an
+    empty `Digests` for the target.
     """
     for name, tensor in tensors_of(target):
         for first, values in tensor.blocks():
@@ -82,13 +77,9 @@ def compare(what: str, source: Checkpoint, written: dict[str, str], target: Chec
 def compare_plain(what: str, source: Checkpoint, target: Checkpoint) -> None:
     """Compare the hyperparameters and, if ``target`` can hold one, the schedule. Raises as `compare`."""
     for before, after in zip(plain_groups(source), plain_groups(target), strict=True):
-        if not _included(before, after):
+        if not before.items() <= after.items():
             raise CheckpointCorruptError(f"{what}: a parameter group reads {after}; the source has {before}")
     if target.scheduler is not None and target.scheduler != source.scheduler:
         raise CheckpointCorruptError(
             f"{what}: the schedule reads {target.scheduler}; the source has {source.scheduler}"
         )
-
-
-def _included(some: dict[str, Any], more: dict[str, Any]) -> bool:
-    return all(key in more and more[key] == value for key, value in some.items())

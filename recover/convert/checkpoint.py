@@ -88,13 +88,7 @@ class Checkpoint:
     ignored: list[str] = field(default_factory=list)  # names of other contents of the folder, which are not converted
 
     def set_optimizer(self, what: str, state: OptimizerEntries, groups: list[dict[str, Any]]) -> None:
-        """Add the optimizer of another trainer, by parameter names.
-
-        Args:
-            what: the source, for messages.
-            state: state by parameter.
-            groups: hyperparameters of each group, with names as ``params``.
-        """
+        """Add the optimizer of ``what``: state by parameter, and groups with names as ``params``."""
         grouped = {name for group in groups for name in group["params"]}
         if strangers := [name for name in state if name not in self.model or name not in grouped]:
             raise CheckpointMismatchError(

@@ -11,11 +11,10 @@ torch before 1.6 are read completely. Disk: the target, once. Reads: source and 
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -26,13 +25,13 @@ from ...utils.atomic_folder import staged_folder
 from ...utils.config import require_choice, require_range
 from ...utils.errors import CheckpointNotFoundError, ConfigError
 from ...utils.files import require_free_space
-from ...utils.manifest import MANIFEST_NAME, FileEntry, require_outside_commits, verify_folder, write_manifest
+from ...utils.manifest import MANIFEST_NAME, require_outside_commits, verify_folder, write_manifest
 from ...utils.remote import FETCH_FIRST, require_local
 from ..saving.write import manifest_facts
 from . import dcp, hugging_face, verl
 from .check import Digests, compare, compare_plain, require_all_written, tensors_of
 from .checkpoint import Checkpoint, ReadOptions
-from .targets import (
+from .writers import (
     Seen,
     last_step,
     staged_generation,
@@ -46,58 +45,32 @@ from .targets import (
 TARGETS = ("hf", "generation", "dcp", "areal")
 
 
-class _Source(NamedTuple):
-    """Reader of one format. ``marks`` names the files that identify it, for messages."""
-
-    marks: str
-    recognises: Callable[[Path], bool]
-    read: Callable[[Path, ReadOptions], dict[str, Checkpoint]]
-
-
+_MODELS = "model.safetensors, pytorch_model.bin or pytorch_model_fsdp_0/ (models, Trainer and TRL, Accelerate)"
 _SOURCES = (
-    _Source("model_world_size_<N>_rank_<r>.pt, in it or in its actor/ or critic/ (verl)", verl.recognises, verl.read),
-    _Source("recover_info.json and manifest.json (a generation of Holdfast)", dcp.is_generation, dcp.read_generation),
-    _Source(
-        "model.safetensors, pytorch_model.bin or pytorch_model_fsdp_0/ (models, Trainer and TRL, Accelerate)",
-        hugging_face.recognises,
-        hugging_face.read,
-    ),
-    _Source(".metadata (torch.distributed.checkpoint: AReaL, Holdfast, others)", dcp.recognises, dcp.read),
+    ("model_world_size_<N>_rank_<r>.pt, in it or in its actor/ or critic/ (verl)", verl.recognises, verl.read),
+    ("recover_info.json and manifest.json (a generation of Holdfast)", dcp.is_generation, dcp.read_generation),
+    (_MODELS, hugging_face.recognises, hugging_face.read),
+    (".metadata (torch.distributed.checkpoint: AReaL, Holdfast, others)", dcp.recognises, dcp.read),
 )
-"""Formats, tried in this order."""
+"""Formats, tried in this order: the files that identify each, for messages, and the functions of its reader."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of a conversion.
+    """Result of a conversion."""
 
-    Attributes:
-        source: folder that was read.
-        format: format of the source, for people.
-        target: folder that was created.
-        to: format of the target.
-        tensors: number of tensors that were written and compared.
-        bytes: bytes of their values.
-        optimizer: whether optimizer state is included.
-        step: last step of a generation, counted from 0.
-        notes: remarks for people, for example how the step was found.
-        lacks: part of a run that the source does not have -> how the run starts without it.
-        ignored: names of other contents of the source, which are not converted.
-        seconds: duration.
-    """
-
-    source: str
-    format: str
-    target: str
-    to: str
-    tensors: int
-    bytes: int
-    optimizer: bool
-    step: int | None = None
-    notes: list[str] = field(default_factory=list)
-    lacks: dict[str, str] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    source: str  # folder that was read
+    format: str  # format of the source, for people
+    target: str  # folder that was created
+    to: str  # format of the target
+    tensors: int  # number of tensors that were written and compared
+    bytes: int  # bytes of their values
+    optimizer: bool  # whether optimizer state is included
+    step: int | None = None  # last step of a generation, counted from 0
+    notes: list[str] = field(default_factory=list)  # remarks for people, for example how the step was found
+    lacks: dict[str, str] = field(default_factory=dict)  # part of a run that the source lacks -> how the run starts
+    ignored: list[str] = field(default_factory=list)  # names of other contents of the source, not converted
+    seconds: float = 0.0  # duration
 
 
 def convert(
@@ -169,15 +142,11 @@ def convert(
             checkpoints = {name: _cast(each, EXPORT_DTYPES[dtype]) for name, each in checkpoints.items()}
         first = next(iter(checkpoints.values()))
         tensors = [tensor for each in checkpoints.values() for _, tensor in tensors_of(each, with_optimizer=to != "hf")]
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        with_optimizer = to != "hf" and any(each.optimizer for each in checkpoints.values())
+        ignored = [name for each in checkpoints.values() for name in (*each.ignored, *_without_optimizer(each, to))]
         done = Conversion(
-            str(folder),
-            first.format,
-            str(final),
-            to,
-            len(tensors),
-            sum(tensor.nbytes for tensor in tensors),
-            to != "hf" and any(each.optimizer for each in checkpoints.values()),
-            ignored=[name for each in checkpoints.values() for name in (*each.ignored, *_without_optimizer(each, to))],
+            *(str(folder), first.format, str(final), to, len(tensors), n_bytes, with_optimizer), ignored=ignored
         )
         require_free_space(final.parent, done.bytes, "make room, or convert to another disk")
         bar = files.enter_context(_Bar(progress, f"{first.format} to {to}", 2 * done.bytes))
@@ -206,12 +175,12 @@ def _read_source(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
     """Engine name -> its checkpoint. A source with a manifest is verified first."""
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"there is no folder {folder}")
-    for source in _SOURCES:
-        if source.recognises(folder):
+    for _, recognises, read in _SOURCES:
+        if recognises(folder):
             if (folder / MANIFEST_NAME).is_file():
                 verify_folder(folder)
-            return source.read(folder, options)
-    found, known = sorted(path.name for path in folder.iterdir())[:12], "; ".join(source.marks for source in _SOURCES)
+            return read(folder, options)
+    found, known = sorted(path.name for path in folder.iterdir())[:12], "; ".join(marks for marks, *_ in _SOURCES)
     raise ConfigError(f"{folder} is of no format that can be converted: it holds {found}. Looked for: {known}")
 
 
@@ -242,10 +211,8 @@ def _chosen(found: dict[str, Checkpoint], to: str, engine: str | None) -> dict[s
 
 
 def _cast(checkpoint: Checkpoint, dtype: torch.dtype) -> Checkpoint:
-    cast = {
-        name: tensor.to(dtype) if tensor.dtype.is_floating_point else tensor
-        for name, tensor in checkpoint.model.items()
-    }
+    model = checkpoint.model.items()
+    cast = {name: tensor.to(dtype) if tensor.dtype.is_floating_point else tensor for name, tensor in model}
     return replace(checkpoint, model=cast)
 
 
@@ -260,16 +227,15 @@ def _without_optimizer(checkpoint: Checkpoint, to: str) -> list[str]:
 def _to_folder(
     checkpoint: Checkpoint, final: Path, to: str, dtype: torch.dtype | None, options: ReadOptions, bar: "_Bar"
 ) -> None:
-    written, entries = Digests(bar.count), list[FileEntry]()
+    written, entries = Digests(bar.count), None
     with staged_folder(final) as staging:
         if to == "hf":
             write_hf(checkpoint, staging, dtype, written.seen)
         else:
-            write = write_dcp if to == "dcp" else write_areal
-            entries = write(checkpoint, staging, written.seen)
+            entries = (write_dcp if to == "dcp" else write_areal)(checkpoint, staging, written.seen)
         bar.say("comparing")
         _compare(f"{final}", staging, checkpoint, written, options, bar, plain=to != "hf")
-        if to != "hf":  # only now: with a manifest, the comparison would read every file once more
+        if entries is not None:  # only now: with a manifest, the comparison would read every file once more
             write_manifest(staging, entries, {"world_size": 1})
 
 
@@ -296,24 +262,17 @@ def _to_generation(
 
 
 def _compare(
-    what: str,
-    staging: Path,
-    checkpoint: Checkpoint,
-    written: Digests,
-    options: ReadOptions,
-    bar: "_Bar",
-    *,
-    plain: bool,
+    what: str, staging: Path, source: Checkpoint, written: Digests, options: ReadOptions, bar: "_Bar", plain: bool
 ) -> None:
     """Read the target back and compare it with the source. ``plain`` compares hyperparameters as well."""
-    require_all_written(what, checkpoint, written.values(), with_optimizer=plain)
-    config = None if checkpoint.architecture is None else checkpoint.architecture.folder
+    require_all_written(what, source, written.values(), with_optimizer=plain)
+    config = None if source.architecture is None else source.architecture.folder
     with ExitStack() as files:
         again = replace(options, root=None, config=config, files=files)
         (target,) = _read_source(staging, again).values()
-        compare(what, checkpoint, written.values(), target, Digests(bar.count))
+        compare(what, source, written.values(), target, Digests(bar.count))
         if plain:
-            compare_plain(what, checkpoint, target)
+            compare_plain(what, source, target)
 
 
 class _Bar(Progress):

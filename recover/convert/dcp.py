@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from ...engine.dcp.base_model import BASE, BASE_SAMPLE, base_fingerprint
-from ...engine.dcp.format import Destination, FolderLayout, read_layout
-from ...engine.dcp.reader import TensorReader, read_archives, read_object
+from ...engine.dcp.format import FolderLayout, read_layout
+from ...engine.dcp.reader import read_object
 from ...engine.dcp.roots import Root, choose_root, describe_roots, find_roots
 from ...engine.dcp.state import ROOT
-from ...engine.memory.lazy_tensor import LazyTensor
-from ...engine.memory.tensors import Box
 from ...utils.config import require_choice
 from ...utils.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from ...utils.manifest import MANIFEST_NAME
@@ -24,6 +22,7 @@ from ...utils.plain_values import unpack_json
 from ..info import INFO_NAME, RecoverInfo
 from .adapters import LeftOut, StoredAdapters
 from .checkpoint import Architecture, Checkpoint, ReadOptions
+from .stored_tensors import read_whole, stored_tensor
 from .weights import store_once, strip_module
 
 _OPTIM = f"{ROOT}.optim."
@@ -52,11 +51,10 @@ def read_generation(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]
     beside = [name for name in ("data.pt",) if (folder / name).is_file()]
     if any(folder.glob("state/*.pt")):
         beside.append("state/ (objects given to the handler, the driver's generators)")
+    last = info.last_step_info
     for checkpoint in found.values():
-        checkpoint.format = "Holdfast generation"
-        checkpoint.step = info.last_step_info.global_step
-        checkpoint.epoch_steps = info.last_step_info.steps_per_epoch
-        checkpoint.ranks = info.world_size
+        checkpoint.format, checkpoint.ranks = "Holdfast generation", info.world_size
+        checkpoint.step, checkpoint.epoch_steps = last.global_step, last.steps_per_epoch
         checkpoint.ignored += beside
     return found
 
@@ -104,7 +102,6 @@ def read_weights(folder: Path, root: str, architecture: Architecture | None) -> 
 
 
 def _beside(layout: FolderLayout, root: Root) -> list[str]:
-    """Names of other contents, which are not converted."""
     prefix = f"{root.name}." if root.name else ""
     others = (name for name in layout.names() if not root.canonical(name).startswith(f"{ROOT}.model."))
     return sorted({name.removeprefix(prefix).partition(".")[0] for name in others})
@@ -117,7 +114,9 @@ def _optimizer_state(folder: Path, layout: FolderLayout) -> dict[str, dict[str, 
     for name in (*layout.tensors, *layout.objects):  # as stored: `names` is a set, whose order differs by process
         if name.startswith(prefix):
             of, _, key = name.removeprefix(prefix).rpartition(".")
-            stored = _lazy(folder, layout, name) if name in layout.tensors else read_object(folder, layout, name)
+            stored = (
+                stored_tensor(folder, layout, name) if name in layout.tensors else read_object(folder, layout, name)
+            )
             state.setdefault(of, {})[key] = stored
     return state
 
@@ -141,15 +140,12 @@ def _add_areal(found: Checkpoint, folder: Path, layout: FolderLayout) -> bool:
 
 def _root(folder: Path, layout: FolderLayout, name: str | None, architecture: Architecture | None) -> Root:
     names = layout.names()
+    roots = find_roots(names)
     if name is None:
-        roots = find_roots(names)
         if len(roots) != 1:
             raise ConfigError(f"{folder}: {describe_roots(names)}")
         name = roots[0].name
-        if architecture is None:
-            return roots[0]
-    known = [root for root in find_roots(names) if root.name == name]
-    if architecture is None and known:
+    if architecture is None and (known := [root for root in roots if root.name == name]):
         return known[0]
     try:
         return choose_root(names, name, () if architecture is None else architecture.parameters)
@@ -185,44 +181,19 @@ def _left_out(folder: Path, layout: FolderLayout) -> tuple[Root, LeftOut] | None
     for name in (name for name in layout.tensors if name.rpartition(".")[2] == BASE):
         prefix = name.removesuffix(BASE)
         if shares := [other for other in layout.tensors if other.startswith(f"{prefix}{BASE_SAMPLE}.")]:
-            tensors = ((one, layout.tensors[one].shape[0]) for one in (name, *shares))
-            description, *values = (_lazy(folder, layout, one).rows(0, length) for one, length in tensors)
+            description, *values = (read_whole(stored_tensor(folder, layout, each)) for each in (name, *shares))
             root = Root(prefix.removesuffix("."), f"{prefix}model.", None)
             return root, LeftOut(unpack_json(description, BASE), base_fingerprint(values))
     return None
 
 
 def _model_of(folder: Path, layout: FolderLayout, root: Root, architecture: Architecture | None) -> Checkpoint:
-    canonical = f"{ROOT}.model."
-    names = {name: root.canonical(name) for name in layout.tensors}
-    tensors = {
-        own.removeprefix(canonical): _lazy(folder, layout, name)
-        for name, own in names.items()
-        if own.startswith(canonical)
-    }
+    canonical, tensors = f"{ROOT}.model.", {}
+    for name in layout.tensors:
+        if (own := root.canonical(name)).startswith(canonical):
+            tensors[own.removeprefix(canonical)] = stored_tensor(folder, layout, name)
     model, aliases = store_once(strip_module(tensors), {} if architecture is None else architecture.aliases)
     return Checkpoint("DCP", model, aliases=aliases, architecture=architecture, ranks=max(1, len(layout.files)))
-
-
-def _lazy(folder: Path, layout: FolderLayout, name: str) -> LazyTensor:
-    stored = layout.tensors[name]
-    shape = tuple(stored.shape)
-
-    def read(first: int, last: int) -> torch.Tensor:
-        sizes = (last - first, *shape[1:]) if shape else ()
-        values = torch.empty(sizes, dtype=stored.dtype)
-        where = {name: Destination(Box((first, *[0] * (len(shape) - 1)) if shape else (), sizes), values)}
-        reader = TensorReader(folder, layout, where)
-        if reader.names:
-            reader.read()
-        else:
-            read_archives(folder, layout, where)
-        return values
-
-    planned = torch.empty(shape, dtype=stored.dtype, device="meta")
-    if TensorReader(folder, layout, {name: Destination(Box((0,) * len(shape), shape), planned)}).names:
-        return LazyTensor(shape, stored.dtype, read)
-    return LazyTensor.read_at_once(shape, stored.dtype, lambda: read(0, shape[0] if shape else 1))
 
 
 def _value(folder: Path, layout: FolderLayout, name: str) -> Any:
@@ -230,14 +201,14 @@ def _value(folder: Path, layout: FolderLayout, name: str) -> Any:
     if name in layout.objects:
         return read_object(folder, layout, name)
     if name in layout.tensors and layout.tensors[name].shape.numel() == 1:
-        return _lazy(folder, layout, name).rows(0, 1).item()
+        return stored_tensor(folder, layout, name).rows(0, 1).item()
     return None
 
 
 def _add_own(found: Checkpoint, folder: Path, layout: FolderLayout) -> None:
     """Add the contents that Holdfast stores: optimizer, hyperparameters and schedule as JSON, generators."""
     packed = {
-        key: unpack_json(_lazy(folder, layout, f"{ROOT}.{key}").rows(0, layout.tensors[f"{ROOT}.{key}"].shape[0]), key)
+        key: unpack_json(read_whole(stored_tensor(folder, layout, f"{ROOT}.{key}")), key)
         for key in ("param_groups", "optim_plain", "optim_local", "scheduler")
         if f"{ROOT}.{key}" in layout.tensors
     }
@@ -249,11 +220,9 @@ def _add_own(found: Checkpoint, folder: Path, layout: FolderLayout) -> None:
     found.optimizer, found.states_are_complete = optimizer, True
     found.scheduler = packed.get("scheduler")
     ranks: dict[str, dict[str, torch.Tensor]] = {}
-    for name in sorted(layout.tensors):
-        if name.startswith(f"{ROOT}.rng."):
-            rank, _, generator = name.removeprefix(f"{ROOT}.rng.").partition(".")
-            tensor = _lazy(folder, layout, name)
-            ranks.setdefault(rank, {})[generator] = torch.cat([values for _, values in tensor.blocks()])
+    for name in sorted(name for name in layout.tensors if name.startswith(f"{ROOT}.rng.")):
+        rank, _, generator = name.removeprefix(f"{ROOT}.rng.").partition(".")
+        ranks.setdefault(rank, {})[generator] = read_whole(stored_tensor(folder, layout, name))
     found.rng = list(ranks.values())
     if f"{ROOT}.counters" in layout.tensors:
         found.ignored.append("counters besides the optimizer's steps")

@@ -11,13 +11,15 @@ from pathlib import Path
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from .checkpoint import Architecture, Checkpoint, ReadOptions
 from .dcp import read_weights
-from .weights import read_bin, read_model_folder, read_safetensors, store_once, strip_module
+from .stored_tensors import read_safetensors
+from .weights import read_bin, read_model_folder, store_once, strip_module
 
 _TRAINER = "trainer_state.json"
 _SHARDED = "pytorch_model_fsdp_0"
 _SAFE = ("model.safetensors", "model.safetensors.index.json")
 _BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
 _RANKED = re.compile(r"pytorch_model_fsdp.*_rank\d+\.bin")
+_ACCELERATE = re.compile(r"random_states_\d+\.pkl|(optimizer|scheduler)\.bin")
 _TRAINING = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state|custom_checkpoint).*"
     r"|trainer_state\.json|training_args\.bin|(model|pytorch_model(_fsdp)?)_[1-9].*"
@@ -54,9 +56,7 @@ def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
             else f"{folder} holds a training state without weights"
         )
     architecture = Architecture.find(options.config, folder)
-    accelerate = _SHARDED in names or any(
-        re.match(r"random_states_\d+\.pkl|(optimizer|scheduler)\.bin", name) for name in names
-    )
+    accelerate = _SHARDED in names or any(map(_ACCELERATE.match, names))
     if _SHARDED in names:
         checkpoint = read_weights(folder / _SHARDED, options.root or "", architecture)
     else:
@@ -80,14 +80,9 @@ def _read_files(
     tied = {alias.removeprefix("module."): first.removeprefix("module.") for alias, first in tied.items()}
     model, aliases = store_once(strip_module(tensors), tied if architecture is None else architecture.aliases)
     if own_names and architecture is not None:
-        _require_model(folder, model, architecture)
+        if strangers := sorted(model.keys() - architecture.model.state_dict().keys()):
+            found = f"{strangers[0]!r}, which its model does not ({len(strangers)} such)"
+            raise CheckpointMismatchError(f"{folder} has {found}")
+        if missing := [name for name in architecture.parameters if name not in model]:
+            raise CheckpointMismatchError(f"{folder} lacks {missing[0]!r} ({len(missing)} missing)")
     return Checkpoint("", model, aliases=aliases | tied, architecture=architecture)
-
-
-def _require_model(folder: Path, model: dict, architecture: Architecture) -> None:
-    if strangers := sorted(model.keys() - architecture.model.state_dict().keys()):
-        raise CheckpointMismatchError(
-            f"{folder} has {strangers[0]!r}, which its model does not ({len(strangers)} such)"
-        )
-    if missing := [name for name in architecture.parameters if name not in model]:
-        raise CheckpointMismatchError(f"{folder} lacks {missing[0]!r} ({len(missing)} missing)")

@@ -24,10 +24,9 @@ from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.rng import RngState, check_rng
 from .checkpoint import Architecture, Checkpoint, ReadOptions
-from .weights import read_file, shared_names
+from .weights import read_file, same_values, shared_names
 
 _MODEL = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
-_ENGINES = ("actor", "critic", "ref")
 _CUDA_STATE_BYTES = 16
 
 
@@ -44,12 +43,12 @@ def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
 def _workers(folder: Path) -> dict[str, Path]:
     if _ranks(folder):
         return {"default": folder}
-    return {name: folder / name for name in _ENGINES if (folder / name).is_dir() and _ranks(folder / name)}
+    return {name: folder / name for name in ("actor", "critic", "ref") if _ranks(folder / name)}
 
 
 def _ranks(folder: Path) -> list[tuple[int, int]]:
-    """World size and rank of every model file."""
-    found = (_MODEL.fullmatch(path.name) for path in folder.iterdir())
+    """World size and rank of every model file. None of a folder that does not exist."""
+    found = (_MODEL.fullmatch(path.name) for path in folder.glob("*"))
     return sorted((int(match[1]), int(match[2])) for match in found if match)
 
 
@@ -83,11 +82,12 @@ def _world_size(folder: Path) -> int:
     sizes = sorted({size for size, _ in ranks})
     if len(sizes) > 1:
         raise ConfigError(f"{folder} holds the files of runs on {sizes} ranks; move those away that are not meant")
-    if missing := sorted(set(range(sizes[0])) - {rank for _, rank in ranks}):
+    (size,) = sizes
+    if missing := sorted(set(range(size)) - {rank for _, rank in ranks}):
         raise CheckpointCorruptError(
-            f"{folder} is incomplete: the model files of ranks {missing} of {sizes[0]} are missing"
+            f"{folder} is incomplete: the model files of ranks {missing} of {size} are missing"
         )
-    return sizes[0]
+    return size
 
 
 def _files(folder: Path, kind: str, world_size: int) -> list[dict[str, Any]]:
@@ -115,19 +115,15 @@ def _add_optimizer(found: Checkpoint, folder: Path, world_size: int) -> None:
     _require_alike(folder, states)
     groups = states[0]["param_groups"]
     names = _names(what, groups, found)
-    if strangers := [number for number in states[0]["state"] if number not in names]:
-        raise CheckpointMismatchError(
-            f"{what} has state for parameter {strangers[0]!r}, which is in none of its groups"
-        )
-    state = {
-        names[number]: {
-            key: from_ranks(f"optimizer state {number}.{key}", [state["state"][number][key] for state in states])
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in entries.items()
-        }
-        for number, entries in states[0]["state"].items()
-    }
+    state: dict[str, dict[str, Any]] = {}
+    for number, entries in states[0]["state"].items():
+        if number not in names:
+            raise CheckpointMismatchError(f"{what} has state for parameter {number!r}, which is in none of its groups")
+        state[names[number]] = assembled = dict(entries)
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                parts = [each["state"][number][key] for each in states]
+                assembled[key] = from_ranks(f"optimizer state {number}.{key}", parts)
     named = [_plain(group) | {"params": [names[number] for number in group["params"]]} for group in groups]
     found.set_optimizer(what, state, named)
 
@@ -146,8 +142,7 @@ def _names(what: str, groups: Sequence[Mapping[str, Any]], found: Checkpoint) ->
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters of a group as plain values. A learning rate may be stored as a tensor."""
-    return {
+    return {  # a learning rate may be stored as a tensor
         key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for key, value in group.items()
         if key not in ("params", "param_names")
@@ -155,7 +150,6 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_alike(folder: Path, states: list[dict[str, Any]]) -> None:
-    """Check that each rank's file holds an optimizer with the same entries."""
     for rank, state in enumerate(states):
         if not isinstance(state.get("state"), dict) or not isinstance(state.get("param_groups"), list):
             raise CheckpointCorruptError(
@@ -204,9 +198,7 @@ def _generators(saved: Any, rank: int, source: str) -> RngState:
 def from_ranks(name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
     """Assemble a tensor from the parts of all ranks: DTensors on a mesh, or the same plain tensor everywhere.
 
-    Args:
-        name: name of the tensor, for messages.
-        parts: in the order of the ranks in the file names.
+    ``name`` is for messages. ``parts`` are in the order of the ranks in the file names.
 
     Raises:
         CheckpointCorruptError: a part belongs to another rank, or does not have the size that FSDP cuts.
@@ -222,18 +214,13 @@ def from_ranks(name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
             ) from error
     if sharded:
         raise CheckpointCorruptError(f"{name} is a DTensor on some ranks only")
-    if any(not _equal(first, part) for part in parts[1:]):
+    whole = LazyTensor.of(first)
+    if not all(same_values(whole, LazyTensor.of(part)) for part in parts[1:]):
         raise CheckpointMismatchError(
             f"{name} is a plain tensor {list(first.shape)} that differs by rank: flat shards, as FSDP1 keeps them, "
             "say nothing of which parameter they are of. Save it with FSDP2, or as a full state dict"
         )
-    return LazyTensor.of(first)
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+    return whole
 
 
 def _from_shards(name: str, parts: Sequence[DTensor]) -> LazyTensor:
@@ -274,9 +261,8 @@ def _cuts(length: int, count: int) -> list[int]:
 
 def _require_own(name: str, rank: int, part: DTensor, first: DTensor, coordinate: tuple[int, ...]) -> None:
     """Refuse a part of another tensor than on rank 0, or of another rank according to its mesh."""
-    if (part.shape, part.placements) != (first.shape, first.placements) or not torch.equal(
-        part.device_mesh.mesh, first.device_mesh.mesh
-    ):
+    same_mesh = torch.equal(part.device_mesh.mesh, first.device_mesh.mesh)
+    if (part.shape, part.placements) != (first.shape, first.placements) or not same_mesh:
         raise CheckpointCorruptError(f"ranks 0 and {rank} do not have parts of the same tensor {name}")
     own = part.device_mesh.get_coordinate()
     if own is not None and tuple(own) != coordinate:
@@ -286,9 +272,7 @@ def _require_own(name: str, rank: int, part: DTensor, first: DTensor, coordinate
         )
 
 
-def _from_blocks(
-    shape: tuple[int, ...], dtype: torch.dtype, blocks: Mapping[tuple[int, ...], torch.Tensor]
-) -> LazyTensor:
+def _from_blocks(shape: tuple[int, ...], dtype: torch.dtype, blocks: dict[tuple[int, ...], torch.Tensor]) -> LazyTensor:
     """A tensor of adjacent blocks, given by their first indices."""
 
     def rows(first: int, last: int) -> torch.Tensor:

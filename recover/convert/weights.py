@@ -2,7 +2,6 @@
 
 import codecs
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.plain_values import map_plain
 from .checkpoint import Architecture
+from .stored_tensors import slot_tensor
 
 _RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
 _ARRAYS: Sequence[Any] = (
@@ -68,12 +68,6 @@ def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-def read_safetensors(folder: Path, files: ExitStack) -> dict[str, LazyTensor]:
-    """Tensors of ``model.safetensors``, or of the files in its index, under their names in the files."""
-    reader = files.enter_context(WeightReader(folder))
-    return {name: _of_slot(reader, slot) for name, slot in reader.layout().items()}
-
-
 def read_bin(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Tensors of a ``torch.save`` file in its order, and the aliases of tensors that share memory."""
     state = read_file(path)
@@ -101,19 +95,14 @@ def read_model_folder(folder: Path, architecture: Architecture, files: ExitStack
 
 def strip_module(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Remove the prefix ``module.`` of DistributedDataParallel, if all names have it."""
-    if not tensors or not all(name.startswith("module.") for name in tensors):
-        return dict(tensors)
-    return {re.sub(r"^module\.", "", name): tensor for name, tensor in tensors.items()}
+    prefix = "module." if all(name.startswith("module.") for name in tensors) else ""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def store_once(
     tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Tied tensors under their first names, and their aliases.
-
-    Args:
-        tensors: all tensors that were found.
-        aliases: alias of a tied tensor of the model -> its first name.
+    """Tied tensors under their first names, and the pairs of ``aliases`` (alias -> first name) that occur.
 
     Raises:
         CheckpointMismatchError: the copies of a tied tensor have different values.
@@ -136,40 +125,28 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
     return all(torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for (_, a), (_, b) in pairs)
 
 
-def _of_slot(reader: WeightReader, slot: TensorSlot) -> LazyTensor:
-    def rows(first: int, last: int) -> torch.Tensor:
-        values = torch.empty((last - first, *slot.shape[1:]) if slot.shape else (), dtype=slot.dtype)
-        reader.read(slot, first * tensor.row_elements if slot.shape else 0, values)
-        return values
-
-    tensor = LazyTensor(slot.shape, slot.dtype, rows)
-    return tensor
-
-
 def _filled(
     reader: WeightReader, architecture: Architecture, slots: Mapping[str, TensorSlot], key: str, fill: FileTensor
 ) -> LazyTensor:
     """Source of a tensor of the model: one tensor of the folder as it is, or pieces of several."""
-    parts = {source: _of_slot(reader, slots[source]) for source in fill.sources}
-    (only, *more) = fill.spans or (None,)
-    whole = only is not None and not more and only.contiguous and only.offset == 0
-    if only is not None and whole and parts[only.source].numel == only.numel:
-        part = parts[only.source]
-        if part.shape == fill.shape:
+    parts = {source: slot_tensor(reader, slots[source]) for source in fill.sources}
+    dtype = next(iter(parts.values())).dtype
+    if fill.spans is not None and len(fill.spans) == 1:
+        (span,) = fill.spans
+        part = parts[span.source]
+        if span.contiguous and span.offset == 0 and part.numel == span.numel and part.shape == fill.shape:
             return part
-    return LazyTensor.read_at_once(
-        fill.shape, next(iter(parts.values())).dtype, lambda: _assemble(parts, architecture, key, fill)
-    )
 
+    def assemble() -> torch.Tensor:
+        whole = {name: torch.cat([values.reshape(-1) for _, values in part.blocks()]) for name, part in parts.items()}
+        if fill.spans is None:
+            shapes = {name: part.shape for name, part in parts.items()}
+            elements = loaded_elements(architecture.model, shapes, [key])[key]
+            return torch.cat(list(whole.values()))[elements]
+        found = torch.empty(fill.numel, dtype=dtype)
+        for span in fill.spans:
+            values = whole[span.source].as_strided(span.shape, span.stride, span.offset)
+            found[span.at : span.at + span.numel] = values.reshape(-1)
+        return found.view(fill.shape)
 
-def _assemble(parts: Mapping[str, LazyTensor], architecture: Architecture, key: str, fill: FileTensor) -> torch.Tensor:
-    whole = {name: torch.cat([values.reshape(-1) for _, values in part.blocks()]) for name, part in parts.items()}
-    if fill.spans is None:
-        shapes = {name: part.shape for name, part in parts.items()}
-        elements = loaded_elements(architecture.model, shapes, [key])[key]
-        return torch.cat(list(whole.values()))[elements]
-    found = torch.empty(fill.numel, dtype=next(iter(whole.values())).dtype)
-    for span in fill.spans:
-        values = whole[span.source].as_strided(span.shape, span.stride, span.offset)
-        found[span.at : span.at + span.numel] = values.reshape(-1)
-    return found.view(fill.shape)
+    return LazyTensor.read_at_once(fill.shape, dtype, assemble)

@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ...engine.staging.background_job import BackgroundJob, JobState, Task
-from ...utils.collective_errors import collective_broke
+from ...utils.distributed import collective_broke
 from ...utils.errors import CheckpointWriteError, HoldfastError
 from ...utils.logging import get_logger
 

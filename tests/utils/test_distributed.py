@@ -24,7 +24,6 @@ from holdfast.utils.distributed import (
     get_world_size,
     is_write_failure,
     rank_zero_decides,
-    reduce_flags,
     reduce_flags_of,
 )
 from holdfast.utils.errors import (
@@ -186,7 +185,7 @@ def numbers_of_all_ranks(rank: int, world_size: int) -> str:
     assert gather_numbers([rank, 2**53 - rank, 0.1]) == [[r, 2.0**53 - r, 0.1] for r in range(world_size)]
     with torch.device("meta"):
         assert gather_numbers([rank]) == [[r] for r in range(world_size)], "the default device has no say"
-    assert reduce_flags(1 << (20 * rank)) == sum(1 << (20 * r) for r in range(world_size))
+    assert reduce_flags_of("flags", lambda: 1 << (20 * rank)) == sum(1 << (20 * r) for r in range(world_size))
     assert (any_rank(rank == 1), any_rank(False), all_agree(rank == 1), all_agree(True)) == (True, False, False, True)
     assert gather_numbers_of("counting", lambda: (rank, -rank), 2) == [[r, -r] for r in range(world_size)]
     assert reduce_flags_of("flagging", lambda: rank + 1) == 3

@@ -6,7 +6,8 @@ its use, instead of a failure in the middle of a run. A test checks that no othe
 
 import inspect
 import pkgutil
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -16,17 +17,21 @@ from ..errors import UnsupportedVersionError
 
 @dataclass(frozen=True)
 class Private:
-    """Private name of another library.
+    """Private name of another library."""
 
-    Attributes:
-        name: location as `pkgutil.resolve_name` takes it: ``package.module:Class.attribute``.
-        use: purpose, which completes the sentence "Holdfast needs it to ...".
-        parameters: parameters that Holdfast passes, or None if the name is not called.
-    """
+    name: str  # location as `pkgutil.resolve_name` takes it: ``package.module:Class.attribute``
+    use: str  # purpose, which completes the sentence "Holdfast needs it to ..."
+    parameters: tuple[str, ...] | None = None  # parameters that Holdfast passes, None if the name is not called
 
-    name: str
-    use: str
-    parameters: tuple[str, ...] | None = None
+
+def privates(names_by_use: Mapping[str, Sequence[str]]) -> list[Private]:
+    """List the names of a table. A name that Holdfast calls ends with its parameters: ``module:function(a, b)``."""
+    found = []
+    for use, names in names_by_use.items():
+        for name, bracket, parameters in (text.partition("(") for text in names):
+            called = tuple(re.findall(r"\w+", parameters)) if bracket else None
+            found.append(Private(name, use, called))
+    return found
 
 
 def require(library: str, names: Iterable[Private]) -> None:
@@ -40,18 +45,13 @@ def require(library: str, names: Iterable[Private]) -> None:
             found = _find(private.name)
         except (ImportError, AttributeError):
             raise _unsupported(library, private, "is not there") from None
-        if private.parameters is not None and (lacking := _lacking(found, private.parameters)):
-            raise _unsupported(library, private, f"has no parameter {lacking!r}")
+        parameters = () if private.parameters is None else inspect.signature(found).parameters
+        if lacking := [name for name in private.parameters or () if name not in parameters]:
+            raise _unsupported(library, private, f"has no parameter {lacking[0]!r}")
 
 
 def require_attributes(library: str, thing: Any, names: Iterable[str], use: str) -> None:
-    """Check attributes that only ``__init__`` sets, which the class does not show.
-
-    Args:
-        library: library of the object's class.
-        thing: the object.
-        names: names of the attributes.
-        use: purpose, which completes the sentence "Holdfast needs it to ...".
+    """Check attributes that only ``__init__`` sets, which the class does not show. ``use`` is as in `Private`.
 
     Raises:
         UnsupportedVersionError: an attribute is missing.
@@ -68,11 +68,6 @@ def _find(name: str) -> Any:
     owner, _, attribute = name.rpartition("." if "." in name.partition(":")[2] else ":")
     found = pkgutil.resolve_name(owner)
     return None if attribute in getattr(found, "__annotations__", {}) else getattr(found, attribute)
-
-
-def _lacking(found: Any, parameters: Iterable[str]) -> str | None:
-    signature = inspect.signature(found)
-    return next((name for name in parameters if name not in signature.parameters), None)
 
 
 def _unsupported(library: str, private: Private, problem: str) -> UnsupportedVersionError:

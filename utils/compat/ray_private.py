@@ -7,16 +7,17 @@ import ray._private.node
 import ray._private.state
 import ray._private.worker
 
-from . import Private, require
+from . import privates, require
 
-_LOCAL = "know that no node will join a Ray that this process has started"
-
-NAMES = (
-    Private("ray._private.state:available_resources_per_node", "say what is free on each node", ()),
-    Private("ray._private.worker:_global_node", _LOCAL),
-    Private("ray._private.node:Node.is_head", _LOCAL, ()),
+NAMES = privates(
+    {
+        "say what is free on each node": ["ray._private.state:available_resources_per_node()"],
+        "know that no node will join a Ray that this process has started": [
+            "ray._private.worker:_global_node",
+            "ray._private.node:Node.is_head()",
+        ],
+    }
 )
-
 require("ray", NAMES)
 
 

@@ -9,60 +9,57 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
-from . import Private, require
+from . import privates, require
 
-_CUT = "know which part of a tensor is this rank's"
-_MADE_UP = "make sharded tensors of what it holds already"
-_VIEW = "look at a model's modules and tensors without its hooks"
-
+_DCP = "torch.distributed.checkpoint.filesystem"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-_REDUCE = "reduce gradients that only some ranks have"
 
-_HOOKS = "tell whether somebody looks at what a model's head returns"
-
-NAMES = (
-    Private(
-        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
-        _CUT,
-        ("global_shape", "mesh", "placements"),
-    ),
-    Private("torch.distributed.tensor._dtensor_spec:DTensorSpec", _MADE_UP, ("mesh", "placements", "tensor_meta")),
-    Private("torch.distributed.tensor._dtensor_spec:TensorMeta", _MADE_UP, ("shape", "stride", "dtype")),
-    Private("torch.distributed.tensor:DTensor._spec", _MADE_UP),
-    Private(
-        "torch.distributed.checkpoint.filesystem:_StorageInfo",
-        "read and write .metadata of DCP",
-        ("relative_path", "offset", "length"),
-    ),
-    Private("torch.distributed.checkpoint.filesystem:CURRENT_DCP_VERSION", "write .metadata of DCP"),
-    Private("torch.distributed.distributed_c10d:_abort_process_group", "leave NCCL when a peer is dead", ("group",)),
-    Private("torch.distributed.fsdp:FSDPModule._get_fsdp_state", _REDUCE),
-    Private(f"{_GROUP}:FSDPParamGroup.post_backward", _REDUCE),
-    Private(f"{_GROUP}:FSDPParamGroup.is_unsharded", _REDUCE),
-    Private(f"{_GROUP}:FSDPParam.sharded_param", _REDUCE),
-    Private(f"{_GROUP}:FSDPParam.unsharded_param", _REDUCE),
-    Private(f"{_GROUP}:FSDPParam.unsharded_accumulated_grad", _REDUCE),
-    Private("torch:_foreach_norm", "clip a gradient"),
-    Private("torch:_foreach_mul_", "clip a gradient"),
-    Private("torch.nn.modules.dropout:_DropoutNd", "switch dropout off"),
-    Private("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", "follow conversions of weights"),
-    Private("torch.utils._pytree:tree_leaves", "follow conversions of weights", ("tree",)),
-    Private("torch.utils._pytree:tree_map", "let an output be used as its logits", ("func", "tree")),
-    Private("torch:ops.aten.clone.default._schema.is_mutable", "follow conversions of weights"),
-    Private("torch:UntypedStorage._cdata", "tell whether tensors share memory"),
-    Private("torch:Tensor._version", "notice that a tensor was written to while it was copied"),
-    Private("torch.utils.data:DataLoader._iterator", "tell whether persistent workers have their seed"),
-    Private("torch.nn:Module._modules", _VIEW),
-    Private("torch.nn:Module._parameters", _VIEW),
-    Private("torch.nn:Module._buffers", _VIEW),
-    Private("torch.nn:Module._state_dict_pre_hooks", _VIEW),
-    Private("torch.nn:Module._forward_hooks", _HOOKS),
-    Private("torch.nn:Module._forward_pre_hooks", _HOOKS),
-    Private("torch.nn:Module._non_persistent_buffers_set", "tell which buffers checkpoints hold"),
-    Private("torch.nn:Module._state_dict_hooks", "tell which modules add to their state dict"),
-    Private("torch.nn:Module._save_to_state_dict", "tell which modules add to their state dict"),
-    Private("torch.nn:Module._load_state_dict_pre_hooks", "tell which modules take what they added"),
-    Private("torch.nn:Module._load_from_state_dict", "tell which modules take what they added"),
+NAMES = privates(
+    {
+        "know which part of a tensor is this rank's": [
+            "torch.distributed.tensor._utils:compute_local_shape_and_global_offset(global_shape, mesh, placements)"
+        ],
+        "make sharded tensors of what it holds already": [
+            "torch.distributed.tensor._dtensor_spec:DTensorSpec(mesh, placements, tensor_meta)",
+            "torch.distributed.tensor._dtensor_spec:TensorMeta(shape, stride, dtype)",
+            "torch.distributed.tensor:DTensor._spec",
+        ],
+        "read and write .metadata of DCP": [f"{_DCP}:_StorageInfo(relative_path, offset, length)"],
+        "write .metadata of DCP": [f"{_DCP}:CURRENT_DCP_VERSION"],
+        "leave NCCL when a peer is dead": ["torch.distributed.distributed_c10d:_abort_process_group(group)"],
+        "reduce gradients that only some ranks have": [
+            "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+            f"{_GROUP}:FSDPParamGroup.post_backward",
+            f"{_GROUP}:FSDPParamGroup.is_unsharded",
+            f"{_GROUP}:FSDPParam.sharded_param",
+            f"{_GROUP}:FSDPParam.unsharded_param",
+            f"{_GROUP}:FSDPParam.unsharded_accumulated_grad",
+        ],
+        "clip a gradient": ["torch:_foreach_norm", "torch:_foreach_mul_"],
+        "switch dropout off": ["torch.nn.modules.dropout:_DropoutNd"],
+        "follow conversions of weights": [
+            "torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__",
+            "torch.utils._pytree:tree_leaves(tree)",
+            "torch:ops.aten.clone.default._schema.is_mutable",
+        ],
+        "let an output be used as its logits": ["torch.utils._pytree:tree_map(func, tree)"],
+        "tell whether tensors share memory": ["torch:UntypedStorage._cdata"],
+        "notice that a tensor was written to while it was copied": ["torch:Tensor._version"],
+        "tell whether persistent workers have their seed": ["torch.utils.data:DataLoader._iterator"],
+        "look at a model's modules and tensors without its hooks": [
+            f"torch.nn:Module.{name}" for name in ("_modules", "_parameters", "_buffers", "_state_dict_pre_hooks")
+        ],
+        "tell whether somebody looks at what a model's head returns": [
+            f"torch.nn:Module.{name}" for name in ("_forward_hooks", "_forward_pre_hooks")
+        ],
+        "tell which buffers checkpoints hold": ["torch.nn:Module._non_persistent_buffers_set"],
+        "tell which modules add to their state dict": [
+            f"torch.nn:Module.{name}" for name in ("_state_dict_hooks", "_save_to_state_dict")
+        ],
+        "tell which modules take what they added": [
+            f"torch.nn:Module.{name}" for name in ("_load_state_dict_pre_hooks", "_load_from_state_dict")
+        ],
+    }
 )
 require("torch", NAMES)
 
@@ -76,36 +73,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-
-__all__ = [
-    "CURRENT_DCP_VERSION",
-    "Dropout",
-    "StorageInfo",
-    "TorchDispatchMode",
-    "abort_process_group",
-    "buffers_of",
-    "children_of",
-    "compute_local_shape_and_global_offset",
-    "count_forward_hooks",
-    "fill_missing_gradients",
-    "foreach_mul_",
-    "foreach_norm",
-    "is_iterated",
-    "is_persistent",
-    "like_sharded",
-    "loading_of",
-    "made_sharded",
-    "n_writes",
-    "parameters_of",
-    "replace_members",
-    "same_layout",
-    "saving_of",
-    "storage_id",
-    "tree_leaves",
-    "tree_map",
-    "without_compile",
-    "writes_in_place",
-]
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

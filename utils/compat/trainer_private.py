@@ -11,27 +11,23 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from . import Private, require
+from . import privates, require
 
-_RESUME = "resume a Trainer exactly"
-_LOOP = ("epoch", "epochs_trained", "steps_trained_in_current_epoch", "steps_in_epoch", "resume_from_checkpoint")
+_INIT = "max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
+_LOOP = "epoch, epochs_trained, steps_trained_in_current_epoch, steps_in_epoch, resume_from_checkpoint"
 
-NAMES = (
-    Private(
-        "transformers:Trainer._init_training_state",
-        _RESUME,
-        ("max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial"),
-    ),
-    Private(
-        "transformers:Trainer._prepare_for_training",
-        _RESUME,
-        ("max_steps", "train_dataloader", "resume_from_checkpoint"),
-    ),
-    Private("transformers:Trainer._run_epoch", _RESUME, _LOOP),
-    Private("transformers:Trainer._load_rng_state", _RESUME, ("checkpoint",)),
-    Private("transformers:Trainer._maybe_log_save_evaluate", _RESUME, ("tr_loss", "model", "trial", "epoch")),
-    Private("transformers:Trainer._evaluate", _RESUME, ("trial", "ignore_keys_for_eval", "skip_scheduler")),
-    Private("transformers.trainer_callback:ExportableState", "save what callbacks count"),
+NAMES = privates(
+    {
+        "resume a Trainer exactly": [
+            f"transformers:Trainer._init_training_state({_INIT})",
+            "transformers:Trainer._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)",
+            f"transformers:Trainer._run_epoch({_LOOP})",
+            "transformers:Trainer._load_rng_state(checkpoint)",
+            "transformers:Trainer._maybe_log_save_evaluate(tr_loss, model, trial, epoch)",
+            "transformers:Trainer._evaluate(trial, ignore_keys_for_eval, skip_scheduler)",
+        ],
+        "save what callbacks count": ["transformers.trainer_callback:ExportableState"],
+    }
 )
 require("transformers", NAMES)
 

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from . import Private, require
+from . import privates, require
 
-_LOAD = "load folders as from_pretrained does"
-_EXPORT = "name and convert weights as save_pretrained does"
 _RULES = (
     "_keep_in_fp32_modules",
     "_keep_in_fp32_modules_strict",
@@ -18,26 +16,28 @@ _RULES = (
     "_keys_to_ignore_on_load_unexpected",
 )
 
-NAMES = (
-    Private(
-        "transformers:PreTrainedModel._load_pretrained_model",
-        _LOAD,
-        ("model", "state_dict", "checkpoint_files", "load_config"),
-    ),
-    Private("transformers:PreTrainedModel._adjust_missing_and_unexpected_keys", _LOAD, ("loading_info",)),
-    Private("transformers.modeling_utils:LoadStateDictConfig", _LOAD, ("weight_mapping",)),
-    Private("transformers.conversion_mapping:get_model_conversion_mapping", _LOAD, ("model",)),
-    Private("transformers.core_model_loading:revert_weight_conversion", _EXPORT, ("model", "state_dict")),
-    *(Private(f"transformers:PreTrainedModel.{name}", _LOAD) for name in _RULES),
-    Private("transformers:PreTrainedModel._keys_to_ignore_on_save", _EXPORT),
-    Private("transformers:PreTrainedModel._get_dtype_plan", "know what stays in float32", ("dtype",)),
-    Private("transformers:PreTrainedModel._from_config", "build a second model without weights", ("config",)),
-    Private("transformers:PreTrainedModel._init_weights", "draw weights", ("module",)),
-    Private("transformers:PreTrainedModel._no_split_modules", "shard a model block by block"),
-    Private("transformers:PreTrainedModel._hf_peft_config_loaded", "tell models with adapters"),
-    Private("transformers:PretrainedConfig._attn_implementation", "check packing and choose the attention"),
-    Private("transformers:AutoModelForCausalLM._model_mapping", "tell which heads an architecture has"),
-    Private("transformers.dynamic_module_utils:custom_object_save", "export a model's own code", ("obj", "folder")),
+NAMES = privates(
+    {
+        "load folders as from_pretrained does": [
+            "transformers:PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config)",
+            "transformers:PreTrainedModel._adjust_missing_and_unexpected_keys(loading_info)",
+            "transformers.modeling_utils:LoadStateDictConfig(weight_mapping)",
+            "transformers.conversion_mapping:get_model_conversion_mapping(model)",
+            *(f"transformers:PreTrainedModel.{name}" for name in _RULES),
+        ],
+        "name and convert weights as save_pretrained does": [
+            "transformers.core_model_loading:revert_weight_conversion(model, state_dict)",
+            "transformers:PreTrainedModel._keys_to_ignore_on_save",
+        ],
+        "know what stays in float32": ["transformers:PreTrainedModel._get_dtype_plan(dtype)"],
+        "build a second model without weights": ["transformers:PreTrainedModel._from_config(config)"],
+        "draw weights": ["transformers:PreTrainedModel._init_weights(module)"],
+        "shard a model block by block": ["transformers:PreTrainedModel._no_split_modules"],
+        "tell models with adapters": ["transformers:PreTrainedModel._hf_peft_config_loaded"],
+        "check packing and choose the attention": ["transformers:PretrainedConfig._attn_implementation"],
+        "tell which heads an architecture has": ["transformers:AutoModelForCausalLM._model_mapping"],
+        "export a model's own code": ["transformers.dynamic_module_utils:custom_object_save(obj, folder)"],
+    }
 )
 require("transformers", NAMES)
 
@@ -45,28 +45,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import LoadStateDictConfig
-
-__all__ = [
-    "attention_of",
-    "build_from_config",
-    "class_with_head",
-    "commit_of",
-    "conversions_of",
-    "custom_object_save",
-    "drop_tolerated_keys",
-    "float32_patterns",
-    "forget_adapters",
-    "has_adapters",
-    "has_head",
-    "initialize_module",
-    "keys_not_saved",
-    "load_state",
-    "loading_rules",
-    "revert_weight_conversion",
-    "set_attention",
-    "set_conversions",
-    "unsplit_classes",
-]
 
 
 def build_from_config(

@@ -49,12 +49,7 @@ def is_trls(cls: type) -> bool:
 def forget_buffer(trainer: Any, batches: int) -> bool:
     """Make a trainer that samples do so at its next step, because its buffer was cut for other batches.
 
-    Args:
-        trainer: any trainer.
-        batches: number of batches that the loader has given in this epoch.
-
-    Returns:
-        Whether the trainer samples.
+    ``batches`` is the number that the loader has given in this epoch. Returns whether the trainer samples.
     """
     if not hasattr(trainer, "_buffered_inputs"):
         return False

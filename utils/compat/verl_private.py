@@ -3,23 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-from . import Private, require
+from . import privates, require
 
-_SAVE = "save and load what verl's FSDP engine trains"
-_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
-_BASE = "verl.utils.checkpoint.checkpoint_manager:BaseCheckpointManager"
+_MANAGER = "verl.utils.checkpoint.checkpoint_manager"
+_BASE = f"{_MANAGER}:BaseCheckpointManager"
 
-NAMES = (
-    Private(_BASE, _SAVE, ("model", "optimizer", "lr_scheduler", "processing_class", "checkpoint_config")),
-    Private(f"{_BASE}.save_checkpoint", _SAVE, ("local_path", "hdfs_path", "global_step", "max_ckpt_to_keep")),
-    Private(f"{_BASE}.load_checkpoint", _SAVE, ("local_path", "hdfs_path", "del_local_after_load")),
-    *(
-        Private(f"{_BASE}.should_{do}_{what}", _SAVE)
-        for do in ("save", "load")
-        for what in ("model", "optimizer", "extra")
-    ),
-    Private("verl.utils.checkpoint.checkpoint_manager:get_checkpoint_tracker_filename", _SAVE, ("root_path",)),
-    Private(f"{_ENGINE}:FSDPCheckpointManager", "take the place of verl's own checkpoint manager"),
+NAMES = privates(
+    {
+        "save and load what verl's FSDP engine trains": [
+            f"{_BASE}(model, optimizer, lr_scheduler, processing_class, checkpoint_config)",
+            f"{_BASE}.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)",
+            f"{_BASE}.load_checkpoint(local_path, hdfs_path, del_local_after_load)",
+            *(f"{_BASE}.should_{do}_{what}" for do in ("save", "load") for what in ("model", "optimizer", "extra")),
+            f"{_MANAGER}:get_checkpoint_tracker_filename(root_path)",
+        ],
+        "take the place of verl's own checkpoint manager": [
+            "verl.workers.engine.fsdp.transformer_impl:FSDPCheckpointManager"
+        ],
+    }
 )
 require("verl", NAMES)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
-from holdfast.utils.collective_errors import collective_broke
+from holdfast.utils.distributed import collective_broke
 from holdfast.utils.errors import PeerError, WorkerLost
 from holdfast.utils.heartbeat import beat, seconds_since_beat
 from tests.ray_helpers import Server, UserBugError, Worker, local_ray, running

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.recover.cli.folders import Folder, LocalFolder
+from holdfast.recover.cli.folders import Folder
 from holdfast.recover.cli.runs import Run, read_generation
 from holdfast.recover.storage.generations import GenerationStore
 from holdfast.utils.errors import CheckpointNotFoundError
@@ -97,7 +97,7 @@ def test_a_generation_that_the_run_deletes_while_it_is_read_is_looked_up_again(
         read_generation(f"{run}@7", interrupted)
 
 
-class _RetiresStep7(LocalFolder):
+class _RetiresStep7(Folder):
     """A folder whose step 7 is removed by its run as soon as a command has found it."""
 
     def __init__(self, path: Path) -> None:
@@ -110,7 +110,7 @@ class _RetiresStep7(LocalFolder):
 def test_a_command_reads_the_next_generation_if_the_newest_is_removed_meanwhile(
     command: str, run: Path, store: GenerationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.recover.cli.runs.LocalFolder", _RetiresStep7)
+    monkeypatch.setattr("holdfast.recover.cli.runs.Folder", _RetiresStep7)
     options = {"verify": [], "export": ["--to", run / "x"], "diff": [f"{run}@5"]}[command]
     found = answer(command, f"{run}@newest", *options)
     assert not store.path_of(7).exists()

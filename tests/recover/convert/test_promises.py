@@ -24,7 +24,7 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.convert import convert, targets
+from holdfast.recover.convert import convert, writers
 from holdfast.recover.convert.verl import from_ranks
 from holdfast.recover.convert.weights import read_file
 from holdfast.utils.errors import (
@@ -52,9 +52,9 @@ def config_folder(root: Path, config: Any = None) -> Path:
 KILLED = """
 import sys
 from pathlib import Path
-from holdfast.recover.convert import convert, targets
+from holdfast.recover.convert import convert, writers
 
-write = targets.write_entries
+write = writers.write_entries
 
 def stop_after_the_data(folder, *args):
     files = write(folder, *args)
@@ -62,7 +62,7 @@ def stop_after_the_data(folder, *args):
     sys.stdin.read()
     return files
 
-targets.write_entries = stop_after_the_data
+writers.write_entries = stop_after_the_data
 convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 """
 
@@ -88,7 +88,7 @@ def test_a_killed_conversion_leaves_nothing_visible_and_the_same_command_makes_i
 
 def test_a_target_that_differs_from_the_source_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_dcp(tmp_path / "source", Host().train(1).state)
-    write = targets.write_entries
+    write = writers.write_entries
 
     def damage(folder: Path, *args: Any) -> Any:
         files = write(folder, *args)
@@ -99,7 +99,7 @@ def test_a_target_that_differs_from_the_source_is_not_made(tmp_path: Path, monke
             file.write(bytes([byte ^ 1]))
         return files
 
-    monkeypatch.setattr(targets, "write_entries", damage)
+    monkeypatch.setattr(writers, "write_entries", damage)
     with pytest.raises(CheckpointCorruptError, match="is not what was read from the source"):
         convert(tmp_path / "source", tmp_path / "c", to="dcp")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
@@ -107,8 +107,8 @@ def test_a_target_that_differs_from_the_source_is_not_made(tmp_path: Path, monke
 
 def test_a_target_without_a_tensor_of_the_source_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_dcp(tmp_path / "source", Host().train(1).state)
-    entries = targets._dcp_entries
-    monkeypatch.setattr(targets, "_dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
+    entries = writers._dcp_entries
+    monkeypatch.setattr(writers, "_dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
     with pytest.raises(CheckpointCorruptError, match=r"exp_avg of the source was not written \(24 such\)"):
         convert(tmp_path / "source", tmp_path / "c", to="dcp")
     assert not (tmp_path / "c").exists()
@@ -156,8 +156,8 @@ def test_a_refused_conversion_leaves_what_was_there(
     if there == "its lock":
         (run / "recover.lock").touch()
     before = sorted(tmp_path.rglob("*"))
-    entries = targets._dcp_entries
-    monkeypatch.setattr(targets, "_dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
+    entries = writers._dcp_entries
+    monkeypatch.setattr(writers, "_dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
     for target, to in ((run, "generation"), (run / "a" / "b", "dcp")):
         with pytest.raises(CheckpointCorruptError, match="was not written"):
             convert(tmp_path / "source", target, to=to)

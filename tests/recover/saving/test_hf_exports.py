@@ -23,7 +23,7 @@ from holdfast.engine.workers.placement import PlacementRequest, WorkerResources,
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.saving import write as export_writing
 from holdfast.recover.saving.rank import RankSession
-from holdfast.utils.collective_errors import collective_broke
+from holdfast.utils.distributed import collective_broke
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted
 from tests.engine.hf.test_export import _contents, _tokenizer
 from tests.engine.hf_models import tiny_model

@@ -38,7 +38,7 @@ _TORCH_DEFAULTS = {
 
 def write_dcp(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
     """Write a folder in the format of `save_dcp`, for `load_dcp` and `RecoverHandler` at any world size."""
-    return write_entries(folder, _dcp_entries(checkpoint), _below(ROOT, seen))
+    return write_entries(folder, _dcp_entries(checkpoint), _below_root(seen))
 
 
 def write_areal(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
@@ -46,7 +46,7 @@ def write_areal(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEn
 
     AReaL's loader asks for each hyperparameter by name, and for tied tensors under every name.
     """
-    return write_entries(folder, _areal_entries(checkpoint), _below(ROOT, seen))
+    return write_entries(folder, _areal_entries(checkpoint), _below_root(seen))
 
 
 def write_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, seen: Seen) -> None:
@@ -76,8 +76,8 @@ def optimizer_steps(checkpoint: Checkpoint) -> int:
     return max((int(step.rows(0, 1)) if isinstance(step, LazyTensor) else int(step) for step in counts), default=0)
 
 
-def _below(root: str, seen: Seen) -> Seen:
-    return lambda name, *block: seen(name.removeprefix(f"{root}."), *block)
+def _below_root(seen: Seen) -> Seen:
+    return lambda name, *block: seen(name.removeprefix(f"{ROOT}."), *block)
 
 
 def _dcp_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
@@ -93,13 +93,8 @@ def _dcp_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
                 plain.setdefault(name, {})[key] = value
     steps = optimizer_steps(checkpoint)
     counters = {"version": 0, "optimizer_steps": steps, "skipped_steps": 0, "steps_since_schedule": 0}
-    packed = {
-        "param_groups": plain_groups(checkpoint),
-        "optim_plain": plain,
-        "scheduler": checkpoint.scheduler,
-        "counters": counters,
-    }
-    for key, value in packed.items():
+    packed = {"param_groups": plain_groups(checkpoint), "optim_plain": plain, "scheduler": checkpoint.scheduler}
+    for key, value in (packed | {"counters": counters}).items():
         if value:
             yield Entry((ROOT, key), LazyTensor.of(pack_json(value, key)))
     for rank, state in enumerate(checkpoint.rng):
@@ -118,7 +113,6 @@ def _areal_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
             yield Entry((ROOT, "optim", "param_groups", number, key), value)
 
 
-_LOCK_WAIT_S = 1.0
 _ANEW = {
     "data": "the dataloader starts at its beginning: put it to its place yourself, or train on other samples",
     "generators": "random generators stay as the script seeded them",
@@ -126,20 +120,15 @@ _ANEW = {
     "epochs": "the steps of an epoch are not known: the place in the epoch is counted by those of the new run",
 }
 
-
 Commit = Callable[[Iterable[FileEntry], Mapping[str, Any]], Path]
 """Called with the files of a generation and the facts for its manifest. Returns the folder of the generation."""
 
 
 @contextmanager
 def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
-    """Lock a run, and yield a staging folder and the function that commits it.
+    """Lock the folder of a run, and yield a staging folder for a step and the function that commits it.
 
     If the block fails, the staging folder is removed, and a new lock file too.
-
-    Args:
-        run: folder of the run, ``<fileroot>/<experiment>/<trial>``.
-        step: step of the generation.
 
     Raises:
         FolderInUseError: a job uses the run.
@@ -147,7 +136,7 @@ def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
     """
     store, lock = GenerationStore(run / "recover"), FolderLock(run / LOCK_NAME)
     had_lock = lock.path.exists()
-    lock.acquire(_LOCK_WAIT_S)
+    lock.acquire(timeout_s=1.0)
 
     def commit(entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Path:
         lock.confirm()
@@ -178,10 +167,8 @@ def last_step(checkpoints: Mapping[str, Checkpoint], step: int | None, epoch_ste
     first = next(iter(checkpoints.values()))
     how = "as given" if step is not None else "as the source says"
     if step is None and (step := first.step) is None:
-        step, how = (
-            optimizer_steps(first) - 1,
-            "by the optimizer's updates; give step= (--step) if a step makes several",
-        )
+        step = optimizer_steps(first) - 1
+        how = "by the optimizer's updates; give step= (--step) if a step makes several"
     if step < 0:
         raise ConfigError("how many steps were trained is not known: give step= (--step), the last one counted from 0")
     return StepInfo.at(step, epoch_steps or first.epoch_steps or step + 1), how
@@ -220,9 +207,9 @@ def write_generation(
         facts[name] = _facts(checkpoint, sampler)
     rng: dict[str, str] = {}
     for rank, state in enumerate(first.rng):
-        data = pack_plain("generators", {"rng": state, "user": {}})
-        entries.append(write_process(staging, rank_state_name(rank), data))
-        rng[Path(rank_state_name(rank)).stem] = rng_digest(state)
+        name, data = rank_state_name(rank), pack_plain("generators", {"rng": state, "user": {}})
+        entries.append(write_process(staging, name, data))
+        rng[Path(name).stem] = rng_digest(state)
     converted = {"from": first.format, **lacks}
     info = RecoverInfo(last, uuid.uuid4().hex, first.ranks, engines=facts, rng=rng, converted=converted)
     entries.append(write_entry(staging, INFO_NAME, info.to_json()))
