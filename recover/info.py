@@ -2,12 +2,13 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..engine.steps import StepInfo
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from ..utils.typed_json import from_json
 
 INFO_NAME = "recover_info.json"
 DRIVER_STATE = "state/driver.pt"
@@ -85,7 +86,7 @@ class RecoverInfo:
         """
         try:
             data = json.dumps(asdict(self), indent=1).encode()
-            from_json(RecoverInfo, json.loads(data), "info")
+            _from_json(RecoverInfo, json.loads(data), "info")
         except TypeError as error:
             raise ConfigError(
                 f"the snapshot of step {self.last_step_info.global_step} could not be resumed from: {error}. Look at "
@@ -111,7 +112,7 @@ class RecoverInfo:
     def parse(cls, data: bytes, path: str | os.PathLike[str]) -> "RecoverInfo":
         """Parse the contents of the file. Errors name it ``path``. Raises as `read`."""
         try:
-            info = from_json(cls, document := json.loads(data), "info")
+            info = _from_json(cls, document := json.loads(data), "info")
             if "engines" not in document:  # a restore could not be checked
                 raise ValueError("info.engines is missing")
             return info
@@ -122,3 +123,41 @@ class RecoverInfo:
             ) from error
         except (ValueError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _from_json(kind: Any, value: Any, name: str) -> Any:
+    """Convert ``value``, a result of ``json.loads``, to ``kind``, and check every value against the type of its field.
+
+    ``kind`` is a dataclass, ``dict[str, ...]``, ``... | None``, int, float, str or bool. Whole numbers are converted
+    between int and float. Unknown keys of a dataclass are ignored, because a newer writer may have added them.
+
+    Raises:
+        TypeError: a value has another type. The message calls it ``name``.
+        ValueError: a field without a default is missing.
+        OverflowError: an int is too large for a float.
+    """
+    if isinstance(kind, UnionType):
+        (some,) = (each for each in get_args(kind) if each is not NoneType)
+        return None if value is None else _from_json(some, value, name)
+    if get_origin(kind) is dict:
+        _require(isinstance(value, dict), kind, value, name)
+        return {key: _from_json(get_args(kind)[1], item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(kind, type) and is_dataclass(kind):
+        _require(isinstance(value, dict), kind, value, name)
+        kinds = get_type_hints(kind)
+        for each in fields(kind):
+            if each.name not in value and each.default is each.default_factory is MISSING:
+                raise ValueError(f"{name}.{each.name} is missing")
+        known = [each.name for each in fields(kind) if each.name in value]
+        return kind(**{key: _from_json(kinds[key], value[key], f"{name}.{key}") for key in known})
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is int and type(value) is float and value.is_integer():
+        return int(value)
+    _require(type(value) is kind, kind, value, name)
+    return value
+
+
+def _require(fits: bool, kind: Any, value: Any, name: str) -> None:
+    if not fits:
+        raise TypeError(f"{name} is {value!r}; expected {getattr(kind, '__name__', kind)}")

@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
 from .errors import CheckpointExistsError
-from .files import commit_folder, fsync_tree, is_free, make_durably, remove_or_log, staging_path
+from .files import as_write_error, commit_folder, fsync_tree, is_free, make_durably, remove_or_log, staging_path
 from .manifest import require_outside_commits
-from .write_errors import as_write_error
 
 
 @contextmanager

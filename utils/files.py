@@ -8,20 +8,21 @@ import contextlib
 import ctypes
 import errno
 import io
+import mmap
 import os
 import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import xxhash
 
-from .errors import CheckpointWriteError
+from .errors import CheckpointError, CheckpointWriteError
 from .heartbeat import beat
 from .logging import get_logger
-from .mapped import map_window
 
 logger = get_logger(__name__)
 
@@ -31,33 +32,44 @@ _WRITEBACK_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20
 _MOST_VIEWS = 1000  # Linux takes 1024 a call
 _SYNC_FILE_RANGE_WRITE = 2
+_MADV_POPULATE_READ = 22  # Linux 5.14. Python knows no name for it
+_MAP_NORESERVE = 0x4000  # reserve no memory, because nothing is written
 
 _sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
-def start_writeback(fd: int, start: int, n_bytes: int) -> None:
-    """Ask the disk to start writing ``n_bytes`` of a file from ``start`` on, so that a later fsync is short.
+@contextmanager
+def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
+    """Convert an OSError of the block into a `CheckpointWriteError` that names ``final``."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        outcome = "" if os.path.lexists(final) else "; nothing became visible"
+        raise CheckpointWriteError(f"cannot write {final}: {error.strerror or error}{outcome}") from error
 
-    This is only a hint that waits for nothing. Does nothing without ``sync_file_range`` (Linux).
-    """
+
+def start_writeback(fd: int, start: int, n_bytes: int) -> None:
+    """Ask the disk to start writing a part of a file, so that a later fsync is short. A hint that waits for nothing."""
     if _sync_file_range is not None:
         _sync_file_range(fd, start, n_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
     """Force the contents of a file to stable storage."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    _fsync(path, os.O_RDONLY)
 
 
 def fsync_dir(path: str | os.PathLike[str]) -> None:
     """Force a folder's entries (names, renames, removals) to stable storage."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: str | os.PathLike[str], flags: int) -> None:
+    fd = os.open(path, flags)
     try:
         os.fsync(fd)
     finally:
@@ -88,12 +100,8 @@ def fsync_tree(path: str | os.PathLike[str]) -> None:
 class DurableFile:
     """New file, written from start to end, that is on stable storage after `close`. The caller fsyncs the folder.
 
-    The digest covers the bytes as they were passed, so damage on the way to the disk is found later. The kernel is
-    asked to start writing early, so that the fsync is short. As a context manager it closes the file at the end of the
-    block. If the block raises, the unfinished file stays for the caller to remove.
-
-    Args:
-        path: must not exist.
+    The digest covers the bytes as they were passed, so damage on the way to the disk is found later. If the ``with``
+    block of the file raises, the unfinished file stays for the caller to remove.
 
     Attributes:
         bytes: number of bytes written.
@@ -114,13 +122,12 @@ class DurableFile:
         """Digest of all bytes written so far, in the form of `file_digest`."""
         return digest_name(self._digest)
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append all of ``data``, and return its number of bytes."""
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append all of ``data``."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._digest.update(view)
         self._advance(len(view))
-        return len(view)
 
     def write_views(self, views: Iterable[bytes | memoryview]) -> None:
         """Append all ``views`` without a copy. Their bytes must not change before this returns.
@@ -162,18 +169,6 @@ class DurableFile:
             self._begun_bytes = self.bytes
         beat()
 
-    def tell(self) -> int:
-        """Return the position of the next byte."""
-        return self.bytes
-
-    def flush(self) -> None:
-        """Pass all buffered bytes to the operating system."""
-        self._file.flush()
-
-    def fileno(self) -> int:
-        """Return the file descriptor."""
-        return self._file.fileno()
-
     def close(self) -> None:
         """Flush, fsync and close. Further calls do nothing."""
         if not self._file.closed:
@@ -206,30 +201,19 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
-    """Create ``path`` with ``data`` and fsync it. The caller fsyncs the folder.
-
-    Raises:
-        FileExistsError: ``path`` exists. Nothing is ever overwritten.
-    """
+    """Create ``path`` with ``data`` and fsync it. The caller fsyncs the folder. Raises as `DurableFile`."""
     with DurableFile(path) as file:
         file.write(data)
 
 
 def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Path | None = None) -> None:
-    """Replace the contents of ``path`` durably. A reader, or a crash, leaves the old contents or the new, never a
-    mixture.
+    """Replace the contents of ``path`` durably. A crash leaves the old contents or the new, never a mixture.
 
-    Args:
-        path: need not exist.
-        data: new contents.
-        temporary: sibling of ``path`` that is written before the rename. The rest of a killed writer is overwritten.
-            None means a new name.
+    ``temporary`` is the sibling that is written first. It may be left from a killed writer. None means a new name.
     """
     path = Path(path)
-    if temporary is None:
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    else:
-        temporary.unlink(missing_ok=True)
+    temporary = temporary or path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary.unlink(missing_ok=True)
     try:
         write_durably(temporary, data)
         os.replace(temporary, path)
@@ -239,11 +223,7 @@ def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Pat
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """Return ``"xxh3_128:<hex>"`` of a file. The file is mapped, or else read, a few megabytes at a time.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return ``"xxh3_128:<hex>"`` of a file, which is mapped, or else read, a few megabytes at a time."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         for content in _contents(file):
@@ -269,6 +249,27 @@ def _contents(file: io.FileIO) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(_READ_BYTES))
     while count := file.readinto(buffer):
         yield buffer[:count]
+
+
+def map_window(fd: int, begin: int, length: int) -> memoryview | None:
+    """Map ``length`` bytes of a file from ``begin`` on, and load all of them into memory.
+
+    They are loaded at once because a later access that the disk refuses, or behind the end of the file, ends the
+    process with SIGBUS. For the same reason the file must not be truncated. The mapping ends when nothing refers to it.
+
+    Returns:
+        None if the file is shorter or unreadable, the kernel is older than Linux 5.14, or the file system cannot map.
+        Read the file then. If it is damaged, that raises the error.
+    """
+    first = begin - begin % mmap.ALLOCATIONGRANULARITY
+    try:
+        # Writable although nothing is written, because torch warns about read-only memory.
+        access = {"flags": mmap.MAP_PRIVATE | _MAP_NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        mapped = mmap.mmap(fd, begin + length - first, offset=first, **access)
+        mapped.madvise(_MADV_POPULATE_READ)
+    except (OSError, ValueError):  # ValueError: the file is shorter
+        return None
+    return memoryview(mapped)[begin - first :]
 
 
 def bytes_digest(data: bytes) -> str:
@@ -321,10 +322,9 @@ def is_free(final: str | os.PathLike[str]) -> bool:
 
 
 def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
-    """Make a completely written folder visible under its final name, durably.
+    """Make a folder whose files are fsynced visible under its final name: fsync folders, rename, fsync the parent.
 
-    The writers have fsynced the files. This fsyncs the folders, renames, and fsyncs the parent. An existing empty
-    folder is replaced and passes its permissions to the new one.
+    An existing empty folder is replaced and passes its permissions to the new one.
 
     Raises:
         FileExistsError: ``final`` exists and is not empty. Nothing is ever overwritten.
@@ -352,9 +352,7 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     with contextlib.suppress(FileNotFoundError):
         if doomed != path:
             os.rename(path, doomed)
-        fsync_dir(
-            path.parent
-        )  # also after a killed process's rename, so that no half-removed folder gets its name back
+        fsync_dir(path.parent)  # also after the rename of a killed process, so that no half-removed folder comes back
         shutil.rmtree(doomed)
 
 
@@ -370,18 +368,14 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
 
 
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield every regular file below ``folder`` as sorted relative POSIX paths. Raises as `walk_leaves`."""
+    """Yield every regular file below ``folder`` as sorted relative POSIX paths."""
     root = Path(folder)
     found = [Path(here, name) for here, _, names in os.walk(root, onerror=_raise) for name in names]
     yield from sorted(path.relative_to(root).as_posix() for path in found if path.is_file())
 
 
 def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield ``(POSIX path relative to folder, lstat)`` of every non-folder and every empty folder below ``folder``.
-
-    Raises:
-        OSError: a folder cannot be listed.
-    """
+    """Yield ``(POSIX path relative to folder, lstat)`` of every non-folder and every empty folder below ``folder``."""
     for here, folders, names in os.walk(folder, onerror=_raise):
         leaves = [Path(here, name) for name in (*names, *folders)]
         if not leaves and Path(here) != Path(folder):

@@ -21,11 +21,6 @@ _BLOCK_BYTES = 1 << 20
 _SPARE_LINES = 8
 
 
-def to_line(entry: Any) -> bytes:
-    """Encode ``entry`` as one line."""
-    return json.dumps(entry).encode() + b"\n"
-
-
 def read_lines(
     path: str | os.PathLike[str],
     key: str,

@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from ...utils.errors import CheckpointCorruptError
-from ...utils.files import start_writeback
+from ...utils.files import map_window, start_writeback
 from ...utils.heartbeat import beat
-from ...utils.mapped import map_window
 from ..memory.host_blocks import HostBlocks
 from ..memory.tensors import bytes_of
 from .safetensors_layout import TensorSlot, WeightFile, read_layout

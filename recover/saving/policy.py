@@ -20,8 +20,8 @@ from functools import partial
 from ...engine.api import Stateful, StepInfo
 from ...utils.distributed import is_write_failure
 from ...utils.errors import CheckpointWriteError, ConfigError, PeerError, StaleSnapshotError
+from ...utils.files import as_write_error
 from ...utils.logging import get_logger
-from ...utils.write_errors import as_write_error
 from ..config import RecoverConfig
 from ..data.position import RestoredEpoch
 from ..ranks.coordinator import Ranks

@@ -29,10 +29,10 @@ from ...engine.staging.staged_model import check_mesh, staged_model
 from ...engine.staging.staged_state import Staging
 from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_background_group
 from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.files import as_write_error
 from ...utils.manifest import FileEntry, write_entry
 from ...utils.rng import RngState, capture_rng, restore_rng, rng_digest
 from ...utils.safe_torch import pack_plain
-from ...utils.write_errors import as_write_error
 from ..info import rank_state_name
 from ..ranks.facts import EngineSample, count_engine, numerical_switches
 from ..ranks.target import RankTarget, rank_target

@@ -20,11 +20,10 @@ import transformers
 
 from ...engine.api import Stateful, StepInfo
 from ...utils.errors import CheckpointError, ConfigError, FolderInUseError, StaleSnapshotError
-from ...utils.files import commit_folder, remove_or_log, require_free_space
+from ...utils.files import as_write_error, commit_folder, remove_or_log, require_free_space
 from ...utils.logging import get_logger
 from ...utils.manifest import write_entry
 from ...utils.rng import rng_digest
-from ...utils.write_errors import as_write_error
 from ..config import RecoverConfig
 from ..data.state import DATA_STATE, capture_data
 from ..info import DRIVER_STATE, INFO_NAME, EngineFacts, RecoverInfo, rank_state_name

@@ -7,6 +7,7 @@ a power cut may lose the last ones. A month of steps of ten seconds takes 20 MB.
 """
 
 import atexit
+import json
 import os
 import re
 import socket
@@ -19,7 +20,7 @@ from typing import Any
 
 from ...utils.errors import Preempted
 from ...utils.files import open_regular
-from ...utils.json_lines import find_back, read_lines, to_line
+from ...utils.json_lines import find_back, read_lines
 from ...utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -57,7 +58,8 @@ class Journal:
         if self._fd is None:
             return
         try:
-            line = b"\n" * self._torn + to_line({"event": event, "time": round(time.time(), 3), **facts})
+            entry = json.dumps({"event": event, "time": round(time.time(), 3), **facts})
+            line = b"\n" * self._torn + entry.encode() + b"\n"
             self._torn = os.write(self._fd, line) < len(line)
         except OSError as error:
             self._warn(error)

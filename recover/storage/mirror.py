@@ -22,11 +22,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...utils.errors import CheckpointCorruptError, CheckpointError, MirrorError
-from ...utils.files import DurableFile, bytes_digest, write_durably
+from ...utils.files import DurableFile, as_write_error, bytes_digest, write_durably
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME, parse_manifest, read_manifest
 from ...utils.remote import RemoteFolder
-from ...utils.write_errors import as_write_error
 from ..info import INFO_NAME, RecoverInfo
 from .generations import Generation, GenerationStore
 

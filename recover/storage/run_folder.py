@@ -23,10 +23,9 @@ from ...utils.logging import get_logger
 from ...utils.processes import process_started_at
 from ..config import RecoverConfig
 from ..info import RecoverInfo
-from .generations import Generation, GenerationStore
+from .generations import Generation, GenerationStore, RetentionRules
 from .journal import Journal
 from .mirror import Mirror
-from .retention import RetentionRules
 
 logger = get_logger(__name__)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from holdfast.engine.hf import file_io
 from holdfast.engine.hf.file_io import WeightReader, WeightWriter
 from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan_layout
-from holdfast.utils import mapped
+from holdfast.utils import files as durable_files
 from holdfast.utils.errors import CheckpointCorruptError
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -33,7 +33,7 @@ def maps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "no maps":
         monkeypatch.setattr(file_io, "map_window", lambda *_: None)
     if request.param == "no populate":  # the answer of a kernel before 5.14
-        monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
+        monkeypatch.setattr(durable_files, "_MADV_POPULATE_READ", 9999)
     return request.param
 
 
@@ -180,7 +180,7 @@ def test_a_file_removed_after_its_opening_is_read_and_nothing_stays_mapped(
     path, values, seen = tmp_path / WEIGHTS_NAME, torch.randn(10_000), []
 
     def mapping(fd: int, begin: int, length: int) -> memoryview | None:
-        window = mapped.map_window(fd, begin, length)
+        window = durable_files.map_window(fd, begin, length)
         seen.append(str(path) in Path("/proc/self/maps").read_text())
         return window
 

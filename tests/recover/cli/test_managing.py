@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.recover.cli.folders import open_mirror
 from holdfast.recover.cli.mirror import _push
-from holdfast.recover.storage.generations import GenerationStore
-from holdfast.recover.storage.retention import RetentionRules
+from holdfast.recover.storage.generations import GenerationStore, RetentionRules
 from holdfast.utils.errors import CheckpointNotFoundError
 from holdfast.utils.folder_lock import FolderLock
 from tests.engine.models import tiny_qwen3, write_model_folder
