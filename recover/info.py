@@ -1,7 +1,9 @@
 """`RecoverInfo`: the JSON file of a generation with everything besides tensors, readable for people."""
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -123,6 +125,25 @@ class RecoverInfo:
             ) from error
         except (ValueError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def finite_numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite metrics as floats, because JSON has no NaN.
+
+    Raises:
+        ConfigError: a metric is not a number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, str | bytes):  # some strings would pass float()
+                raise TypeError
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError(
+                f"dump was given the metric {name!r} as {value!r}, a {type(value).__name__}; expected a number"
+            ) from error
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 def _from_json(kind: Any, value: Any, name: str) -> Any:

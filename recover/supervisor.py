@@ -26,7 +26,7 @@ from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from .config import RecoverConfig
 from .storage.journal import Journal
-from .triggers.signals import StopNotice
+from .triggers import StopNotice
 
 T = TypeVar("T")
 

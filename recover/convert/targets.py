@@ -23,7 +23,7 @@ from ...utils.rng import rng_digest
 from ...utils.safe_json import pack_json
 from ...utils.safe_torch import pack_plain
 from ..info import INFO_NAME, EngineFacts, RecoverInfo, rank_state_name
-from ..saving.rank import write_process
+from ..saving.snapshot import write_process
 from ..storage.generations import LOCK_NAME, GenerationStore
 from .checkpoint import Checkpoint
 

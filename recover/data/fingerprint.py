@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ...utils.rng import capture_rng, restore_rng
-from .epoch_order import draws_of, restore_draws
+from .samplers import draws_of, restore_draws
 
 logger = get_logger(__name__)
 

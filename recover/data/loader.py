@@ -5,7 +5,7 @@ So a step trains on the same samples at any number of ranks, and the state is th
 
 The cursor counts *samples handed out*, and nothing is prefetched, so a state taken after training on a batch says
 exactly which samples were trained. Samples are read in the caller's thread. If they are slow to read, use torchdata's
-``StatefulDataLoader`` instead, which `RecoverHandler` takes too (see `position` and `epoch_order`). Do not give that
+``StatefulDataLoader`` instead, which `RecoverHandler` takes too (see `capture` and `restore`). Do not give that
 loader ``shuffle=True, generator=g``: with one generator for the loader and torchdata's own sampler, the order differs
 from the epoch after the resumed one on (torchdata 0.11).
 

@@ -14,8 +14,8 @@ from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.manifest import verify_file
-from ..ranks.coordinator import Ranks
-from ..ranks.target import rank_target
+from ..engines import rank_target
+from ..ranks import Ranks
 
 logger = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Compare a restored run with the facts that its generation recorded (see `ranks.facts`)."""
+"""Compare a restored run with the facts that its generation recorded (see `engines`)."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence

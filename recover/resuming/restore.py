@@ -14,12 +14,10 @@ from ...engine.dcp.load import read_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank
 from ...utils.logging import get_logger
 from ...utils.rng import RngState
-from ..data.position import RestoredEpoch
-from ..data.state import restore_data
+from ..data.restore import RestoredEpoch, restore_data
+from ..engines import EngineSample, combine_ranks, numerical_switches, rank_target, sample_engine
 from ..info import DRIVER_STATE, RecoverInfo, rank_state_name
-from ..ranks.coordinator import Ranks
-from ..ranks.facts import EngineSample, combine_ranks, numerical_switches, sample_engine
-from ..ranks.target import rank_target
+from ..ranks import Ranks
 from .check import check_rank
 from .consistency import check_restored, warn_of_switches
 from .process_state import ProcessState

@@ -18,7 +18,8 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.engine.dcp.state import DCPState
-from holdfast.recover.data.state import DATA_STATE, restore_data
+from holdfast.recover.data.capture import DATA_STATE
+from holdfast.recover.data.restore import restore_data
 from holdfast.utils.errors import ConfigError, PeerError
 from holdfast.utils.rng import seed_rng
 from holdfast.utils.safe_torch import pack_plain, read_plain

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 
-from ...engine.api import Stateful
-from ...utils.distributed import (
+from ..engine.api import Stateful
+from ..utils.distributed import (
     all_ranks_succeed,
     gather_objects,
     get_rank,
@@ -26,9 +26,9 @@ from ...utils.distributed import (
     rank_zero_decides_slowly,
     reduce_flags_of,
 )
-from ...utils.errors import ConfigError, WorkerLost
-from ...utils.logging import get_logger
-from .target import RankTarget, rank_target
+from ..utils.errors import ConfigError, WorkerLost
+from ..utils.logging import get_logger
+from .engines import RankTarget, rank_target
 
 logger = get_logger(__name__)
 
@@ -138,7 +138,7 @@ class LocalRanks:
 
 
 class DrivenRanks:
-    """Remote ranks that this process drives. It is the only caller, so it decides by itself.
+    """Remote ranks that this process drives, with the methods of `LocalRanks`. The only caller decides by itself.
 
     With ``in_background`` it calls the ranks from another thread, while other calls of the group continue.
     """
@@ -148,16 +148,17 @@ class DrivenRanks:
     n_callers = 1
     caller = 0
 
-    def __init__(self, group: RankGroup, session: SessionRef | None = None, *, in_background: bool = False) -> None:
-        self._group, self._session, self._in_background = group, session or SessionRef(), in_background
+    def __init__(self, group: RankGroup, session: SessionRef, *, in_background: bool = False) -> None:
+        self._group, self._session = group, session
         self.world_size = group.world_size
+        self._run = group.run_in_background if in_background else group.run_all
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(worker, *args)`` on every rank."""
-        return self._group.run_in_background(fn, *args) if self._in_background else self._group.run_all(fn, *args)
+        return self._run(fn, *args)
 
     def open_sessions(self, make: Callable[..., Any], *args: Any) -> None:
-        """Open the session of every rank as ``make(holder, *args)``. If one rank fails, all sessions are closed."""
+        """Open the session of every rank. If one rank fails, all sessions are closed."""
         try:
             self.run_all(_open_session, self._session.key, make, *args)
         except BaseException:
@@ -165,7 +166,7 @@ class DrivenRanks:
             raise
 
     def run_sessions(self, method: Callable[..., T], *args: Any) -> list[T]:
-        """Run ``method(session, holder, *args)`` on every rank."""
+        """Run ``method(session, worker, *args)`` on every rank."""
         return self.run_all(_run_session, self._session.key, method, *args)
 
     def close_sessions(self) -> None:
@@ -183,9 +184,7 @@ class DrivenRanks:
         """Run ``decision`` here."""
         return decision()
 
-    def decide_slowly(self, work: Callable[[], T]) -> T:
-        """Run ``work`` here."""
-        return work()
+    decide_slowly = decide
 
     def here(self, fn: Callable[[], T]) -> list[T]:
         """Run ``fn`` here."""

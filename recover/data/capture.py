@@ -1,4 +1,4 @@
-"""Note what the order of an epoch's samples was made from, so that a resumed run can make the same order again.
+"""Capture the position of the dataloader of each process: its state, and the origin of its epoch's order.
 
 A sampler makes the order from its seed and the epoch given to ``set_epoch``, or draws it from a generator (torch's
 ``RandomSampler``, ``SubsetRandomSampler``, ``WeightedRandomSampler``). The state of torchdata's ``StatefulDataLoader``
@@ -7,22 +7,21 @@ may have moved on to the next epoch while batches were prefetched. So `note_orde
 write an `OrderNote` when the epoch begins.
 """
 
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from ...engine.api import Stateful
-from ...utils.errors import CheckpointMismatchError, ConfigError
-from ...utils.logging import get_logger
+from ...utils.errors import ConfigError
+from ...utils.safe_torch import pack_plain
+from ..ranks import Ranks
+from .samplers import draws_of, replace_iter
 
-logger = get_logger(__name__)
-
+DATA_STATE = "data.pt"
 _NOTE = "_holdfast_order_note"
 
 
@@ -42,10 +41,37 @@ class EpochOrder:
     """Origin of the order of the current epoch. Between two epochs, of the next one."""
 
     epoch: int | None = None  # epoch of the sampler. None if the order does not depend on it, or it is unknown
-    # state of the sampler's generator before its first draw, uint8. None if it has none, or it is unknown
-    generator: torch.Tensor | None = None
-    # the sampler's seeds, and its generators of other names and kinds. See `draws_of`
-    draws: dict[str, Any] = field(default_factory=dict)
+    generator: torch.Tensor | None = None  # state before the first draw, uint8. None if there is none, or it is unknown
+    draws: dict[str, Any] = field(default_factory=dict)  # seeds and generators of other names and kinds (`draws_of`)
+
+
+def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
+    """Capture the contents of `DATA_STATE`: the state and epoch order of the loader of every calling process.
+
+    Only the first process is captured if any number of processes can resume its state. Collective over the callers.
+    Raises `ConfigError` if a state could not be resumed, or only some processes have a dataloader.
+    """
+    found = ranks.here(lambda: None if dataloader is None else _capture_loader(dataloader))
+    captured = [each for each in found if each is not None]
+    if not captured:
+        return None
+    if len(captured) < len(found):
+        raise ConfigError(f"rank(s) {[i for i, each in enumerate(found) if each is None]} passed no dataloader")
+    rank_independent = getattr(dataloader, "rank_independent", False)
+    saved = captured[:1] if rank_independent else captured
+    data = {
+        "rank_independent": rank_independent,
+        "states": [state for state, _ in saved],
+        "sampler_epochs": [order.epoch for _, order in saved],
+        "sampler_generators": [order.generator for _, order in saved],
+        "sampler_draws": [order.draws for _, order in saved],
+    }
+    return pack_plain("dataloader state", data)
+
+
+def _capture_loader(dataloader: Stateful) -> tuple[bytes, EpochOrder]:
+    state_dict = dataloader.state_dict()
+    return pack_plain("dataloader state", state_dict), epoch_order(dataloader, state_dict)
 
 
 class OrderNote:
@@ -55,13 +81,13 @@ class OrderNote:
         sampler: the sampler.
         order: order of the current epoch. None before its first sample.
         advanced: whether the sampler moved on to another epoch by itself after the last sample.
+        resumed: state of the generator to draw the next order from, after a restore.
     """
 
     def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
+        self.sampler, self.advanced = sampler, False
         self.order: EpochOrder | None = None
-        self.advanced = False
-        self._resumed: torch.Tensor | None = None
+        self.resumed: torch.Tensor | None = None
         self._begin = type(sampler).__iter__
 
     def next_order(self) -> EpochOrder:
@@ -69,14 +95,10 @@ class OrderNote:
         draws = {name: draw for name, draw in draws_of(self.sampler).items() if name != "generator"}
         if (epoch := _epoch(self.sampler)) is not None:
             return EpochOrder(epoch, draws=draws)
-        if self._resumed is not None:
-            return EpochOrder(generator=self._resumed, draws=draws)
+        if self.resumed is not None:
+            return EpochOrder(generator=self.resumed, draws=draws)
         generator = _generator(self.sampler)
         return EpochOrder(generator=None if generator is None else generator.get_state(), draws=draws)
-
-    def resume(self, generator: torch.Tensor | None) -> None:
-        """Draw the next order from this state of the generator."""
-        self._resumed = generator
 
     def iterate(self) -> Iterator[Any]:
         """Iterate over the sampler as its own ``__iter__`` does, and note the order."""
@@ -84,8 +106,8 @@ class OrderNote:
         return self._samples()
 
     def _samples(self) -> Iterator[Any]:
-        order, state, generator = self.next_order(), self._resumed, _generator(self.sampler)
-        self.order, self._resumed = order, None
+        order, state, generator = self.next_order(), self.resumed, _generator(self.sampler)
+        self.order, self.resumed = order, None
         if state is None or generator is None:
             yield from self._begin(self.sampler)
         else:
@@ -123,107 +145,6 @@ def note_order(loader: Any) -> OrderNote | None:
     return note
 
 
-def replace_iter(source: Any, iterate: Callable[[Any], Iterator[Any]], **attributes: Any) -> None:
-    """Make ``iter(source)`` return ``iterate(source)``, for this object only.
-
-    The object gets a subclass of its class, because Python looks up ``__iter__`` in the class. Pickles and copies of
-    the object have its original class, so worker processes and ``copy.deepcopy`` get the sampler as the user made it.
-
-    Args:
-        source: a sampler or batch sampler.
-        iterate: called with ``source``.
-        attributes: further attributes of the subclass.
-    """
-    own: Any = type(source)
-
-    def reduce(self: Any, protocol: int) -> Any:
-        make, given, *state = own.__reduce_ex__(self, protocol)
-        return (_make, tuple(own if each is type(self) else each for each in (make, *given)), *state)
-
-    body: dict[str, Any] = {
-        "__iter__": iterate,
-        "__reduce_ex__": reduce,
-        "__module__": own.__module__,
-        "__doc__": own.__doc__,
-    }
-    source.__class__ = type(own.__name__, (own,), body | attributes)
-
-
-def _make(make: Callable[..., Any], *given: Any) -> Any:
-    return make(*given)
-
-
-def draws_of(source: Any) -> dict[str, Any]:
-    """Seeds and generator states among the attributes of a sampler, as plain values by name.
-
-    A seed is an integer attribute whose name ends with ``seed``, such as ``DistributedSampler.seed`` and
-    ``SeedableRandomSampler.initial_seed``. A generator is one of torch, numpy or Python. A sampler with ``shuffle``
-    False has neither.
-    """
-    if not getattr(source, "shuffle", True):
-        return {}
-    found = {name: _draw(name, value) for name, value in getattr(source, "__dict__", {}).items()}
-    return {name: draw for name, draw in found.items() if draw is not None}
-
-
-def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
-    """Restore the result of `draws_of`. Names that ``source`` does not have are ignored.
-
-    Raises:
-        CheckpointMismatchError: the attribute is another kind of generator than in the saved run.
-    """
-    for name, draw in draws.items():
-        value = getattr(source, name, None)
-        here = _draw(name, value)
-        if here is None:
-            continue
-        kinds = [each.get("bit_generator") if isinstance(each, dict) else type(each) for each in (here, draw)]
-        if kinds[0] != kinds[1]:
-            raise CheckpointMismatchError(
-                f"{name} of {type(source).__name__} is {value!r}, and was another kind of generator or seed when the "
-                "run was saved: samples would be lost or repeated. Resume with the sampler of the run"
-            )
-        match value:
-            case torch.Generator():
-                value.set_state(draw)
-            case np.random.Generator():
-                value.bit_generator.state = draw
-            case np.random.RandomState():
-                value.set_state(draw)
-            case random.Random():
-                version, words, gauss = draw
-                value.setstate((version, tuple(words), gauss))
-            case _ if value != draw:
-                logger.info(
-                    "%s.%s is %s here: the run goes on with its own, %s", type(source).__name__, name, here, draw
-                )
-                setattr(source, name, draw)
-
-
-def _draw(name: str, value: Any) -> Any:
-    match value:
-        case torch.Generator():
-            return value.get_state()
-        case np.random.Generator():
-            return _plain(value.bit_generator.state)
-        case np.random.RandomState():
-            return _plain(value.get_state(legacy=False))
-        case random.Random() if not isinstance(value, random.SystemRandom):
-            return _plain(value.getstate())
-        case int() if name.endswith("seed") and not isinstance(value, bool):
-            return value
-        case _:
-            return None
-
-
-def _plain(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _plain(each) for key, each in state.items()}
-    if isinstance(state, tuple):
-        return [_plain(each) for each in state]
-    return state.tolist() if isinstance(state, np.ndarray) else state
-
-
 def epoch_sampler(loader: Any) -> EpochSampler | None:
     """The loader's sampler or dataset whose order depends on the epoch, or None."""
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -235,11 +156,7 @@ def epoch_sampler(loader: Any) -> EpochSampler | None:
 
 
 def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
-    """Origin of the order of the loader's current epoch.
-
-    Args:
-        loader: a loader on which `note_order` was called before its iterator was built.
-        state_dict: current ``state_dict`` of the loader.
+    """Origin of the order of the epoch of a loader that is now at ``state_dict``.
 
     Raises:
         ConfigError: the order was drawn from a generator before `note_order` was called.

@@ -1,26 +1,33 @@
-"""Engines and user objects of one rank. Models and optimizers of other trainers are adapted to engines here."""
+"""The engines of one rank: find them, adapt those of other trainers, and state facts about them.
+
+The facts reveal a stale snapshot and a wrong restore.
+"""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...engine.api import Stateful
-from ...engine.dcp.state import DCPState, replicated
-from ...engine.hf.load import names_as_in
-from ...engine.lora.layers import adapted_layers, base_view, transformers_model
-from ...engine.memory.tensors import clean_name
-from ...engine.model.model_folder import find_source_folder
-from ...utils.compat.torch_private import without_compile
-from ...utils.distributed import get_rank
-from ...utils.errors import CheckpointError, ConfigError
-from ...utils.logging import get_logger
+from ..engine.api import Stateful
+from ..engine.dcp.fingerprint import combine_samples, sample_state
+from ..engine.dcp.state import DCPState, replicated
+from ..engine.hf.load import names_as_in
+from ..engine.lora.layers import adapted_layers, base_view, transformers_model
+from ..engine.memory.tensors import by_clean_name, clean_name
+from ..engine.model.model_folder import find_source_folder
+from ..utils.compat.torch_private import without_compile
+from ..utils.distributed import get_rank
+from ..utils.errors import CheckpointError, ConfigError, StaleSnapshotError
+from ..utils.logging import get_logger
+from .info import EngineFacts
 
 logger = get_logger(__name__)
 
@@ -62,14 +69,11 @@ class RankTarget:
 
 
 def rank_target(holder: Any) -> RankTarget:
-    """Find the engines of ``holder``.
+    """Find the engines of ``holder``, or raise `ConfigError` if it has none.
 
     Args:
         holder: a `RankTarget`, a dict of engines, anything that `as_engine` accepts, or a worker object with an
             attribute ``engines`` (a dict) or ``engine``, and optionally ``stateful`` (a dict of user objects).
-
-    Raises:
-        ConfigError: ``holder`` has no engine.
     """
     if isinstance(holder, RankTarget):
         return holder
@@ -186,3 +190,103 @@ def _from_folder(base: PreTrainedModel, group: dist.ProcessGroup | None) -> set[
         logger.info("the base model cannot be compared with its folder: %s", error)
         return set()
     return {id(param) for name, param in base.named_parameters(remove_duplicate=False) if name in names}
+
+
+@dataclass(frozen=True)
+class EngineSample:
+    """The part of `EngineFacts` that one rank knows. ``sample`` comes from `sample_state`.
+
+    Bytes that match their digests can still be the wrong bytes: a writer that copied an old staging buffer (NeMo-RL's
+    asynchronous saves all repeated the first one), a loader that left the moments at zero. Each snapshot therefore
+    counts optimizer steps, records the learning rate, and samples up to 64 elements of every tensor. The next snapshot
+    must differ, and a restore must match.
+    """
+
+    optimizer_steps: int | None
+    lr: float | None
+    schedule_step: float | None
+    sample: dict[str, int | bool]
+
+
+def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
+    """Read the counters of an engine, with an empty sample. The learning rate is taken from group ``first_group``."""
+    optimizer = state.optimizer
+    if optimizer is None:
+        return EngineSample(None, None, None, {})
+    schedule_step = getattr(state.scheduler, "last_epoch", None)  # torch's ChainedScheduler has none
+    return EngineSample(_optimizer_steps(state), float(optimizer.param_groups[first_group]["lr"]), schedule_step, {})
+
+
+def sample_engine(state: DCPState, first_group: int = 0) -> EngineSample:
+    """Read the counters of an engine, and sample the tensors of this rank."""
+    return replace(count_engine(state, first_group), sample=sample_state(state.live_tensors()))
+
+
+def _optimizer_steps(state: DCPState) -> int:
+    """Return the engine's own count, which no stale buffer can hide, else the optimizer's."""
+    counters = {} if state.counters is None else state.counters.state_dict()
+    if "optimizer_steps" in counters:
+        return int(counters["optimizer_steps"])
+    assert state.optimizer is not None
+    return max((int(entry["step"]) for entry in state.optimizer.state.values() if "step" in entry), default=0)
+
+
+def combine_ranks(ranks: Sequence[Mapping[str, EngineSample]]) -> dict[str, EngineFacts]:
+    """Combine the samples of all ranks: engine name -> facts."""
+    facts = {}
+    for name, first in ranks[0].items():
+        combined = combine_samples([rank[name].sample for rank in ranks])
+        moved = bool(combined["moved"])
+        parts = ("model",) if first.optimizer_steps is None else ("model", "optim")
+        fingerprints = {part: str(combined[part]) for part in parts}
+        facts[name] = EngineFacts(first.optimizer_steps, first.lr, first.schedule_step, fingerprints, moved)
+    return facts
+
+
+def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts]) -> None:
+    """Refuse a snapshot that repeats the one before.
+
+    After an update the moments or the parameters have changed. If only one changed (a rate of 0, an update below the
+    precision, gradients too small for an accumulator), a warning is logged.
+
+    Raises:
+        StaleSnapshotError: every sampled value equals the last snapshot's, although the optimizer has stepped.
+    """
+    for name in now.keys() & before.keys():
+        old, new = before[name], now[name]
+        if not new.moved or (new.optimizer_steps or 0) <= (old.optimizer_steps or 0):
+            continue
+        steps = f"optimizer steps {old.optimizer_steps} and {new.optimizer_steps}"
+        still = [part for part, value in new.fingerprints.items() if value == old.fingerprints.get(part)]
+        if len(still) == len(new.fingerprints):
+            raise StaleSnapshotError(
+                f"stale snapshot of {name!r}: fingerprints did not change between {steps}; not committed"
+            )
+        if still and new.lr:
+            logger.warning("the sampled %s of %r is the same at %s", still[0], name, steps)
+
+
+_SETTINGS = (
+    *(f"backends.{unit}.fp32_precision" for unit in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")),
+    *(f"backends.cuda.matmul.allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")),
+    *(f"backends.cuda.{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "math", "cudnn")),
+    *("backends.cudnn.benchmark", "backends.cudnn.deterministic"),
+    *("are_deterministic_algorithms_enabled", "get_default_dtype"),
+)
+"""Attributes and functions of torch. ``allow_tf32`` and ``set_float32_matmul_precision`` set ``fp32_precision``."""
+
+
+def numerical_switches(states: Mapping[str, DCPState]) -> dict[str, str]:
+    """Collect settings that change the numbers of a step and are not part of the state: name -> value as text.
+
+    "none" is reported as "ieee", because both compute the same.
+    """
+    values = {name: attrgetter(name)(torch) for name in _SETTINGS}
+    found = {f"torch.{name}": str(value() if callable(value) else value) for name, value in values.items()}
+    found = {name: "ieee" if value == "none" else value for name, value in found.items()}
+    for engine, state in states.items():
+        params = by_clean_name(state.model.named_parameters())
+        trained = sorted(name for name, param in params.items() if param.requires_grad)
+        names = xxhash.xxh3_64_hexdigest("\n".join(trained).encode())
+        found[f"trained parameters of {engine}"] = f"{len(trained)} of {len(params)} (names {names})"
+    return found
