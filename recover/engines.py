@@ -34,17 +34,11 @@ logger = get_logger(__name__)
 
 @dataclass
 class RankTarget:
-    """Engines and user objects of one rank.
+    """Engines and user objects of one rank, by name. The name of an engine becomes a folder of the generation."""
 
-    Attributes:
-        engines: name -> engine, as `as_engine` accepts it. The name becomes a folder of the generation.
-        stateful: name -> user object of this rank.
-        group: process group for engines without one. None means the default group.
-    """
-
-    engines: dict[str, Any]
+    engines: dict[str, Any]  # as `as_engine` accepts them
     stateful: dict[str, Stateful] = field(default_factory=dict)
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # for engines without a group. None means the default group
 
     def __post_init__(self) -> None:
         if not self.engines:
@@ -92,19 +86,12 @@ def rank_target(holder: Any) -> RankTarget:
 
 @dataclass(frozen=True)
 class HostEngine:
-    """The model, optimizer and schedule of another trainer, seen as an engine.
+    """The model, optimizer and schedule of another trainer, seen as an engine."""
 
-    Attributes:
-        model: unsharded, in DistributedDataParallel, or sharded with FSDP2.
-        optimizer: None saves the model alone.
-        lr_scheduler: learning-rate scheduler, if there is one.
-        control_group: gloo group of the ranks. None means the group of the handler.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module  # unsharded, in DistributedDataParallel, or sharded with FSDP2
+    optimizer: torch.optim.Optimizer | None = None  # None saves the model alone
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-    control_group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None  # gloo group of the ranks. None means the group of the handler
 
     def dcp_state(self, with_optim: bool = True) -> DCPState:
         """Return the state to save. For a model with adapters, without the base weights found in its folder."""
@@ -161,11 +148,7 @@ def has_adapters(model: nn.Module) -> bool:
 def names_from_folder(model: nn.Module, group: dist.ProcessGroup | None = None) -> Collection[str]:
     """Find the frozen parameters that equal the base model's folder bit for bit on this rank.
 
-    The first call for a model reads that folder once, usually from the page cache. Later calls return the same names.
-
-    Args:
-        model: a model for which `has_adapters` is true.
-        group: ranks that hold the model.
+    ``model`` is one for which `has_adapters` is true, on the ranks of ``group``. Its first call reads the folder.
     """
     model = without_compile(replicated(model))
     if model not in _found:
@@ -209,7 +192,7 @@ class EngineSample:
 
 
 def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
-    """Read the counters of an engine, with an empty sample. The learning rate is taken from group ``first_group``."""
+    """Read the counters of an engine. The learning rate is taken from group ``first_group``."""
     optimizer = state.optimizer
     if optimizer is None:
         return EngineSample(None, None, None, {})
@@ -223,7 +206,7 @@ def sample_engine(state: DCPState, first_group: int = 0) -> EngineSample:
 
 
 def _optimizer_steps(state: DCPState) -> int:
-    """Return the engine's own count, which no stale buffer can hide, else the optimizer's."""
+    # The engine's own count, which no stale buffer can hide, else the optimizer's.
     counters = {} if state.counters is None else state.counters.state_dict()
     if "optimizer_steps" in counters:
         return int(counters["optimizer_steps"])
@@ -244,13 +227,10 @@ def combine_ranks(ranks: Sequence[Mapping[str, EngineSample]]) -> dict[str, Engi
 
 
 def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts]) -> None:
-    """Refuse a snapshot that repeats the one before.
+    """Raise `StaleSnapshotError` if every sampled value is as ``before``, although the optimizer has stepped.
 
     After an update the moments or the parameters have changed. If only one changed (a rate of 0, an update below the
     precision, gradients too small for an accumulator), a warning is logged.
-
-    Raises:
-        StaleSnapshotError: every sampled value equals the last snapshot's, although the optimizer has stepped.
     """
     for name in now.keys() & before.keys():
         old, new = before[name], now[name]

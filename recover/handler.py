@@ -172,7 +172,8 @@ class RecoverHandler:
                 undo.callback(self._folder.close, wait=False)
                 undo.callback(self._triggers.stops.uninstall)
             ranks.decide_slowly(self._folder.open)
-            with self._folder.journal.beginning():
+            self._folder.journal.begin()
+            with self._folder.journal.telling():
                 info = self._load(ranks, dataloader)
             undo.pop_all()
         return info

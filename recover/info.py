@@ -23,22 +23,13 @@ def rank_state_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts about one engine that are the same at any world size.
+    """Facts about one engine that are the same at any world size."""
 
-    Attributes:
-        optimizer_steps: number of updates. None without an optimizer.
-        lr: learning rate of the first parameter group. None without an optimizer.
-        schedule_step: number of schedule steps, or the epoch if the schedule advances by fractions of an epoch. None
-            without a schedule.
-        fingerprints: sampled fingerprint in hex of ``model`` and, with an optimizer, of ``optim``.
-        moved: whether any sampled moment is not zero. Before that, a step may leave everything unchanged.
-    """
-
-    optimizer_steps: int | None
-    lr: float | None
-    schedule_step: float | None
-    fingerprints: dict[str, str]
-    moved: bool
+    optimizer_steps: int | None  # number of updates. None without an optimizer
+    lr: float | None  # learning rate of the first parameter group. None without an optimizer
+    schedule_step: float | None  # number of schedule steps, or fractions of an epoch. None without a schedule
+    fingerprints: dict[str, str]  # sampled fingerprint in hex of ``model`` and, with an optimizer, of ``optim``
+    moved: bool  # whether any sampled moment is not zero. Before that, a step may leave everything unchanged
 
 
 @dataclass(frozen=True)
@@ -81,11 +72,7 @@ class RecoverInfo:
         return self.converted is not None and part in self.converted
 
     def to_json(self) -> bytes:
-        """Encode as UTF-8 JSON for `parse`.
-
-        Raises:
-            ConfigError: a value does not have the type of its field, so that a resume would have to refuse it.
-        """
+        """Encode as UTF-8 JSON for `parse`. Raises `ConfigError` for a value that a resume would have to refuse."""
         try:
             data = json.dumps(asdict(self), indent=1).encode()
             _from_json(RecoverInfo, json.loads(data), "info")
@@ -128,11 +115,7 @@ class RecoverInfo:
 
 
 def finite_numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite metrics as floats, because JSON has no NaN.
-
-    Raises:
-        ConfigError: a metric is not a number.
-    """
+    """Return the finite metrics as floats, because JSON has no NaN. Raises `ConfigError` for anything but numbers."""
     numbers = {}
     for name, value in metrics.items():
         try:

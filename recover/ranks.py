@@ -55,15 +55,10 @@ class RankGroup(Protocol):
 
 @dataclass
 class SessionRef:
-    """Reference to the sessions of a handler, each with a ``background_group`` and ``close()``.
+    """Reference to the sessions of a handler, each with a ``background_group`` and ``close()``."""
 
-    Attributes:
-        key: name of the session in the processes of driven ranks.
-        own: session of this process, if this process is a rank.
-    """
-
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    own: Any = None
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)  # names the session in the processes of driven ranks
+    own: Any = None  # session of this process, if this process is a rank
 
 
 class LocalRanks:
@@ -130,9 +125,9 @@ class LocalRanks:
         return gather_objects(result, self._group)
 
     def flags(self, ask: Callable[[], int]) -> int:
-        """Return the bitwise OR of ``ask()`` over all callers. A failure in one is raised in all.
+        """Return the bitwise OR of ``ask()`` over all callers, in one collective of a small tensor.
 
-        Costs one collective of a small tensor. Objects are sent only if ``ask`` fails.
+        A failure in one caller is raised in all.
         """
         return reduce_flags_of("a step of recovery", ask, self._group)
 

@@ -42,26 +42,17 @@ LONGEST_BACK_OFF_S = 300.0
 class RecoveryEvent:
     """One loss of workers, and how long the recovery took.
 
-    Attributes:
-        group: name of the worker group that lost ranks.
-        ranks: the lost ranks.
-        cause: observed cause of the loss.
-        attempt: number of the attempt that was running.
-        detected_at: when the supervisor noticed the loss, in seconds since the epoch.
-        torn_down_s: seconds until all old processes were gone.
-        placed_s: seconds until the new worker group had its place. None while it has none.
-        rebuilt_s: seconds until the new worker group was up. None while it is not. If the whole attempt is repeated,
-            this and ``placed_s`` refer to the newest group of the next attempt.
+    If the whole attempt is repeated, the last two times refer to the newest group of the next attempt.
     """
 
-    group: str
+    group: str  # name of the worker group that lost ranks
     ranks: list[int]
     cause: str
-    attempt: int
-    detected_at: float
-    torn_down_s: float
-    placed_s: float | None = None
-    rebuilt_s: float | None = None
+    attempt: int  # number of the attempt that was running
+    detected_at: float  # when the supervisor noticed the loss, in seconds since the epoch
+    torn_down_s: float  # seconds until all old processes were gone
+    placed_s: float | None = None  # seconds until the new worker group had its place
+    rebuilt_s: float | None = None  # seconds until the new worker group was up
 
 
 @dataclass
@@ -156,8 +147,7 @@ class Attempt:
             raise ConfigError(f"this attempt has no worker group {loss.group!r} to start again") from loss
         event = self._supervisor._note_loss(loss, self.number, lost.kill)
         logger.warning("%s; it is started again", loss)
-        self._supervisor._spend_retry(loss)
-        self._supervisor._learn_from(lost)
+        self._supervisor._spend_retry(loss, lost)
         return self._build(loss.group, event)
 
     def draining(self) -> StopNotice | None:
@@ -209,14 +199,12 @@ class Attempt:
             event.rebuilt_s = time.time() - event.detected_at
             logger.info(
                 "worker group %r has its place %.2f s after the loss, and is up after %.2f s",
-                name,
-                event.placed_s,
-                event.rebuilt_s,
-            )
+                name, event.placed_s, event.rebuilt_s,
+            )  # fmt: skip
         return group
 
     def _admit(self, group: WorkerGroup) -> None:
-        """Register a group before its processes start, so that they end with the attempt whatever happens."""
+        # Before its processes start, so that they end with the attempt whatever happens.
         with self._lock:
             if self._ended:
                 raise WorkerLost(group.name, range(group.world_size), f"attempt {self.number} has ended")
@@ -303,8 +291,7 @@ class Supervisor:
                 except WorkerLost as loss:
                     event = self._note_loss(loss, attempt.number, attempt._end)
                     logger.warning("attempt %d ended: %s", attempt.number, loss)
-                    self._spend_retry(loss)
-                    self._learn_from(attempt._groups.get(loss.group))
+                    self._spend_retry(loss, attempt._groups.get(loss.group))
                     attempt = Attempt(attempt.number + 1, loss, event, self, placements)
         finally:
             attempt._end()
@@ -320,7 +307,7 @@ class Supervisor:
         )
         return event
 
-    def _spend_retry(self, loss: WorkerLost) -> None:
+    def _spend_retry(self, loss: WorkerLost, lost: WorkerGroup | None) -> None:
         now = time.monotonic()
         window_s = self._config.retry_window_s
         with self._lock:
@@ -332,9 +319,7 @@ class Supervisor:
                 f"(allowed: {self._config.retries}); the last loss: {loss}. Find what kills them, "
                 "or raise retries; the newest checkpoint is intact and the same command resumes from it"
             ) from loss
-
-    def _learn_from(self, lost: WorkerGroup | None) -> None:
-        """Allow more time for a step or a start that has just timed out."""
+        # Allow more time for a step or a start that has just timed out.
         if lost is not None and lost.stalled:
             self._stalls[lost.name] += 1
             logger.warning(

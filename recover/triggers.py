@@ -61,15 +61,10 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class StopNotice:
-    """A request to stop the run.
+    """A request to stop the run."""
 
-    Attributes:
-        reason: text for the log and the user.
-        by: Unix time when the process will be ended, if known.
-    """
-
-    reason: str
-    by: float | None = None
+    reason: str  # text for the log and the user
+    by: float | None = None  # Unix time when the process will be ended, if known
 
     def __str__(self) -> str:
         return self.reason if self.by is None else f"{self.reason}, which ends the process at {_local_time(self.by)}"

@@ -49,10 +49,7 @@ def staged_folder(
 def open_staging(final: Path) -> Path:
     """Create a hidden sibling of ``final`` to write into, and remove those that killed writers of ``final`` left.
 
-    Raises:
-        CheckpointExistsError: ``final`` exists and is not empty.
-        ConfigError: ``final`` lies in a committed folder.
-        CheckpointWriteError: the file system refused.
+    Raises as `staged_folder`.
     """
     with as_write_error(final):
         if not is_free(final):
@@ -61,9 +58,8 @@ def open_staging(final: Path) -> Path:
 
 
 def _open_over(final: Path) -> Path:
-    """Open a staging folder where ``final`` may exist, after undoing the replacement of a writer that was killed."""
     with as_write_error(final):
-        if os.path.lexists(_aside(final)):
+        if os.path.lexists(_aside(final)):  # the replacement of a writer that was killed
             _put_back(final)
         return _make_staging(final)
 

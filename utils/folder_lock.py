@@ -69,7 +69,7 @@ class _LockFile:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Device and inode, because one file may have several paths."""
+        # Device and inode, because one file may have several paths.
         return _identity(os.fstat(self.fd))
 
     def lock(self) -> bool:
@@ -172,11 +172,8 @@ class FolderLock:
 
         On a file system without locks this logs a warning and goes on.
 
-        Args:
-            timeout_s: seconds to wait for another holder. 0 means one attempt.
-
         Raises:
-            FolderInUseError: another process still holds the lock. The message names it.
+            FolderInUseError: another process still holds the lock after ``timeout_s``. The message names it.
             CheckpointWriteError: the file cannot be created or locked.
         """
         if self.held:
@@ -285,10 +282,7 @@ class FolderLock:
 
 
 def probe_lock(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file, without creating or locking it.
-
-    Returns None if that cannot be determined, because the file is unreadable or its file system has no locks.
-    """
+    """Return whether a process holds the lock of a file, without touching the file. None if it cannot be determined."""
     if _opened(path) is not None:  # opening and closing it would drop this process's record lock
         return True
     try:
@@ -308,7 +302,6 @@ def probe_lock(path: Path) -> bool | None:
 
 
 def _join(path: Path) -> _LockFile:
-    """Return this process's descriptor of the file with one more user, opening it if needed."""
     with _mutex:
         file = _opened(path)  # checked first, because closing a second descriptor would drop a record lock
         if file is None:
@@ -338,11 +331,8 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
 
 
 def _is_fuse(fd: int) -> bool:
-    """Return whether the file is on FUSE, which treats a lock of a file description as a record lock of its process.
-
-    Some FUSE servers keep such a lock after the process has ended. Reads proc_pid_mountinfo(5), whose third field is
-    the device.
-    """
+    # FUSE treats a lock of a file description as a record lock of its process, and some servers keep it after the
+    # process has ended. In proc_pid_mountinfo(5) the third field is the device.
     device = os.fstat(fd).st_dev
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     types = {mount[mount.index("-") + 1] for mount in mounts if mount[2] == f"{os.major(device)}:{os.minor(device)}"}
@@ -350,9 +340,7 @@ def _is_fuse(fd: int) -> bool:
 
 
 def _holder(text: bytes) -> str | None:
-    """Return the holder in words, or None if the text is incomplete. For a moment the text may be the previous
-    holder's.
-    """
+    # None if the text is incomplete. For a moment the text may be the previous holder's.
     try:
         holder = json.loads(text)
         return f"pid {int(holder['pid'])} on host {holder['host']}, started {holder['started']}"

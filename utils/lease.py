@@ -32,11 +32,7 @@ class _Spec(ctypes.Structure):
 
 
 class Lease:
-    """Time limit on the life of this process.
-
-    Raises:
-        OSError: the kernel refused the timer.
-    """
+    """Time limit on the life of this process. Raises OSError if the kernel refuses the timer."""
 
     def __init__(self) -> None:
         self._timer: ctypes.c_void_p | None = None

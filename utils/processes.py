@@ -1,6 +1,4 @@
-"""Processes: exact identity, certain end, and death together with the parent. Linux only; elsewhere none counts as
-alive.
-"""
+"""Processes: exact identity, certain end, and death with the parent. Linux only: elsewhere none counts as alive."""
 
 import contextlib
 import ctypes
@@ -49,10 +47,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def process_started_at() -> float:
-    """Return the Unix time of this process's start, to about 10 ms and equal at every call.
-
-    Without ``/proc`` it is the time of the first call.
-    """
+    """Unix time of this process's start, to about 10 ms, or without ``/proc`` of the first call. Always the same."""
     return _started_at(os.getpid())
 
 
@@ -66,9 +61,7 @@ def _started_at(pid: int) -> float:
 
 
 def thread_cpu_s(native_id: int) -> float | None:
-    """Return the processor time of a thread of this process in seconds, to 10 ms, or None if it ended or ``/proc`` is
-    missing.
-    """
+    """Processor time of a thread of this process in seconds, to 10 ms. None if it ended, or without ``/proc``."""
     try:
         fields = Path(f"/proc/self/task/{native_id}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -94,11 +87,7 @@ def end_processes(processes: Sequence[ProcessId], grace_s: float, timeout_s: flo
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to send this process SIGKILL when its parent ends.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Ask the kernel to send this process SIGKILL when its parent ends. Raises OSError if it refuses."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()

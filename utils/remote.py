@@ -118,19 +118,16 @@ class RemoteFolder:
         return [PurePosixPath(path).name for path in paths]
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the size of every file below ``folder``, by path relative to it. Entries that cannot be listed may be
-        missing.
+        """Return the size of every file below ``folder`` ("" is everything), by path relative to it.
 
-        The empty string means everything at the URL.
+        Entries that cannot be listed may be missing.
         """
         prefix = f"{self._root}/{folder}".rstrip("/") + "/"
         listing = self._call(self._fs.find, folder, detail=True)
         return {path.removeprefix(prefix): entry["size"] for path, entry in listing.items()}
 
     def size(self, path: str) -> int | None:
-        """Return the size of a file, or None if it does not exist. Unlike fsspec's ``exists``, a failed request is an
-        error.
-        """
+        """Size of a file. None if it does not exist. Unlike fsspec's ``exists``, a failed request is an error."""
         try:
             return self._call(self._fs.info, path)["size"]
         except FileNotFoundError:
@@ -144,18 +141,13 @@ class RemoteFolder:
             return None
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """Read the bytes of a file from ``start`` up to ``stop``.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-        """
+        """Read the bytes of a file from ``start`` up to ``stop``. Raises `FileNotFoundError` if it does not exist."""
         return self._call(self._fs.cat_file, path, start=start, end=stop)
 
     def chunks(self, path: str, size: int) -> Iterator[bytes]:
         """Yield a large file of ``size`` bytes in chunks, a few at a time (in parallel if the backend can).
 
-        Raises:
-            FileNotFoundError: the file does not exist, or was removed meanwhile.
+        Raises `FileNotFoundError` if the file does not exist, or was removed meanwhile.
         """
         starts = range(0, size, self._chunk_bytes)
         for first in range(0, len(starts), _CHUNKS_AT_ONCE):
@@ -164,13 +156,7 @@ class RemoteFolder:
     def put_file(self, source: Path, path: str, digest: str | None = None) -> None:
         """Upload a file to ``path`` in parts, replacing an existing file.
 
-        Args:
-            source: local file.
-            path: destination.
-            digest: expected `file_digest` of the file. None skips the check.
-
-        Raises:
-            CheckpointCorruptError: the file has another digest.
+        Raises `CheckpointCorruptError` if the file does not have this `file_digest`. None skips the check.
         """
         if self._local:
             self._call(self._copy_durably, path, source, digest)
@@ -242,11 +228,7 @@ class RemoteFolder:
         return chunks
 
     def _call(self, function: Callable[..., T], path: str, *args: Any, **options: Any) -> T:
-        """Run an operation on a path with all its attempts.
-
-        Raises:
-            FileNotFoundError: the path does not exist.
-        """
+        """Run an operation on a path with all its attempts. Raises `FileNotFoundError` if the path does not exist."""
         if self._closed.is_set():
             raise self._error(f"{self.url} is closed")
         try:
@@ -261,11 +243,7 @@ class RemoteFolder:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path | None:
-    """Return the local folder that a path or a ``file://`` URL names, or None for any other URL.
-
-    Raises:
-        ConfigError: the path is a URL that lost a slash in a `Path`.
-    """
+    """Return the local folder that a path or a ``file://`` URL names, or None for any other URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][\w.+-]+:/(?!/)", text):
         raise ConfigError(
@@ -280,12 +258,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path | None:
 
 
 def require_local(path: str | os.PathLike[str], what: str, advice: str, setting: str = "path") -> Path:
-    """Return the local folder of ``path``, for operations that cannot use a URL.
-
-    Raises:
-        ConfigError: ``path`` is a URL. The message says that ``what`` needs a folder, names ``setting``, and ends with
-            ``advice``.
-    """
+    """Return the local folder of ``path``, or raise a `ConfigError`: ``what`` needs one, so ``advice``."""
     if (folder := local_folder(path)) is None:
         raise ConfigError(
             f"{setting} is {without_secrets(os.fspath(path))}; {what} needs a folder of this machine: {advice}"
@@ -299,23 +272,17 @@ def without_secrets(text: str) -> str:
 
 
 def _part(path: Path) -> Path:
-    """Path of a local file before it gets its final name."""
     return path.with_name(f".part-{path.name}")
 
 
 def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
-    """Return the backend of a URL and the path in it.
-
-    The backend is a new instance, because fsspec's shared ones have the options of their first user. It does not cache
-    listings, which would be stale.
-    """
+    # A new instance, because fsspec's shared ones have the options of their first user, and cache listings.
     try:
         if "://" not in url:
             raise ValueError("it has no protocol")
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
         if re.search(r"://[^/\s]*:[^/\s]*@", url) and "@" in root.split("/")[0]:
             # The backend would take the password for a part of the bucket's name and show it in every message.
-
             raise ValueError("its backend takes no password from there, but as it documents")
     except (ImportError, ValueError, OSError) as error:
         problem = f"{setting} ({url!r}) cannot be used: {error}; expected a URL as file:///folder or "

@@ -27,18 +27,18 @@ _SAMPLES_READ = 64
 _SAMPLES_PROBED = 8
 
 
-class _Indexable(Sized, Protocol):
-    def __getitem__(self, index: int, /) -> Any: ...
+class MapDataset(Sized, Protocol):
+    """A dataset with a length and samples by index: a list, a torch dataset or a Hugging Face dataset."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Sample at ``index``."""
+        ...
 
 
-def dataset_fingerprint(dataset: _Indexable, samples_read: int = _SAMPLES_READ) -> str:
+def dataset_fingerprint(dataset: MapDataset, samples_read: int = _SAMPLES_READ) -> str:
     """Fingerprint of a dataset: ``"<n> samples, xxh3_128:<hex>"``.
 
     If the dataset has a string attribute ``fingerprint``, that replaces the digest.
-
-    Args:
-        dataset: map-style dataset.
-        samples_read: number of samples in the digest, at least 2.
 
     Raises:
         ConfigError: the dataset is empty, or a sample has no canonical bytes, for example an image object. Such a
@@ -61,12 +61,8 @@ def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
 
     The samples are read twice, both times with the same state of the process's generators, so that an augmentation that
     draws from them gives the same sample. If the two readings differ, the dataset draws from elsewhere. All generators
-    of the process and of the dataset's attributes are restored afterwards.
-
-    Args:
-        dataset: map-style dataset of any kind.
-        n_workers: number of worker processes that read the samples. With workers, only datasets without open files are
-            read here, because a forked worker shares the open files of its parent.
+    of the process and of the dataset's attributes are restored afterwards. With workers, only datasets without open
+    files are read here, because a forked worker shares the open files of its parent.
     """
     try:
         if isinstance(getattr(dataset, "fingerprint", None), str):

@@ -14,27 +14,15 @@ newer library cannot change the order in the middle of an epoch. No global gener
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ...utils.config import require_range
 from ...utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
-from .fingerprint import dataset_fingerprint
+from .fingerprint import MapDataset, dataset_fingerprint
 
 _STATE_VERSION = 1
-
-
-class MapDataset(Protocol):
-    """A dataset with a length and samples by index: a list, a torch dataset or a Hugging Face dataset."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Sample at ``index``."""
-        ...
 
 
 class ResumableDataLoader:
@@ -137,10 +125,9 @@ class ResumableDataLoader:
             yield indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the loader, in plain values that are the same on every rank.
+        """Position of the loader, the same on every rank. ``cursor`` counts samples of ``epoch`` over all ranks.
 
-        The last batch counts as consumed, so call this after training on it. ``cursor`` counts samples of ``epoch``
-        over all ranks.
+        The last batch counts as consumed, so call this after training on it.
         """
         return {
             "version": _STATE_VERSION,
@@ -206,7 +193,7 @@ class ResumableDataLoader:
         return batch
 
     def _next_share(self) -> tuple[list[int], int]:
-        """Indices of this rank's share of the next batch, and the cursor after it."""
+        # Indices of this rank's share of the next batch, and the cursor after it.
         end = min(self._cursor + self.batch_size, self._samples)
         indices = self._order[self._cursor : end].tolist()
         first, last = (len(indices) * share // self._world_size for share in (self._rank, self._rank + 1))
@@ -223,7 +210,7 @@ class ResumableDataLoader:
         return np.random.RandomState([self._seed, epoch]).permutation(self._samples)
 
     def _check_shares(self) -> None:
-        """Check that every rank gets a sample of every batch, including the last batch of an epoch."""
+        # Every rank gets a sample of every batch, including the last batch of an epoch.
         last = 0 if self._drop_last else self._samples % self.batch_size
         smallest = last or self.batch_size
         if smallest < self._world_size:

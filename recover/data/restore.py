@@ -64,7 +64,7 @@ def restore_data(
 
 
 def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
-    """States, orders (unknown in files of older versions), and whether any number of processes may use them."""
+    # States, orders (unknown in files of older versions), and whether any number of processes may use them.
     match read_plain(path):
         case {"states": [_, *_] as states, "rank_independent": rank_independent, **more}:
             unknown = [None] * len(states)
@@ -154,7 +154,7 @@ class RestoredEpoch:
 
 
 def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) -> torch.Tensor | None:
-    """State of the generator from which to draw the order. None if the order is not drawn from one."""
+    # State of the generator from which to draw the order. None if the order is not drawn from one.
     here = None if note is None else note.next_order().generator
     if here is None and order.generator is not None:
         raise CheckpointMismatchError(
@@ -195,10 +195,7 @@ def _end_if_over(
     rewind_order: Callable[[], None],
     note: OrderNote | None,
 ) -> bool:
-    """If the epoch is over, consume its end as the training loop did, so that the next loop is the next epoch.
-
-    Returns whether the epoch is over.
-    """
+    # If the epoch is over, consume its end as the training loop did, so that the next loop is the next epoch.
     if not isinstance(loader, DataLoader):
         return False
     if state_dict.get("_iterator_finished"):

@@ -48,11 +48,7 @@ class ExportRequest:
     processor: Any
 
     def name(self, target: RankTarget) -> str:
-        """Return the name of the engine to export.
-
-        Raises:
-            ConfigError: no engine or several could be meant, or its model does not come from transformers.
-        """
+        """Return the name of the engine to export. Raises `ConfigError` if none or several could be meant."""
         names = list(target.engines)
         if self.engine is None and len(names) > 1:
             raise ConfigError(
@@ -71,17 +67,12 @@ class ExportRequest:
 
 
 class Exports:
-    """The exports of one run, in the process that calls the handler.
-
-    Attributes:
-        request: the export that every rank is asked for.
-        last_step: step of the last export that was begun. It is never due twice, even if it fails.
-    """
+    """The exports of one run, in the process that calls the handler."""
 
     def __init__(self, config: RecoverConfig, folder: RunFolder, tokenizer: Any, processor: Any) -> None:
         assert config.hf_freq_steps is not None
         self.request = ExportRequest(config.hf_engine, config.hf_dtype, config.hf_adapters, tokenizer, processor)
-        self.last_step: int | None = None
+        self.last_step: int | None = None  # the last export that was begun. It is never due twice, even if it fails
         self._every, self._keep, self._async_save = config.hf_freq_steps, config.hf_max_to_keep, config.async_save
         self._folder, self._store = folder, folder.exports
 
@@ -98,9 +89,7 @@ class Exports:
     def write(self, ranks: Ranks, capture: "Capture") -> float:
         """Write and commit a captured export. Collective over the callers. Returns seconds since the save began.
 
-        Raises:
-            CheckpointWriteError, PeerError: nothing became visible.
-            CheckpointMismatchError: the file format of the architecture has no place for a weight.
+        After an error nothing became visible.
         """
         step = capture.step_info.global_step
         final = self._store.path_of(step)

@@ -54,35 +54,23 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Capture:
-    """A step as the calling process captured it. The ranks keep their own captures in their sessions.
-
-    Attributes:
-        began_s: start of the save, on the monotonic clock.
-        data: state of the dataloaders.
-        driver: state of the driver's process and the digest of its generators. None if the ranks call the handler.
-    """
+    """A step as the calling process captured it. The ranks keep their own captures in their sessions."""
 
     step_info: StepInfo
     in_background: bool
-    began_s: float
+    began_s: float  # start of the save, on the monotonic clock
     metrics: Mapping[str, float]
-    data: bytes | None
-    driver: tuple[bytes, str] | None
+    data: bytes | None  # state of the dataloaders
+    driver: tuple[bytes, str] | None  # state of the driver and digest of its generators. None if ranks call the handler
 
 
 class SnapshotWriter:
-    """Captures the steps of one run, and writes and commits its snapshots.
-
-    Attributes:
-        run_id: recorded in every generation.
-        resumed_from: ``resume_path`` and the digest of that generation's manifest, in the leader.
-        last_facts: engine name -> facts of the last generation, which the next one must not repeat.
-    """
+    """Captures the steps of one run, and writes and commits its snapshots."""
 
     def __init__(self, folder: RunFolder, run_id: str, stateful: Mapping[str, Stateful]) -> None:
-        self.run_id = run_id
-        self.resumed_from: tuple[str | None, str | None] = None, None
-        self.last_facts: Mapping[str, EngineFacts] = {}
+        self.run_id = run_id  # recorded in every generation
+        self.resumed_from: tuple[str | None, str | None] = None, None  # resume_path and its digest, in the leader
+        self.last_facts: Mapping[str, EngineFacts] = {}  # facts of the last generation, by engine name
         self._folder, self._store, self._stateful = folder, folder.generations, stateful
 
     def capture(
@@ -112,8 +100,7 @@ class SnapshotWriter:
     def write(self, ranks: Ranks, capture: Capture) -> float:
         """Write and commit a captured snapshot. Collective over the callers. Returns seconds since the save began.
 
-        Raises:
-            CheckpointWriteError, StaleSnapshotError, PeerError: nothing became visible (see `GenerationStore.commit`).
+        After an error nothing became visible (see `GenerationStore.commit`).
         """
         staging = ranks.decide(partial(self._open_staging, capture.step_info.global_step))
         with ExitStack() as undo:
@@ -179,38 +166,23 @@ class SnapshotWriter:
 
 @dataclass(frozen=True)
 class RankPart:
-    """The part of a generation that one rank wrote.
+    """The part of a generation that one rank wrote. The keys of ``versions`` and ``samples`` are names of engines."""
 
-    Attributes:
-        entries: every file, fsynced, with its name relative to the generation.
-        versions: engine name -> weight version, for engines that count one.
-        samples: engine name -> counters and sampled tensors of this rank.
-        switches: see `numerical_switches`.
-        rng: digest of this rank's generators.
-    """
-
-    entries: list[FileEntry]
-    versions: dict[str, int]
-    samples: dict[str, EngineSample]
-    switches: dict[str, str]
-    rng: str
+    entries: list[FileEntry]  # every file, fsynced, with its name relative to the generation
+    versions: dict[str, int]  # weight version, for engines that count one
+    samples: dict[str, EngineSample]  # counters and sampled tensors of this rank
+    switches: dict[str, str]  # see `numerical_switches`
+    rng: str  # digest of this rank's generators
 
 
 @dataclass(frozen=True)
 class RankCapture:
-    """State of a rank after one step.
+    """State of a rank after one step. The keys of ``groups`` and ``values`` are names of engines."""
 
-    Attributes:
-        groups: engine name -> control group.
-        values: engine name -> nested tensors as in `DCPState.state_dict`.
-        process: name and content of the file of this process.
-        part: counters and settings, without files and samples.
-    """
-
-    groups: dict[str, dist.ProcessGroup | None]
-    values: dict[str, dict[str, Any]]
-    process: tuple[str, bytes]
-    part: RankPart
+    groups: dict[str, dist.ProcessGroup | None]  # control groups
+    values: dict[str, dict[str, Any]]  # nested tensors as in `DCPState.state_dict`
+    process: tuple[str, bytes]  # name and content of the file of this process
+    part: RankPart  # counters and settings, without files and samples
 
 
 class RankSession:
@@ -245,10 +217,6 @@ class RankSession:
             timeout_s: how long ranks wait for each other in the background. None if nothing is written there.
             snapshots: whether snapshots are ever due. If not, the buffers hold the exported weights alone.
             request: the export to make, if any.
-
-        Raises:
-            ConfigError: see `DCPState.state_dict`.
-            OSError, RuntimeError: there is not enough memory for the buffers.
         """
         if timeout_s is None:
             return cls(None, request)

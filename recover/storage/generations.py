@@ -156,11 +156,7 @@ class GenerationStore:
         Names and sizes on disk are compared with the manifest before the rename, so that no generation becomes visible
         that the next start would refuse. A tracker that cannot be written is no error, because it is only a hint.
 
-        Args:
-            staging: folder from `open_staging`. Each writer has fsynced its files.
-            step: last step that is in the generation.
-            entries: all files, as described by their writers.
-            facts: other contents of the manifest.
+        Each writer has fsynced its files. ``facts`` are other contents of the manifest.
 
         Raises:
             CheckpointWriteError: the file system refused, or a file of a rank is missing. Nothing is visible, except if
@@ -286,27 +282,17 @@ class RetentionRules:
     every earlier moment. So no commit removes it too early.
     """
 
-    last: int | None
-    """Number of newest generations. None keeps all."""
-    every_steps: int | None = None
-    """Keep every N-th step. With 100: steps 99, 199, 299 ..."""
-    best: int | None = None
-    """Number of best generations by ``metric``."""
-    metric: str | None = None
-    """Name of one of a generation's metrics."""
-    mode: str = "max"
-    """Whether the ``max`` or the ``min`` of ``metric`` is best."""
+    last: int | None  # number of newest generations. None keeps all
+    every_steps: int | None = None  # keep every N-th step. With 100: steps 99, 199, 299 ...
+    best: int | None = None  # number of best generations by ``metric``
+    metric: str | None = None  # name of one of a generation's metrics
+    mode: str = "max"  # whether the ``max`` or the ``min`` of ``metric`` is best
 
     @classmethod
     def from_config(cls, config: "RecoverConfig") -> "RetentionRules":
         """Rules for the run's own folder."""
-        return cls(
-            last=config.max_ckpt_to_keep,
-            every_steps=config.keep_every_steps,
-            best=config.keep_best,
-            metric=config.best_metric,
-            mode=config.best_mode,
-        )
+        last, every, best = config.max_ckpt_to_keep, config.keep_every_steps, config.keep_best
+        return cls(last, every, best, config.best_metric, config.best_mode)
 
 
 def steps_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> set[int]:

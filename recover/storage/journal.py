@@ -29,11 +29,7 @@ JOURNAL_NAME = "journal.jsonl"
 
 
 class Journal:
-    """The journal of one run. Events before `open` are dropped.
-
-    Args:
-        trial_root: folder of the run.
-    """
+    """The journal of one run. Events before `open` are dropped."""
 
     def __init__(self, trial_root: Path) -> None:
         self.path = trial_root / JOURNAL_NAME
@@ -69,13 +65,6 @@ class Journal:
     def begin(self) -> None:
         """Append that an attempt begins to start its workers or to load. It may end before it reaches `start`."""
         self.note("attempt", host=socket.gethostname(), pid=os.getpid())
-
-    @contextmanager
-    def beginning(self) -> Iterator[None]:
-        """Call `begin`, and run the block in `telling`."""
-        self.begin()
-        with self.telling():
-            yield
 
     @contextmanager
     def telling(self) -> Iterator[None]:

@@ -33,9 +33,6 @@ logger = get_logger(__name__)
 class RunFolder:
     """The folder of one run and its mirror.
 
-    Args:
-        config: paths, retention, lock and mirror settings.
-
     Attributes:
         generations: the snapshots.
         exports: the Hugging Face exports, a store of the same kind in another folder.
@@ -54,11 +51,9 @@ class RunFolder:
         self._commit_lock, self._ended, self._committed = Lock(), False, False
 
     def open(self) -> None:
-        """Take the lock and connect to the mirror. A second call does nothing.
+        """Take the lock (`FolderInUseError` after ``lock_timeout_s``) and connect to the mirror.
 
-        Raises:
-            FolderInUseError: another job still used the folder after ``lock_timeout_s``.
-            ConfigError: the mirror's URL cannot be used.
+        A second call does nothing.
         """
         is_open = self._lock.held
         self._lock.acquire(self._config.lock_timeout_s)
@@ -135,12 +130,10 @@ class RunFolder:
             self.mirror.wait(self._config.mirror_timeout_s)
 
     def close(self, *, wait: bool) -> None:
-        """Close the mirror, delete the generations that copies had kept, and release the lock.
+        """Close the mirror, delete the generations that copies had kept, and release the lock. `open` may follow.
 
-        With ``wait``, pending copies are finished first.
-
-        `open` may follow. While a commit hangs, nothing is done: it may still succeed, so the lock is kept until the
-        process ends.
+        With ``wait``, pending copies are finished first. While a commit hangs, nothing is done: it may still succeed,
+        so the lock is kept until the process ends.
         """
         if self.commit_hangs:
             return
