@@ -10,19 +10,12 @@ from ..utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class FinetuneSpec:
-    """Length of the run, which determines the schedule and the epochs.
+    """Length of the run, which determines the schedule and the epochs."""
 
-    Attributes:
-        total_train_epochs: passes over the dataset.
-        dataset_size: samples in the dataset.
-        train_batch_size: samples per step, over all ranks.
-        max_train_steps: the run ends after this many steps, if that is sooner.
-    """
-
-    total_train_epochs: int
-    dataset_size: int
-    train_batch_size: int
-    max_train_steps: int | None = None
+    total_train_epochs: int  # passes over the dataset
+    dataset_size: int  # samples in the dataset
+    train_batch_size: int  # samples per step, over all ranks
+    max_train_steps: int | None = None  # the run ends after this many steps, if that is sooner
 
     def __post_init__(self) -> None:
         require_range("total_train_epochs", self.total_train_epochs, low=1)

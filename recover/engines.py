@@ -76,8 +76,8 @@ def rank_target(holder: Any) -> RankTarget:
     engines = getattr(holder, "engines", None) or {"default": getattr(holder, "engine", None)}
     if None not in engines.values():
         return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
-    if shows_engine(holder):
-        return RankTarget({"default": holder})
+    if (engine := _engine_of(holder)) is not None:
+        return RankTarget({"default": engine})
     raise ConfigError(
         f"{type(holder).__name__} has neither 'engines' nor 'engine', nor 'model' and 'optimizer'; the handler cannot "
         "snapshot it"
@@ -102,15 +102,6 @@ class HostEngine:
         return DCPState(self.model, self.optimizer, self.lr_scheduler, trainable_only=left_out, group=group)
 
 
-def shows_engine(thing: Any) -> bool:
-    """Whether `as_engine` accepts ``thing``."""
-    if isinstance(thing, DCPState) or hasattr(thing, "dcp_state"):
-        return True
-    if isinstance(thing, Sequence):
-        return 0 < len(thing) <= 3 and isinstance(thing[0], nn.Module)
-    return isinstance(getattr(thing, "model", None), nn.Module) and hasattr(thing, "optimizer")
-
-
 def as_engine(thing: Any) -> Any:
     """Return ``thing`` itself if it is an engine or a `DCPState`, else a `HostEngine` for it.
 
@@ -122,17 +113,23 @@ def as_engine(thing: Any) -> Any:
     Raises:
         ConfigError: ``thing`` is none of these.
     """
-    if not shows_engine(thing):
+    if (engine := _engine_of(thing)) is None:
         raise ConfigError(
             f"a {type(thing).__name__} cannot be snapshotted; expected an engine, a DCPState, a tuple (model, "
             "optimizer, lr_scheduler), or an object with the attributes 'model' and 'optimizer'"
         )
+    return engine
+
+
+def _engine_of(thing: Any) -> Any:
     if isinstance(thing, DCPState) or hasattr(thing, "dcp_state"):
         return thing
     if isinstance(thing, Sequence):
-        return HostEngine(*thing)
-    group = getattr(thing, "control_group", None) or getattr(thing, "cpu_group", None)
-    return HostEngine(thing.model, thing.optimizer, getattr(thing, "lr_scheduler", None), group)
+        return HostEngine(*thing) if 0 < len(thing) <= 3 and isinstance(thing[0], nn.Module) else None
+    if isinstance(getattr(thing, "model", None), nn.Module) and hasattr(thing, "optimizer"):
+        group = getattr(thing, "control_group", None) or getattr(thing, "cpu_group", None)
+        return HostEngine(thing.model, thing.optimizer, getattr(thing, "lr_scheduler", None), group)
+    return None
 
 
 _found: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()

@@ -209,12 +209,12 @@ class RecoverHandler:
         self._triggers.schedule.mark(info.last_step_info)
 
     def _give_up_newer(self, resumed: Choice) -> None:
-        """Quarantine generations newer than the resumed one, and copy it to the mirror if a crash cut that short."""
+        # Copied again, because a crash may have cut the copy short.
         self._resume.go_back(resumed, self._folder.mirror)
         self._folder.copy(Generation(resumed[1].last_step_info.global_step, resumed[0]))
 
     def _resume_exports(self, ranks: Ranks, exports: Exports, resumed: Choice | None) -> None:
-        """Quarantine exports of steps that are given up, and make the resumed step's if a crash came before it."""
+        # Quarantine exports of steps that are given up, and make the resumed step's if a crash came before it.
         here = resumed is not None and resumed[0].parent.resolve() == self.store.root.resolve()
         step = -1 if resumed is None else resumed[1].last_step_info.global_step
         ranks.decide(lambda: exports.give_up(after=step if here else step - 1))

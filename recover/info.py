@@ -34,37 +34,22 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class RecoverInfo:
-    """Where the run was, and which run it was.
+    """Where the run was, and which run it was. The run continues with ``last_step_info.next()``."""
 
-    Attributes:
-        last_step_info: last step that is in the generation. The run continues with ``last_step_info.next()``.
-        run_id: id of the run, made at its very first start and kept by every resume.
-        world_size: number of ranks that wrote the generation.
-        weight_versions: engine name -> version of its weights.
-        resume_path: ``resume_path`` of the run. With it, a restart recognises its own generations.
-        resume_origin: digest of the manifest of the generation at ``resume_path``.
-        metrics: metrics given to ``dump``, used by retention.
-        engines: engine name -> facts to check after a restore.
-        save_s: seconds that the snapshot took up to its commit. A deadline is judged by it after a restart.
-        rng: process (``rank_00000`` ..., ``driver``) -> digest of its random generators.
-        switches: torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in generations of
-            older versions.
-        converted: None if a run wrote the generation. If it was converted from another trainer: ``from`` -> source
-            format, and missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how the run starts without
-            it.
-    """
-
-    last_step_info: StepInfo
-    run_id: str
-    world_size: int
-    weight_versions: dict[str, int] = field(default_factory=dict)
-    resume_path: str | None = None
-    resume_origin: str | None = None
-    save_s: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    engines: dict[str, EngineFacts] = field(default_factory=dict)
-    rng: dict[str, str] = field(default_factory=dict)
+    last_step_info: StepInfo  # last step that is in the generation
+    run_id: str  # made at the very first start of the run and kept by every resume
+    world_size: int  # number of ranks that wrote the generation
+    weight_versions: dict[str, int] = field(default_factory=dict)  # engine name -> version of its weights
+    resume_path: str | None = None  # of the run. With it, a restart recognises its own generations
+    resume_origin: str | None = None  # digest of the manifest of the generation at ``resume_path``
+    save_s: float = 0.0  # seconds up to the commit. A deadline is judged by it after a restart
+    metrics: dict[str, float] = field(default_factory=dict)  # given to ``dump``, used by retention
+    engines: dict[str, EngineFacts] = field(default_factory=dict)  # engine name -> facts to check after a restore
+    rng: dict[str, str] = field(default_factory=dict)  # process (``rank_00000`` ..., ``driver``) -> generators' digest
+    # torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in older generations
     switches: dict[str, str] = field(default_factory=dict)
+    # None if a run wrote the generation. If it was converted from another trainer: ``from`` -> source format, and
+    # missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how the run starts without it
     converted: dict[str, str] | None = None
 
     def lacks(self, part: str) -> bool:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -30,27 +30,12 @@ from ..utils.errors import ConfigError, WorkerLost
 from ..utils.logging import get_logger
 from .engines import RankTarget, rank_target
 
+if TYPE_CHECKING:
+    from ..engine.workers.group import WorkerGroup
+
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-
-
-@runtime_checkable
-class RankGroup(Protocol):
-    """Remote ranks that are called together, such as `holdfast.engine.workers.group.WorkerGroup`."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
-        """Run ``fn(worker, *args)`` on every rank. Returns results in rank order."""
-        ...
-
-    def run_in_background(self, fn: Callable[..., T], *args: Any) -> list[T]:
-        """Do the same from another thread of the caller, on another thread of every rank, while calls continue."""
-        ...
 
 
 @dataclass
@@ -64,15 +49,10 @@ class SessionRef:
 class LocalRanks:
     """Ranks that call the handler themselves, among them this process.
 
-    Attributes:
-        world_size: number of ranks.
-        n_callers: number of processes that call the handler, each with its own dataloader.
-        caller: index of this process among the callers.
-        is_driver: whether the caller is a process of its own, apart from the ranks.
-        is_leader: whether decisions are made in this process.
+    ``caller`` is the index of this process among the ``n_callers`` that call the handler, each with its dataloader.
     """
 
-    is_driver = False
+    is_driver = False  # whether the caller is a process of its own, apart from the ranks
 
     def __init__(
         self, target: RankTarget, group: dist.ProcessGroup | None = None, session: SessionRef | None = None
@@ -80,7 +60,7 @@ class LocalRanks:
         self._target, self._group, self._session = target, group, session or SessionRef()
         self.world_size = self.n_callers = get_world_size(group)
         self.caller = get_rank(group)
-        self.is_leader = self.caller == 0
+        self.is_leader = self.caller == 0  # decisions are made in this process
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(target, *args)`` on every rank. Every rank gets all results."""
@@ -143,7 +123,7 @@ class DrivenRanks:
     n_callers = 1
     caller = 0
 
-    def __init__(self, group: RankGroup, session: SessionRef, *, in_background: bool = False) -> None:
+    def __init__(self, group: "WorkerGroup", session: SessionRef, *, in_background: bool = False) -> None:
         self._group, self._session = group, session
         self.world_size = group.world_size
         self._run = group.run_in_background if in_background else group.run_all
@@ -220,8 +200,8 @@ Ranks = LocalRanks | DrivenRanks
 def ranks_of(
     engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None, session: SessionRef
 ) -> Ranks:
-    """Return `DrivenRanks` if ``engine`` is a `RankGroup`, else `LocalRanks` with the engines that it has."""
-    if isinstance(engine, RankGroup):
+    """Return `DrivenRanks` if ``engine`` is a `WorkerGroup`, else `LocalRanks` with the engines that it has."""
+    if hasattr(engine, "run_in_background"):  # without importing Ray
         return DrivenRanks(engine, session)
     target = rank_target(engine)
     return LocalRanks(RankTarget(target.engines, target.stateful | dict(stateful), group), group, session)

@@ -110,6 +110,7 @@ class Attempt:
             ClusterLost: Ray's control process is gone.
         """
         request = PlacementRequest(name, world_size, resources or WorkerResources(), strategy, min_world_size)
+        stalls = self._supervisor._stalls
 
         def start(placement: Placement) -> WorkerGroup:
             return WorkerGroup(
@@ -119,7 +120,7 @@ class Attempt:
                 world_size=placement.world_size,
                 resources=request.resources,
                 placement=placement,
-                stall_timeout_s=self._supervisor._patience_with(name, stall_timeout_s),
+                stall_timeout_s=None if stall_timeout_s is None else stall_timeout_s * 2 ** stalls[name],
                 on_created=self._admit,
                 **options,
             )
@@ -335,9 +336,6 @@ class Supervisor:
             )  # fmt: skip
             time.sleep(pause_s)
 
-    def _patience_with(self, name: str, stall_timeout_s: float | None) -> float | None:
-        return None if stall_timeout_s is None else stall_timeout_s * 2 ** self._stalls[name]
-
 
 @dataclass
 class _Place:
@@ -353,7 +351,7 @@ class _Places:
         self._places: dict[str, _Place] = {}
 
     def get(self, request: PlacementRequest) -> Placement:
-        """Return the previous attempt's place, grown if possible, or a new place if it cannot be used any more."""
+        # The previous attempt's place, grown if possible, or a new place if it cannot be used any more.
         with self._lock:
             if self._removed.is_set():
                 raise WorkerLost(request.name, range(request.world_size), "the job has ended")
@@ -371,7 +369,7 @@ class _Places:
             return at.placement
 
     def remove(self) -> None:
-        """Give all places back to Ray, and end every wait for one."""
+        # Give all places back to Ray, and end every wait for one.
         with self._lock:
             self._removed.set()
             places = list(self._places.values())

@@ -25,14 +25,14 @@ from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..engine.api import StepInfo
+from ..engine.steps import StepInfo
 from ..utils.config import require_range
 from ..utils.errors import ConfigError
 from ..utils.logging import get_logger
 from ..utils.processes import process_started_at
-from .config import RecoverConfig
 
 if TYPE_CHECKING:
+    from .config import RecoverConfig
     from .ranks import Ranks
 
 logger = get_logger(__name__)
@@ -76,16 +76,14 @@ class Wanted(IntFlag):
     STOP = 1
     SNAPSHOT = 2
     EXPORT = 4
-    SETTLE = 8
-    """Writing in the background has ended, and its result can be collected."""
-    FORCE = 16
-    """A snapshot although none is due. It must not fail."""
+    SETTLE = 8  # writing in the background has ended, and its result can be collected
+    FORCE = 16  # a snapshot although none is due. It must not fail
 
 
 class Triggers:
     """Schedule, stop requests and pace of one run. A bad value in the configuration raises `ConfigError`."""
 
-    def __init__(self, config: RecoverConfig, notices: Sequence[Callable[[], StopNotice | None]]) -> None:
+    def __init__(self, config: "RecoverConfig", notices: Sequence[Callable[[], StopNotice | None]]) -> None:
         self.schedule = SnapshotSchedule(config.freq_epochs, config.freq_steps, config.freq_secs)
         self.stops = StopRequests(config.stop_signals, config.must_save_by, notices)
         self._n_saves = 2 if config.async_save else 1  # the last one may have to wait for one that begins now
@@ -106,13 +104,10 @@ class Triggers:
         self._step_began_s = time.monotonic()
 
     def after_step(self, ranks: "Ranks", step_info: StepInfo, ask: Callable[[], Wanted]) -> tuple[Wanted, str | None]:
-        """Agree on the actions after a step. Costs one small tensor if there are none.
+        """Agree on the actions after a step, and on the reason to stop, if there is one. Costs one small tensor.
 
-        ``ask`` returns further flags. It is called in every caller, and a failure in one is raised in all.
-
-        Returns:
-            the flags, and the reason to stop, if there is one. Both are the same on all ranks: a signal may reach only
-            some ranks, or reach them at different steps.
+        ``ask`` returns further flags. It is called in every caller, and a failure in one is raised in all. A signal may
+        reach only some ranks, or reach them at different steps: the result is the same on all.
         """
         if self._step_began_s is not None:
             self._steps_s.append(time.monotonic() - self._step_began_s)
@@ -187,14 +182,10 @@ class StopRequests:
     Args:
         signals: names such as ``"SIGTERM"``. Earlier handlers are not called, because most would end the process.
             `uninstall` restores them.
-        must_save_by: a deadline for `parse_deadline`, or None. If it passes during a recovery, the run stops at its
-            next step.
+        must_save_by: see `parse_deadline`. If it passes during a recovery, the run stops at its next step.
         notices: functions that report a request from outside, called at most once a second. Each must return soon and
             not raise.
         clock: returns Unix time.
-
-    Raises:
-        ConfigError: a signal is unknown or cannot be caught, or see `parse_deadline`.
     """
 
     def __init__(
@@ -355,11 +346,7 @@ def _let_signals_in_child() -> None:
 
 
 def parse_deadline(text: str, after: float) -> float:
-    """Parse a deadline, as ``recover.must_save_by`` has it, into Unix time.
-
-    Raises:
-        ConfigError: ``text`` cannot be parsed, or the deadline is not later than ``after``.
-    """
+    """Parse ``recover.must_save_by`` into Unix time. Raises `ConfigError` unless it is a time later than ``after``."""
     deadline = _parse(text.strip())
     if deadline is None:
         raise ConfigError(f"config key 'recover.must_save_by' is {text!r}; expected {_FORMS}")

@@ -100,7 +100,7 @@ def _aside(final: Path) -> Path:
 
 
 def _put_back(final: Path) -> None:
-    """Undo an unfinished replacement, or remove the old folder after a finished one."""
+    # Undo an unfinished replacement, or remove the old folder after a finished one.
     if os.path.lexists(final):
         remove_or_log(_aside(final))
     else:

@@ -233,11 +233,8 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def _contents(file: io.FileIO) -> Iterator[memoryview]:
-    """Yield all bytes of a file in order. A part is valid until the next one is requested.
-
-    Mapped pages need no copy, which halves the time for cached files. Files that cannot be mapped are read, which
-    reports the error.
-    """
+    # A part is valid until the next one is requested. Mapped pages need no copy, which halves the time for cached
+    # files. Files that cannot be mapped are read, which reports the error.
     size, at = os.fstat(file.fileno()).st_size, 0
     while at < size and (window := map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))) is not None:
         os.posix_fadvise(file.fileno(), at + len(window), _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
@@ -256,10 +253,7 @@ def map_window(fd: int, begin: int, length: int) -> memoryview | None:
 
     They are loaded at once because a later access that the disk refuses, or behind the end of the file, ends the
     process with SIGBUS. For the same reason the file must not be truncated. The mapping ends when nothing refers to it.
-
-    Returns:
-        None if the file is shorter or unreadable, the kernel is older than Linux 5.14, or the file system cannot map.
-        Read the file then. If it is damaged, that raises the error.
+    If the result is None (an old kernel, a file system that cannot map, a damaged file), read the file instead.
     """
     first = begin - begin % mmap.ALLOCATIONGRANULARITY
     try:
@@ -287,13 +281,10 @@ def require_free_space(
     needed_bytes: int,
     advice: str = "make room, keep fewer snapshots, or write elsewhere",
 ) -> None:
-    """Check that the file system of ``folder`` has ``needed_bytes`` free. The folder need not exist.
+    """Raise `CheckpointWriteError` unless the file system of ``folder`` has ``needed_bytes`` free.
 
     File systems that do not count their blocks (some network and FUSE file systems) pass, and quotas are not seen. The
     write itself fails there.
-
-    Raises:
-        CheckpointWriteError: space is short, or the file system cannot be asked.
     """
     try:
         existing = Path(folder).absolute()
@@ -339,10 +330,7 @@ def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder after renaming it to a hidden name, so that no reader sees half of it.
-
-    If ``path`` is a link, only the link is removed.
-    """
+    """Remove a folder, or a link to one, after renaming it to a hidden name, so that no reader sees half of it."""
     path = Path(path)
     if path.is_symlink():
         path.unlink(missing_ok=True)
@@ -369,9 +357,7 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
 
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
     """Yield every regular file below ``folder`` as sorted relative POSIX paths."""
-    root = Path(folder)
-    found = [Path(here, name) for here, _, names in os.walk(root, onerror=_raise) for name in names]
-    yield from sorted(path.relative_to(root).as_posix() for path in found if path.is_file())
+    yield from sorted(name for name, _ in walk_leaves(folder) if Path(folder, name).is_file())
 
 
 def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:

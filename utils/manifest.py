@@ -124,8 +124,7 @@ def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
 def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Compare names and sizes, but not contents, with the manifest, and return the manifest.
 
-    Raises:
-        CheckpointCorruptError: names the first file that is missing, extra, of another size, or not a regular file.
+    Raises `CheckpointCorruptError` for the first file that is missing, extra, of another size, or not a regular file.
     """
     manifest = read_manifest(folder)
     compare_listing(list_files(Path(folder)), manifest, folder)
@@ -162,10 +161,8 @@ def list_files(root: Path) -> dict[str, int]:
 def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Compare names, sizes and bytes with the manifest, and return the manifest.
 
-    Raises:
-        CheckpointCorruptError: names the first file that is missing, extra, or has another size or digest.
-        OSError: an existing file cannot be read. That may be temporary (network file system, permissions), so it says
-            nothing about the folder.
+    Raises `CheckpointCorruptError` for the first difference. An OSError (an existing file cannot be read) may be
+    temporary, so it says nothing about the folder.
     """
     manifest = check_listing(folder)
     for name, entry in manifest["files"].items():

@@ -111,11 +111,7 @@ class RemoteFolder:
 
     def names(self) -> list[str]:
         """List the names of files and folders in the folder. Empty if it does not exist."""
-        try:
-            paths = self._call(self._fs.ls, "", detail=False)
-        except FileNotFoundError:
-            return []
-        return [PurePosixPath(path).name for path in paths]
+        return [PurePosixPath(path).name for path in self._find(self._fs.ls, "", detail=False) or ()]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size of every file below ``folder`` ("" is everything), by path relative to it.
@@ -128,17 +124,12 @@ class RemoteFolder:
 
     def size(self, path: str) -> int | None:
         """Size of a file. None if it does not exist. Unlike fsspec's ``exists``, a failed request is an error."""
-        try:
-            return self._call(self._fs.info, path)["size"]
-        except FileNotFoundError:
-            return None
+        found = self._find(self._fs.info, path)
+        return None if found is None else found["size"]
 
     def read(self, path: str) -> bytes | None:
         """Read a small file. None if it does not exist."""
-        try:
-            return self._call(self._fs.cat_file, path)
-        except FileNotFoundError:
-            return None
+        return self._find(self._fs.cat_file, path)
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Read the bytes of a file from ``start`` up to ``stop``. Raises `FileNotFoundError` if it does not exist."""
@@ -177,18 +168,14 @@ class RemoteFolder:
     def remove_file(self, path: str) -> None:
         """Remove a file and the parts that a killed writer left, if they exist."""
         if self._local:
-            with contextlib.suppress(FileNotFoundError):
-                self._call(os.unlink, str(_part(Path(path))))
-        with contextlib.suppress(FileNotFoundError):
-            self._call(self._fs.rm_file, path)
-        with contextlib.suppress(FileNotFoundError):
-            if self._local:  # otherwise a power cut could bring the file back, but not files removed later
-                self._call(fsync_dir, str(PurePosixPath(path).parent))
+            self._find(os.unlink, str(_part(Path(path))))
+        self._find(self._fs.rm_file, path)
+        if self._local:  # otherwise a power cut could bring the file back, but not files removed later
+            self._find(fsync_dir, str(PurePosixPath(path).parent))
 
     def remove_folder(self, folder: str) -> None:
         """Remove a folder and its contents, in any order, if it exists."""
-        with contextlib.suppress(FileNotFoundError):
-            self._call(self._fs.rm, folder, recursive=True)
+        self._find(self._fs.rm, folder, recursive=True)
 
     def _copy_durably(self, target: str, source: Path, digest: str | None) -> None:
         path = Path(target)
@@ -226,6 +213,11 @@ class RemoteFolder:
             if isinstance(chunk, BaseException):  # how most backends report errors
                 raise chunk
         return chunks
+
+    def _find(self, function: Callable[..., T], path: str, **options: Any) -> T | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self._call(function, path, **options)
+        return None
 
     def _call(self, function: Callable[..., T], path: str, *args: Any, **options: Any) -> T:
         """Run an operation on a path with all its attempts. Raises `FileNotFoundError` if the path does not exist."""

@@ -75,19 +75,13 @@ def _capture_loader(dataloader: Stateful) -> tuple[bytes, EpochOrder]:
 
 
 class OrderNote:
-    """Origin of the order of a sampler, written when the sampler is iterated over. Only the loader may iterate over it.
-
-    Attributes:
-        sampler: the sampler.
-        order: order of the current epoch. None before its first sample.
-        advanced: whether the sampler moved on to another epoch by itself after the last sample.
-        resumed: state of the generator to draw the next order from, after a restore.
-    """
+    """Origin of the order of a sampler, written when the loader, and only the loader, iterates over it."""
 
     def __init__(self, sampler: Any) -> None:
-        self.sampler, self.advanced = sampler, False
-        self.order: EpochOrder | None = None
-        self.resumed: torch.Tensor | None = None
+        self.sampler = sampler
+        self.order: EpochOrder | None = None  # of the current epoch, from its first sample on
+        self.advanced = False  # the sampler moved on to another epoch by itself after the last sample
+        self.resumed: torch.Tensor | None = None  # after a restore: draw the next order from this state
         self._begin = type(sampler).__iter__
 
     def next_order(self) -> EpochOrder:
@@ -124,8 +118,8 @@ class OrderNote:
 def note_order(loader: Any) -> OrderNote | None:
     """Note the order of the loader's sampler, from its next iterator on. Returns None if there is nothing to note.
 
-    The sampler's ``__iter__`` writes the note (see `replace_iter`). For a batch sampler without a ``sampler``, the
-    batch sampler itself is noted. Samplers whose state the loader saves are left alone.
+    For a batch sampler without a ``sampler``, the batch sampler itself is noted. Samplers whose state the loader saves
+    are left alone.
     """
     if not isinstance(loader, DataLoader):
         return None
@@ -191,8 +185,7 @@ def _is_torchdatas(sampler: Any) -> bool:
 
 
 def _generator(sampler: Any) -> torch.Generator | None:
-    """Generator of a sampler with the attribute ``generator``. None there means torch's default generator."""
     generator = getattr(sampler, "generator", sampler)
-    if generator is None:
+    if generator is None:  # torch's samplers then use the default one
         return torch.default_generator
     return generator if isinstance(generator, torch.Generator) else None

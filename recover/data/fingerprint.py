@@ -67,7 +67,8 @@ def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
     try:
         if isinstance(getattr(dataset, "fingerprint", None), str):
             return dataset_fingerprint(dataset)
-        if n_workers and not _holds_no_files(dataset):
+        holds_no_files = isinstance(dataset, list | tuple | range | TensorDataset)
+        if n_workers and not (holds_no_files or type(dataset).__module__.startswith("datasets.")):
             reason = f"it is read in {n_workers} worker processes only"
         else:
             readings = _read_twice(dataset)
@@ -96,10 +97,6 @@ def _read_twice(dataset: Any) -> set[str]:
         restore_rng(before)
         restore_draws(dataset, draws)
     return readings
-
-
-def _holds_no_files(dataset: Any) -> bool:
-    return isinstance(dataset, list | tuple | range | TensorDataset) or type(dataset).__module__.startswith("datasets.")
 
 
 def _feed(digest: xxhash.xxh3_128, value: Any) -> None:

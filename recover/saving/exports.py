@@ -120,10 +120,7 @@ class Exports:
             remove_or_log(export.path)
 
     def give_up(self, after: int) -> None:
-        """Quarantine exports of steps later than ``after``, and remove unfinished ones. Called in the leader.
-
-        The run goes back and trains those steps again, so their weights are no longer weights of this run.
-        """
+        """Quarantine exports of steps later than ``after``, which the run trains again. Called in the leader."""
         self.last_step = None
         self._store.sweep()
         for export in self._store.generations():

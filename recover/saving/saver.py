@@ -295,18 +295,14 @@ class BackgroundStep:
     A second thread looks at the progress while `linger` waits, because a look at a storage that hangs does not return,
     which counts as no progress. It starts with the job: no thread can be started during the exit of the process
     (Python 3.12).
-
-    Attributes:
-        tasks: ``snapshot`` or ``export`` -> its task in ``job``.
-        must: whether a failed snapshot is raised rather than counted. A failed export is counted: a resume makes it.
-        was_busy: whether another step was skipped because of this one.
     """
 
     def __init__(
         self, step: int, writes: Mapping[str, Callable[[], float]], *, must: bool, written_bytes: Callable[[], int]
     ) -> None:
-        self.step, self.must, self.pid = step, must, os.getpid()
-        self.began_s, self.was_busy = time.monotonic(), False
+        self.step, self.pid, self.began_s = step, os.getpid(), time.monotonic()
+        self.must = must  # raise a failed snapshot rather than count it. A failed export is counted: a resume makes it
+        self.was_busy = False  # another step was skipped because of this one
         self.tasks = {kind: Task(f"{kind} of step {step}", write) for kind, write in writes.items()}
         self._distributed, self._written_bytes = dist.is_initialized(), written_bytes
         self._lingers, self._progress = Event(), (0, 0)

@@ -154,7 +154,7 @@ class SnapshotWriter:
         return generation, sum(entry.bytes for entry in entries)
 
     def _copy_and_delete(self, generation: Generation) -> None:
-        """Copy the generation to the mirror and delete old ones. A failure here does not undo the commit."""
+        # A failure here does not undo the commit.
         try:
             with self._folder.committing():
                 self._folder.keep(generation)
@@ -190,18 +190,13 @@ class RankSession:
 
     All ranks call the same methods in the same order. The first argument ``holder``, passed by `Ranks`, is anything
     that `rank_target` accepts.
-
-    Attributes:
-        background_group: gloo group for writing in the background. None if nothing is written there.
-        request: the export to make, if any.
-        rng: generators of this rank as `RecoverHandler.load` left them.
-        snapshot, export: captured and not yet written.
     """
 
     def __init__(self, background_group: dist.ProcessGroup | None, request: ExportRequest | None) -> None:
-        self.background_group, self.request, self.rng = background_group, request, capture_rng()
-        self.snapshot: RankCapture | None = None
-        self.export: ExportCapture | None = None
+        self.background_group, self.request = background_group, request
+        self.rng = capture_rng()  # as `RecoverHandler.load` left them
+        self.snapshot: RankCapture | None = None  # captured and not yet written
+        self.export: ExportCapture | None = None  # captured and not yet written
         self._n_threads = torch.get_num_threads()
         self._savers: dict[str, DCPSaver] = {}
         self._stagings: dict[str, tuple[nn.Module, Staging]] = {}

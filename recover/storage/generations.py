@@ -121,12 +121,7 @@ class GenerationStore:
                 remove_or_log(leftover)
 
     def open_staging(self, step: int) -> Path:
-        """Create a hidden folder in which the generation of ``step`` is written.
-
-        Raises:
-            CheckpointExistsError: the generation exists.
-            CheckpointWriteError: the folder cannot be created.
-        """
+        """Create a hidden folder to write the generation of ``step``. Raises `CheckpointExistsError` if that exists."""
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
         with as_write_error(staging):
             if self.path_of(step).exists():
@@ -153,15 +148,13 @@ class GenerationStore:
     def commit(self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Generation:
         """Make a staged generation visible: manifest, fsync, rename, fsync, tracker, in this order.
 
-        Names and sizes on disk are compared with the manifest before the rename, so that no generation becomes visible
-        that the next start would refuse. A tracker that cannot be written is no error, because it is only a hint.
-
-        Each writer has fsynced its files. ``facts`` are other contents of the manifest.
+        Each writer has fsynced its files. ``facts`` are other contents of the manifest. Names and sizes on disk are
+        compared with it before the rename, so that no generation becomes visible that the next start would refuse. A
+        tracker that cannot be written is no error, because it is only a hint.
 
         Raises:
-            CheckpointWriteError: the file system refused, or a file of a rank is missing. Nothing is visible, except if
-                the fsync after the rename failed: then a complete generation is visible, which a power cut may take
-                away.
+            CheckpointWriteError: nothing is visible, except if the fsync after the rename failed: then a complete
+                generation is visible, which a power cut may take away.
         """
         with as_write_error(self.path_of(step)):
             write_manifest(staging, entries, facts)
@@ -314,7 +307,7 @@ def reasons_to_keep(generations: Mapping[int, Mapping[str, float]], rules: Reten
 
 
 def _best_first(generations: Mapping[int, Mapping[str, float]], metric: str, mode: str) -> list[int]:
-    """Steps by ``metric``, newer first if equal. Steps whose metric is missing or NaN are left out."""
+    # Newer first if equal. Steps whose metric is missing or NaN are left out.
     sign = 1 if mode == "max" else -1
     values = {step: metrics.get(metric, math.nan) for step, metrics in generations.items()}
     ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]

@@ -230,11 +230,8 @@ class Mirror:
         return [name for name, entry in files.items() if sizes.get(name) != entry["bytes"]]
 
     def _delete_old(self, newest: int, pins: set[int]) -> None:
-        """Remove the copies that are neither among the newest nor pinned, and the remains of interrupted copies.
-
-        Copies newer than the one just made stay and do not count. They were damaged or out of reach when the run
-        resumed from an older one, and the run will replace them. They are no reason to remove a sound copy.
-        """
+        # Copies newer than the one just made stay and do not count. They were damaged or out of reach when the run
+        # resumed from an older one, and the run will replace them. They are no reason to remove a sound copy.
         names = self._remote.names()
         sound = self._steps_of(names, damaged=False, known=self._complete)
         self._complete |= set(sound)
@@ -244,7 +241,7 @@ class Mirror:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Remove a copy, with its manifest first, so that a half-removed copy never looks complete."""
+        # The manifest first, so that a half-removed copy never looks complete.
         self._complete.discard(step)
         self._remote.remove_file(_manifest(step))
         self._remote.remove_folder(_folder(step))
@@ -271,10 +268,7 @@ class Mirror:
         return files
 
     def _download(self, step: int, manifest: bytes, staging: Path) -> int:
-        """Download and verify every file of a generation. Return the number of bytes.
-
-        A wrong digest is usually one bad read (a cache, a proxy, memory), so the file is read again.
-        """
+        # A wrong digest is usually one bad read (a cache, a proxy, memory), so the file is read again.
         files = self._checked_files(step, manifest)  # before gigabytes are read
         write_durably(staging / MANIFEST_NAME, manifest)
         for name, entry in files.items():
@@ -293,7 +287,7 @@ class Mirror:
         return sum(entry["bytes"] for entry in files.values())
 
     def _check_size(self, path: str, expected: Any) -> None:
-        """Check the size and name of a file. The manifest comes from outside and could name any file here."""
+        # The manifest comes from outside and could name any file here.
         pure = PurePosixPath("/", path)
         if str(pure) != f"/{path}" or ".." in pure.parts or pure.name == MANIFEST_NAME:
             raise CheckpointCorruptError(f"{self.url}: the manifest names {path!r}, which is no file of a generation")

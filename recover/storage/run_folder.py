@@ -31,21 +31,13 @@ logger = get_logger(__name__)
 
 
 class RunFolder:
-    """The folder of one run and its mirror.
-
-    Attributes:
-        generations: the snapshots.
-        exports: the Hugging Face exports, a store of the same kind in another folder.
-        mirror: copies of generations, after `open`. None without a mirror.
-        journal: events for people, written after `open`.
-        commit_hangs: whether a commit was still running when the run ended, and may still succeed.
-    """
+    """The folder of one run and its mirror."""
 
     def __init__(self, config: RecoverConfig) -> None:
         self.generations, self.exports = GenerationStore(config.recover_root), GenerationStore(config.hf_root)
-        self.mirror: Mirror | None = None
+        self.mirror: Mirror | None = None  # until `open`
         self.journal = Journal(config.trial_root)
-        self.commit_hangs = False
+        self.commit_hangs = False  # a commit was still running when the run ended, and may still succeed
         self._config, self._rules = config, RetentionRules.from_config(config)
         self._lock = FolderLock(config.lock_path)
         self._commit_lock, self._ended, self._committed = Lock(), False, False
@@ -86,9 +78,8 @@ class RunFolder:
     def committing(self) -> Iterator[None]:
         """Run a block that changes generations or exports, one at a time.
 
-        Raises:
-            CheckpointWriteError: `end_commits` was called. The block is not run.
-            FolderInUseError: the lock was lost, and another job has used the folder since. The block is not run.
+        Raises without running the block if the lock was lost and another job has used the folder since, or after
+        `end_commits`.
         """
         with self._commit_lock:
             if self._ended:
