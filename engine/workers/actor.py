@@ -16,8 +16,7 @@ import torch.distributed as dist
 from ...utils.devices import CUDA_BACKEND
 from ...utils.errors import ConfigError
 from ...utils.heartbeat import beat, seconds_since_beat
-from ...utils.lease import Lease
-from ...utils.processes import ProcessId, die_with_parent, thread_cpu_s
+from ...utils.processes import Lease, ProcessId, die_with_parent, thread_cpu_s
 
 COMPUTES = 0.01
 """Share of its time that a thread must spend computing to count as busy. A thread that waits and polls uses less."""

@@ -100,7 +100,7 @@ RENEWALS = 20
 class LeaseKeeper:
     """Renews the leases of ranks on other nodes, on its own thread, until it is stopped.
 
-    The kernel kills a rank whose lease ends (`holdfast.utils.lease`), so a rank that the driver cannot reach ends by
+    The kernel kills a rank whose lease ends (`processes.Lease`), so a rank that the driver cannot reach ends by
     itself. A rank answers each renewal with the time on its clock, the next renewal returns that time, and the lease
     then ends ``lease_s`` after it. A slow renewal therefore adds no more than was left when its answer was sent, and
     the driver knows by its own clock when the rank is gone.

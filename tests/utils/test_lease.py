@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from holdfast.utils.lease import Lease
+from holdfast.utils.processes import Lease
 from tests.limits import stretched
 
 
