@@ -1,4 +1,4 @@
-"""Processes: exact identity, certain end, death with the parent or at a set time. On Linux: elsewhere none is alive."""
+"""Processes: exact identity, certain end, death with the parent or at a set time. For Linux only."""
 
 import contextlib
 import ctypes
@@ -120,7 +120,7 @@ class Lease:
     """Time limit on the life of this process: a timer of the kernel kills it at a set time unless it is extended.
 
     A rank whose node lost its connection to the driver is then gone when the driver has waited long enough, even if the
-    rank is stopped, waits for a dead file server, or holds the interpreter lock. Without Linux nothing happens. Raises
+    rank is stopped, waits for a dead file server, or holds the interpreter lock. On other systems nothing happens. Raises
     OSError if the kernel refuses the timer.
     """
 
