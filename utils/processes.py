@@ -120,8 +120,8 @@ class Lease:
     """Time limit on the life of this process: a timer of the kernel kills it at a set time unless it is extended.
 
     A rank whose node lost its connection to the driver is then gone when the driver has waited long enough, even if the
-    rank is stopped, waits for a dead file server, or holds the interpreter lock. On other systems nothing happens. Raises
-    OSError if the kernel refuses the timer.
+    rank is stopped, waits for a dead file server, or holds the interpreter lock. On other systems nothing happens.
+    Raises OSError if the kernel refuses the timer.
     """
 
     def __init__(self) -> None:
