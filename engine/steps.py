@@ -10,19 +10,12 @@ from ..utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class FinetuneSpec:
-    """Length of the run, which determines the schedule and the epochs.
+    """Length of the run, which determines the schedule and the epochs."""
 
-    Attributes:
-        total_train_epochs: passes over the dataset.
-        dataset_size: samples in the dataset.
-        train_batch_size: samples per step, over all ranks.
-        max_train_steps: the run ends after this many steps, if that is sooner.
-    """
-
-    total_train_epochs: int
-    dataset_size: int
-    train_batch_size: int
-    max_train_steps: int | None = None
+    total_train_epochs: int  # passes over the dataset
+    dataset_size: int  # samples in the dataset
+    train_batch_size: int  # samples per step, over all ranks
+    max_train_steps: int | None = None  # the run ends after this many steps, if that is sooner
 
     def __post_init__(self) -> None:
         require_range("total_train_epochs", self.total_train_epochs, low=1)
@@ -47,11 +40,7 @@ class FinetuneSpec:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A step of a run. Steps count from 0.
-
-    Raises:
-        ConfigError: a value is not a whole number. NumPy integers, 3.0 etc. are converted to int.
-    """
+    """A step of a run. Steps count from 0. NumPy integers, 3.0 etc. become int, anything else raises `ConfigError`."""
 
     epoch: int
     epoch_step: int
@@ -68,11 +57,7 @@ class StepInfo:
 
     @staticmethod
     def at(global_step: int, steps_per_epoch: int) -> "StepInfo":
-        """The step with number ``global_step`` in a run whose epochs all have ``steps_per_epoch`` steps.
-
-        Raises:
-            ConfigError: the step is negative, or an epoch has no steps.
-        """
+        """The step with number ``global_step`` in a run whose epochs all have ``steps_per_epoch`` steps."""
         require_range("global_step", global_step, low=0)
         require_range("steps_per_epoch", steps_per_epoch, low=1)
         epoch, epoch_step = divmod(global_step, steps_per_epoch)
@@ -81,9 +66,5 @@ class StepInfo:
     def next(self) -> "StepInfo":
         """The next step, from which a run that restored this one continues."""
         last = self.epoch_step == self.steps_per_epoch - 1
-        return StepInfo(
-            epoch=self.epoch + last,
-            epoch_step=0 if last else self.epoch_step + 1,
-            global_step=self.global_step + 1,
-            steps_per_epoch=self.steps_per_epoch,
-        )
+        epoch_step = 0 if last else self.epoch_step + 1
+        return StepInfo(self.epoch + last, epoch_step, self.global_step + 1, self.steps_per_epoch)

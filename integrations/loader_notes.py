@@ -26,9 +26,9 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..recover.data.epoch_order import draws_of, replace_iter, restore_draws
 from ..recover.data.fingerprint import probe_dataset
-from ..recover.data.position import same_state
+from ..recover.data.restore import same_state
+from ..recover.data.samplers import draws_of, replace_iter, restore_draws
 from ..utils.compat.torch_private import is_iterated
 from ..utils.errors import CheckpointMismatchError
 from ..utils.logging import get_logger

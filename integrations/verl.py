@@ -17,7 +17,7 @@ from ..engine.dcp.load import load_dcp
 from ..engine.dcp.save import save_dcp
 from ..engine.dcp.state import DCPState
 from ..engine.hf.save import save_hf
-from ..recover.ranks.target import HostEngine
+from ..recover.engines import HostEngine
 from ..utils.compat.verl_private import BaseManager, tracker_of, use_manager
 from ..utils.distributed import control_group, rank_zero_decides
 from ..utils.errors import CheckpointNotFoundError, ConfigError

@@ -5,4 +5,4 @@ from .data.loader import ResumableDataLoader as ResumableDataLoader
 from .handler import RecoverHandler as RecoverHandler
 from .info import RecoverInfo as RecoverInfo
 from .storage.generations import GenerationStore as GenerationStore
-from .triggers.schedule import SnapshotSchedule as SnapshotSchedule
+from .triggers import SnapshotSchedule as SnapshotSchedule

@@ -12,6 +12,14 @@ from ..utils.remote import FETCH_FIRST, require_local
 _MODE_NAMES = {"on": "auto", "disabled": "off", "True": "auto", "False": "off"}
 """Names of AReaL, and the values that YAML 1.1 reads from an unquoted ``on`` or ``off``, with our names."""
 
+_LOWEST = {
+    **dict.fromkeys(("freq_epochs", "freq_steps", "max_ckpt_to_keep", "keep_every_steps", "keep_best"), 1),
+    **dict.fromkeys(("hf_freq_steps", "hf_max_to_keep", "mirror_max_to_keep"), 1),
+    **dict.fromkeys(("save_failures_allowed", "retries"), 0),
+    **dict.fromkeys(("freq_secs", "lock_timeout_s", "mirror_timeout_s", "node_wait_s", "shrink_after_s"), 0.0),
+    **{"retry_window_s": 0.0, "save_timeout_s": 1.0},
+}
+
 
 @dataclass
 class RecoverConfig:
@@ -113,32 +121,17 @@ class RecoverConfig:
             self.resume_path = str(require_local(self.resume_path, "resuming", FETCH_FIRST, key))
             _require_short(key, self.resume_path)
         _require_short("'recover.fileroot', experiment_name and trial_name", str(self.recover_root))
-        require_range("recover.freq_epochs", self.freq_epochs, low=1)
-        require_range("recover.freq_steps", self.freq_steps, low=1)
-        require_range("recover.freq_secs", self.freq_secs, low=0.0)
-        require_range("recover.max_ckpt_to_keep", self.max_ckpt_to_keep, low=1)
-        require_range("recover.keep_every_steps", self.keep_every_steps, low=1)
-        require_range("recover.keep_best", self.keep_best, low=1)
         require_choice("recover.best_mode", self.best_mode, ("max", "min"))
         require_choice("recover.on_busy", self.on_busy, ("wait", "skip"))
-        require_range("recover.hf_freq_steps", self.hf_freq_steps, low=1)
         require_choice("recover.hf_dtype", self.hf_dtype, (None, *EXPORT_DTYPES))
         require_choice("recover.hf_adapters", self.hf_adapters, ADAPTER_FORMS)
-        require_range("recover.hf_max_to_keep", self.hf_max_to_keep, low=1)
-        require_range("recover.save_timeout_s", self.save_timeout_s, low=1.0)
-        require_range("recover.save_failures_allowed", self.save_failures_allowed, low=0)
-        require_range("recover.lock_timeout_s", self.lock_timeout_s, low=0.0)
-        require_range("recover.mirror_max_to_keep", self.mirror_max_to_keep, low=1)
-        require_range("recover.mirror_timeout_s", self.mirror_timeout_s, low=0.0)
+        for name, low in _LOWEST.items():
+            require_range(f"recover.{name}", getattr(self, name), low=low)
         if (self.keep_best is None) != (self.best_metric is None):
             raise ConfigError(
                 f"config keys 'recover.keep_best' ({self.keep_best!r}) and 'recover.best_metric' "
                 f"({self.best_metric!r}) go together; set both or neither"
             )
-        require_range("recover.retries", self.retries, low=0)
-        require_range("recover.retry_window_s", self.retry_window_s, low=0.0)
-        require_range("recover.node_wait_s", self.node_wait_s, low=0.0)
-        require_range("recover.shrink_after_s", self.shrink_after_s, low=0.0)
 
     @property
     def trial_root(self) -> Path:

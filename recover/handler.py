@@ -2,7 +2,7 @@
 
 One generation holds the whole run: the shards of every engine, the generators of every process, the data cursor, the
 step, and the user's own objects. It becomes visible by one rename, after every rank has written, fsynced and reported
-its files. `dump` continues in `saving.policy` and `saving.write`, `load` in `resuming.choice` and `resuming.restore`.
+its files. `dump` continues in `saving.saver` and `saving.snapshot`, `load` in `resuming.choice` and `resuming.restore`.
 """
 
 import time
@@ -19,19 +19,18 @@ from ..utils.errors import ConfigError, Preempted
 from ..utils.logging import get_logger
 from ..utils.rng import capture_rng, restore_rng
 from .config import RecoverConfig
-from .data.epoch_order import note_order
+from .data.capture import note_order
 from .info import RecoverInfo
-from .ranks.coordinator import Ranks, SessionRef, ranks_of
+from .ranks import Ranks, SessionRef, ranks_of
 from .resuming.check import check_shared
 from .resuming.choice import Choice, ResumeChoice
 from .resuming.restore import Position, restore_run
-from .saving.policy import Saver, SaveStats
-from .saving.rank import RankSession
-from .saving.write import StepWriter
+from .saving.exports import Exports
+from .saving.saver import Saver, SaveStats
+from .saving.snapshot import RankSession, SnapshotWriter
 from .storage.generations import Generation, GenerationStore
 from .storage.run_folder import RunFolder
-from .triggers.schedule import Triggers, Wanted
-from .triggers.signals import StopNotice
+from .triggers import StopNotice, Triggers, Wanted
 
 logger = get_logger(__name__)
 
@@ -79,8 +78,10 @@ class RecoverHandler:
         self._folder = RunFolder(config)
         self._triggers = Triggers(config, notices)
         self._resume = ResumeChoice(config, ft_spec, self.store, epochs_may_change=epochs_may_change)
-        self._writer = StepWriter(config, self._folder, uuid.uuid4().hex, self._stateful, (tokenizer, processor))
-        self._saver = Saver(config, self._folder, self._writer, self._triggers)
+        self._snapshots = SnapshotWriter(self._folder, uuid.uuid4().hex, self._stateful)
+        exporting = config.hf_freq_steps is not None
+        self._exports = Exports(config, self._folder, tokenizer, processor) if exporting else None
+        self._saver = Saver(config, self._folder, self._triggers, self._snapshots, self._exports)
         self._position: Position | None = None
         self._closed = False
         if config.mode != "off" and not self._triggers.schedule.is_ever_due:
@@ -171,14 +172,16 @@ class RecoverHandler:
                 undo.callback(self._folder.close, wait=False)
                 undo.callback(self._triggers.stops.uninstall)
             ranks.decide_slowly(self._folder.open)
-            with self._folder.journal.beginning():
+            self._folder.journal.begin()
+            with self._folder.journal.telling():
                 info = self._load(ranks, dataloader)
             undo.pop_all()
         return info
 
     def _load(self, ranks: Ranks, dataloader: Stateful | None) -> RecoverInfo | None:
         started, position = time.monotonic(), Position(ranks)
-        self._writer.check_export(ranks)
+        if self._exports is not None:
+            self._exports.check(ranks)
         check_shared(ranks, self.config.trial_root)
         self._triggers.stops.install()
         note_order(dataloader)
@@ -187,34 +190,35 @@ class RecoverHandler:
             self._restore(position, choice, dataloader)
             ranks.decide(partial(self._give_up_newer, choice))
         self._folder.note_start(choice, ranks.world_size, time.monotonic() - started)
-        self._writer.resumed_from = self._resume.resumed_from
+        self._snapshots.resumed_from = self._resume.resumed_from
         background_s = self.config.save_timeout_s if self.config.async_save else None
-        snapshots, exports = self._triggers.schedule.is_ever_due, self._writer.export_request
-        ranks.open_sessions(RankSession.open, background_s, snapshots, exports)
-        self._resume_exports(ranks, choice)
+        request = None if self._exports is None else self._exports.request
+        ranks.open_sessions(RankSession.open, background_s, self._triggers.schedule.is_ever_due, request)
+        if self._exports is not None:
+            self._resume_exports(ranks, self._exports, choice)
         self._position = position
-        self._triggers.pace.step_begins()
+        self._triggers.step_begins()
         return None if choice is None else choice[1]
 
     def _restore(self, position: Position, choice: Choice, dataloader: Stateful | None) -> None:
         position.epoch = restore_run(position.ranks, choice, dataloader, self._stateful)
         position.rng, info = capture_rng(), choice[1]
         position.step = info.last_step_info.global_step
-        self._writer.run_id, self._writer.last_facts = info.run_id, info.engines
-        self._triggers.pace.saved(info.save_s)
+        self._snapshots.run_id, self._snapshots.last_facts = info.run_id, info.engines
+        self._triggers.saved(info.save_s)
         self._triggers.schedule.mark(info.last_step_info)
 
     def _give_up_newer(self, resumed: Choice) -> None:
-        """Quarantine generations newer than the resumed one, and copy it to the mirror if a crash cut that short."""
+        # Copied again, because a crash may have cut the copy short.
         self._resume.go_back(resumed, self._folder.mirror)
         self._folder.copy(Generation(resumed[1].last_step_info.global_step, resumed[0]))
 
-    def _resume_exports(self, ranks: Ranks, resumed: Choice | None) -> None:
-        """Quarantine exports of steps that are given up, and make the resumed step's if a crash came before it."""
+    def _resume_exports(self, ranks: Ranks, exports: Exports, resumed: Choice | None) -> None:
+        # Quarantine exports of steps that are given up, and make the resumed step's if a crash came before it.
         here = resumed is not None and resumed[0].parent.resolve() == self.store.root.resolve()
         step = -1 if resumed is None else resumed[1].last_step_info.global_step
-        ranks.decide(lambda: self._writer.give_up_exports(after=step if here else step - 1))
-        if resumed is not None and ranks.decide(lambda: self._writer.export_due(step)):
+        ranks.decide(lambda: exports.give_up(after=step if here else step - 1))
+        if resumed is not None and ranks.decide(lambda: exports.due(step)):
             last_step = resumed[1].last_step_info
             self._saver.save_kinds(ranks, last_step, ["export"], in_background=self.config.async_save)
 
@@ -298,13 +302,9 @@ class RecoverHandler:
         self._position.epoch = None
         if Wanted.SETTLE in wanted:
             self._saver.settle()
-        saved, must = False, Wanted.FORCE in wanted or stop is not None
-        if must or wanted & (Wanted.SNAPSHOT | Wanted.EXPORT):
-            background = self.config.async_save and stop is None
-            last = self._position.step
-            saved = self._saver.save(
-                ranks, step_info, wanted, last, dataloader, metrics, must=must, in_background=background
-            )
+        saved = False
+        if wanted & ~Wanted.SETTLE:
+            saved = self._saver.save(ranks, step_info, wanted, self._position.step, dataloader, metrics)
             if saved:
                 self._position.step = step_info.global_step
         if stop is not None:
@@ -313,7 +313,7 @@ class RecoverHandler:
             ranks.decide_slowly(self._folder.finish_copies)  # torchrun kills the other ranks when one exits
             self.close()
             raise Preempted(stop)
-        self._triggers.pace.step_begins()
+        self._triggers.step_begins()
         return saved
 
     def wait(self) -> None:

@@ -1,13 +1,16 @@
 """`RecoverInfo`: the JSON file of a generation with everything besides tensors, readable for people."""
 
 import json
+import math
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..engine.steps import StepInfo
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from ..utils.typed_json import from_json
 
 INFO_NAME = "recover_info.json"
 DRIVER_STATE = "state/driver.pt"
@@ -20,57 +23,33 @@ def rank_state_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts about one engine that are the same at any world size.
+    """Facts about one engine that are the same at any world size."""
 
-    Attributes:
-        optimizer_steps: number of updates. None without an optimizer.
-        lr: learning rate of the first parameter group. None without an optimizer.
-        schedule_step: number of schedule steps, or the epoch if the schedule advances by fractions of an epoch. None
-            without a schedule.
-        fingerprints: sampled fingerprint in hex of ``model`` and, with an optimizer, of ``optim``.
-        moved: whether any sampled moment is not zero. Before that, a step may leave everything unchanged.
-    """
-
-    optimizer_steps: int | None
-    lr: float | None
-    schedule_step: float | None
-    fingerprints: dict[str, str]
-    moved: bool
+    optimizer_steps: int | None  # number of updates. None without an optimizer
+    lr: float | None  # learning rate of the first parameter group. None without an optimizer
+    schedule_step: float | None  # number of schedule steps, or fractions of an epoch. None without a schedule
+    fingerprints: dict[str, str]  # sampled fingerprint in hex of ``model`` and, with an optimizer, of ``optim``
+    moved: bool  # whether any sampled moment is not zero. Before that, a step may leave everything unchanged
 
 
 @dataclass(frozen=True)
 class RecoverInfo:
-    """Where the run was, and which run it was.
+    """Where the run was, and which run it was. The run continues with ``last_step_info.next()``."""
 
-    Attributes:
-        last_step_info: last step that is in the generation. The run continues with ``last_step_info.next()``.
-        run_id: id of the run, made at its very first start and kept by every resume.
-        world_size: number of ranks that wrote the generation.
-        weight_versions: engine name -> version of its weights.
-        resume_path: ``resume_path`` of the run. With it, a restart recognises its own generations.
-        resume_origin: digest of the manifest of the generation at ``resume_path``.
-        metrics: metrics given to ``dump``, used by retention.
-        engines: engine name -> facts to check after a restore.
-        save_s: seconds that the snapshot took up to its commit. A deadline is judged by it after a restart.
-        rng: process (``rank_00000`` ..., ``driver``) -> digest of its random generators.
-        switches: torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in generations of
-            older versions.
-        converted: None if a run wrote the generation. If it was converted from another trainer: ``from`` -> source
-            format, and missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how the run starts without
-            it.
-    """
-
-    last_step_info: StepInfo
-    run_id: str
-    world_size: int
-    weight_versions: dict[str, int] = field(default_factory=dict)
-    resume_path: str | None = None
-    resume_origin: str | None = None
-    save_s: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    engines: dict[str, EngineFacts] = field(default_factory=dict)
-    rng: dict[str, str] = field(default_factory=dict)
+    last_step_info: StepInfo  # last step that is in the generation
+    run_id: str  # made at the very first start of the run and kept by every resume
+    world_size: int  # number of ranks that wrote the generation
+    weight_versions: dict[str, int] = field(default_factory=dict)  # engine name -> version of its weights
+    resume_path: str | None = None  # of the run. With it, a restart recognises its own generations
+    resume_origin: str | None = None  # digest of the manifest of the generation at ``resume_path``
+    save_s: float = 0.0  # seconds up to the commit. A deadline is judged by it after a restart
+    metrics: dict[str, float] = field(default_factory=dict)  # given to ``dump``, used by retention
+    engines: dict[str, EngineFacts] = field(default_factory=dict)  # engine name -> facts to check after a restore
+    rng: dict[str, str] = field(default_factory=dict)  # process (``rank_00000`` ..., ``driver``) -> generators' digest
+    # torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in older generations
     switches: dict[str, str] = field(default_factory=dict)
+    # None if a run wrote the generation. If it was converted from another trainer: ``from`` -> source format, and
+    # missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how the run starts without it
     converted: dict[str, str] | None = None
 
     def lacks(self, part: str) -> bool:
@@ -78,14 +57,10 @@ class RecoverInfo:
         return self.converted is not None and part in self.converted
 
     def to_json(self) -> bytes:
-        """Encode as UTF-8 JSON for `parse`.
-
-        Raises:
-            ConfigError: a value does not have the type of its field, so that a resume would have to refuse it.
-        """
+        """Encode as UTF-8 JSON for `parse`. Raises `ConfigError` for a value that a resume would have to refuse."""
         try:
             data = json.dumps(asdict(self), indent=1).encode()
-            from_json(RecoverInfo, json.loads(data), "info")
+            _from_json(RecoverInfo, json.loads(data), "info")
         except TypeError as error:
             raise ConfigError(
                 f"the snapshot of step {self.last_step_info.global_step} could not be resumed from: {error}. Look at "
@@ -111,7 +86,7 @@ class RecoverInfo:
     def parse(cls, data: bytes, path: str | os.PathLike[str]) -> "RecoverInfo":
         """Parse the contents of the file. Errors name it ``path``. Raises as `read`."""
         try:
-            info = from_json(cls, document := json.loads(data), "info")
+            info = _from_json(cls, document := json.loads(data), "info")
             if "engines" not in document:  # a restore could not be checked
                 raise ValueError("info.engines is missing")
             return info
@@ -122,3 +97,56 @@ class RecoverInfo:
             ) from error
         except (ValueError, OverflowError, RecursionError) as error:
             raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def finite_numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the finite metrics as floats, because JSON has no NaN. Raises `ConfigError` for anything but numbers."""
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, str | bytes):  # some strings would pass float()
+                raise TypeError
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ConfigError(
+                f"dump was given the metric {name!r} as {value!r}, a {type(value).__name__}; expected a number"
+            ) from error
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+
+
+def _from_json(kind: Any, value: Any, name: str) -> Any:
+    """Convert ``value``, a result of ``json.loads``, to ``kind``, and check every value against the type of its field.
+
+    ``kind`` is a dataclass, ``dict[str, ...]``, ``... | None``, int, float, str or bool. Whole numbers are converted
+    between int and float. Unknown keys of a dataclass are ignored, because a newer writer may have added them.
+
+    Raises:
+        TypeError: a value has another type. The message calls it ``name``.
+        ValueError: a field without a default is missing.
+        OverflowError: an int is too large for a float.
+    """
+    if isinstance(kind, UnionType):
+        (some,) = (each for each in get_args(kind) if each is not NoneType)
+        return None if value is None else _from_json(some, value, name)
+    if get_origin(kind) is dict:
+        _require(isinstance(value, dict), kind, value, name)
+        return {key: _from_json(get_args(kind)[1], item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(kind, type) and is_dataclass(kind):
+        _require(isinstance(value, dict), kind, value, name)
+        kinds = get_type_hints(kind)
+        for each in fields(kind):
+            if each.name not in value and each.default is each.default_factory is MISSING:
+                raise ValueError(f"{name}.{each.name} is missing")
+        known = [each.name for each in fields(kind) if each.name in value]
+        return kind(**{key: _from_json(kinds[key], value[key], f"{name}.{key}") for key in known})
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is int and type(value) is float and value.is_integer():
+        return int(value)
+    _require(type(value) is kind, kind, value, name)
+    return value
+
+
+def _require(fits: bool, kind: Any, value: Any, name: str) -> None:
+    if not fits:
+        raise TypeError(f"{name} is {value!r}; expected {getattr(kind, '__name__', kind)}")

@@ -26,7 +26,7 @@ from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger
 from .config import RecoverConfig
 from .storage.journal import Journal
-from .triggers.signals import StopNotice
+from .triggers import StopNotice
 
 T = TypeVar("T")
 
@@ -42,26 +42,17 @@ LONGEST_BACK_OFF_S = 300.0
 class RecoveryEvent:
     """One loss of workers, and how long the recovery took.
 
-    Attributes:
-        group: name of the worker group that lost ranks.
-        ranks: the lost ranks.
-        cause: observed cause of the loss.
-        attempt: number of the attempt that was running.
-        detected_at: when the supervisor noticed the loss, in seconds since the epoch.
-        torn_down_s: seconds until all old processes were gone.
-        placed_s: seconds until the new worker group had its place. None while it has none.
-        rebuilt_s: seconds until the new worker group was up. None while it is not. If the whole attempt is repeated,
-            this and ``placed_s`` refer to the newest group of the next attempt.
+    If the whole attempt is repeated, the last two times refer to the newest group of the next attempt.
     """
 
-    group: str
+    group: str  # name of the worker group that lost ranks
     ranks: list[int]
     cause: str
-    attempt: int
-    detected_at: float
-    torn_down_s: float
-    placed_s: float | None = None
-    rebuilt_s: float | None = None
+    attempt: int  # number of the attempt that was running
+    detected_at: float  # when the supervisor noticed the loss, in seconds since the epoch
+    torn_down_s: float  # seconds until all old processes were gone
+    placed_s: float | None = None  # seconds until the new worker group had its place
+    rebuilt_s: float | None = None  # seconds until the new worker group was up
 
 
 @dataclass
@@ -119,6 +110,7 @@ class Attempt:
             ClusterLost: Ray's control process is gone.
         """
         request = PlacementRequest(name, world_size, resources or WorkerResources(), strategy, min_world_size)
+        stalls = self._supervisor._stalls
 
         def start(placement: Placement) -> WorkerGroup:
             return WorkerGroup(
@@ -128,7 +120,7 @@ class Attempt:
                 world_size=placement.world_size,
                 resources=request.resources,
                 placement=placement,
-                stall_timeout_s=self._supervisor._patience_with(name, stall_timeout_s),
+                stall_timeout_s=None if stall_timeout_s is None else stall_timeout_s * 2 ** stalls[name],
                 on_created=self._admit,
                 **options,
             )
@@ -156,8 +148,7 @@ class Attempt:
             raise ConfigError(f"this attempt has no worker group {loss.group!r} to start again") from loss
         event = self._supervisor._note_loss(loss, self.number, lost.kill)
         logger.warning("%s; it is started again", loss)
-        self._supervisor._spend_retry(loss)
-        self._supervisor._learn_from(lost)
+        self._supervisor._spend_retry(loss, lost)
         return self._build(loss.group, event)
 
     def draining(self) -> StopNotice | None:
@@ -209,14 +200,12 @@ class Attempt:
             event.rebuilt_s = time.time() - event.detected_at
             logger.info(
                 "worker group %r has its place %.2f s after the loss, and is up after %.2f s",
-                name,
-                event.placed_s,
-                event.rebuilt_s,
-            )
+                name, event.placed_s, event.rebuilt_s,
+            )  # fmt: skip
         return group
 
     def _admit(self, group: WorkerGroup) -> None:
-        """Register a group before its processes start, so that they end with the attempt whatever happens."""
+        # Before its processes start, so that they end with the attempt whatever happens.
         with self._lock:
             if self._ended:
                 raise WorkerLost(group.name, range(group.world_size), f"attempt {self.number} has ended")
@@ -303,8 +292,7 @@ class Supervisor:
                 except WorkerLost as loss:
                     event = self._note_loss(loss, attempt.number, attempt._end)
                     logger.warning("attempt %d ended: %s", attempt.number, loss)
-                    self._spend_retry(loss)
-                    self._learn_from(attempt._groups.get(loss.group))
+                    self._spend_retry(loss, attempt._groups.get(loss.group))
                     attempt = Attempt(attempt.number + 1, loss, event, self, placements)
         finally:
             attempt._end()
@@ -320,7 +308,7 @@ class Supervisor:
         )
         return event
 
-    def _spend_retry(self, loss: WorkerLost) -> None:
+    def _spend_retry(self, loss: WorkerLost, lost: WorkerGroup | None) -> None:
         now = time.monotonic()
         window_s = self._config.retry_window_s
         with self._lock:
@@ -332,9 +320,7 @@ class Supervisor:
                 f"(allowed: {self._config.retries}); the last loss: {loss}. Find what kills them, "
                 "or raise retries; the newest checkpoint is intact and the same command resumes from it"
             ) from loss
-
-    def _learn_from(self, lost: WorkerGroup | None) -> None:
-        """Allow more time for a step or a start that has just timed out."""
+        # Allow more time for a step or a start that has just timed out.
         if lost is not None and lost.stalled:
             self._stalls[lost.name] += 1
             logger.warning(
@@ -349,9 +335,6 @@ class Supervisor:
                 "in %g s", lost.name, pause_s,
             )  # fmt: skip
             time.sleep(pause_s)
-
-    def _patience_with(self, name: str, stall_timeout_s: float | None) -> float | None:
-        return None if stall_timeout_s is None else stall_timeout_s * 2 ** self._stalls[name]
 
 
 @dataclass
@@ -368,7 +351,7 @@ class _Places:
         self._places: dict[str, _Place] = {}
 
     def get(self, request: PlacementRequest) -> Placement:
-        """Return the previous attempt's place, grown if possible, or a new place if it cannot be used any more."""
+        # The previous attempt's place, grown if possible, or a new place if it cannot be used any more.
         with self._lock:
             if self._removed.is_set():
                 raise WorkerLost(request.name, range(request.world_size), "the job has ended")
@@ -386,7 +369,7 @@ class _Places:
             return at.placement
 
     def remove(self) -> None:
-        """Give all places back to Ray, and end every wait for one."""
+        # Give all places back to Ray, and end every wait for one.
         with self._lock:
             self._removed.set()
             places = list(self._places.values())

@@ -17,7 +17,7 @@ from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.hf.save import save_hf
 from holdfast.recover import GenerationStore
-from holdfast.recover.ranks.target import RankTarget
+from holdfast.recover.engines import RankTarget
 from holdfast.recover.storage.generations import TRACKER_NAME
 from holdfast.utils.files import remove_folder
 from holdfast.utils.json_lines import read_lines

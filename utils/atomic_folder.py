@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
 from .errors import CheckpointExistsError
-from .files import commit_folder, fsync_tree, is_free, make_durably, remove_or_log, staging_path
+from .files import as_write_error, commit_folder, fsync_tree, is_free, make_durably, remove_or_log, staging_path
 from .manifest import require_outside_commits
-from .write_errors import as_write_error
 
 
 @contextmanager
@@ -50,10 +49,7 @@ def staged_folder(
 def open_staging(final: Path) -> Path:
     """Create a hidden sibling of ``final`` to write into, and remove those that killed writers of ``final`` left.
 
-    Raises:
-        CheckpointExistsError: ``final`` exists and is not empty.
-        ConfigError: ``final`` lies in a committed folder.
-        CheckpointWriteError: the file system refused.
+    Raises as `staged_folder`.
     """
     with as_write_error(final):
         if not is_free(final):
@@ -62,9 +58,8 @@ def open_staging(final: Path) -> Path:
 
 
 def _open_over(final: Path) -> Path:
-    """Open a staging folder where ``final`` may exist, after undoing the replacement of a writer that was killed."""
     with as_write_error(final):
-        if os.path.lexists(_aside(final)):
+        if os.path.lexists(_aside(final)):  # the replacement of a writer that was killed
             _put_back(final)
         return _make_staging(final)
 
@@ -105,7 +100,7 @@ def _aside(final: Path) -> Path:
 
 
 def _put_back(final: Path) -> None:
-    """Undo an unfinished replacement, or remove the old folder after a finished one."""
+    # Undo an unfinished replacement, or remove the old folder after a finished one.
     if os.path.lexists(final):
         remove_or_log(_aside(final))
     else:

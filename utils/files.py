@@ -14,12 +14,13 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import xxhash
 
-from .errors import CheckpointWriteError
+from .errors import CheckpointError, CheckpointWriteError
 from .heartbeat import beat
 from .logging import get_logger
 
@@ -39,27 +40,36 @@ if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
-def start_writeback(fd: int, start: int, n_bytes: int) -> None:
-    """Ask the disk to start writing ``n_bytes`` of a file from ``start`` on, so that a later fsync is short.
+@contextmanager
+def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
+    """Convert an OSError of the block into a `CheckpointWriteError` that names ``final``."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        outcome = "" if os.path.lexists(final) else "; nothing became visible"
+        raise CheckpointWriteError(f"cannot write {final}: {error.strerror or error}{outcome}") from error
 
-    This is only a hint that waits for nothing. Does nothing without ``sync_file_range`` (Linux).
-    """
+
+def start_writeback(fd: int, start: int, n_bytes: int) -> None:
+    """Ask the disk to start writing a part of a file, so that a later fsync is short. A hint that waits for nothing."""
     if _sync_file_range is not None:
         _sync_file_range(fd, start, n_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def fsync_file(path: str | os.PathLike[str]) -> None:
     """Force the contents of a file to stable storage."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    _fsync(path, os.O_RDONLY)
 
 
 def fsync_dir(path: str | os.PathLike[str]) -> None:
     """Force a folder's entries (names, renames, removals) to stable storage."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: str | os.PathLike[str], flags: int) -> None:
+    fd = os.open(path, flags)
     try:
         os.fsync(fd)
     finally:
@@ -108,13 +118,12 @@ class DurableFile:
         """Digest of all bytes written so far, in the form of `file_digest`."""
         return digest_name(self._digest)
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append all of ``data``, and return its number of bytes."""
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append all of ``data``."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._digest.update(view)
         self._advance(len(view))
-        return len(view)
 
     def write_views(self, views: Iterable[bytes | memoryview]) -> None:
         """Append all ``views`` without a copy. Their bytes must not change before this returns.
@@ -156,18 +165,6 @@ class DurableFile:
             self._begun_bytes = self.bytes
         beat()
 
-    def tell(self) -> int:
-        """Return the position of the next byte."""
-        return self.bytes
-
-    def flush(self) -> None:
-        """Pass all buffered bytes to the operating system."""
-        self._file.flush()
-
-    def fileno(self) -> int:
-        """Return the file descriptor."""
-        return self._file.fileno()
-
     def close(self) -> None:
         """Flush, fsync and close. Further calls do nothing."""
         if not self._file.closed:
@@ -206,20 +203,13 @@ def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Path | None = None) -> None:
-    """Replace the contents of ``path`` durably. A reader, or a crash, leaves the old contents or the new, never a
-    mixture.
+    """Replace the contents of ``path`` durably. A crash leaves the old contents or the new, never a mixture.
 
-    Args:
-        path: need not exist.
-        data: new contents.
-        temporary: sibling of ``path`` that is written before the rename. The rest of a killed writer is overwritten.
-            None means a new name.
+    ``temporary`` is the sibling that is written first. It may be left from a killed writer. None means a new name.
     """
     path = Path(path)
-    if temporary is None:
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    else:
-        temporary.unlink(missing_ok=True)
+    temporary = temporary or path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary.unlink(missing_ok=True)
     try:
         write_durably(temporary, data)
         os.replace(temporary, path)
@@ -229,11 +219,7 @@ def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Pat
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """Return ``"xxh3_128:<hex>"`` of a file. The file is mapped, or else read, a few megabytes at a time.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return ``"xxh3_128:<hex>"`` of a file, which is mapped, or else read, a few megabytes at a time."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         for content in _contents(file):
@@ -243,11 +229,8 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def _contents(file: io.FileIO) -> Iterator[memoryview]:
-    """Yield all bytes of a file in order. A part is valid until the next one is requested.
-
-    Mapped pages need no copy, which halves the time for cached files. Files that cannot be mapped are read, which
-    reports the error.
-    """
+    # A part is valid until the next one is requested. Mapped pages need no copy, which halves the time for cached
+    # files. Files that cannot be mapped are read, which reports the error.
     size, at = os.fstat(file.fileno()).st_size, 0
     while at < size and (window := map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))) is not None:
         os.posix_fadvise(file.fileno(), at + len(window), _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
@@ -295,7 +278,7 @@ def require_free_space(
     needed_bytes: int,
     advice: str = "make room, keep fewer snapshots, or write elsewhere",
 ) -> None:
-    """Check that the file system of ``folder`` has ``needed_bytes`` free. The folder need not exist.
+    """Raise `CheckpointWriteError` unless the file system of ``folder`` has ``needed_bytes`` free.
 
     File systems that do not count their blocks (some network and FUSE file systems) pass, and quotas are not seen. The
     write itself fails there. Raises CheckpointWriteError if space is short, or the file system cannot be asked.
@@ -327,10 +310,9 @@ def is_free(final: str | os.PathLike[str]) -> bool:
 
 
 def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
-    """Make a completely written folder visible under its final name, durably.
+    """Make a folder whose files are fsynced visible under its final name: fsync folders, rename, fsync the parent.
 
-    The writers have fsynced the files. This fsyncs the folders, renames, and fsyncs the parent. An existing empty
-    folder is replaced and passes its permissions to the new one.
+    An existing empty folder is replaced and passes its permissions to the new one.
 
     Raises:
         FileExistsError: ``final`` exists and is not empty. Nothing is ever overwritten.
@@ -345,10 +327,7 @@ def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder after renaming it to a hidden name, so that no reader sees half of it.
-
-    If ``path`` is a link, only the link is removed.
-    """
+    """Remove a folder, or a link to one, after renaming it to a hidden name, so that no reader sees half of it."""
     path = Path(path)
     if path.is_symlink():
         path.unlink(missing_ok=True)
@@ -374,10 +353,8 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
 
 
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield every regular file below ``folder`` as sorted relative POSIX paths. Raises as `walk_leaves`."""
-    root = Path(folder)
-    found = [Path(here, name) for here, _, names in os.walk(root, onerror=_raise) for name in names]
-    yield from sorted(path.relative_to(root).as_posix() for path in found if path.is_file())
+    """Yield every regular file below ``folder`` as sorted relative POSIX paths."""
+    yield from sorted(name for name, _ in walk_leaves(folder) if Path(folder, name).is_file())
 
 
 def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:

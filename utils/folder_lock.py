@@ -52,28 +52,22 @@ class _LockFile:
     """The only open descriptor of a lock file in this process, shared by all its `FolderLock` objects.
 
     Two descriptors would exclude each other. With record locks, closing one would drop the lock of the other.
-
-    Attributes:
-        fd: file descriptor.
-        users: number of locks that hold the file or wait for it.
-        record: holder's text after this process took the lock.
-        without_locks: reason why the file system has no locks, or None if it has.
     """
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self.users = 0
-        self.record = b""
-        self.without_locks: str | None = None
+        self.users = 0  # locks that hold the file or wait for it
+        self.record = b""  # holder's text after this process took the lock
+        self.without_locks: str | None = None  # why the file system has no locks
         self._by_description = sys.platform == "linux" and not _is_fuse(self.fd)
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Device and inode, because one file may have several paths."""
+        # Device and inode, because one file may have several paths.
         return _identity(os.fstat(self.fd))
 
     def lock(self) -> bool:
-        """Take or confirm the lock. Returns False if another process has it."""
+        # Take or confirm the lock. False if another process has it.
         try:
             self._set_lock()
         except OSError as error:
@@ -96,10 +90,8 @@ class _LockFile:
         fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_locked(self) -> bool:
-        """Return whether any process has the lock, including this one. Returns True if that cannot be determined.
-
-        A query does not see the owner's own locks of the same kind, so it uses the other kind.
-        """
+        """Return whether any process has the lock, including this one. True if that cannot be determined."""
+        # A query does not see the owner's own locks of the same kind, so it uses the other kind.
         if sys.platform != "linux":
             return True
         try:
@@ -109,17 +101,14 @@ class _LockFile:
         return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
     def reopen(self, path: Path) -> None:
-        """Open the file that is now at ``path`` under the same descriptor, without locking it."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.dup2(fd, self.fd, inheritable=False)
         os.close(fd)
 
     def read(self) -> bytes:
-        """Read the holder's text."""
         return os.pread(self.fd, _RECORD_BYTES, 0)
 
     def write(self, holder: dict[str, str | int]) -> None:
-        """Replace the holder's text and remember it."""
         try:
             os.pwrite(self.fd, json.dumps(holder).encode().ljust(_RECORD_BYTES - 1) + b"\n", 0)
             os.fsync(self.fd)
@@ -172,11 +161,8 @@ class FolderLock:
 
         On a file system without locks this logs a warning and goes on.
 
-        Args:
-            timeout_s: seconds to wait for another holder. 0 means one attempt.
-
         Raises:
-            FolderInUseError: another process still holds the lock. The message names it.
+            FolderInUseError: another process still holds the lock after ``timeout_s``. The message names it.
             CheckpointWriteError: the file cannot be created or locked.
         """
         if self.held:
@@ -206,12 +192,8 @@ class FolderLock:
     def confirm(self) -> None:
         """Check that this process still has the folder alone. Call this before each commit, while the lock is held.
 
-        A lost lock (the file was removed or replaced, for example) is taken again with a warning, unless another job
-        has used the folder meanwhile.
-
-        Raises:
-            FolderInUseError: another process has or had the lock, so the folder may have changed.
-            CheckpointWriteError: the file cannot be read or locked.
+        A lost lock (the file was removed or replaced, for example) is taken again with a warning. Raises
+        `FolderInUseError` if another process has or had it meanwhile, so that the folder may have changed.
         """
         file = self._file
         assert file is not None and self.held, "only who holds the lock commits"
@@ -235,11 +217,8 @@ class FolderLock:
         self._file = None
 
     def _follow(self, file: _LockFile) -> tuple[_LockFile, str | None]:
-        """Return the file to lock, and how the lock was lost, or None.
-
-        A missing file is created and a replaced one is opened. If another `FolderLock` of this process did so first,
-        its file is shared.
-        """
+        # The file to lock, and how the lock was lost, or None. A missing file is created and a replaced one is opened.
+        # If another `FolderLock` of this process did so first, its file is shared.
         try:
             stays = _identity(os.stat(self.path)) == file.identity
         except FileNotFoundError:
@@ -285,10 +264,7 @@ class FolderLock:
 
 
 def probe_lock(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file, without creating or locking it.
-
-    Returns None if that cannot be determined, because the file is unreadable or its file system has no locks.
-    """
+    """Return whether a process holds the lock of a file, without touching the file. None if it cannot be determined."""
     if _opened(path) is not None:  # opening and closing it would drop this process's record lock
         return True
     try:
@@ -308,7 +284,6 @@ def probe_lock(path: Path) -> bool | None:
 
 
 def _join(path: Path) -> _LockFile:
-    """Return this process's descriptor of the file with one more user, opening it if needed."""
     with _mutex:
         file = _opened(path)  # checked first, because closing a second descriptor would drop a record lock
         if file is None:
@@ -338,11 +313,8 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
 
 
 def _is_fuse(fd: int) -> bool:
-    """Return whether the file is on FUSE, which treats a lock of a file description as a record lock of its process.
-
-    Some FUSE servers keep such a lock after the process has ended. Reads proc_pid_mountinfo(5), whose third field is
-    the device.
-    """
+    # FUSE treats a lock of a file description as a record lock of its process, and some servers keep it after the
+    # process has ended. In proc_pid_mountinfo(5) the third field is the device.
     device = os.fstat(fd).st_dev
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     types = {mount[mount.index("-") + 1] for mount in mounts if mount[2] == f"{os.major(device)}:{os.minor(device)}"}
@@ -350,9 +322,7 @@ def _is_fuse(fd: int) -> bool:
 
 
 def _holder(text: bytes) -> str | None:
-    """Return the holder in words, or None if the text is incomplete. For a moment the text may be the previous
-    holder's.
-    """
+    # None if the text is incomplete. For a moment the text may be the previous holder's.
     try:
         holder = json.loads(text)
         return f"pid {int(holder['pid'])} on host {holder['host']}, started {holder['started']}"

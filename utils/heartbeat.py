@@ -25,9 +25,7 @@ def beat() -> None:
 
 @contextmanager
 def beating(every_s: float) -> Iterator[None]:
-    """Call `beat` regularly during the block, which waits for something outside this process and has its own time
-    limit.
-    """
+    """Call `beat` regularly during the block, which waits for another process and has its own time limit."""
     ended = Event()
 
     def beat_on() -> None:

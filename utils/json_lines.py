@@ -21,11 +21,6 @@ _BLOCK_BYTES = 1 << 20
 _SPARE_LINES = 8
 
 
-def to_line(entry: Any) -> bytes:
-    """Encode ``entry`` as one line."""
-    return json.dumps(entry).encode() + b"\n"
-
-
 def read_lines(
     path: str | os.PathLike[str],
     key: str,
@@ -89,7 +84,7 @@ def find_back(path: str | os.PathLike[str], begins: bytes) -> Iterator[int]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield every line with its line end. Of a line that is too long, only the beginning is yielded."""
+    # Of a line that is too long, only the beginning is yielded.
     while line := file.readline(_LONGEST_BYTES):
         yield line
         while line and len(line) == _LONGEST_BYTES and not line.endswith(b"\n"):

@@ -26,13 +26,7 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a folder.
-
-    Attributes:
-        name: POSIX path relative to the folder.
-        bytes: size.
-        digest: digest in the form of `file_digest`.
-    """
+    """A file of a folder. ``name`` is its POSIX path relative to the folder, ``digest`` its `file_digest`."""
 
     name: str
     bytes: int
@@ -46,24 +40,14 @@ def file_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[F
 
 
 def write_entry(folder: str | os.PathLike[str], name: str, data: bytes) -> FileEntry:
-    """Create and fsync the file ``name`` with ``data``, and describe it without reading it again.
-
-    Raises:
-        FileExistsError: the file exists. Nothing is ever overwritten.
-    """
+    """Create and fsync the file ``name`` with ``data``, and describe it. Raises as `DurableFile`."""
     with DurableFile(Path(folder) / name) as file:
         file.write(data)
     return FileEntry(name, file.bytes, file.digest)
 
 
 def write_manifest(folder: str | os.PathLike[str], entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> None:
-    """Write and fsync ``manifest.json``.
-
-    Args:
-        folder: where the files are.
-        entries: every file of the folder, once.
-        facts: further JSON values to store (step, world size, versions ...).
-    """
+    """Write and fsync ``manifest.json`` with all files of the folder and further ``facts`` (step, world size ...)."""
     files = {e.name: {"bytes": e.bytes, "digest": e.digest} for e in sorted(entries, key=lambda e: e.name)}
     document = {"format_version": FORMAT_VERSION, **facts, "files": files}
     write_durably(Path(folder) / MANIFEST_NAME, encode_manifest(document))
@@ -80,19 +64,11 @@ def _self_checksum(body: bytes) -> bytes:
 
 
 _SELF_CHECKSUM_BYTES = len(_self_checksum(b""))
-
-
 _BEGINS = b'{\n "format_version":'
 
 
 def require_outside_commits(path: str | os.PathLike[str]) -> None:
-    """Refuse ``path`` if it is, or lies in, a committed folder: a generation, or an export with a manifest.
-
-    An additional file would make that folder a damaged one.
-
-    Raises:
-        ConfigError: names the committed folder.
-    """
+    """Raise `ConfigError` if ``path`` is, or lies in, a committed folder, which one file more would damage."""
     real = Path(os.path.realpath(path))
     for folder in (real, *real.parents):
         if _is_committed(folder):
@@ -148,8 +124,7 @@ def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
 def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Compare names and sizes, but not contents, with the manifest, and return the manifest.
 
-    Raises:
-        CheckpointCorruptError: names the first file that is missing, extra, of another size, or not a regular file.
+    Raises `CheckpointCorruptError` for the first file that is missing, extra, of another size, or not a regular file.
     """
     manifest = read_manifest(folder)
     compare_listing(list_files(Path(folder)), manifest, folder)
@@ -157,11 +132,7 @@ def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Compare the sizes of a folder's files, including the manifest, with the manifest's entries.
-
-    Raises:
-        CheckpointCorruptError: names the first file of ``folder`` that is missing, extra or of another size.
-    """
+    """Do the same with the ``sizes`` of a folder's files, including the manifest."""
     expected, found = manifest["files"], sizes.keys() - {MANIFEST_NAME}
     if missing := sorted(expected.keys() - found):
         raise CheckpointCorruptError(f"{folder}: file {missing[0]} is missing ({len(missing)} in all)")
@@ -177,8 +148,7 @@ def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folde
 def list_files(root: Path) -> dict[str, int]:
     """Return POSIX path relative to ``root`` -> size, for every file below it.
 
-    Raises:
-        CheckpointCorruptError: the folder holds something that no commit creates: a link, a pipe, an empty folder.
+    Raises `CheckpointCorruptError` for anything that no commit creates: a link, a pipe, an empty folder.
     """
     sizes = {}
     for name, status in walk_leaves(root):
@@ -191,10 +161,8 @@ def list_files(root: Path) -> dict[str, int]:
 def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Compare names, sizes and bytes with the manifest, and return the manifest.
 
-    Raises:
-        CheckpointCorruptError: names the first file that is missing, extra, or has another size or digest.
-        OSError: an existing file cannot be read. That may be temporary (network file system, permissions), so it says
-            nothing about the folder.
+    Raises `CheckpointCorruptError` for the first difference. An OSError (an existing file cannot be read) may be
+    temporary, so it says nothing about the folder.
     """
     manifest = check_listing(folder)
     for name, entry in manifest["files"].items():

@@ -20,7 +20,7 @@ import xxhash
 from .distributed import control_group, gather_numbers, gather_objects, get_world_size
 from .errors import PeerError
 from .files import replace_atomically
-from .json_lines import read_lines, to_line
+from .json_lines import read_lines
 from .trackers import TRACKERS, TrackedRun, Tracker, require_trackers
 
 STATS_NAME = "stats.jsonl"
@@ -76,7 +76,7 @@ class StatsLogger:
         self.close()
         lines, last = self._lines(), -1 if step is None else step
         self._logged_step = -1 if step is None else max([last, *(line["step"] for line in lines)])
-        kept = b"".join(to_line(line) for line in lines if line["step"] <= last)
+        kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= last).encode()
         if step is None:
             (self._folder / RUN_ID_NAME).unlink(missing_ok=True)
         replace_atomically(self._folder / STATS_NAME, kept)
@@ -97,7 +97,7 @@ class StatsLogger:
         if self._file is None:
             self._open()
         assert self._file is not None
-        self._file.write(to_line({"step": step, **values}))
+        self._file.write(json.dumps({"step": step, **values}).encode() + b"\n")
         self._file.flush()
         for tracker in self._trackers:
             _give(tracker, step, values)

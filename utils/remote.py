@@ -107,11 +107,7 @@ class RemoteFolder:
 
     def names(self) -> list[str]:
         """List the names of files and folders in the folder. Empty if it does not exist."""
-        try:
-            paths = self._call(self._fs.ls, "", detail=False)
-        except FileNotFoundError:
-            return []
-        return [PurePosixPath(path).name for path in paths]
+        return [PurePosixPath(path).name for path in self._find(self._fs.ls, "", detail=False) or ()]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size of every file below ``folder`` ("": the URL), by path relative to it.
@@ -123,18 +119,13 @@ class RemoteFolder:
         return {path.removeprefix(prefix): entry["size"] for path, entry in listing.items()}
 
     def size(self, path: str) -> int | None:
-        """Return the size of a file, or None if it does not exist. A failed request is an error."""
-        try:
-            return self._call(self._fs.info, path)["size"]
-        except FileNotFoundError:
-            return None
+        """Size of a file. None if it does not exist. Unlike fsspec's ``exists``, a failed request is an error."""
+        found = self._find(self._fs.info, path)
+        return None if found is None else found["size"]
 
     def read(self, path: str) -> bytes | None:
         """Read a small file. None if it does not exist."""
-        try:
-            return self._call(self._fs.cat_file, path)
-        except FileNotFoundError:
-            return None
+        return self._find(self._fs.cat_file, path)
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Read the bytes of a file from ``start`` up to ``stop``. FileNotFoundError if it does not exist."""
@@ -167,18 +158,14 @@ class RemoteFolder:
     def remove_file(self, path: str) -> None:
         """Remove a file and the parts that a killed writer left, if they exist."""
         if self._local:
-            with contextlib.suppress(FileNotFoundError):
-                self._call(os.unlink, str(_part(Path(path))))
-        with contextlib.suppress(FileNotFoundError):
-            self._call(self._fs.rm_file, path)
-        with contextlib.suppress(FileNotFoundError):
-            if self._local:  # otherwise a power cut could bring the file back, but not files removed later
-                self._call(fsync_dir, str(PurePosixPath(path).parent))
+            self._find(os.unlink, str(_part(Path(path))))
+        self._find(self._fs.rm_file, path)
+        if self._local:  # otherwise a power cut could bring the file back, but not files removed later
+            self._find(fsync_dir, str(PurePosixPath(path).parent))
 
     def remove_folder(self, folder: str) -> None:
         """Remove a folder and its contents, in any order, if it exists."""
-        with contextlib.suppress(FileNotFoundError):
-            self._call(self._fs.rm, folder, recursive=True)
+        self._find(self._fs.rm, folder, recursive=True)
 
     def _copy_durably(self, target: str, source: Path, digest: str | None) -> None:
         path = Path(target)
@@ -217,7 +204,13 @@ class RemoteFolder:
                 raise chunk
         return chunks
 
+    def _find(self, function: Callable[..., T], path: str, **options: Any) -> T | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self._call(function, path, **options)
+        return None
+
     def _call(self, function: Callable[..., T], path: str, *args: Any, **options: Any) -> T:
+        """Run an operation on a path with all its attempts. Raises `FileNotFoundError` if the path does not exist."""
         if self._closed.is_set():
             raise self._error(f"{self.url} is closed")
         try:
@@ -265,6 +258,7 @@ def _part(path: Path) -> Path:
 
 
 def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
+    # A new instance, because fsspec's shared ones have the options of their first user, and cache listings.
     try:
         if "://" not in url:
             raise ValueError("it has no protocol")

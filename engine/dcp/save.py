@@ -31,10 +31,9 @@ from ...utils.atomic_folder import staged_folder
 from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, is_write_failure
 from ...utils.errors import CheckpointWriteError, PeerError
-from ...utils.files import DurableFile
+from ...utils.files import DurableFile, as_write_error
 from ...utils.manifest import FileEntry, write_entry, write_manifest
 from ...utils.remote import require_local
-from ...utils.write_errors import as_write_error
 from ..memory.host_blocks import HostBlocks
 from ..memory.lazy_tensor import LazyTensor
 from ..memory.tensors import bytes_of, flatten, local_tensor

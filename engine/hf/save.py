@@ -32,9 +32,9 @@ from ...utils.distributed import (
     rank_zero_decides,
 )
 from ...utils.errors import CheckpointMismatchError, CheckpointWriteError
+from ...utils.files import as_write_error
 from ...utils.logging import get_logger
 from ...utils.remote import RemoteFolder, local_folder, without_secrets
-from ...utils.write_errors import as_write_error
 from ..api import HFExportOptions
 from ..lora.adapters import plain_adapters, plain_view, transformers_model
 from ..training.unsharded import unsharded_class

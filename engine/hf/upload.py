@@ -21,10 +21,9 @@ import torch.distributed as dist
 from ...utils.atomic_folder import open_staging
 from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides
 from ...utils.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError, ConfigError
-from ...utils.files import bytes_digest, remove_or_log, require_free_space, walk_files
+from ...utils.files import as_write_error, bytes_digest, remove_or_log, require_free_space, walk_files
 from ...utils.logging import get_logger
 from ...utils.remote import RemoteFolder
-from ...utils.write_errors import as_write_error
 from .sidecars import WEIGHT_SUFFIXES
 
 logger = get_logger(__name__)

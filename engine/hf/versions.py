@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import staged_folder
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
-from ...utils.files import remove_or_log
+from ...utils.files import as_write_error, remove_or_log
 from ...utils.logging import get_logger
 from ...utils.manifest import file_entries, write_entry, write_manifest
 from ...utils.timing import timed
-from ...utils.write_errors import as_write_error
 from ..api import EXPORT_DTYPES, HFExportOptions, WeightUpdateMeta, export_dtype
 from .adapter_folder import WEIGHTS, write_adapters
 from .save import write_hf

@@ -6,9 +6,8 @@ from typing import Any
 import click
 
 from ...utils.errors import CheckpointError, CheckpointNotFoundError, MirrorError
-from ..storage.generations import GenerationStore
+from ..storage.generations import GenerationStore, RetentionRules, reasons_to_keep
 from ..storage.journal import last_start
-from ..storage.retention import RetentionRules, reasons_to_keep
 from .output import json_option, print_json, print_table, size_text, time_text
 from .runs import Run, run_argument
 

@@ -27,7 +27,7 @@ from ...utils.errors import CheckpointNotFoundError, ConfigError
 from ...utils.files import require_free_space
 from ...utils.manifest import MANIFEST_NAME, require_outside_commits, verify_folder, write_manifest
 from ...utils.remote import FETCH_FIRST, require_local
-from ..saving.write import manifest_facts
+from ..saving.snapshot import manifest_facts
 from . import dcp, hugging_face, verl
 from .check import Digests, compare, compare_plain, require_all_written, tensors_of
 from .checkpoint import Checkpoint, ReadOptions

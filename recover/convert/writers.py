@@ -22,7 +22,7 @@ from ...utils.manifest import FileEntry, write_entry
 from ...utils.plain_values import pack_json, pack_plain
 from ...utils.rng import rng_digest
 from ..info import INFO_NAME, EngineFacts, RecoverInfo, rank_state_name
-from ..saving.rank import write_process
+from ..saving.snapshot import write_process
 from ..storage.generations import LOCK_NAME, GenerationStore
 from .checkpoint import Checkpoint
 

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ...utils.rng import capture_rng, restore_rng
-from .epoch_order import draws_of, restore_draws
+from .samplers import draws_of, restore_draws
 
 logger = get_logger(__name__)
 
@@ -27,18 +27,18 @@ _SAMPLES_READ = 64
 _SAMPLES_PROBED = 8
 
 
-class _Indexable(Sized, Protocol):
-    def __getitem__(self, index: int, /) -> Any: ...
+class MapDataset(Sized, Protocol):
+    """A dataset with a length and samples by index: a list, a torch dataset or a Hugging Face dataset."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Sample at ``index``."""
+        ...
 
 
-def dataset_fingerprint(dataset: _Indexable, samples_read: int = _SAMPLES_READ) -> str:
+def dataset_fingerprint(dataset: MapDataset, samples_read: int = _SAMPLES_READ) -> str:
     """Fingerprint of a dataset: ``"<n> samples, xxh3_128:<hex>"``.
 
     If the dataset has a string attribute ``fingerprint``, that replaces the digest.
-
-    Args:
-        dataset: map-style dataset.
-        samples_read: number of samples in the digest, at least 2.
 
     Raises:
         ConfigError: the dataset is empty, or a sample has no canonical bytes, for example an image object. Such a
@@ -61,17 +61,14 @@ def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
 
     The samples are read twice, both times with the same state of the process's generators, so that an augmentation that
     draws from them gives the same sample. If the two readings differ, the dataset draws from elsewhere. All generators
-    of the process and of the dataset's attributes are restored afterwards.
-
-    Args:
-        dataset: map-style dataset of any kind.
-        n_workers: number of worker processes that read the samples. With workers, only datasets without open files are
-            read here, because a forked worker shares the open files of its parent.
+    of the process and of the dataset's attributes are restored afterwards. With workers, only datasets without open
+    files are read here, because a forked worker shares the open files of its parent.
     """
     try:
         if isinstance(getattr(dataset, "fingerprint", None), str):
             return dataset_fingerprint(dataset)
-        if n_workers and not _holds_no_files(dataset):
+        holds_no_files = isinstance(dataset, list | tuple | range | TensorDataset)
+        if n_workers and not (holds_no_files or type(dataset).__module__.startswith("datasets.")):
             reason = f"it is read in {n_workers} worker processes only"
         else:
             readings = _read_twice(dataset)
@@ -100,10 +97,6 @@ def _read_twice(dataset: Any) -> set[str]:
         restore_rng(before)
         restore_draws(dataset, draws)
     return readings
-
-
-def _holds_no_files(dataset: Any) -> bool:
-    return isinstance(dataset, list | tuple | range | TensorDataset) or type(dataset).__module__.startswith("datasets.")
 
 
 def _feed(digest: xxhash.xxh3_128, value: Any) -> None:

@@ -5,7 +5,7 @@ So a step trains on the same samples at any number of ranks, and the state is th
 
 The cursor counts *samples handed out*, and nothing is prefetched, so a state taken after training on a batch says
 exactly which samples were trained. Samples are read in the caller's thread. If they are slow to read, use torchdata's
-``StatefulDataLoader`` instead, which `RecoverHandler` takes too (see `position` and `epoch_order`). Do not give that
+``StatefulDataLoader`` instead, which `RecoverHandler` takes too (see `capture` and `restore`). Do not give that
 loader ``shuffle=True, generator=g``: with one generator for the loader and torchdata's own sampler, the order differs
 from the epoch after the resumed one on (torchdata 0.11).
 
@@ -14,27 +14,15 @@ newer library cannot change the order in the middle of an epoch. No global gener
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ...utils.config import require_range
 from ...utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
-from .fingerprint import dataset_fingerprint
+from .fingerprint import MapDataset, dataset_fingerprint
 
 _STATE_VERSION = 1
-
-
-class MapDataset(Protocol):
-    """A dataset with a length and samples by index: a list, a torch dataset or a Hugging Face dataset."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Sample at ``index``."""
-        ...
 
 
 class ResumableDataLoader:
@@ -101,7 +89,13 @@ class ResumableDataLoader:
         self.dataset, self._collate = dataset, collate_fn
         self.batch_size, self._seed, self._shuffle, self._drop_last = batch_size, seed, shuffle, drop_last
         self._rank, self._world_size = rank, world_size
-        self._check_shares()
+        last = 0 if drop_last else self._samples % batch_size
+        if (smallest := last or batch_size) < world_size:
+            raise ConfigError(
+                f"a batch of {smallest} samples cannot be shared by {world_size} ranks "
+                f"(batch_size {batch_size}, drop_last {drop_last}, {self._samples} samples); "
+                f"use fewer ranks or another batch_size (or, but not in the middle of a run, drop_last=True)"
+            )
         self._epoch = self._cursor = 0
         self._order = self._permutation(0)
 
@@ -121,7 +115,11 @@ class ResumableDataLoader:
             self._seek(self._epoch + 1, 0)
         epoch = self._epoch
         while self._epoch == epoch and self._has_batch():
-            yield self._take()
+            indices, end = self._next_share()
+            samples = [self.dataset[index] for index in indices]
+            batch = samples if self._collate is None else self._collate(samples)
+            self._cursor = end  # only after every sample was read
+            yield batch
 
     def batches(self) -> Iterator[Any]:
         """Yield batches without end, epoch after epoch."""
@@ -137,10 +135,9 @@ class ResumableDataLoader:
             yield indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the loader, in plain values that are the same on every rank.
+        """Position of the loader, the same on every rank. ``cursor`` counts samples of ``epoch`` over all ranks.
 
-        The last batch counts as consumed, so call this after training on it. ``cursor`` counts samples of ``epoch``
-        over all ranks.
+        The last batch counts as consumed, so call this after training on it.
         """
         return {
             "version": _STATE_VERSION,
@@ -156,13 +153,9 @@ class ResumableDataLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``. The next batch is the one after its last batch.
 
-        The world size may differ. Dataset, seed, shuffle, batch_size and drop_last must be the same, because they
-        decide which samples are in which batch. After an error the loader has not moved.
-
-        Raises:
-            CheckpointMismatchError: this is not a state of this class, or its version is unknown.
-            DatasetMismatchError: the dataset differs.
-            ConfigError: seed, shuffle, batch_size or drop_last differ.
+        The world size may differ. Dataset (`DatasetMismatchError`), seed, shuffle, batch_size and drop_last
+        (`ConfigError`) must be the same, because they decide which samples are in which batch. After an error the
+        loader has not moved.
         """
         ours = self.state_dict()
         if not isinstance(state_dict, dict):
@@ -197,16 +190,8 @@ class ResumableDataLoader:
     def _has_batch(self) -> bool:
         return self._samples - self._cursor >= (self.batch_size if self._drop_last else 1)
 
-    def _take(self) -> Any:
-        """Read this rank's share of the next batch. The cursor moves only after every sample was read."""
-        indices, end = self._next_share()
-        samples = [self.dataset[index] for index in indices]
-        batch = samples if self._collate is None else self._collate(samples)
-        self._cursor = end
-        return batch
-
     def _next_share(self) -> tuple[list[int], int]:
-        """Indices of this rank's share of the next batch, and the cursor after it."""
+        # Indices of this rank's share of the next batch, and the cursor after it.
         end = min(self._cursor + self.batch_size, self._samples)
         indices = self._order[self._cursor : end].tolist()
         first, last = (len(indices) * share // self._world_size for share in (self._rank, self._rank + 1))
@@ -221,14 +206,3 @@ class ResumableDataLoader:
         if not self._shuffle:
             return np.arange(self._samples)
         return np.random.RandomState([self._seed, epoch]).permutation(self._samples)
-
-    def _check_shares(self) -> None:
-        """Check that every rank gets a sample of every batch, including the last batch of an epoch."""
-        last = 0 if self._drop_last else self._samples % self.batch_size
-        smallest = last or self.batch_size
-        if smallest < self._world_size:
-            raise ConfigError(
-                f"a batch of {smallest} samples cannot be shared by {self._world_size} ranks "
-                f"(batch_size {self.batch_size}, drop_last {self._drop_last}, {self._samples} samples); "
-                f"use fewer ranks or another batch_size (or, but not in the middle of a run, drop_last=True)"
-            )

@@ -2,7 +2,7 @@
 
 - Before anything is chosen: all ranks see the folder (`check_shared`).
 - Before anything changes: the bytes are sound (`check_bytes`), and the engines are of this job (`check_rank`).
-- Afterwards: the restored run has the facts that its generation recorded (`check_restored`, see `ranks.facts`).
+- Afterwards: the restored run has the facts that its generation recorded (`check_restored`, see `engines`).
 """
 
 import io
@@ -25,9 +25,9 @@ from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.manifest import verify_file
+from ..engines import rank_target
 from ..info import EngineFacts
-from ..ranks.coordinator import Ranks
-from ..ranks.target import rank_target
+from ..ranks import Ranks
 
 logger = get_logger(__name__)
 

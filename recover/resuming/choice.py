@@ -36,7 +36,7 @@ from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME, read_manifest
 from ..config import RecoverConfig
 from ..info import RecoverInfo
-from ..ranks.coordinator import Ranks
+from ..ranks import Ranks
 from ..storage.generations import GenerationStore
 from ..storage.mirror import Mirror
 from .check import check_bytes

@@ -16,12 +16,10 @@ from ...utils.errors import CheckpointCorruptError
 from ...utils.logging import get_logger
 from ...utils.plain_values import read_plain, unpack_plain
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng, rng_digest
-from ..data.position import RestoredEpoch
-from ..data.state import restore_data
+from ..data.restore import RestoredEpoch, restore_data
+from ..engines import EngineSample, combine_ranks, numerical_switches, rank_target, sample_engine
 from ..info import DRIVER_STATE, RecoverInfo, rank_state_name
-from ..ranks.coordinator import Ranks
-from ..ranks.facts import EngineSample, combine_ranks, numerical_switches, sample_engine
-from ..ranks.target import rank_target
+from ..ranks import Ranks
 from .check import check_rank, check_restored, warn_of_switches
 from .choice import Choice
 

@@ -1,11 +1,11 @@
 """Generations in a local folder: stage, commit, list, verify, quarantine, delete by retention.
 
 A generation becomes visible only when it is complete, and no folder is ever overwritten. All of this runs in one
-process, the leader: rank 0 under torchrun, the driver under Ray. No other file knows that generations are local
-folders.
+process, the leader: rank 0 under torchrun, the driver under Ray.
 """
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...utils.errors import (
     CheckpointCorruptError,
@@ -23,6 +23,7 @@ from ...utils.errors import (
     CheckpointWriteError,
 )
 from ...utils.files import (
+    as_write_error,
     commit_folder,
     fsync_dir,
     make_durably,
@@ -33,9 +34,10 @@ from ...utils.files import (
 )
 from ...utils.logging import get_logger
 from ...utils.manifest import FileEntry, check_listing, read_manifest, verify_file, verify_folder, write_manifest
-from ...utils.write_errors import as_write_error
 from ..info import INFO_NAME, RecoverInfo
-from .retention import RetentionRules, steps_to_keep
+
+if TYPE_CHECKING:
+    from ..config import RecoverConfig
 
 logger = get_logger(__name__)
 
@@ -74,6 +76,10 @@ class GenerationStore:
         """File with the newest step, for people and other tools. Holdfast never chooses by it."""
         return self.root / TRACKER_NAME
 
+    def path_of(self, step: int) -> Path:
+        """Path of the generation of ``step``, which need not exist."""
+        return self.root / f"global_step_{step}"
+
     def generations(self) -> list[Generation]:
         """All committed generations that are not quarantined, newest first. Nothing is verified."""
         if not self.root.is_dir():
@@ -106,10 +112,7 @@ class GenerationStore:
         return sorted(self.root.glob(".rejected-*"))
 
     def sweep(self) -> None:
-        """Remove staging folders, half-removed generations and unfinished tracker files of killed writers.
-
-        If something cannot be removed, that is only logged, because it costs space but does not harm the run.
-        """
+        """Remove staging folders, half-removed generations and unfinished tracker files of killed writers."""
         if self.root.is_dir():
             fsync_dir(self.root)  # renames of an earlier process may not be on the disk yet
         for pattern in (".staging-*", ".retired-*", f".{TRACKER_NAME}.*"):
@@ -118,12 +121,7 @@ class GenerationStore:
                 remove_or_log(leftover)
 
     def open_staging(self, step: int) -> Path:
-        """Create a hidden folder in which the generation of ``step`` is written.
-
-        Raises:
-            CheckpointExistsError: the generation exists.
-            CheckpointWriteError: the folder cannot be created.
-        """
+        """Create a hidden folder to write the generation of ``step``. Raises `CheckpointExistsError` if that exists."""
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
         with as_write_error(staging):
             if self.path_of(step).exists():
@@ -150,19 +148,13 @@ class GenerationStore:
     def commit(self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Generation:
         """Make a staged generation visible: manifest, fsync, rename, fsync, tracker, in this order.
 
-        Names and sizes on disk are compared with the manifest before the rename, so that no generation becomes visible
-        that the next start would refuse. A tracker that cannot be written is no error, because it is only a hint.
-
-        Args:
-            staging: folder from `open_staging`. Each writer has fsynced its files.
-            step: last step that is in the generation.
-            entries: all files, as described by their writers.
-            facts: other contents of the manifest.
+        Each writer has fsynced its files. ``facts`` are other contents of the manifest. Names and sizes on disk are
+        compared with it before the rename, so that no generation becomes visible that the next start would refuse. A
+        tracker that cannot be written is no error, because it is only a hint.
 
         Raises:
-            CheckpointWriteError: the file system refused, or a file of a rank is missing. Nothing is visible, except if
-                the fsync after the rename failed: then a complete generation is visible, which a power cut may take
-                away.
+            CheckpointWriteError: nothing is visible, except if the fsync after the rename failed: then a complete
+                generation is visible, which a power cut may take away.
         """
         with as_write_error(self.path_of(step)):
             write_manifest(staging, entries, facts)
@@ -193,9 +185,6 @@ class GenerationStore:
         """Find the newest generation that passes ``check``. None stands for `verify`.
 
         Damaged generations are quarantined, or only logged if ``quarantine`` is False.
-
-        Returns:
-            None if no usable generation is left. `quarantined` tells whether there ever was one.
         """
         check = check or self.verify
         for generation in self.generations():
@@ -243,11 +232,11 @@ class GenerationStore:
         logger.warning("quarantined %s as %s: %s", generation.path, target.name, reason)
         return target
 
-    def delete_by_retention(self, rules: RetentionRules, copied: Collection[int] = ()) -> None:
+    def delete_by_retention(self, rules: "RetentionRules", copied: Collection[int] = ()) -> None:
         """Remove the generations that no rule keeps, oldest first, judged by the current contents of the folder.
 
         The newest usable generation always stays, and so do pinned ones and the steps ``copied``, whose files are being
-        read. If one cannot be removed, that is only logged, because it costs space but does not harm the run.
+        read.
         """
         try:
             generations = {generation.step: generation for generation in self.generations()}
@@ -277,6 +266,49 @@ class GenerationStore:
     def _pin_of(self, step: int) -> Path:
         return self.root / f".pinned-{self.path_of(step).name}"
 
-    def path_of(self, step: int) -> Path:
-        """Path of the generation of ``step``, which need not exist."""
-        return self.root / f"global_step_{step}"
+
+@dataclass(frozen=True)
+class RetentionRules:
+    """Rules for the generations that stay after a commit: the union of what each rule keeps.
+
+    No state is needed between calls: if a rule would keep a generation given the whole history, it also kept it at
+    every earlier moment. So no commit removes it too early.
+    """
+
+    last: int | None  # number of newest generations. None keeps all
+    every_steps: int | None = None  # keep every N-th step. With 100: steps 99, 199, 299 ...
+    best: int | None = None  # number of best generations by ``metric``
+    metric: str | None = None  # name of one of a generation's metrics
+    mode: str = "max"  # whether the ``max`` or the ``min`` of ``metric`` is best
+
+    @classmethod
+    def from_config(cls, config: "RecoverConfig") -> "RetentionRules":
+        """Rules for the run's own folder."""
+        last, every, best = config.max_ckpt_to_keep, config.keep_every_steps, config.keep_best
+        return cls(last, every, best, config.best_metric, config.best_mode)
+
+
+def steps_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> set[int]:
+    """Steps of the generations that stay, given ``step -> metrics`` of all. The newest one always stays."""
+    return {step for step, reasons in reasons_to_keep(generations, rules).items() if reasons}
+
+
+def reasons_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> dict[int, list[str]]:
+    """Step -> names of the rules that keep it. Without a rule, the generation is deleted at the next commit."""
+    newest_first = sorted(generations, reverse=True)
+    wanted = {"newest": newest_first[:1], f"last {rules.last}" if rules.last else "all": newest_first[: rules.last]}
+    if rules.every_steps is not None:
+        every = [step for step in newest_first if (step + 1) % rules.every_steps == 0]
+        wanted[f"every {rules.every_steps} steps"] = every
+    if rules.best is not None and rules.metric is not None:
+        best = _best_first(generations, rules.metric, rules.mode)[: rules.best]
+        wanted[f"best {rules.best} by {rules.metric}"] = best
+    return {step: [rule for rule, steps in wanted.items() if step in steps] for step in newest_first}
+
+
+def _best_first(generations: Mapping[int, Mapping[str, float]], metric: str, mode: str) -> list[int]:
+    # Newer first if equal. Steps whose metric is missing or NaN are left out.
+    sign = 1 if mode == "max" else -1
+    values = {step: metrics.get(metric, math.nan) for step, metrics in generations.items()}
+    ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
+    return [step for _, step in sorted(ranked, reverse=True)]

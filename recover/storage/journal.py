@@ -7,6 +7,7 @@ a power cut may lose the last ones. A month of steps of ten seconds takes 20 MB.
 """
 
 import atexit
+import json
 import os
 import re
 import socket
@@ -19,7 +20,7 @@ from typing import Any
 
 from ...utils.errors import Preempted
 from ...utils.files import open_regular
-from ...utils.json_lines import find_back, read_lines, to_line
+from ...utils.json_lines import find_back, read_lines
 from ...utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -28,11 +29,7 @@ JOURNAL_NAME = "journal.jsonl"
 
 
 class Journal:
-    """The journal of one run. Events before `open` are dropped.
-
-    Args:
-        trial_root: folder of the run.
-    """
+    """The journal of one run. Events before `open` are dropped."""
 
     def __init__(self, trial_root: Path) -> None:
         self.path = trial_root / JOURNAL_NAME
@@ -57,7 +54,8 @@ class Journal:
         if self._fd is None:
             return
         try:
-            line = b"\n" * self._torn + to_line({"event": event, "time": round(time.time(), 3), **facts})
+            entry = json.dumps({"event": event, "time": round(time.time(), 3), **facts})
+            line = b"\n" * self._torn + entry.encode() + b"\n"
             self._torn = os.write(self._fd, line) < len(line)
         except OSError as error:
             self._warn(error)
@@ -67,13 +65,6 @@ class Journal:
     def begin(self) -> None:
         """Append that an attempt begins to start its workers or to load. It may end before it reaches `start`."""
         self.note("attempt", host=socket.gethostname(), pid=os.getpid())
-
-    @contextmanager
-    def beginning(self) -> Iterator[None]:
-        """Call `begin`, and run the block in `telling`."""
-        self.begin()
-        with self.telling():
-            yield
 
     @contextmanager
     def telling(self) -> Iterator[None]:

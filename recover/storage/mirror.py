@@ -22,11 +22,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...utils.errors import CheckpointCorruptError, CheckpointError, MirrorError
-from ...utils.files import DurableFile, bytes_digest, write_durably
+from ...utils.files import DurableFile, as_write_error, bytes_digest, write_durably
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME, parse_manifest, read_manifest
 from ...utils.remote import RemoteFolder
-from ...utils.write_errors import as_write_error
 from ..info import INFO_NAME, RecoverInfo
 from .generations import Generation, GenerationStore
 
@@ -48,17 +47,12 @@ class Mirror:
         url: URL of the run, ``s3://bucket/experiment/trial``.
         keep: number of newest generations to keep there. None keeps all.
         setting: origin of the URL, for the error message if it cannot be used.
-        chunk_bytes: size of one read of a fetch, which holds eight of them.
-        attempts: number of tries of each remote operation.
-        first_wait_s: wait before the second try. It doubles each time, up to a minute.
         delete_old: after a complete copy, delete those beyond ``keep`` and the remains of interrupted and damaged ones.
             Only the run that owns the mirror should do that.
+        transport: see `RemoteFolder`, which also raises for a URL that cannot be used.
 
     Attributes:
         last_error: error of the last copy. None if it succeeded.
-
-    Raises:
-        ConfigError: the URL cannot be used, or a package for it is not installed.
     """
 
     def __init__(
@@ -67,21 +61,12 @@ class Mirror:
         keep: int | None,
         *,
         setting: str = "config key 'recover.mirror_url'",
-        chunk_bytes: int = 8 << 20,
-        attempts: int = 5,
-        first_wait_s: float = 1.0,
         delete_old: bool = True,
+        **transport: Any,
     ) -> None:
         self.last_error: Exception | None = None
         self._keep, self._deletes_old = keep, delete_old
-        self._remote = RemoteFolder(
-            url,
-            setting=setting,
-            error=MirrorError,
-            chunk_bytes=chunk_bytes,
-            attempts=attempts,
-            first_wait_s=first_wait_s,
-        )
+        self._remote = RemoteFolder(url, setting=setting, error=MirrorError, **transport)
         self._complete: set[int] = set()  # steps whose manifests were seen there, so that they are read only once
         self._changed = threading.Condition()
         self._copying: Generation | None = None
@@ -97,7 +82,7 @@ class Mirror:
         return self._steps_of(self._remote.names(), damaged=damaged)
 
     def _steps_of(self, names: Collection[str], *, damaged: bool, known: Collection[int] = ()) -> list[int]:
-        """Like `steps`, for a folder with these names. The manifests of the steps ``known`` exist and are not read."""
+        # Manifests of the steps ``known`` exist and are not read.
         found = []
         for step in _steps_in(names):
             marked = _damaged(step) in names
@@ -150,9 +135,7 @@ class Mirror:
             CheckpointCorruptError: the copy is damaged or incomplete, or a read was wrong. An older copy may be usable.
                 If two reads of a file gave the same wrong bytes, the copy is marked as damaged.
             CheckpointMismatchError: the copy has a newer format than this version knows.
-            CheckpointExistsError: the store has this generation already.
-            CheckpointWriteError: the local file system refused.
-            MirrorError: the mirror does not answer.
+            CheckpointExistsError, CheckpointWriteError: see `GenerationStore.open_staging`.
         """
         started, manifest = time.monotonic(), self._read_manifest(step)
         staging = store.open_staging(step)
@@ -222,7 +205,6 @@ class Mirror:
             logger.warning("older copies stay at %s: %s", self.url, error)
 
     def _copy(self, generation: Generation) -> int:
-        """Upload the missing files of a generation. Return their bytes."""
         step, remote = generation.step, self._remote
         files = read_manifest(generation.path)["files"]
         manifest = (generation.path / MANIFEST_NAME).read_bytes()
@@ -244,16 +226,12 @@ class Mirror:
         return sum(files[name]["bytes"] for name in todo)
 
     def _unfinished(self, step: int, files: dict[str, Any]) -> list[str]:
-        """Names of the files that are missing or have another size."""
         sizes = self._remote.sizes(_folder(step))
         return [name for name, entry in files.items() if sizes.get(name) != entry["bytes"]]
 
     def _delete_old(self, newest: int, pins: set[int]) -> None:
-        """Remove the copies that are neither among the newest nor pinned, and the remains of interrupted copies.
-
-        Copies newer than the one just made stay and do not count. They were damaged or out of reach when the run
-        resumed from an older one, and the run will replace them. They are no reason to remove a sound copy.
-        """
+        # Copies newer than the one just made stay and do not count. They were damaged or out of reach when the run
+        # resumed from an older one, and the run will replace them. They are no reason to remove a sound copy.
         names = self._remote.names()
         sound = self._steps_of(names, damaged=False, known=self._complete)
         self._complete |= set(sound)
@@ -263,7 +241,7 @@ class Mirror:
                 self._remove(step)
 
     def _remove(self, step: int) -> None:
-        """Remove a copy, with its manifest first, so that a half-removed copy never looks complete."""
+        # The manifest first, so that a half-removed copy never looks complete.
         self._complete.discard(step)
         self._remote.remove_file(_manifest(step))
         self._remote.remove_folder(_folder(step))
@@ -271,7 +249,6 @@ class Mirror:
         self._remote.remove_file(_damaged(step))
 
     def _mark_damaged(self, step: int, manifest: bytes) -> str:
-        """Mark a copy as damaged. Return a description for the error message."""
         try:
             self._remote.put_bytes(_damaged(step), manifest)
         except MirrorError as error:
@@ -285,17 +262,13 @@ class Mirror:
         return manifest
 
     def _checked_files(self, step: int, manifest: bytes) -> dict[str, dict[str, Any]]:
-        """Entries of the files in a manifest, after a check that all files are there with their sizes."""
         files = parse_manifest(manifest, f"{self.url}/{_manifest(step)}")["files"]
         for name, entry in files.items():
             self._check_size(f"{_folder(step)}/{name}", entry["bytes"])
         return files
 
     def _download(self, step: int, manifest: bytes, staging: Path) -> int:
-        """Download and verify every file of a generation. Return the number of bytes.
-
-        A wrong digest is usually one bad read (a cache, a proxy, memory), so the file is read again.
-        """
+        # A wrong digest is usually one bad read (a cache, a proxy, memory), so the file is read again.
         files = self._checked_files(step, manifest)  # before gigabytes are read
         write_durably(staging / MANIFEST_NAME, manifest)
         for name, entry in files.items():
@@ -314,7 +287,7 @@ class Mirror:
         return sum(entry["bytes"] for entry in files.values())
 
     def _check_size(self, path: str, expected: Any) -> None:
-        """Check the size and name of a file. The manifest comes from outside and could name any file here."""
+        # The manifest comes from outside and could name any file here.
         pure = PurePosixPath("/", path)
         if str(pure) != f"/{path}" or ".." in pure.parts or pure.name == MANIFEST_NAME:
             raise CheckpointCorruptError(f"{self.url}: the manifest names {path!r}, which is no file of a generation")

@@ -23,43 +23,29 @@ from ...utils.logging import get_logger
 from ...utils.processes import process_started_at
 from ..config import RecoverConfig
 from ..info import RecoverInfo
-from .generations import Generation, GenerationStore
+from .generations import Generation, GenerationStore, RetentionRules
 from .journal import Journal
 from .mirror import Mirror
-from .retention import RetentionRules
 
 logger = get_logger(__name__)
 
 
 class RunFolder:
-    """The folder of one run and its mirror.
-
-    Args:
-        config: paths, retention, lock and mirror settings.
-
-    Attributes:
-        generations: the snapshots.
-        exports: the Hugging Face exports, a store of the same kind in another folder.
-        mirror: copies of generations, after `open`. None without a mirror.
-        journal: events for people, written after `open`.
-        commit_hangs: whether a commit was still running when the run ended, and may still succeed.
-    """
+    """The folder of one run and its mirror."""
 
     def __init__(self, config: RecoverConfig) -> None:
         self.generations, self.exports = GenerationStore(config.recover_root), GenerationStore(config.hf_root)
-        self.mirror: Mirror | None = None
+        self.mirror: Mirror | None = None  # until `open`
         self.journal = Journal(config.trial_root)
-        self.commit_hangs = False
+        self.commit_hangs = False  # a commit was still running when the run ended, and may still succeed
         self._config, self._rules = config, RetentionRules.from_config(config)
         self._lock = FolderLock(config.lock_path)
         self._commit_lock, self._ended, self._committed = Lock(), False, False
 
     def open(self) -> None:
-        """Take the lock and connect to the mirror. A second call does nothing.
+        """Take the lock (`FolderInUseError` after ``lock_timeout_s``) and connect to the mirror.
 
-        Raises:
-            FolderInUseError: another job still used the folder after ``lock_timeout_s``.
-            ConfigError: the mirror's URL cannot be used.
+        A second call does nothing.
         """
         is_open = self._lock.held
         self._lock.acquire(self._config.lock_timeout_s)
@@ -92,9 +78,8 @@ class RunFolder:
     def committing(self) -> Iterator[None]:
         """Run a block that changes generations or exports, one at a time.
 
-        Raises:
-            CheckpointWriteError: `end_commits` was called. The block is not run.
-            FolderInUseError: the lock was lost, and another job has used the folder since. The block is not run.
+        Raises without running the block if the lock was lost and another job has used the folder since, or after
+        `end_commits`.
         """
         with self._commit_lock:
             if self._ended:
@@ -136,12 +121,10 @@ class RunFolder:
             self.mirror.wait(self._config.mirror_timeout_s)
 
     def close(self, *, wait: bool) -> None:
-        """Close the mirror, delete the generations that copies had kept, and release the lock.
+        """Close the mirror, delete the generations that copies had kept, and release the lock. `open` may follow.
 
-        With ``wait``, pending copies are finished first.
-
-        `open` may follow. While a commit hangs, nothing is done: it may still succeed, so the lock is kept until the
-        process ends.
+        With ``wait``, pending copies are finished first. While a commit hangs, nothing is done: it may still succeed,
+        so the lock is kept until the process ends.
         """
         if self.commit_hangs:
             return

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 from holdfast.engine.workers.nodes import draining_nodes
 from holdfast.engine.workers.placement import WorkerResources
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.recover.triggers.signals import StopNotice
+from holdfast.recover.triggers import StopNotice
 from tests.ray_helpers import SMALLEST_STORE_BYTES, Server, worker_environment
 
 pytestmark = pytest.mark.timeout(180)

@@ -19,11 +19,11 @@ from torch import nn
 
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverHandler, ResumableDataLoader
+from holdfast.recover.engines import RankTarget
 from holdfast.recover.info import rank_state_name
-from holdfast.recover.ranks.target import RankTarget
 from holdfast.recover.resuming.check import check_bytes
 from holdfast.recover.resuming.restore import ProcessState
-from holdfast.recover.saving.rank import capture_process, write_process
+from holdfast.recover.saving.snapshot import capture_process, write_process
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, PeerError
 from holdfast.utils.manifest import read_manifest
 from holdfast.utils.plain_values import pack_plain
@@ -167,7 +167,7 @@ def test_old_generations_are_removed_before_free_space_is_checked(
     run_until(tmp_path, 4, max_ckpt_to_keep=None)
     counted = []
     monkeypatch.setattr(
-        "holdfast.recover.saving.write.require_free_space",
+        "holdfast.recover.saving.snapshot.require_free_space",
         lambda root, needed: counted.append(len(names(tmp_path))),
     )
     run_until(tmp_path, 5, first=4, max_ckpt_to_keep=2)
@@ -240,8 +240,8 @@ def test_a_decision_that_hangs_does_not_keep_the_process_from_its_end() -> None:
     """Like a request to a mirror that never answers."""
     script = """
 import os, signal, threading, time
-from holdfast.recover.ranks.coordinator import LocalRanks
-from holdfast.recover.ranks.target import RankTarget
+from holdfast.recover.ranks import LocalRanks
+from holdfast.recover.engines import RankTarget
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 LocalRanks(RankTarget({"it": object()})).decide_slowly(lambda: time.sleep(60))
 """

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.recover.engines import RankTarget, rank_target
 from holdfast.recover.info import DRIVER_STATE, rank_state_name
-from holdfast.recover.ranks.target import RankTarget, rank_target
 from holdfast.recover.resuming.restore import ProcessState
-from holdfast.recover.saving.rank import capture_process, write_process
+from holdfast.recover.saving.snapshot import capture_process, write_process
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError
 from holdfast.utils.files import file_digest
 from holdfast.utils.plain_values import pack_plain, read_plain, unpack_plain

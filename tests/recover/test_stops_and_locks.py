@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from holdfast.recover.triggers.signals import StopNotice
+from holdfast.recover.triggers import StopNotice
 from holdfast.utils.errors import CheckpointNotFoundError, FolderInUseError, Preempted
 from holdfast.utils.folder_lock import probe_lock
 from tests.helpers import run_ranks
@@ -294,13 +294,13 @@ def test_a_second_signal_after_the_stop_was_agreed_changes_nothing(
     try:
         handler, tiny = make_handler(tmp_path, freq_steps=100), Tiny()
         handler.load(tiny.state)
-        write = handler._saver.writer.write_snapshot
+        write = handler._snapshots.write
 
         def signalled(*args: Any, **options: Any) -> Any:
             os.kill(os.getpid(), signal.SIGTERM)
             return write(*args, **options)
 
-        monkeypatch.setattr(handler._saver.writer, "write_snapshot", signalled)
+        monkeypatch.setattr(handler._snapshots, "write", signalled)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Preempted):
             handler.dump(tiny.state, step_info(0))

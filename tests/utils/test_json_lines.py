@@ -1,15 +1,21 @@
 """JSON Lines: torn lines, and parts of a file."""
 
+import json
 import logging
 import os
 import random
 import re
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast.utils.json_lines import find_back, read_lines, to_line
+from holdfast.utils.json_lines import find_back, read_lines
+
+
+def to_line(entry: Any) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
 
 
 def test_lines_come_back_in_order_and_torn_ones_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

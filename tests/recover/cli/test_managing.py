@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.recover.cli.folders import open_mirror
 from holdfast.recover.cli.mirror import _push
-from holdfast.recover.storage.generations import GenerationStore
-from holdfast.recover.storage.retention import RetentionRules
+from holdfast.recover.storage.generations import GenerationStore, RetentionRules
 from holdfast.utils.errors import CheckpointNotFoundError
 from holdfast.utils.folder_lock import FolderLock
 from tests.engine.models import tiny_qwen3, write_model_folder
@@ -245,7 +244,7 @@ def test_an_export_of_a_generation_is_the_one_that_the_run_has_made(
 SMALL_MEMORY = """
 import resource, sys
 import transformers.models.qwen3.modeling_qwen3
-import holdfast.recover.convert.conversion, holdfast.recover.ranks.coordinator
+import holdfast.recover.convert.conversion, holdfast.recover.ranks
 from holdfast.recover.cli.main import cli
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

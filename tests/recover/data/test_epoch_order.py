@@ -18,7 +18,8 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.engine.dcp.state import DCPState
-from holdfast.recover.data.state import DATA_STATE, restore_data
+from holdfast.recover.data.capture import DATA_STATE
+from holdfast.recover.data.restore import restore_data
 from holdfast.utils.errors import ConfigError, PeerError
 from holdfast.utils.plain_values import pack_plain, read_plain
 from holdfast.utils.rng import seed_rng

@@ -13,9 +13,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from holdfast.engine.api import Stateful
-from holdfast.recover.data.epoch_order import EpochOrder
+from holdfast.recover.data.capture import EpochOrder
 from holdfast.recover.data.loader import ResumableDataLoader
-from holdfast.recover.data.position import restore_dataloader
+from holdfast.recover.data.restore import restore_dataloader
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from holdfast.utils.rng import capture_rng, restore_rng
 from tests.recover.runs import step_info

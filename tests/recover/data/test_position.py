@@ -21,9 +21,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as torchdata_sampler
 
 from holdfast.engine.api import StepInfo
-from holdfast.recover.data.epoch_order import EpochOrder, epoch_order, note_order
-from holdfast.recover.data.position import RestoredEpoch, restore_dataloader
-from holdfast.recover.ranks.target import RankTarget
+from holdfast.recover.data.capture import EpochOrder, epoch_order, note_order
+from holdfast.recover.data.restore import RestoredEpoch, restore_dataloader
+from holdfast.recover.engines import RankTarget
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from holdfast.utils.plain_values import pack_plain, unpack_plain
 from holdfast.utils.rng import RngState, capture_rng, restore_rng

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.recover import RecoverHandler
-from holdfast.recover.ranks.target import RankTarget
+from holdfast.recover.engines import RankTarget
 from holdfast.recover.resuming.check import check_bytes, share_of
 from holdfast.utils.manifest import read_manifest
 from tests.helpers import run_ranks

@@ -19,9 +19,9 @@ from holdfast.engine.dcp import state as dcp_state
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.staging import background_job, staged_state
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.saving import rank as rank_saving
-from holdfast.recover.saving.background import BackgroundStep
-from holdfast.recover.saving.rank import RankSession
+from holdfast.recover.saving import snapshot as snapshot_saving
+from holdfast.recover.saving.saver import BackgroundStep
+from holdfast.recover.saving.snapshot import RankSession
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
 from holdfast.utils.rng import RngState, capture_rng
 from tests.helpers import left_in_shared_memory, run_ranks, shared_memory
@@ -251,7 +251,7 @@ def _one_rank_fails(rank: int, world_size: int, root: str) -> tuple[list[bool], 
     saved = [handler.dump(tiny.state, step_info(0))]
     handler.wait()
     if rank == 1:
-        rank_saving.write_process = _refuse
+        snapshot_saving.write_process = _refuse
     tiny.step()
     saved.append(handler.dump(tiny.state, step_info(1)))
     step, error = 2, "none"
@@ -368,7 +368,7 @@ def test_generators_are_captured_once_for_all_engines(tmp_path: Path, monkeypatc
         captured.append(capture_rng())
         return captured[-1]
 
-    monkeypatch.setattr(rank_saving, "capture_rng", counted)
+    monkeypatch.setattr(snapshot_saving, "capture_rng", counted)
     monkeypatch.setattr(dcp_state, "capture_rng", counted)
     actor, critic = Tiny(), Tiny()
     with make(tmp_path) as handler:

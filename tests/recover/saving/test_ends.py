@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.recover.saving import background
-from holdfast.recover.saving.rank import RankSession
+from holdfast.recover.saving import saver
+from holdfast.recover.saving.snapshot import RankSession
 from tests.helpers import free_port
 from tests.recover.runs import Tiny, hidden, names, step_info
 from tests.recover.saving.test_background_saves import Gate, make
@@ -24,7 +24,7 @@ from torch import nn
 from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.saving.rank import RankSession
+from holdfast.recover.saving.snapshot import RankSession
 
 def main():
     root, write_s, end = sys.argv[1:]
@@ -111,7 +111,7 @@ def test_a_child_of_the_process_that_trains_has_no_snapshot_to_finish(tmp_path: 
     how = "child, at = os.fork(), time.monotonic(); child and (os.wait(), print('for', time.monotonic() - at))"
     code, said = end(tmp_path, how)
     assert code == 0 and names(tmp_path) == ["global_step_0"]
-    assert float(said.rpartition("for ")[2]) < background.LINGER_S / 2
+    assert float(said.rpartition("for ")[2]) < saver.LINGER_S / 2
 
 
 SLOW_TO_END = """
@@ -137,9 +137,9 @@ def test_the_process_does_not_end_under_a_thread_that_still_frees_tensors(tmp_pa
 
 
 HANGS = """
-from holdfast.recover.saving import background
+from holdfast.recover.saving import saver
 from holdfast.recover.storage import generations
-background.LINGER_S = 0.5
+saver.LINGER_S = 0.5
 reached = threading.Event()
 def hang(*args, reached=reached):
     reached.set()
@@ -185,7 +185,7 @@ def _grow(seconds: float) -> Callable[..., Any]:
 
 
 def test_a_first_snapshot_is_waited_for_while_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "LINGER_S", 0.8)
+    monkeypatch.setattr(saver, "LINGER_S", 0.8)
     monkeypatch.setattr(RankSession, "write_snapshot", _grow(2.0))
     tiny = Tiny()
     with pytest.raises(ZeroDivisionError), make(tmp_path) as handler:
@@ -196,7 +196,7 @@ def test_a_first_snapshot_is_waited_for_while_it_gets_on(tmp_path: Path, monkeyp
 
 
 def test_a_snapshot_that_does_not_get_on_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "LINGER_S", 0.3)
+    monkeypatch.setattr(saver, "LINGER_S", 0.3)
     gate, tiny = Gate(monkeypatch), Tiny()
     started = time.monotonic()
     with pytest.raises(ZeroDivisionError), make(tmp_path) as handler:

@@ -21,8 +21,8 @@ from holdfast.engine.staging.staged_state import Staging
 from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.placement import PlacementRequest, WorkerResources, place
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.saving import write as export_writing
-from holdfast.recover.saving.rank import RankSession
+from holdfast.recover.saving import exports as export_writing
+from holdfast.recover.saving.snapshot import RankSession
 from holdfast.utils.distributed import collective_broke
 from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted
 from tests.engine.hf.test_export import _contents, _tokenizer
@@ -77,14 +77,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
-        write: Callable[..., Any] = RankSession.write_export
+        write: Callable[..., Any] = export_writing.write_export
 
         def held(*args: Any) -> Any:
             self.reached.set()
             assert self._open.wait(30)
             return write(*args)
 
-        monkeypatch.setattr(RankSession, "write_export", held)
+        monkeypatch.setattr(export_writing, "write_export", held)
 
     def open_in(self, seconds: float) -> None:
         threading.Timer(seconds, self._open.set).start()

@@ -9,8 +9,7 @@ import pytest
 
 from holdfast.recover import GenerationStore, RecoverInfo
 from holdfast.recover.info import INFO_NAME
-from holdfast.recover.storage.generations import TRACKER_NAME, Generation
-from holdfast.recover.storage.retention import RetentionRules
+from holdfast.recover.storage.generations import TRACKER_NAME, Generation, RetentionRules
 from holdfast.utils.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.recover.config import RecoverConfig
-from holdfast.recover.storage.retention import RetentionRules, reasons_to_keep, steps_to_keep
+from holdfast.recover.storage.generations import RetentionRules, reasons_to_keep, steps_to_keep
 
 History = dict[int, dict[str, float]]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.engine.api import StepInfo
-from holdfast.recover.triggers.schedule import SnapshotSchedule
+from holdfast.recover.triggers import SnapshotSchedule
 from holdfast.utils.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 
-from holdfast.recover.triggers.signals import (
+from holdfast.recover.triggers import (
     SAVE_MARGIN,
     UNMEASURED_SAVE_S,
     StopNotice,

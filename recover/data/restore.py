@@ -6,7 +6,7 @@
   would then differ from a run that was never killed. So the iterator is built here, before the generators are restored.
 - The iterator uses the order of the epoch that the sampler was given last (``DistributedSampler.set_epoch``), or an
   order that the sampler draws from its generator (``RandomSampler``). The loader's state includes neither. So a
-  snapshot holds the origin of the order (see `epoch_order`), and the sampler is restored first.
+  snapshot holds the origin of the order (see `capture`), and the sampler is restored first.
 - Restored to the end of an epoch, its first loop has no batch, and a script that loops over epochs would skip one. So a
   finished epoch is ended here.
 
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +26,52 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...engine.api import Stateful, StepInfo
 from ...engine.memory.tensors import bytes_of
-from ...utils.errors import CheckpointMismatchError, ConfigError
-from .epoch_order import EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order, restore_draws
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from ...utils.plain_values import read_plain, unpack_plain
+from .capture import DATA_STATE, EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order
+from .samplers import restore_draws
 
 _END = object()
+
+
+def restore_data(
+    generation: Path, dataloader: Stateful | None, caller: int, n_callers: int, last_step: StepInfo
+) -> "RestoredEpoch | None":
+    """Restore the dataloader of the ``caller``-th of ``n_callers`` processes. Returns the rest of its epoch.
+
+    Raises:
+        CheckpointMismatchError: there is a state and no dataloader or the reverse, another number of processes saved
+            the state and it cannot be shared, or the loader did not take it (see `restore_dataloader`).
+        CheckpointCorruptError: the file cannot be read.
+    """
+    path = generation / DATA_STATE
+    if dataloader is None and path.exists():
+        raise CheckpointMismatchError(
+            f"{generation} holds a dataloader's state; pass that dataloader, or data starts over"
+        )
+    if dataloader is None:
+        return None
+    if not path.exists():
+        raise CheckpointMismatchError(f"{generation} holds no dataloader state; was it saved without a dataloader?")
+    states, orders, rank_independent = _read(path)
+    if len(states) != n_callers and not rank_independent:
+        raise CheckpointMismatchError(
+            f"{generation} holds dataloader states of {len(states)} processes, now there are {n_callers}; only a "
+            "dataloader that is rank_independent, as ResumableDataLoader, can change their number"
+        )
+    own = 0 if rank_independent else caller
+    return restore_dataloader(dataloader, unpack_plain(states[own], path), orders[own], last_step)
+
+
+def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
+    # States, orders (unknown in files of older versions), and whether any number of processes may use them.
+    match read_plain(path):
+        case {"states": [_, *_] as states, "rank_independent": rank_independent, **more}:
+            unknown = [None] * len(states)
+            epochs, generators = (more.get(key, unknown) for key in ("sampler_epochs", "sampler_generators"))
+            draws = more.get("sampler_draws", [{}] * len(states))
+            return list(states), list(map(EpochOrder, epochs, generators, draws)), rank_independent
+    raise CheckpointCorruptError(f"{path} is no dataloader's state; expected 'states' and 'rank_independent'")
 
 
 def restore_dataloader(
@@ -36,22 +79,14 @@ def restore_dataloader(
 ) -> "RestoredEpoch | None":
     """Restore a loader completely. Call this before the random generators are restored.
 
-    Args:
-        loader: any stateful loader. The steps in the module docstring apply to torch's ``DataLoader`` and its
-            subclasses.
-        state_dict: its ``state_dict`` when it was saved.
-        order: the result of `epoch_order` at that time. It is unknown in generations of older versions: then the
-            sampler's epoch is taken from ``last_step``, and its generator is taken to be in its first state, in the
-            first epoch.
-        last_step: last trained step.
+    The order is unknown in generations of older versions: then the sampler's epoch is taken from ``last_step``, and its
+    generator is taken to be in its first state, in the first epoch.
 
     Returns:
         the rest of an epoch whose order depends on the sampler's epoch. None if there is none.
 
     Raises:
-        CheckpointMismatchError: the loader did not return to its position, or its order cannot be made again. The
-            origin of the order was not saved, the sampler differs, or the sampler advances its epoch by itself while
-            batches are prefetched and has no `OrderNote`.
+        CheckpointMismatchError: the loader did not return to its position, or its order cannot be made again.
     """
     note, sampler = note_order(loader), epoch_sampler(loader)
     generator = _drawn_from(note, order, last_step)
@@ -63,7 +98,7 @@ def restore_dataloader(
             sampler.set_epoch(built_as)
         restore_draws(sampler if note is None else note.sampler, order.draws)
         if note is not None:
-            note.resume(generator)
+            note.resumed = generator
 
     rewind_order()
     _restore_place(loader, state_dict)
@@ -119,7 +154,7 @@ class RestoredEpoch:
 
 
 def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) -> torch.Tensor | None:
-    """State of the generator from which to draw the order. None if the order is not drawn from one."""
+    # State of the generator from which to draw the order. None if the order is not drawn from one.
     here = None if note is None else note.next_order().generator
     if here is None and order.generator is not None:
         raise CheckpointMismatchError(
@@ -160,10 +195,7 @@ def _end_if_over(
     rewind_order: Callable[[], None],
     note: OrderNote | None,
 ) -> bool:
-    """If the epoch is over, consume its end as the training loop did, so that the next loop is the next epoch.
-
-    Returns whether the epoch is over.
-    """
+    # If the epoch is over, consume its end as the training loop did, so that the next loop is the next epoch.
     if not isinstance(loader, DataLoader):
         return False
     if state_dict.get("_iterator_finished"):

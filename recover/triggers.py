@@ -1,10 +1,13 @@
-"""Reasons to snapshot and stop: a signal, a notice from outside, or a deadline.
+"""When to snapshot, and when to stop: a schedule, a signal, a notice from outside, or a deadline.
+
+Epochs and steps are counted from the start of the run, so a restart does not shift them. Seconds are counted on the
+clock of this process, from its last snapshot, so only one process decides: rank 0 under torchrun, the driver under Ray.
+A request to stop may reach any rank.
 
 A signal handler runs between any two instructions of the main thread (a call into C, such as a collective, delays it).
 It therefore only sets an attribute and writes to standard error. Everything else happens at the next step boundary, in
-`StopRequests.due`, which costs microseconds, and at most once a second the time of the notices.
-
-Forked children (the workers of a data loader) get the default handlers back inside `fork`, so that they end at once.
+`StopRequests.due`, which costs microseconds, and at most once a second the time of the notices. Forked children (the
+workers of a data loader) get the default handlers back inside `fork`, so that they end at once.
 """
 
 import contextlib
@@ -13,16 +16,24 @@ import re
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import IntFlag
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...utils.errors import ConfigError
-from ...utils.logging import get_logger
-from ...utils.processes import process_started_at
+from ..engine.steps import StepInfo
+from ..utils.config import require_range
+from ..utils.errors import ConfigError
+from ..utils.logging import get_logger
+from ..utils.processes import process_started_at
+
+if TYPE_CHECKING:
+    from .config import RecoverConfig
+    from .ranks import Ranks
 
 logger = get_logger(__name__)
 
@@ -33,6 +44,8 @@ SAVE_MARGIN = 1.5
 SLACK_S = 5.0
 """Additional seconds, to agree on the stop and to exit."""
 _NOTICE_POLL_S = 1.0
+_RECENT = 8
+"""Number of recent steps and saves whose longest one counts for a deadline."""
 
 _CRASHES = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
 """Signals that cannot be caught, or after which a snapshot is worthless."""
@@ -48,18 +61,119 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class StopNotice:
-    """A request to stop the run.
+    """A request to stop the run."""
 
-    Attributes:
-        reason: text for the log and the user.
-        by: Unix time when the process will be ended, if known.
-    """
-
-    reason: str
-    by: float | None = None
+    reason: str  # text for the log and the user
+    by: float | None = None  # Unix time when the process will be ended, if known
 
     def __str__(self) -> str:
         return self.reason if self.by is None else f"{self.reason}, which ends the process at {_local_time(self.by)}"
+
+
+class Wanted(IntFlag):
+    """Actions after a step. Any caller may set `STOP` and `FORCE`, only the leader sets the other flags."""
+
+    STOP = 1
+    SNAPSHOT = 2
+    EXPORT = 4
+    SETTLE = 8  # writing in the background has ended, and its result can be collected
+    FORCE = 16  # a snapshot although none is due. It must not fail
+
+
+class Triggers:
+    """Schedule, stop requests and pace of one run. A bad value in the configuration raises `ConfigError`."""
+
+    def __init__(self, config: "RecoverConfig", notices: Sequence[Callable[[], StopNotice | None]]) -> None:
+        self.schedule = SnapshotSchedule(config.freq_epochs, config.freq_steps, config.freq_secs)
+        self.stops = StopRequests(config.stop_signals, config.must_save_by, notices)
+        self._n_saves = 2 if config.async_save else 1  # the last one may have to wait for one that begins now
+        self._saves_s, self._steps_s = deque([0.0], _RECENT), deque([0.0], _RECENT)
+        self._step_began_s: float | None = None
+
+    @property
+    def save_s(self) -> float:
+        """Seconds of the longest recent snapshot or export. 0.0 before the first."""
+        return max(self._saves_s)
+
+    def saved(self, seconds: float) -> None:
+        """Note how long a snapshot or an export took."""
+        self._saves_s.append(seconds)
+
+    def step_begins(self) -> None:
+        """Note that the next step begins now. The first step of a process is not measured: its start is unknown."""
+        self._step_began_s = time.monotonic()
+
+    def after_step(self, ranks: "Ranks", step_info: StepInfo, ask: Callable[[], Wanted]) -> tuple[Wanted, str | None]:
+        """Agree on the actions after a step, and on the reason to stop, if there is one. Costs one small tensor.
+
+        ``ask`` returns further flags. It is called in every caller, and a failure in one is raised in all. A signal may
+        reach only some ranks, or reach them at different steps: the result is the same on all.
+        """
+        if self._step_began_s is not None:
+            self._steps_s.append(time.monotonic() - self._step_began_s)
+            self._step_began_s = None
+        reason: str | None = None
+
+        def ask_here() -> int:
+            nonlocal reason
+            wanted = ask()
+            if not ranks.is_leader:
+                wanted &= Wanted.FORCE
+            elif self.schedule.due(step_info):
+                wanted |= Wanted.SNAPSHOT
+            reason = self.stops.due(self.save_s, max(self._steps_s), self._n_saves)
+            return wanted | Wanted.STOP if reason is not None else wanted
+
+        wanted = Wanted(ranks.flags(ask_here))
+        if Wanted.STOP in wanted:
+            reason = next(told for told in ranks.here(lambda: reason) if told is not None)
+            self.stops.grant()
+        return wanted, reason
+
+
+class SnapshotSchedule:
+    """Decides by epochs, steps and seconds, whichever comes first. None of its state needs to be saved.
+
+    The frequencies are those of `RecoverConfig`. With ``freq_steps`` 10, steps 9, 19, 29 ... are due. With 0 for
+    ``freq_secs`` every step is due, without any frequency none is. A value out of range raises `ConfigError`.
+    """
+
+    def __init__(
+        self,
+        freq_epochs: int | None = None,
+        freq_steps: int | None = None,
+        freq_secs: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        require_range("freq_epochs", freq_epochs, low=1)
+        require_range("freq_steps", freq_steps, low=1)
+        require_range("freq_secs", freq_secs, low=0.0)
+        self._freq_epochs, self._freq_steps, self._freq_secs = freq_epochs, freq_steps, freq_secs
+        self._clock, self._last_s = clock, clock()
+        self._last_step: int | None = None
+
+    @property
+    def is_ever_due(self) -> bool:
+        """Whether there is a frequency."""
+        return (self._freq_epochs, self._freq_steps, self._freq_secs) != (None, None, None)
+
+    def due(self, step_info: StepInfo) -> bool:
+        """Whether to snapshot the step that was just trained. False for the step that was marked last.
+
+        Asking changes nothing, so asking twice (for an actor and a critic, say) gives the same answer.
+        """
+        if step_info.global_step == self._last_step:
+            return False
+        if self._freq_secs is not None and self._clock() - self._last_s >= self._freq_secs:
+            return True
+        if self._freq_steps is not None and (step_info.global_step + 1) % self._freq_steps == 0:
+            return True
+        epoch_ended = step_info.epoch_step == step_info.steps_per_epoch - 1
+        return self._freq_epochs is not None and epoch_ended and (step_info.epoch + 1) % self._freq_epochs == 0
+
+    def mark(self, step_info: StepInfo) -> None:
+        """Restart the clock, because the step was restored, or staged: until its commit, all steps would be due."""
+        self._last_s, self._last_step = self._clock(), step_info.global_step
 
 
 class StopRequests:
@@ -68,14 +182,10 @@ class StopRequests:
     Args:
         signals: names such as ``"SIGTERM"``. Earlier handlers are not called, because most would end the process.
             `uninstall` restores them.
-        must_save_by: a deadline for `parse_deadline`, or None.
+        must_save_by: see `parse_deadline`. If it passes during a recovery, the run stops at its next step.
         notices: functions that report a request from outside, called at most once a second. Each must return soon and
             not raise.
         clock: returns Unix time.
-
-    Raises:
-        ConfigError: a signal is unknown or cannot be caught, or ``must_save_by`` is not a deadline, or it was over when
-            this process started. A deadline that passed later, during a recovery, stops the run at its next step.
     """
 
     def __init__(
@@ -92,10 +202,8 @@ class StopRequests:
         self._notices, self._clock = tuple(notices), clock
         self._noticed_s = -_NOTICE_POLL_S
         self._requested: StopNotice | None = None
-        self._interrupted = False
+        self._interrupted = self._granted = self._listening = False
         self._unanswered: signal.Signals | None = None
-        self._granted = False
-        self._listening = False
         self._replaced: dict[signal.Signals, Any] = {}
         self._pid, self._main_thread = os.getpid(), 0
 
@@ -149,11 +257,7 @@ class StopRequests:
             signal.raise_signal(number)
 
     def give_up_in_child(self) -> None:
-        """Restore the default handlers in a forked child.
-
-        Python handlers only run between two instructions, so a child in a long call or a blocking read would not end
-        when its parent ends it.
-        """
+        """Restore the default handlers in a forked child, which could not end in a long call or a blocking read."""
         for number, before in self._replaced.items():
             if number != signal.SIGINT and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL)
@@ -165,19 +269,13 @@ class StopRequests:
 
     def grant(self) -> None:
         """Note that the run stops at this step boundary, so that later signals need no answer."""
-        self._granted = True
-        self._unanswered = None
+        self._granted, self._unanswered = True, None
 
     def due(self, save_s: float, step_s: float, n_saves: int = 1) -> str | None:
         """Return the reason to snapshot and stop now, before another step. None if the run may continue.
 
-        A signal, a request or a notice stops the run at once. A deadline stops it if a save that starts after one more
-        step might not end in time.
-
-        Args:
-            save_s: seconds of the longest recent save. 0 if none was measured, which counts as `UNMEASURED_SAVE_S`.
-            step_s: seconds of the longest recent step.
-            n_saves: number of saves that may have to end before the deadline, one after the other.
+        A signal, a request or a notice stops the run at once. A deadline stops it if ``n_saves`` saves that start after
+        one more step might not end in time. ``save_s`` is 0 if none was measured.
         """
         self._ask_notices()
         if self._requested is not None:
@@ -248,16 +346,7 @@ def _let_signals_in_child() -> None:
 
 
 def parse_deadline(text: str, after: float) -> float:
-    """Parse a deadline into Unix time.
-
-    Args:
-        text: a duration since the start of this process, with units (``"90m"``, ``"3h30m"``, ``"2d"``, ``"5400s"``), or
-            an ISO time, local unless it has an offset.
-        after: Unix time that the deadline must be later than.
-
-    Raises:
-        ConfigError: ``text`` cannot be parsed, or the deadline is over.
-    """
+    """Parse ``recover.must_save_by`` into Unix time. Raises `ConfigError` unless it is a time later than ``after``."""
     deadline = _parse(text.strip())
     if deadline is None:
         raise ConfigError(f"config key 'recover.must_save_by' is {text!r}; expected {_FORMS}")

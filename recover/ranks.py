@@ -12,12 +12,12 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from ...engine.api import Stateful
-from ...utils.distributed import (
+from ..engine.api import Stateful
+from ..utils.distributed import (
     all_ranks_succeed,
     gather_objects,
     get_rank,
@@ -26,58 +26,33 @@ from ...utils.distributed import (
     rank_zero_decides_slowly,
     reduce_flags_of,
 )
-from ...utils.errors import ConfigError, WorkerLost
-from ...utils.logging import get_logger
-from .target import RankTarget, rank_target
+from ..utils.errors import ConfigError, WorkerLost
+from ..utils.logging import get_logger
+from .engines import RankTarget, rank_target
+
+if TYPE_CHECKING:
+    from ..engine.workers.group import WorkerGroup
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
 
 
-@runtime_checkable
-class RankGroup(Protocol):
-    """Remote ranks that are called together, such as `holdfast.engine.workers.group.WorkerGroup`."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
-        """Run ``fn(worker, *args)`` on every rank. Returns results in rank order."""
-        ...
-
-    def run_in_background(self, fn: Callable[..., T], *args: Any) -> list[T]:
-        """Do the same from another thread of the caller, on another thread of every rank, while calls continue."""
-        ...
-
-
 @dataclass
 class SessionRef:
-    """Reference to the sessions of a handler, each with a ``background_group`` and ``close()``.
+    """Reference to the sessions of a handler, each with a ``background_group`` and ``close()``."""
 
-    Attributes:
-        key: name of the session in the processes of driven ranks.
-        own: session of this process, if this process is a rank.
-    """
-
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    own: Any = None
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)  # names the session in the processes of driven ranks
+    own: Any = None  # session of this process, if this process is a rank
 
 
 class LocalRanks:
     """Ranks that call the handler themselves, among them this process.
 
-    Attributes:
-        world_size: number of ranks.
-        n_callers: number of processes that call the handler, each with its own dataloader.
-        caller: index of this process among the callers.
-        is_driver: whether the caller is a process of its own, apart from the ranks.
-        is_leader: whether decisions are made in this process.
+    ``caller`` is the index of this process among the ``n_callers`` that call the handler, each with its dataloader.
     """
 
-    is_driver = False
+    is_driver = False  # whether the caller is a process of its own, apart from the ranks
 
     def __init__(
         self, target: RankTarget, group: dist.ProcessGroup | None = None, session: SessionRef | None = None
@@ -85,7 +60,7 @@ class LocalRanks:
         self._target, self._group, self._session = target, group, session or SessionRef()
         self.world_size = self.n_callers = get_world_size(group)
         self.caller = get_rank(group)
-        self.is_leader = self.caller == 0
+        self.is_leader = self.caller == 0  # decisions are made in this process
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(target, *args)`` on every rank. Every rank gets all results."""
@@ -130,15 +105,15 @@ class LocalRanks:
         return gather_objects(result, self._group)
 
     def flags(self, ask: Callable[[], int]) -> int:
-        """Return the bitwise OR of ``ask()`` over all callers. A failure in one is raised in all.
+        """Return the bitwise OR of ``ask()`` over all callers, in one collective of a small tensor.
 
-        Costs one collective of a small tensor. Objects are sent only if ``ask`` fails.
+        A failure in one caller is raised in all.
         """
         return reduce_flags_of("a step of recovery", ask, self._group)
 
 
 class DrivenRanks:
-    """Remote ranks that this process drives. It is the only caller, so it decides by itself.
+    """Remote ranks that this process drives, with the methods of `LocalRanks`. The only caller decides by itself.
 
     With ``in_background`` it calls the ranks from another thread, while other calls of the group continue.
     """
@@ -148,16 +123,17 @@ class DrivenRanks:
     n_callers = 1
     caller = 0
 
-    def __init__(self, group: RankGroup, session: SessionRef | None = None, *, in_background: bool = False) -> None:
-        self._group, self._session, self._in_background = group, session or SessionRef(), in_background
+    def __init__(self, group: "WorkerGroup", session: SessionRef, *, in_background: bool = False) -> None:
+        self._group, self._session = group, session
         self.world_size = group.world_size
+        self._run = group.run_in_background if in_background else group.run_all
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(worker, *args)`` on every rank."""
-        return self._group.run_in_background(fn, *args) if self._in_background else self._group.run_all(fn, *args)
+        return self._run(fn, *args)
 
     def open_sessions(self, make: Callable[..., Any], *args: Any) -> None:
-        """Open the session of every rank as ``make(holder, *args)``. If one rank fails, all sessions are closed."""
+        """Open the session of every rank. If one rank fails, all sessions are closed."""
         try:
             self.run_all(_open_session, self._session.key, make, *args)
         except BaseException:
@@ -165,7 +141,7 @@ class DrivenRanks:
             raise
 
     def run_sessions(self, method: Callable[..., T], *args: Any) -> list[T]:
-        """Run ``method(session, holder, *args)`` on every rank."""
+        """Run ``method(session, worker, *args)`` on every rank."""
         return self.run_all(_run_session, self._session.key, method, *args)
 
     def close_sessions(self) -> None:
@@ -183,9 +159,7 @@ class DrivenRanks:
         """Run ``decision`` here."""
         return decision()
 
-    def decide_slowly(self, work: Callable[[], T]) -> T:
-        """Run ``work`` here."""
-        return work()
+    decide_slowly = decide
 
     def here(self, fn: Callable[[], T]) -> list[T]:
         """Run ``fn`` here."""
@@ -226,8 +200,8 @@ Ranks = LocalRanks | DrivenRanks
 def ranks_of(
     engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None, session: SessionRef
 ) -> Ranks:
-    """Return `DrivenRanks` if ``engine`` is a `RankGroup`, else `LocalRanks` with the engines that it has."""
-    if isinstance(engine, RankGroup):
+    """Return `DrivenRanks` if ``engine`` is a `WorkerGroup`, else `LocalRanks` with the engines that it has."""
+    if hasattr(engine, "run_in_background"):  # without importing Ray
         return DrivenRanks(engine, session)
     target = rank_target(engine)
     return LocalRanks(RankTarget(target.engines, target.stateful | dict(stateful), group), group, session)

@@ -1,0 +1,269 @@
+"""The engines of one rank: find them, adapt those of other trainers, and state facts about them.
+
+The facts reveal a stale snapshot and a wrong restore.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..engine.api import Stateful
+from ..engine.dcp.fingerprint import combine_samples, sample_state
+from ..engine.dcp.state import DCPState, replicated
+from ..engine.hf.load import names_as_in
+from ..engine.lora.adapters import adapted_layers, base_view, transformers_model
+from ..engine.memory.tensors import by_clean_name, clean_name
+from ..engine.model.model_folder import find_source_folder
+from ..utils.compat.torch_private import without_compile
+from ..utils.distributed import get_rank
+from ..utils.errors import CheckpointError, ConfigError, StaleSnapshotError
+from ..utils.logging import get_logger
+from .info import EngineFacts
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class RankTarget:
+    """Engines and user objects of one rank, by name. The name of an engine becomes a folder of the generation."""
+
+    engines: dict[str, Any]  # as `as_engine` accepts them
+    stateful: dict[str, Stateful] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None  # for engines without a group. None means the default group
+
+    def __post_init__(self) -> None:
+        if not self.engines:
+            raise ConfigError("there is no engine to snapshot; pass at least one")
+        if bad := [name for name in self.engines if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name)]:
+            raise ConfigError(f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not 'state'")
+        self.engines = {name: as_engine(engine) for name, engine in self.engines.items()}
+
+    def state(self, name: str) -> DCPState:
+        """Return the state of an engine that is saved and restored."""
+        engine = self.engines[name]
+        if not isinstance(engine, DCPState):
+            engine = engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
+        if engine.group is None:
+            engine.group = self.group_of(name)
+        return engine
+
+    def group_of(self, name: str | None = None) -> dist.ProcessGroup | None:
+        """Return the control group (gloo) of an engine. Without a name, of the first engine."""
+        engine = next(iter(self.engines.values())) if name is None else self.engines[name]
+        return getattr(engine, "control_group", None) or self.group
+
+
+def rank_target(holder: Any) -> RankTarget:
+    """Find the engines of ``holder``, or raise `ConfigError` if it has none.
+
+    Args:
+        holder: a `RankTarget`, a dict of engines, anything that `as_engine` accepts, or a worker object with an
+            attribute ``engines`` (a dict) or ``engine``, and optionally ``stateful`` (a dict of user objects).
+    """
+    if isinstance(holder, RankTarget):
+        return holder
+    if isinstance(holder, Mapping):
+        return RankTarget(dict(holder))
+    engines = getattr(holder, "engines", None) or {"default": getattr(holder, "engine", None)}
+    if None not in engines.values():
+        return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
+    if (engine := _engine_of(holder)) is not None:
+        return RankTarget({"default": engine})
+    raise ConfigError(
+        f"{type(holder).__name__} has neither 'engines' nor 'engine', nor 'model' and 'optimizer'; the handler cannot "
+        "snapshot it"
+    )
+
+
+@dataclass(frozen=True)
+class HostEngine:
+    """The model, optimizer and schedule of another trainer, seen as an engine."""
+
+    model: nn.Module  # unsharded, in DistributedDataParallel, or sharded with FSDP2
+    optimizer: torch.optim.Optimizer | None = None  # None saves the model alone
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    control_group: dist.ProcessGroup | None = None  # gloo group of the ranks. None means the group of the handler
+
+    def dcp_state(self, with_optim: bool = True) -> DCPState:
+        """Return the state to save. For a model with adapters, without the base weights found in its folder."""
+        group = self.control_group
+        left_out = names_from_folder(self.model, group) if has_adapters(self.model) else False
+        if not with_optim:
+            return DCPState(self.model, trainable_only=left_out, group=group)
+        return DCPState(self.model, self.optimizer, self.lr_scheduler, trainable_only=left_out, group=group)
+
+
+def as_engine(thing: Any) -> Any:
+    """Return ``thing`` itself if it is an engine or a `DCPState`, else a `HostEngine` for it.
+
+    Args:
+        thing: an engine, a `DCPState`, a tuple ``(model, optimizer, lr_scheduler)`` whose last entries are optional, or
+            an object with the attributes ``model`` and ``optimizer``, as transformers' Trainer and AReaL's engines have
+            them. Its ``lr_scheduler`` and its ``control_group`` (AReaL: ``cpu_group``) are used if present.
+
+    Raises:
+        ConfigError: ``thing`` is none of these.
+    """
+    if (engine := _engine_of(thing)) is None:
+        raise ConfigError(
+            f"a {type(thing).__name__} cannot be snapshotted; expected an engine, a DCPState, a tuple (model, "
+            "optimizer, lr_scheduler), or an object with the attributes 'model' and 'optimizer'"
+        )
+    return engine
+
+
+def _engine_of(thing: Any) -> Any:
+    if isinstance(thing, DCPState) or hasattr(thing, "dcp_state"):
+        return thing
+    if isinstance(thing, Sequence):
+        return HostEngine(*thing) if 0 < len(thing) <= 3 and isinstance(thing[0], nn.Module) else None
+    if isinstance(getattr(thing, "model", None), nn.Module) and hasattr(thing, "optimizer"):
+        group = getattr(thing, "control_group", None) or getattr(thing, "cpu_group", None)
+        return HostEngine(thing.model, thing.optimizer, getattr(thing, "lr_scheduler", None), group)
+    return None
+
+
+_found: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether ``model`` is a transformers model with PEFT adapters."""
+    model = without_compile(replicated(model))
+    base = transformers_model(model)
+    return isinstance(base, PreTrainedModel) and (base is not model or bool(adapted_layers(model)))
+
+
+def names_from_folder(model: nn.Module, group: dist.ProcessGroup | None = None) -> Collection[str]:
+    """Find the frozen parameters that equal the base model's folder bit for bit on this rank.
+
+    ``model`` is one for which `has_adapters` is true, on the ranks of ``group``. Its first call reads the folder.
+    """
+    model = without_compile(replicated(model))
+    if model not in _found:
+        frozen = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        same = _from_folder(base_view(transformers_model(model)), group)
+        _found[model] = frozenset(name for name, param in frozen.items() if id(param) in same)
+        if get_rank(group) == 0 and (others := sorted(frozen.keys() - _found[model])):
+            logger.warning(
+                "%s (%d of %d frozen parameters) does not come from the folder of the base model as it is: snapshots "
+                "hold it", others[0], len(others), len(frozen),
+            )  # fmt: skip
+    return _found[model]
+
+
+def _from_folder(base: PreTrainedModel, group: dist.ProcessGroup | None) -> set[int]:
+    folder = find_source_folder(base.config)
+    if folder is None or getattr(base.config, "quantization_config", None) is not None:
+        return set()
+    try:
+        names = names_as_in(folder, base, group)
+    except (CheckpointError, OSError) as error:
+        logger.info("the base model cannot be compared with its folder: %s", error)
+        return set()
+    return {id(param) for name, param in base.named_parameters(remove_duplicate=False) if name in names}
+
+
+@dataclass(frozen=True)
+class EngineSample:
+    """The part of `EngineFacts` that one rank knows. ``sample`` comes from `sample_state`.
+
+    Bytes that match their digests can still be the wrong bytes: a writer that copied an old staging buffer (NeMo-RL's
+    asynchronous saves all repeated the first one), a loader that left the moments at zero. Each snapshot therefore
+    counts optimizer steps, records the learning rate, and samples up to 64 elements of every tensor. The next snapshot
+    must differ, and a restore must match.
+    """
+
+    optimizer_steps: int | None
+    lr: float | None
+    schedule_step: float | None
+    sample: dict[str, int | bool]
+
+
+def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
+    """Read the counters of an engine. The learning rate is taken from group ``first_group``."""
+    optimizer = state.optimizer
+    if optimizer is None:
+        return EngineSample(None, None, None, {})
+    schedule_step = getattr(state.scheduler, "last_epoch", None)  # torch's ChainedScheduler has none
+    return EngineSample(_optimizer_steps(state), float(optimizer.param_groups[first_group]["lr"]), schedule_step, {})
+
+
+def sample_engine(state: DCPState, first_group: int = 0) -> EngineSample:
+    """Read the counters of an engine, and sample the tensors of this rank."""
+    return replace(count_engine(state, first_group), sample=sample_state(state.live_tensors()))
+
+
+def _optimizer_steps(state: DCPState) -> int:
+    # The engine's own count, which no stale buffer can hide, else the optimizer's.
+    counters = {} if state.counters is None else state.counters.state_dict()
+    if "optimizer_steps" in counters:
+        return int(counters["optimizer_steps"])
+    assert state.optimizer is not None
+    return max((int(entry["step"]) for entry in state.optimizer.state.values() if "step" in entry), default=0)
+
+
+def combine_ranks(ranks: Sequence[Mapping[str, EngineSample]]) -> dict[str, EngineFacts]:
+    """Combine the samples of all ranks: engine name -> facts."""
+    facts = {}
+    for name, first in ranks[0].items():
+        combined = combine_samples([rank[name].sample for rank in ranks])
+        moved = bool(combined["moved"])
+        parts = ("model",) if first.optimizer_steps is None else ("model", "optim")
+        fingerprints = {part: str(combined[part]) for part in parts}
+        facts[name] = EngineFacts(first.optimizer_steps, first.lr, first.schedule_step, fingerprints, moved)
+    return facts
+
+
+def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts]) -> None:
+    """Raise `StaleSnapshotError` if every sampled value is as ``before``, although the optimizer has stepped.
+
+    After an update the moments or the parameters have changed. If only one changed (a rate of 0, an update below the
+    precision, gradients too small for an accumulator), a warning is logged.
+    """
+    for name in now.keys() & before.keys():
+        old, new = before[name], now[name]
+        if not new.moved or (new.optimizer_steps or 0) <= (old.optimizer_steps or 0):
+            continue
+        steps = f"optimizer steps {old.optimizer_steps} and {new.optimizer_steps}"
+        still = [part for part, value in new.fingerprints.items() if value == old.fingerprints.get(part)]
+        if len(still) == len(new.fingerprints):
+            raise StaleSnapshotError(
+                f"stale snapshot of {name!r}: fingerprints did not change between {steps}; not committed"
+            )
+        if still and new.lr:
+            logger.warning("the sampled %s of %r is the same at %s", still[0], name, steps)
+
+
+_SETTINGS = (
+    *(f"backends.{unit}.fp32_precision" for unit in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")),
+    *(f"backends.cuda.matmul.allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")),
+    *(f"backends.cuda.{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "math", "cudnn")),
+    *("backends.cudnn.benchmark", "backends.cudnn.deterministic"),
+    *("are_deterministic_algorithms_enabled", "get_default_dtype"),
+)
+"""Attributes and functions of torch. ``allow_tf32`` and ``set_float32_matmul_precision`` set ``fp32_precision``."""
+
+
+def numerical_switches(states: Mapping[str, DCPState]) -> dict[str, str]:
+    """Collect settings that change the numbers of a step and are not part of the state: name -> value as text.
+
+    "none" is reported as "ieee", because both compute the same.
+    """
+    values = {name: attrgetter(name)(torch) for name in _SETTINGS}
+    found = {f"torch.{name}": str(value() if callable(value) else value) for name, value in values.items()}
+    found = {name: "ieee" if value == "none" else value for name, value in found.items()}
+    for engine, state in states.items():
+        params = by_clean_name(state.model.named_parameters())
+        trained = sorted(name for name, param in params.items() if param.requires_grad)
+        names = xxhash.xxh3_64_hexdigest("\n".join(trained).encode())
+        found[f"trained parameters of {engine}"] = f"{len(trained)} of {len(params)} (names {names})"
+    return found

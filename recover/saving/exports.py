@@ -1,0 +1,189 @@
+"""Hugging Face exports of a run: when they are due, and how they are captured, written, committed and deleted.
+
+An export is written from the tensors of the snapshot of the same step, or from the weights alone.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...engine.api import HFExportOptions, export_dtype
+from ...engine.fsdp_engine import FSDPEngine
+from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
+from ...engine.hf.save import exportable_tensors, write_hf
+from ...engine.lora.adapters import adapted_layers, transformers_model
+from ...engine.staging.staged_model import check_mesh, staged_model
+from ...utils.distributed import all_ranks_succeed
+from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.files import as_write_error, commit_folder, remove_or_log
+from ...utils.logging import get_logger
+from ..config import RecoverConfig
+from ..engines import RankTarget, rank_target
+from ..ranks import Ranks
+from ..storage.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from .snapshot import Capture, RankSession
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """The export that the configuration asks for. ``engine`` is None if there is only one."""
+
+    engine: str | None
+    dtype: str | None
+    adapters: str
+    tokenizer: Any
+    processor: Any
+
+    def name(self, target: RankTarget) -> str:
+        """Return the name of the engine to export. Raises `ConfigError` if none or several could be meant."""
+        names = list(target.engines)
+        if self.engine is None and len(names) > 1:
+            raise ConfigError(
+                f"config key 'recover.hf_engine' is null, but there are several engines: name one of {names}"
+            )
+        name = names[0] if self.engine is None else self.engine
+        if name not in names:
+            raise ConfigError(f"config key 'recover.hf_engine' is {name!r}; expected one of {names}")
+        model = target.state(name).model
+        if not isinstance(transformers_model(model), PreTrainedModel):
+            raise ConfigError(
+                f"engine {name!r} has a {type(model).__name__}, which is no transformers model and cannot be exported; "
+                "name another as recover.hf_engine, or unset recover.hf_freq_steps"
+            )
+        return name
+
+
+class Exports:
+    """The exports of one run, in the process that calls the handler."""
+
+    def __init__(self, config: RecoverConfig, folder: RunFolder, tokenizer: Any, processor: Any) -> None:
+        assert config.hf_freq_steps is not None
+        self.request = ExportRequest(config.hf_engine, config.hf_dtype, config.hf_adapters, tokenizer, processor)
+        self.last_step: int | None = None  # the last export that was begun. It is never due twice, even if it fails
+        self._every, self._keep, self._async_save = config.hf_freq_steps, config.hf_max_to_keep, config.async_save
+        self._folder, self._store = folder, folder.exports
+
+    def check(self, ranks: Ranks) -> None:
+        """Raise `ConfigError` on all ranks unless all can make the export. Collective over the callers."""
+        ranks.run_all(_check_export, self.request, self._async_save)
+
+    def due(self, step: int) -> bool:
+        """Whether to export the weights after ``step``. Called in the leader."""
+        return (
+            (step + 1) % self._every == 0 and step != self.last_step and not os.path.lexists(self._store.path_of(step))
+        )
+
+    def write(self, ranks: Ranks, capture: "Capture") -> float:
+        """Write and commit a captured export. Collective over the callers. Returns seconds since the save began.
+
+        After an error nothing became visible.
+        """
+        step = capture.step_info.global_step
+        final = self._store.path_of(step)
+
+        def commit() -> None:
+            with self._folder.committing(), as_write_error(final):
+                commit_folder(staging, final)
+                self._delete_old()
+
+        staging = ranks.decide(partial(self._store.open_staging, step))
+        with ExitStack() as undo:
+            if ranks.is_leader:
+                undo.callback(self._store.discard, staging)
+            ranks.run_sessions(write_export, str(staging), capture.in_background)
+            ranks.decide(commit)
+            undo.pop_all()
+        seconds = time.monotonic() - capture.began_s
+        logger.info("step %d: exported %s in %.3f s", step, final, seconds)
+        return seconds
+
+    def _delete_old(self) -> None:
+        try:
+            old = self._store.generations()[self._keep :] if self._keep is not None else []
+        except OSError as error:
+            logger.warning("no export is deleted, because %s cannot be listed: %s", self._store.root, error)
+            return
+        for export in old:
+            remove_or_log(export.path)
+
+    def give_up(self, after: int) -> None:
+        """Quarantine exports of steps later than ``after``, which the run trains again. Called in the leader."""
+        self.last_step = None
+        self._store.sweep()
+        for export in self._store.generations():
+            if export.step > after:
+                self._store.quarantine(export, f"the run went back to before step {export.step}")
+
+
+@dataclass(frozen=True)
+class ExportCapture:
+    """Weights of the engine ``name`` of one rank after one step, ready for ``write``."""
+
+    name: str
+    group: dist.ProcessGroup | None
+    model: nn.Module
+    options: HFExportOptions
+    write: Callable[..., None]
+
+
+def capture_export(session: "RankSession", target: RankTarget, staged: bool) -> ExportCapture:
+    """Capture the weights of this rank, staged with the snapshot of the same step if there is one."""
+    request = session.request
+    assert request is not None, "an export is due, but none was ever to be"
+    name = request.name(target)
+    state, engine = target.state(name), target.engines[name]
+    model = state.model
+    if staged:
+        values = session.snapshot.values[name] if session.snapshot else None
+        values = values or session.staging_of(name, state).stage(state, model_only=True)
+        model = staged_model(model, values["model"])
+    path, dtype = (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
+    base = path if path is not None and path.is_dir() else None
+    if request.adapters == "peft":
+        dtype = base = None  # adapters keep their dtype, and the files of the base stay with the base
+    options = HFExportOptions(export_dtype(request.dtype, dtype), request.tokenizer, request.processor, base)
+    write: Any = write_adapters if request.adapters == "peft" else write_hf
+    return ExportCapture(name, target.group_of(name), model, options, write)
+
+
+def write_export(session: "RankSession", holder: Any, folder: str, in_background: bool) -> None:
+    """Write the captured export of this rank, under the same conditions as `RankSession.write_snapshot`."""
+    capture, session.export = session.export, None
+    assert capture is not None, "nothing was captured"
+    group, gather_group = capture.group, None
+    if in_background:
+        group = gather_group = session.enter_background()
+        with all_ranks_succeed("preparing the export", group):
+            session.finish_staging([capture.name])
+    capture.write(capture.model, Path(folder), capture.options, group=group, gather_group=gather_group)
+
+
+def _check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:
+    target = rank_target(holder)
+    name = request.name(target)
+    state = target.state(name)
+    look: Any = adapter_tensors if request.adapters == "peft" else exportable_tensors
+    try:
+        look(state.model)
+    except CheckpointMismatchError as error:
+        other = "; set recover.hf_adapters to 'peft' for a folder of PEFT" if adapted_layers(state.model) else ""
+        if request.adapters == "peft":
+            other = "; set recover.hf_adapters to 'merged' for all weights"
+        raise ConfigError(
+            f"engine {name!r} cannot be exported: {error}. Or unset recover.hf_freq_steps{other}"
+        ) from error
+    if in_background:
+        check_mesh(state.model_only().live_tensors(), target.group_of(name))

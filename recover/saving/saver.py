@@ -1,0 +1,393 @@
+"""`Saver`: decide whether a step is saved, save it now or in the background, and account for the outcome.
+
+A save in order:
+
+1. `Saver.save`: is the step due, and is the last one written?
+2. `SnapshotWriter.capture` in ``snapshot.py``: every rank captures its state. `dump` can return now.
+3. `SnapshotWriter.write`: every rank writes its part, the leader commits the generation and copies it.
+4. `Saver.settle`: collect the result, and raise or count a failure.
+
+One step at a time is written in the background, on a thread with its own process group, or under Ray on threads of the
+workers. Its collectives therefore never interleave with those of training.
+"""
+
+import atexit
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.util import Finalize
+from threading import Event, Thread
+
+import torch.distributed as dist
+
+from ...engine.api import Stateful, StepInfo
+from ...engine.staging.background_job import BackgroundJob, JobState, Task
+from ...utils.distributed import collective_broke, is_write_failure
+from ...utils.errors import CheckpointWriteError, ConfigError, HoldfastError, PeerError, StaleSnapshotError
+from ...utils.files import as_write_error
+from ...utils.logging import get_logger
+from ..config import RecoverConfig
+from ..data.restore import RestoredEpoch
+from ..info import finite_numbers
+from ..ranks import Ranks
+from ..storage.run_folder import RunFolder
+from ..triggers import Triggers, Wanted
+from .exports import Exports
+from .snapshot import SnapshotWriter
+
+logger = get_logger(__name__)
+
+LINGER_S = 10.0
+LINGER_SAVES = 3
+"""The end of a run waits `LINGER_S` plus `LINGER_SAVES` usual saves without progress. Only a rank that hangs would need
+longer."""
+_POLL_S = 0.2
+
+
+@dataclass
+class SaveStats:
+    """Outcomes and costs of the snapshots and exports of a handler, in this process."""
+
+    committed: int = 0  # snapshots that became generations
+    failed: int = 0  # snapshots that could not be committed
+    exported: int = 0  # committed Hugging Face exports
+    exports_failed: int = 0  # exports that could not be committed
+    skipped: int = 0  # due steps that were not saved, because an earlier one was still being written
+    waited: int = 0  # due steps that waited for an earlier one
+    waited_s: float = 0.0  # seconds spent waiting, in total
+    blocked_s: float = 0.0  # seconds that the last save kept training, including the wait
+    save_s: float = 0.0  # seconds from the start to the commit of the last snapshot
+    export_s: float = 0.0  # seconds that the last export took, including the snapshot of the same step
+
+
+class Saver:
+    """Saves the steps of one handler. ``failed_in_a_row`` counts the failed snapshots and exports since a success."""
+
+    def __init__(
+        self,
+        config: RecoverConfig,
+        folder: RunFolder,
+        triggers: Triggers,
+        snapshots: SnapshotWriter,
+        exports: Exports | None,
+    ) -> None:
+        self.stats, self.failed_in_a_row = SaveStats(), {"snapshot": 0, "export": 0}
+        self._config, self._folder, self._triggers = config, folder, triggers
+        self._snapshots, self._exports = snapshots, exports
+        self._background: BackgroundStep | None = None
+        self._at_exit: Finalize | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written, as far as this process knows."""
+        return self._background is None or self._background.ended
+
+    def wants(
+        self, step_info: StepInfo, epoch: RestoredEpoch | None, force: bool, metrics: Mapping[str, float]
+    ) -> Wanted:
+        """Return what `Triggers` cannot know about a step: forced snapshots, exports, results to collect."""
+        finite_numbers(metrics)
+        if epoch is not None:
+            epoch.check(step_info)
+        wanted = Wanted.FORCE if force else Wanted(0)
+        if self._background is not None and self._background.ended:
+            wanted |= Wanted.SETTLE
+        if self._exports is not None and self._exports.due(step_info.global_step):
+            wanted |= Wanted.EXPORT
+        return wanted
+
+    def save(
+        self,
+        ranks: Ranks,
+        step_info: StepInfo,
+        wanted: Wanted,
+        last_step: int | None,
+        dataloader: Stateful | None,
+        metrics: Mapping[str, float],
+    ) -> bool:
+        """Save a step as far as it is ``wanted``, in the background unless it is the last. Collective over the callers.
+
+        A forced snapshot and the one before a stop must not fail. ``last_step`` was snapshotted or restored last.
+        Returns whether a snapshot was taken: committed, or staged for the background.
+        """
+        step, started_s = step_info.global_step, time.monotonic()
+        must, background = bool(wanted & (Wanted.FORCE | Wanted.STOP)), self._background
+        if must and background is not None and background.step == step:
+            background.must = True  # this very snapshot is being written
+        snapshot, saved, checked = must or Wanted.SNAPSHOT in wanted, False, False
+        kinds = ["export"] if Wanted.EXPORT in wanted else []
+        with self.tolerating(step, must):
+            if snapshot and ranks.decide(partial(self._is_new, step, last_step)):
+                kinds.insert(0, "snapshot")
+            checked = True
+        if checked:
+            if not kinds or not self._wait_or_skip(must):
+                return False
+            now = not self._config.async_save or Wanted.STOP in wanted
+            saved = self.save_kinds(ranks, step_info, kinds, dataloader, metrics, must=must, in_background=not now)
+        if snapshot:
+            self._triggers.schedule.mark(step_info)  # after a failure too: with freq_secs every step would try again
+        self.stats.blocked_s = time.monotonic() - started_s
+        blocked_s, n_failed = round(self.stats.blocked_s, 4), self.failed_in_a_row["snapshot"]
+        self._folder.journal.note("save", step=step, blocked_s=blocked_s, failed_in_a_row=n_failed)
+        return saved
+
+    def save_kinds(
+        self,
+        ranks: Ranks,
+        step_info: StepInfo,
+        kinds: Sequence[str],
+        dataloader: Stateful | None = None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        must: bool = False,
+        in_background: bool,
+    ) -> bool:
+        """Do the same for a step that is due as ``kinds``: ``snapshot``, ``export`` or both, in this order."""
+        step, writes = step_info.global_step, {}
+        with self.tolerating(step, must and kinds[0] == "snapshot", kinds[0]):
+            functions = {"snapshot": self._snapshots.write}
+            if self._exports is not None and "export" in kinds:
+                functions["export"], self._exports.last_step = self._exports.write, step
+            capture = self._snapshots.capture(ranks, step_info, kinds, dataloader, metrics or {}, in_background)
+            writers = ranks.in_background() if in_background else ranks
+            writes = {kind: partial(functions[kind], writers, capture) for kind in kinds}
+        if in_background and writes:
+            staged_bytes = partial(self._folder.staged_bytes, step)
+            self._background = BackgroundStep(step, writes, must=must, written_bytes=staged_bytes)
+            self._finish_at_exit()
+            return "snapshot" in kinds
+        committed = self.stats.committed
+        for kind, write in writes.items():
+            with self.tolerating(step, must and kind == "snapshot", kind):
+                self._count(kind, write())
+        return self.stats.committed > committed
+
+    def _is_new(self, step: int, last_step: int | None) -> bool:
+        store, background = self._folder.generations, self._background
+        with as_write_error(store.root):
+            newest = max((generation.step for generation in store.generations()), default=-1)
+        if background is not None and "snapshot" in background.tasks:
+            newest = max(newest, background.step)
+        if newest > step or newest == step != last_step:
+            raise ConfigError(
+                f"step {step} is to be snapshotted, but {store.root} holds step {newest}: the job went back. Start "
+                "from the step after the one that load returned"
+            )
+        return newest < step
+
+    def _wait_or_skip(self, must: bool) -> bool:
+        """Wait for a step that is still being written, or return False to skip the new one."""
+        if (background := self._background) is None:
+            return True
+        step, started_s = background.step, time.monotonic()
+        if self._config.on_busy == "skip" and not must:
+            self.stats.skipped += 1
+            if not background.was_busy:
+                logger.info("a step is due to be saved, but step %d is still being written: skipped", step)
+            elif started_s - background.began_s > self._config.save_timeout_s:
+                logger.warning("step %d has been pending for %.0f s; skipped", step, started_s - background.began_s)
+            background.was_busy = True
+            return False
+        self.settle()
+        waited_s = time.monotonic() - started_s
+        self.stats.waited += 1
+        self.stats.waited_s += waited_s
+        logger.info("a step is due to be saved, but step %d was still being written: waited %.3f s", step, waited_s)
+        return True
+
+    @contextmanager
+    def tolerating(self, step: int, must: bool, kind: str = "snapshot") -> Iterator[None]:
+        """Log and count a snapshot or export that fails in this block, up to ``save_failures_allowed`` in a row.
+
+        Raises the error if it ``must`` not fail, or a rank failed for another reason than storage or a stale snapshot.
+        """
+        try:
+            yield
+        except (CheckpointWriteError, StaleSnapshotError, PeerError) as error:
+            self.stats.failed += kind == "snapshot"
+            self.stats.exports_failed += kind == "export"
+            if must or not (is_write_failure(error) or isinstance(error, StaleSnapshotError)):
+                raise
+            self.failed_in_a_row[kind] += 1
+            n_failed, allowed = self.failed_in_a_row[kind], self._config.save_failures_allowed
+            if n_failed > allowed:
+                raise
+            logger.error("step %d: %s failed, %d in a row (%d allowed): %s", step, kind, n_failed, allowed, error)
+
+    def _count(self, kind: str, seconds: float) -> None:
+        self.failed_in_a_row[kind] = 0
+        if kind == "snapshot":
+            self.stats.committed += 1
+            self.stats.save_s = seconds
+        else:
+            self.stats.exported += 1
+            self.stats.export_s = seconds
+        self._triggers.saved(seconds)
+
+    def settle(self, must: bool = False) -> None:
+        """Wait until nothing is being written, and collect the results. With ``must`` every failure is raised."""
+        if (background := self._background) is None:
+            return
+        background.wait()  # KeyboardInterrupt here leaves the state unchanged
+        self._background = None
+        with ExitStack() as results:  # the export's first: if both have failed, the snapshot's error is raised
+            for kind in background.tasks:
+                results.callback(self._collect, background, kind, must or (background.must and kind == "snapshot"))
+
+    def _collect(self, background: "BackgroundStep", kind: str, must: bool) -> None:
+        with self.tolerating(background.step, must or background.lost_peers(kind), kind):
+            self._count(kind, background.result(kind))
+
+    def linger(self) -> None:
+        """Wait for the background while it makes progress. The run ends with an error, so nothing follows."""
+        if self._background is not None:
+            self._background.linger(self._triggers.save_s)
+
+    def close(self, *, settle: bool) -> None:
+        """Stop writing in the background. With ``settle``, collect the results first, and raise every failure.
+
+        Otherwise nothing is committed after this call, unless a commit hangs (see `RunFolder.end_commits`).
+        """
+        try:
+            if settle:
+                self.settle(must=True)
+        finally:
+            self._abandon()
+            if self._at_exit is not None:
+                atexit.unregister(self._end_of_process)
+                self._at_exit.cancel()
+
+    def _abandon(self) -> None:
+        self._folder.end_commits(LINGER_S + LINGER_SAVES * self._triggers.save_s)
+        if self._background is not None:
+            self._background.give_up()
+            self._background = None
+
+    def _finish_at_exit(self) -> None:
+        # Before Python 3.13 a process forked by multiprocessing runs no ``atexit`` functions at its end, only
+        # finalizers of multiprocessing. The one that is called second finds nothing to do.
+        if self._at_exit is None:
+            self._at_exit = Finalize(None, self._end_of_process, exitpriority=0)
+            atexit.register(self._end_of_process)
+
+    def _end_of_process(self) -> None:
+        # The process did not call `close`: finish its last snapshot, or end it with an error.
+        background = self._background
+        if background is None or background.pid != os.getpid():  # a forked child inherits the registration
+            return
+        try:
+            self.linger()
+        finally:
+            self._abandon()
+            background.require_snapshot()
+
+
+class BackgroundStep:
+    """The writes of one step, from the start of their thread until their results are collected.
+
+    A second thread looks at the progress while `linger` waits, because a look at a storage that hangs does not return,
+    which counts as no progress. It starts with the job: no thread can be started during the exit of the process
+    (Python 3.12).
+    """
+
+    def __init__(
+        self, step: int, writes: Mapping[str, Callable[[], float]], *, must: bool, written_bytes: Callable[[], int]
+    ) -> None:
+        self.step, self.pid, self.began_s = step, os.getpid(), time.monotonic()
+        self.must = must  # raise a failed snapshot rather than count it. A failed export is counted: a resume makes it
+        self.was_busy = False  # another step was skipped because of this one
+        self.tasks = {kind: Task(f"{kind} of step {step}", write) for kind, write in writes.items()}
+        self._distributed, self._written_bytes = dist.is_initialized(), written_bytes
+        self._lingers, self._progress = Event(), (0, 0)
+        # A daemon thread: a rank or a storage that hangs must not keep this process from its exit.
+        self.job = BackgroundJob("snapshot", list(self.tasks.values()), daemon=True)
+        self.job.start()
+        self._watch = Thread(target=self._look, name="snapshot progress", daemon=True)
+        self._watch.start()
+        self.job.call_at_end(self._lingers.set)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all writes have ended."""
+        return self.job.poll() is not JobState.RUNNING
+
+    def wait(self) -> None:
+        """Wait for the end of both threads. KeyboardInterrupt here changes nothing."""
+        self.job.wait()
+        self._watch.join(LINGER_S)  # a look at a storage that hangs is left behind
+
+    def lost_peers(self, kind: str) -> bool:
+        """Whether the write failed because the ranks could not reach each other."""
+        error = self.tasks[kind].error()
+        if not self._distributed or error is None:
+            return False
+        foreign = isinstance(error, ValueError) and not isinstance(error, HoldfastError)
+        return collective_broke(error) or (foreign and not dist.is_initialized())  # torch's error for a destroyed group
+
+    def result(self, kind: str) -> float:
+        """Return how long the write took, or raise its error."""
+        if self.lost_peers(kind):
+            error = self.tasks[kind].error()
+            raise CheckpointWriteError(
+                f"step {self.step}: the {kind} is lost, because the ranks could not reach each other while it was "
+                f"written ({type(error).__name__}: {error}). Either a rank has ended, or torch.distributed was "
+                "destroyed: call wait or close of the RecoverHandler before destroy_process_group. What was "
+                "committed before is intact"
+            ) from error
+        return self.tasks[kind].result()
+
+    def linger(self, save_s: float) -> None:
+        """Wait until all writes have ended, or until they have made no progress for too long."""
+        started_s = moved_s = time.monotonic()
+        seen = self._progress
+        self._lingers.set()
+        while time.monotonic() - moved_s < LINGER_S + max(LINGER_SAVES * save_s, moved_s - started_s):
+            if self.job.wait(_POLL_S) is not JobState.RUNNING:
+                break
+            if (progress := self._progress) != seen:
+                seen, moved_s = progress, time.monotonic()
+        if self.ended:
+            self._watch.join(LINGER_S)
+
+    def _look(self) -> None:
+        self._lingers.wait()
+        while not self.ended:
+            n_ended = sum(task.state is not JobState.RUNNING for task in self.tasks.values())
+            self._progress = n_ended, self._written_bytes()
+            time.sleep(_POLL_S)
+
+    def give_up(self) -> None:
+        """Log the unfinished and failed writes. Their results will not be collected."""
+        for kind, task in self.tasks.items():
+            if task.state is JobState.RUNNING:
+                logger.warning("step %d: the %s that was being written is given up", self.step, kind)
+            elif (error := task.error()) is not None:
+                logger.error("step %d: %s failed: %s", self.step, kind, error)
+
+    def require_snapshot(self) -> None:
+        """End the process with code 1 if its snapshot was not committed.
+
+        Called during the exit of the process, which cannot change its exit code in any other way. Functions that are
+        registered to run later are not called.
+        """
+        snapshot = self.tasks.get("snapshot")
+        if snapshot is None or snapshot.state is JobState.DONE:
+            return
+        error = snapshot.error() or TimeoutError("it was not finished")
+        try:
+            logger.error(
+                f"step {self.step}: the process ends without its snapshot ({type(error).__name__}: {error}); "
+                "call wait or close of the RecoverHandler before it ends, and before torch.distributed or the "
+                "engine is destroyed"
+            )
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)

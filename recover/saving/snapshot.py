@@ -1,0 +1,349 @@
+"""A snapshot: captured on every rank, written by every rank, committed by the leader.
+
+A capture holds the generators, the user objects and the engines' counters by value. The engines' tensors are live for a
+snapshot that is written at once, or copies in staging buffers for one that is written in the background. The files are
+written into a hidden staging folder, fsynced by every rank, and become visible by one rename.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from ...engine.api import Stateful, StepInfo
+from ...engine.dcp.fingerprint import sample_state
+from ...engine.dcp.save import DCPSaver
+from ...engine.dcp.state import DCPState
+from ...engine.memory.tensors import flatten
+from ...engine.staging.staged_state import Staging
+from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_background_group
+from ...utils.errors import CheckpointError, FolderInUseError
+from ...utils.files import as_write_error, require_free_space
+from ...utils.logging import get_logger
+from ...utils.manifest import FileEntry, write_entry
+from ...utils.plain_values import pack_plain
+from ...utils.rng import RngState, capture_rng, restore_rng, rng_digest
+from ..data.capture import DATA_STATE, capture_data
+from ..engines import (
+    EngineSample,
+    RankTarget,
+    check_fresh,
+    combine_ranks,
+    count_engine,
+    numerical_switches,
+    rank_target,
+)
+from ..info import DRIVER_STATE, INFO_NAME, EngineFacts, RecoverInfo, finite_numbers, rank_state_name
+from ..ranks import Ranks
+from ..storage.generations import Generation
+from ..storage.run_folder import RunFolder
+from .exports import ExportCapture, ExportRequest, capture_export
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A step as the calling process captured it. The ranks keep their own captures in their sessions."""
+
+    step_info: StepInfo
+    in_background: bool
+    began_s: float  # start of the save, on the monotonic clock
+    metrics: Mapping[str, float]
+    data: bytes | None  # state of the dataloaders
+    driver: tuple[bytes, str] | None  # state of the driver and digest of its generators. None if ranks call the handler
+
+
+class SnapshotWriter:
+    """Captures the steps of one run, and writes and commits its snapshots."""
+
+    def __init__(self, folder: RunFolder, run_id: str, stateful: Mapping[str, Stateful]) -> None:
+        self.run_id = run_id  # recorded in every generation
+        self.resumed_from: tuple[str | None, str | None] = None, None  # resume_path and its digest, in the leader
+        self.last_facts: Mapping[str, EngineFacts] = {}  # facts of the last generation, by engine name
+        self._folder, self._store, self._stateful = folder, folder.generations, stateful
+
+    def capture(
+        self,
+        ranks: Ranks,
+        step_info: StepInfo,
+        kinds: Collection[str],
+        dataloader: Stateful | None,
+        metrics: Mapping[str, float],
+        in_background: bool,
+    ) -> Capture:
+        """Capture a step on all ranks, for a ``snapshot``, an ``export`` or both. Collective over the callers.
+
+        With ``in_background`` every rank copies its state, so that training can change it before it is written.
+
+        Raises:
+            ConfigError: the state of a user object or a dataloader could not be read back.
+        """
+        began_s, snapshot, driver = time.monotonic(), "snapshot" in kinds, None
+        data = capture_data(ranks, dataloader) if snapshot else None  # first: torchdata's loader may draw a number
+        ranks.run_sessions(RankSession.capture, in_background, snapshot, "export" in kinds)
+        if snapshot and ranks.is_driver:
+            state, rng = capture_process(self._stateful)
+            driver = state, rng_digest(rng)
+        return Capture(step_info, in_background, began_s, finite_numbers(metrics), data, driver)
+
+    def write(self, ranks: Ranks, capture: Capture) -> float:
+        """Write and commit a captured snapshot. Collective over the callers. Returns seconds since the save began.
+
+        After an error nothing became visible (see `GenerationStore.commit`).
+        """
+        staging = ranks.decide(partial(self._open_staging, capture.step_info.global_step))
+        with ExitStack() as undo:
+            if ranks.is_leader:
+                undo.callback(self._store.discard, staging)
+            parts = ranks.run_sessions(RankSession.write_snapshot, str(staging), capture.in_background)
+            assert len(parts) == ranks.world_size, "a generation without a rank's shards would be no generation"
+            facts = combine_ranks([part.samples for part in parts])
+            generation, n_bytes = ranks.decide(partial(self._commit, staging, capture, parts, facts))
+            undo.pop_all()
+        self.last_facts = facts
+        seconds = time.monotonic() - capture.began_s
+        logger.info("step %d: committed %s, %d bytes in %.3f s", generation.step, generation.path, n_bytes, seconds)
+        ranks.decide(partial(self._copy_and_delete, generation))
+        return seconds
+
+    def _open_staging(self, step: int) -> Path:
+        with self._folder.committing():
+            self._folder.delete_old()
+        with as_write_error(self._store.root):
+            require_free_space(self._store.root, self._store.newest_bytes())
+        return self._store.open_staging(step)
+
+    def _commit(
+        self, staging: Path, capture: Capture, parts: "list[RankPart]", facts: dict[str, EngineFacts]
+    ) -> tuple[Generation, int]:
+        check_fresh(self.last_facts, facts)
+        entries = [entry for part in parts for entry in part.entries]
+        info = RecoverInfo(
+            capture.step_info,
+            self.run_id,
+            len(parts),
+            parts[0].versions,
+            *self.resumed_from,
+            save_s=time.monotonic() - capture.began_s,
+            metrics=dict(capture.metrics),
+            engines=facts,
+            rng={Path(rank_state_name(rank)).stem: part.rng for rank, part in enumerate(parts)},
+            switches=parts[0].switches,
+        )
+        with self._folder.committing():
+            with as_write_error(staging):
+                if capture.driver is not None:
+                    state, info.rng[Path(DRIVER_STATE).stem] = capture.driver
+                    entries.append(write_process(staging, DRIVER_STATE, state))
+                entries.append(write_entry(staging, INFO_NAME, info.to_json()))
+                if capture.data is not None:
+                    entries.append(write_entry(staging, DATA_STATE, capture.data))
+            step = capture.step_info.global_step
+            generation = self._store.commit(staging, step, entries, manifest_facts(info))
+        return generation, sum(entry.bytes for entry in entries)
+
+    def _copy_and_delete(self, generation: Generation) -> None:
+        # A failure here does not undo the commit.
+        try:
+            with self._folder.committing():
+                self._folder.keep(generation)
+        except FolderInUseError:
+            raise
+        except (CheckpointError, OSError, RuntimeError) as error:  # (no thread can be started at the very end)
+            logger.error("step %d: committed, but what follows failed: %s", generation.step, error)
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """The part of a generation that one rank wrote. The keys of ``versions`` and ``samples`` are names of engines."""
+
+    entries: list[FileEntry]  # every file, fsynced, with its name relative to the generation
+    versions: dict[str, int]  # weight version, for engines that count one
+    samples: dict[str, EngineSample]  # counters and sampled tensors of this rank
+    switches: dict[str, str]  # see `numerical_switches`
+    rng: str  # digest of this rank's generators
+
+
+@dataclass(frozen=True)
+class RankCapture:
+    """State of a rank after one step. The keys of ``groups`` and ``values`` are names of engines."""
+
+    groups: dict[str, dist.ProcessGroup | None]  # control groups
+    values: dict[str, dict[str, Any]]  # nested tensors as in `DCPState.state_dict`
+    process: tuple[str, bytes]  # name and content of the file of this process
+    part: RankPart  # counters and settings, without files and samples
+
+
+class RankSession:
+    """Resources that one rank keeps from one snapshot to the next: staging buffers, plans, a process group.
+
+    All ranks call the same methods in the same order. The first argument ``holder``, passed by `Ranks`, is anything
+    that `rank_target` accepts.
+    """
+
+    def __init__(self, background_group: dist.ProcessGroup | None, request: ExportRequest | None) -> None:
+        self.background_group, self.request = background_group, request
+        self.rng = capture_rng()  # as `RecoverHandler.load` left them
+        self.snapshot: RankCapture | None = None  # captured and not yet written
+        self.export: ExportCapture | None = None  # captured and not yet written
+        self._n_threads = torch.get_num_threads()
+        self._savers: dict[str, DCPSaver] = {}
+        self._stagings: dict[str, tuple[nn.Module, Staging]] = {}
+
+    @classmethod
+    def open(
+        cls, holder: Any, timeout_s: float | None, snapshots: bool, request: ExportRequest | None
+    ) -> "RankSession":
+        """Open a session and allocate its staging buffers. Collective.
+
+        Args:
+            holder: this rank, for `rank_target`.
+            timeout_s: how long ranks wait for each other in the background. None if nothing is written there.
+            snapshots: whether snapshots are ever due. If not, the buffers hold the exported weights alone.
+            request: the export to make, if any.
+        """
+        if timeout_s is None:
+            return cls(None, request)
+        target = rank_target(holder)
+        session = cls(new_background_group(target.group, timeout_s), request)
+        try:
+            names = list(target.engines) if snapshots else [] if request is None else [request.name(target)]
+            for name in names:
+                state = target.state(name)
+                session.staging_of(name, state).prepare(state, model_only=not snapshots)
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def capture(self, holder: Any, staged: bool, snapshot: bool, export: bool) -> None:
+        """Capture the state of this rank. ``staged`` copies the tensors, so that training can change them."""
+        target, self.snapshot, self.export = rank_target(holder), None, None
+        if snapshot:
+            self.snapshot = self._capture_snapshot(target, staged)
+        if export:
+            self.export = capture_export(self, target, staged)
+
+    def _capture_snapshot(self, target: RankTarget, staged: bool) -> RankCapture:
+        states = {name: target.state(name) for name in target.engines}
+        counts = {name: count_engine(state) for name, state in states.items()}
+        versions = {name: e.get_version() for name, e in target.engines.items() if hasattr(e, "get_version")}
+        process, rng = capture_process(target.stateful)
+        values = {}
+        for name, state in states.items():
+            state.rng = rng  # one capture for all engines and for the file of the process
+            try:
+                values[name] = self.staging_of(name, state).stage(state) if staged else state.state_dict()
+            finally:
+                state.rng = None
+        groups = {name: target.group_of(name) for name in target.engines}
+        part = RankPart([], versions, counts, numerical_switches(states), rng_digest(rng))
+        name = rank_state_name(get_rank())  # now: a group may be destroyed before the snapshot is written
+        return RankCapture(groups, values, (name, process), part)
+
+    def write_snapshot(self, holder: Any, folder: str, in_background: bool) -> RankPart:
+        """Write the captured snapshot into the existing ``folder``, which is the same for all ranks. Collective.
+
+        Raises:
+            CheckpointWriteError: this rank could not write.
+            PeerError: another rank failed.
+            TornSnapshotError: a tensor was changed outside of a step before it was copied.
+        """
+        capture, self.snapshot = self.snapshot, None
+        assert capture is not None, "nothing was captured"
+        root, groups, staged = Path(folder), capture.groups, capture.values if in_background else ()
+        if in_background:
+            groups = dict.fromkeys(groups, self.enter_background())
+        group = next(iter(groups.values()))
+        with all_ranks_succeed("preparing the snapshot", group), as_write_error(folder):  # a collective save needs all
+            for name in capture.values:
+                (root / name).mkdir(exist_ok=True)
+            entries = [write_process(folder, *capture.process)]
+            self.finish_staging(staged)
+            samples = {
+                name: replace(capture.part.samples[name], sample=sample_state(dict(flatten(values))))
+                for name, values in capture.values.items()
+            }
+        for name, values in capture.values.items():
+            saver = self._savers.setdefault(name, DCPSaver())
+            for entry in saver.write(root / name, values, groups[name]):
+                entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
+        if in_background:  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
+            with all_ranks_succeed("finishing the snapshot", group):
+                self.finish_staging(staged)
+        return replace(capture.part, entries=entries, samples=samples)
+
+    def restore_rng(self, holder: Any) -> None:
+        """Restore this rank's generators to their state when the session was opened. Not collective."""
+        restore_rng(self.rng)
+
+    def close(self) -> None:
+        """Free the buffers and the group. Not collective."""
+        for _, staging in self._stagings.values():
+            staging.release()
+        drop_group(self.background_group)
+
+    def enter_background(self) -> dist.ProcessGroup | None:
+        """Prepare the thread that writes in the background. Returns its group."""
+        torch.set_num_threads(self._n_threads)  # else a new thread takes all cores
+        return self.background_group
+
+    def staging_of(self, name: str, state: DCPState) -> Staging:
+        """Return the buffers of an engine. Keyed by name: two engines may share a model and not their optimizer."""
+        model, staging = self._stagings.get(name, (None, None))
+        if staging is None or model is not state.model:
+            if staging is not None:
+                staging.release()
+            staging = Staging(state.model)
+            self._stagings[name] = state.model, staging
+        return staging
+
+    def finish_staging(self, names: Iterable[str]) -> None:
+        """Wait until the copies of these engines are complete, and check that nothing changed meanwhile."""
+        for name in names:
+            self._stagings[name][1].finish()
+
+
+def capture_process(stateful: Mapping[str, Stateful]) -> tuple[bytes, RngState]:
+    """Capture the user objects and generators of this process: the content of its file, and the generators in it.
+
+    Raises:
+        ConfigError: the state of an object could not be read back. It fails the snapshot, not the recovery.
+    """
+    user = {key: pack_plain(f"state of {key!r}", thing.state_dict()) for key, thing in stateful.items()}
+    rng = capture_rng()
+    return pack_plain("generators", {"rng": rng, "user": user}), rng
+
+
+def write_process(folder: str | os.PathLike[str], name: str, state: bytes) -> FileEntry:
+    """Write the bytes from `capture_process` as ``<folder>/<name>``."""
+    (Path(folder) / name).parent.mkdir(exist_ok=True)
+    return write_entry(folder, name, state)
+
+
+def manifest_facts(info: RecoverInfo) -> Mapping[str, Any]:
+    """Return the entries of a generation's manifest other than its files."""
+    return {
+        "run_id": info.run_id,
+        "step": info.last_step_info.global_step,
+        "step_info": asdict(info.last_step_info),
+        "weight_versions": info.weight_versions,
+        "world_size": info.world_size,
+        "mesh": {"dp": info.world_size},
+        "libraries": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }

@@ -1,1 +1,0 @@
-"""When to snapshot: schedules, signals, notices and deadlines."""
