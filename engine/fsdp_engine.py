@@ -50,7 +50,7 @@ from .model.initial_model import base_of, build_initial_model, load_weights
 from .model.model_folder import find_model_folder
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights, ServerConnection
-from .staging.background import BackgroundSave
+from .staging.background_save import BackgroundSave
 from .training.batch import join_trajectories, split_like
 from .training.counters import EngineCounters
 from .training.head import ScoringHead

@@ -22,7 +22,7 @@ from ..engine.api import Stateful, StepInfo
 from ..utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from ..utils.logging import get_logger
 from ..utils.rng import capture_rng, restore_rng
-from .loader_notes import LoaderNotes, inner_sampler
+from .batch_order import LoaderNotes, inner_sampler
 
 logger = get_logger(__name__)
 

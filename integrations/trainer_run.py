@@ -18,7 +18,7 @@ from ..utils.compat.trl_private import forget_buffer, restore_kept
 from ..utils.distributed import control_group, get_world_size
 from ..utils.errors import CheckpointMismatchError, DatasetMismatchError
 from ..utils.logging import get_logger
-from .loader_notes import LoaderNotes, persistent_state, restore_persistent
+from .batch_order import LoaderNotes, persistent_state, restore_persistent
 
 logger = get_logger(__name__)
 

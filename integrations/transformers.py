@@ -94,7 +94,10 @@ def recoverable(base: type[T], attributes: tuple[str, ...] | None = None) -> typ
 
 
 def gaps(trainer: Any, told: bool = False) -> list[str]:
-    """List what will not resume exactly in a trainer's run, one sentence each. ``told``: its attributes were given."""
+    """List what will not resume exactly in a trainer's run, one sentence each.
+
+    ``told``: the caller named the attributes of the trainer to save, so the trainer's own attributes are no gap.
+    """
     found, args = [], trainer.args
     if getattr(args, "use_vllm", False):
         found.append(

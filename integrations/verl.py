@@ -23,7 +23,7 @@ from ..utils.distributed import control_group, rank_zero_decides
 from ..utils.errors import CheckpointNotFoundError, ConfigError
 from ..utils.files import remove_folder
 from ..utils.logging import get_logger
-from .verl_retention import DCP, place_of, retire
+from .verl_retention import DCP, parse_step_folder, retire
 
 logger = get_logger(__name__)
 
@@ -130,7 +130,7 @@ class HoldfastCheckpointManager(BaseManager):
 
 
 def _named_by_tracker(saved: Path) -> int | None:
-    place = place_of(saved)
+    place = parse_step_folder(saved)
     try:
         return None if place is None else int(tracker_of(place[0]).read_text())
     except (OSError, ValueError):  # no tracker yet, or one torn by a kill

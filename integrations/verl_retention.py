@@ -14,7 +14,7 @@ DCP = "dcp"
 _STEP = re.compile(r"global_step_(\d+)")
 
 
-def place_of(saved: Path) -> tuple[Path, int, str] | None:
+def parse_step_folder(saved: Path) -> tuple[Path, int, str] | None:
     """Return root, step and role of a folder that verl's trainer saves to, or None for other folders.
 
     The PPO trainer saves to ``<root>/global_step_<N>/<role>``. The SFT trainer saves to ``<root>/global_step_<N>``,
@@ -37,7 +37,7 @@ def retire(saved: Path, n_keep: int | None, named: int | None) -> None:
         n_keep: number of steps to keep, including this one. None or less than 1 keeps all.
         named: step in verl's ``latest_checkpointed_iteration.txt``, if there is one, which stays in addition.
     """
-    place = place_of(saved)
+    place = parse_step_folder(saved)
     if not n_keep or n_keep < 1 or place is None:
         return
     root, now, role = place

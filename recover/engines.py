@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 
 @dataclass
-class RankTarget:
+class RankEngines:
     """Engines and user objects of one rank, by name. The name of an engine becomes a folder of the generation."""
 
     engines: dict[str, Any]  # as `as_engine` accepts them
@@ -62,22 +62,22 @@ class RankTarget:
         return getattr(engine, "control_group", None) or self.group
 
 
-def rank_target(holder: Any) -> RankTarget:
+def engines_of(holder: Any) -> RankEngines:
     """Find the engines of ``holder``, or raise `ConfigError` if it has none.
 
     Args:
-        holder: a `RankTarget`, a dict of engines, anything that `as_engine` accepts, or a worker object with an
+        holder: a `RankEngines`, a dict of engines, anything that `as_engine` accepts, or a worker object with an
             attribute ``engines`` (a dict) or ``engine``, and optionally ``stateful`` (a dict of user objects).
     """
-    if isinstance(holder, RankTarget):
+    if isinstance(holder, RankEngines):
         return holder
     if isinstance(holder, Mapping):
-        return RankTarget(dict(holder))
+        return RankEngines(dict(holder))
     engines = getattr(holder, "engines", None) or {"default": getattr(holder, "engine", None)}
     if None not in engines.values():
-        return RankTarget(dict(engines), dict(getattr(holder, "stateful", {})))
+        return RankEngines(dict(engines), dict(getattr(holder, "stateful", {})))
     if (engine := _engine_of(holder)) is not None:
-        return RankTarget({"default": engine})
+        return RankEngines({"default": engine})
     raise ConfigError(
         f"{type(holder).__name__} has neither 'engines' nor 'engine', nor 'model' and 'optimizer'; the handler cannot "
         "snapshot it"

@@ -28,7 +28,7 @@ from ..utils.distributed import (
 )
 from ..utils.errors import ConfigError, WorkerLost
 from ..utils.logging import get_logger
-from .engines import RankTarget, rank_target
+from .engines import RankEngines, engines_of
 
 if TYPE_CHECKING:
     from ..engine.workers.group import WorkerGroup
@@ -55,7 +55,7 @@ class LocalRanks:
     is_driver = False  # whether the caller is a process of its own, apart from the ranks
 
     def __init__(
-        self, target: RankTarget, group: dist.ProcessGroup | None = None, session: SessionRef | None = None
+        self, target: RankEngines, group: dist.ProcessGroup | None = None, session: SessionRef | None = None
     ) -> None:
         self._target, self._group, self._session = target, group, session or SessionRef()
         self.world_size = self.n_callers = get_world_size(group)
@@ -203,5 +203,5 @@ def ranks_of(
     """Return `DrivenRanks` if ``engine`` is a `WorkerGroup`, else `LocalRanks` with the engines that it has."""
     if hasattr(engine, "run_in_background"):  # without importing Ray
         return DrivenRanks(engine, session)
-    target = rank_target(engine)
-    return LocalRanks(RankTarget(target.engines, target.stateful | dict(stateful), group), group, session)
+    target = engines_of(engine)
+    return LocalRanks(RankEngines(target.engines, target.stateful | dict(stateful), group), group, session)

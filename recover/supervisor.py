@@ -17,10 +17,10 @@ from typing import Any, NoReturn, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from ..engine.workers.answers import headline, require_ray
 from ..engine.workers.group import WorkerGroup
 from ..engine.workers.nodes import draining_nodes
 from ..engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
+from ..engine.workers.rank_answers import headline, require_ray
 from ..utils.errors import AttemptEnded, ClusterLost, ConfigError, RetriesExhausted, WorkerLost
 from ..utils.folder_lock import FolderLock
 from ..utils.logging import get_logger

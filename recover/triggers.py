@@ -132,10 +132,10 @@ class Triggers:
 
 
 class SnapshotSchedule:
-    """Decides by epochs, steps and seconds, whichever comes first. None of its state needs to be saved.
+    """Decides after each step whether a snapshot is due: by epochs, steps or seconds, whichever comes first.
 
-    The frequencies are those of `RecoverConfig`. With ``freq_steps`` 10, steps 9, 19, 29 ... are due. With 0 for
-    ``freq_secs`` every step is due, without any frequency none is. A value out of range raises `ConfigError`.
+    See `RecoverConfig` for the frequencies. Steps count from 0: with ``freq_steps`` 10, steps 9, 19, 29 ... are due.
+    With ``freq_secs`` 0 every step is due. Without any frequency no step is. A value out of range raises `ConfigError`.
     """
 
     def __init__(

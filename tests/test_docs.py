@@ -17,7 +17,7 @@ from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.hf.save import save_hf
 from holdfast.recover import GenerationStore
-from holdfast.recover.engines import RankTarget
+from holdfast.recover.engines import RankEngines
 from holdfast.recover.storage.generations import TRACKER_NAME
 from holdfast.utils.files import remove_folder
 from holdfast.utils.json_lines import read_lines
@@ -108,7 +108,7 @@ class _OneRank:
 
     world_size = 1
 
-    def __init__(self, target: RankTarget) -> None:
+    def __init__(self, target: RankEngines) -> None:
         self._target = target
 
     def run_all(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -126,7 +126,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({"weights": weights, "cursor": cursor}, root / "expected.pt")
 
     handler, tiny = make_handler(root / "ray"), Tiny()
-    ranks = _OneRank(RankTarget({"default": tiny.state}))
+    ranks = _OneRank(RankEngines({"default": tiny.state}))
     handler.load(ranks)
     handler.dump(ranks, step_info(0), force=True)
     handler.close()

@@ -17,7 +17,7 @@ LAYERS = ("utils", "engine", "recover", "integrations")  # each may import itsel
 MAY_IMPORT_RAY = {
     "utils/compat/ray_private.py",
     "engine/workers/actor.py",
-    "engine/workers/answers.py",
+    "engine/workers/rank_answers.py",
     "engine/workers/group.py",
     "engine/workers/nodes.py",
     "engine/workers/placement.py",

@@ -219,7 +219,7 @@ def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Pat
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """Return ``"xxh3_128:<hex>"`` of a file, which is mapped, or else read, a few megabytes at a time."""
+    """Return the digest of a file, ``"xxh3_128:<hex>"``. The file is mapped or read a few megabytes at a time."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         for content in _contents(file):
@@ -342,7 +342,7 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
 
 
 def remove_or_log(path: str | os.PathLike[str]) -> None:
-    """Remove a folder or file. A failure is logged, because it costs space but not the run."""
+    """Remove a folder with everything in it, or a file. If that fails, log it and continue: only disk space is lost."""
     try:
         if os.path.isdir(path):
             remove_folder(path)

@@ -28,7 +28,7 @@ from ..memory.weight_changes import changing_weights
 from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
 from .format import Destination, FolderLayout, PathLike, parse_metadata, read_layout
 from .reader import BLOCK_BYTES, TensorReader, read_now, visible_here
-from .roots import choose_root, describe_roots, under_root
+from .root_names import choose_root, describe_roots, under_root
 from .state import ADAPTERS, PACKED, ROOT, DCPState, rank_key
 
 

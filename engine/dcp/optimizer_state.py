@@ -35,7 +35,10 @@ _CLASSES = (torch.Tensor, nn.Parameter)
 
 
 def tensor_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameter name -> entries of its state that are tensors. Plain ones of the local shard become DTensors."""
+    """Return the tensors of the optimizer state: parameter name -> entry -> tensor.
+
+    A plain tensor with the shape of the local shard is returned as a DTensor. Others, such as ``step``, stay plain.
+    """
     return _without_empty(
         (name, {key: _as_shard(param, value) for key, value in state.items() if isinstance(value, torch.Tensor)})
         for name, param, state in _states(optimizer, params)
@@ -43,7 +46,7 @@ def tensor_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict
 
 
 def plain_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, dict[str, Any]]:
-    """Parameter name -> entries of its state that are not tensors."""
+    """Return the rest of the optimizer state: parameter name -> entry -> value that is not a tensor."""
     return _without_empty(
         (name, {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
         for name, _, state in _states(optimizer, params)

@@ -27,10 +27,10 @@ from ..memory.weight_changes import changing_weights
 from ..model.model_folder import read_raw_config
 from ..training.unsharded import unsharded_class
 from .name_mapping import LoadPlan, invert_fills, loaded_elements, plan_loading, stored_tensors
-from .origins import FileTensor
 from .quantized import refuse_quantized
 from .safetensors_layout import Slots
 from .shard_ranges import TransferPlan, fill_block, local_of_whole, overlap, plan_transfers, row_blocks, whole_part
+from .tensor_origins import FileTensor
 from .weight_files import WeightReader
 
 

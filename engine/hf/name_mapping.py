@@ -32,7 +32,7 @@ from ...utils.compat.transformers_private import (
 )
 from ...utils.errors import CheckpointMismatchError
 from ..training.unsharded import unsharded_class, unsharded_view
-from .origins import FileTensor, Origins, Span
+from .tensor_origins import FileTensor, Origins, Span
 
 _MOST_RUNS = 4096
 """A tensor made of more runs of file elements is not split into spans: `loaded_elements` finds its elements."""

@@ -17,10 +17,10 @@ from ..api import HFExportOptions
 from ..memory.lazy_tensor import LazyTensor
 from .dtypes import file_dtypes
 from .name_mapping import element_map, file_tensors, stored_tensors
-from .origins import FileTensor, Span
 from .safetensors_layout import MAX_SHARD_SIZE_BYTES, plan_layout
 from .shard_ranges import overlap, plan_transfers, whole_part
 from .sidecars import write_sidecars
+from .tensor_origins import FileTensor, Span
 from .weight_files import WeightWriter
 
 

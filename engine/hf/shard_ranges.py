@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ...utils.compat.torch_private import made_sharded
 from ..lora.adapters import Adapter, plain_adapters
 from ..memory.tensors import local_box
-from .origins import FileTensor, Span
+from .tensor_origins import FileTensor, Span
 
 BLOCK_BYTES = 64 << 20
 """Approximate size of a block of a tensor that is gathered, or read, as a whole."""

@@ -5,7 +5,7 @@ from .config import RolloutConfig as RolloutConfig
 from .executor import PromptLoader as PromptLoader
 from .executor import RolloutExecutor as RolloutExecutor
 from .ledger import Ticket as Ticket
-from .shared import SharedRollouts as SharedRollouts
+from .shared_rollouts import SharedRollouts as SharedRollouts
 from .trajectory import Trajectory as Trajectory
 from .trajectory import rewards_differ as rewards_differ
 from .workflow import EpisodeEngine as EpisodeEngine

@@ -31,7 +31,10 @@ class AdapterFacts:
 
 
 def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
-    """Read the facts of a published folder. Raises PublishError if it holds no adapters, or is damaged."""
+    """Read rank and target modules of the LoRA adapters in a published folder.
+
+    Raises PublishError if the folder holds no adapters, or is damaged.
+    """
     path = Path(folder) / WEIGHTS
     try:
         with safe_open(path, framework="pt") as file:

@@ -21,7 +21,7 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from .logprobs import next_tokens, score_tokens, token_logprobs
 from .microbatch import MicroBatch
-from .twin import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
+from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
 from .unsharded import unsharded_class
 
 logger = get_logger(__name__)

@@ -24,8 +24,8 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
+from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
 from .rotary import length_boundaries, move_boundary
-from .twin import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
 from .unsharded import unsharded_class
 
 logger = get_logger(__name__)

@@ -30,9 +30,9 @@ from ...utils.errors import ConfigError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId
 from .actor import RankActor, RankProcess, Rendezvous
-from .answers import Answers, Patience, cause_of, culprit, headline, ping, raise_cause, require_ray, wait_watching
 from .nodes import ended_nodes
 from .placement import Placement, PlacementRequest, WorkerResources, place
+from .rank_answers import Answers, Patience, cause_of, culprit, headline, ping, raise_cause, require_ray, wait_watching
 from .remote_server import RemoteServer
 from .termination import LeaseKeeper, end_on_nodes
 

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...utils.compat.ray_private import draining_deadlines
 from ...utils.logging import get_logger
-from .answers import headline
+from .rank_answers import headline
 
 PROBE_S = 2.0
 """Seconds after which the node of an unanswering raylet counts as silent. A healthy raylet takes a millisecond."""

@@ -25,8 +25,8 @@ from ...utils.compat.ray_private import free_by_node, started_here
 from ...utils.config import require_choice
 from ...utils.errors import ConfigError, ResourcesUnavailable, WorkerLost
 from ...utils.logging import get_logger
-from .answers import headline
 from .nodes import alive_nodes, nodes_to_avoid
+from .rank_answers import headline
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 """Ray's strategies: as few nodes as possible, as many as possible, all on one node, each on its own node."""

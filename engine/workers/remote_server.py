@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...utils.errors import WorkerLost
-from .answers import Answers, Patience, headline, raise_cause, wait_watching
+from .rank_answers import Answers, Patience, headline, raise_cause, wait_watching
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ...engine.dcp.format import read_layout
 from ...engine.dcp.state import ROOT
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointNotFoundError, ConfigError
-from ..convert.stored_tensors import read_safetensors, stored_tensor
+from ..convert.stored_tensors import stored_safetensors, stored_tensor
 from .folders import Folder, local_copy
 
 BLOCK_BYTES = 16 << 20
@@ -49,7 +49,7 @@ def compare_folders(a: Folder, b: Folder, engine: str | None) -> tuple[list[Diff
         if engine is None and any(exports) and not all(exports):
             engine = _only_engine(sides[exports.index(False)])
         pair = (
-            read_safetensors(side, files) if is_export else _read_generation(side, engine)
+            stored_safetensors(side, files) if is_export else _read_generation(side, engine)
             for side, is_export in zip(sides, exports, strict=True)
         )
         return _compare(*pair)

@@ -11,8 +11,8 @@ import click
 from ...utils.errors import CheckpointCorruptError, CheckpointError, ConfigError, FolderInUseError
 from ...utils.files import remove_folder
 from ..storage.generations import LOCK_NAME, GenerationStore, stored_bytes
-from .attempts import locked, no_job_option, require_unused, use_of
 from .folders import Folder
+from .in_use import lock_run, no_job_option, require_unused, use_of
 from .output import NARROWEST, json_option, print_json, size_text
 from .runs import Run, find_generation, find_step, generation_argument
 from .verify import find_damage
@@ -65,7 +65,7 @@ def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool
             may_force = force
             if (store.root.parent / LOCK_NAME).exists():  # else a copy of a run's folder
                 try:
-                    stack.enter_context(locked(store.root.parent))
+                    stack.enter_context(lock_run(store.root.parent))
                 except FolderInUseError:
                     may_force = False
             # Check again: it may have been pinned, or become the newest, while the user was asked.

@@ -10,8 +10,8 @@ import click
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, MirrorError
 from ...utils.manifest import require_outside_commits
 from ..storage.generations import Generation, GenerationStore, stored_bytes
-from .attempts import locked, no_job_option, require_unused
 from .folders import open_mirror
+from .in_use import lock_run, no_job_option, require_unused
 from .output import json_option, print_json, print_table, seconds_text, size_text
 from .runs import Run, holds_run, is_url, local_path, run_argument
 
@@ -81,7 +81,7 @@ def mirror_push(
     with ExitStack() as stack:
         if there.url == place.recorded_mirror():
             require_unused(place.trial_root, no_job)
-            stack.enter_context(locked(place.trial_root))
+            stack.enter_context(lock_run(place.trial_root))
         for step in wanted:  # check all before the first is copied
             _refuse_to_replace(there, here[step])
         done = [_push(there, here[step]) for step in wanted]
@@ -107,7 +107,7 @@ def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_jso
         raise CheckpointNotFoundError(f"{there.url} has no complete copy{'' if step is None else f' of step {step}'}")
     started, store = time.monotonic(), GenerationStore(local_path(target) / "recover")
     require_unused(store.root.parent, no_job)
-    with locked(store.root.parent):
+    with lock_run(store.root.parent):
         generation = there.fetch(step, store)
     done = _report(generation, stored_bytes(generation.path), time.monotonic() - started)
     _tell([done], "fetched", str(store.root), as_json)

@@ -11,7 +11,8 @@ import click
 from ...utils.errors import CheckpointError, CheckpointNotFoundError
 from ...utils.json_lines import read_lines
 from ..storage.journal import JOURNAL_NAME, read_journal
-from .attempts import EVENTS, last_attempt, use_of
+from .attempts import EVENTS, last_attempt
+from .in_use import use_of
 from .output import json_option, make_table, number_text, print_json, print_rich, seconds_text, size_text
 from .runs import Run, run_argument
 

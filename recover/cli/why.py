@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from .attempts import AttemptRecord, read_attempts, use_of
+from .attempts import AttemptRecord, read_attempts
+from .in_use import use_of
 from .output import json_option, print_json, print_rich, print_table, seconds_text, time_text
 from .runs import Run, run_argument
 

@@ -129,7 +129,7 @@ _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer",
 class ReadOptions:
     """Arguments of a reader besides the folder."""
 
-    root: str | None  # root of DCP data (see `holdfast.engine.dcp.roots`). None takes the only one
+    root: str | None  # root of DCP data (see `holdfast.engine.dcp.root_names`). None takes the only one
     config: Path | None  # folder with the model's ``config.json``. None takes the config in the source, if there is one
     files: ExitStack  # closes the files that a reader opens
     merge: bool = False  # merge adapters into their base, and leave out optimizer state

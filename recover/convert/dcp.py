@@ -13,7 +13,7 @@ import torch
 from ...engine.dcp.base_model import BASE, BASE_SAMPLE, base_fingerprint
 from ...engine.dcp.format import FolderLayout, read_layout
 from ...engine.dcp.reader import read_object
-from ...engine.dcp.roots import Root, choose_root, describe_roots, find_roots
+from ...engine.dcp.root_names import Root, choose_root, describe_roots, find_roots
 from ...engine.dcp.state import ROOT
 from ...utils.config import require_choice
 from ...utils.errors import CheckpointMismatchError, CheckpointNotFoundError, ConfigError

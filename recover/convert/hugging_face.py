@@ -11,7 +11,7 @@ from pathlib import Path
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from .checkpoint import Architecture, Checkpoint, ReadOptions
 from .dcp import read_weights
-from .stored_tensors import read_safetensors
+from .stored_tensors import stored_safetensors
 from .weights import read_bin, read_model_folder, store_once, strip_module
 
 _TRAINER = "trainer_state.json"
@@ -74,7 +74,7 @@ def _read_files(
     if name in _BINS:
         tensors, tied = read_bin(folder / name)
     elif own_names or architecture is None:
-        tensors = read_safetensors(folder, options.files)
+        tensors = stored_safetensors(folder, options.files)
     else:
         tensors = read_model_folder(folder, architecture, options.files)
     tied = {alias.removeprefix("module."): first.removeprefix("module.") for alias, first in tied.items()}

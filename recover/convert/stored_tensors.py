@@ -36,7 +36,7 @@ def read_whole(tensor: LazyTensor) -> torch.Tensor:
     return torch.cat([values for _, values in tensor.blocks()])
 
 
-def read_safetensors(folder: Path, files: ExitStack) -> dict[str, LazyTensor]:
+def stored_safetensors(folder: Path, files: ExitStack) -> dict[str, LazyTensor]:
     """Tensors of ``model.safetensors``, or of the files in its index, under their names in the files."""
     reader = files.enter_context(WeightReader(folder))
     return {name: slot_tensor(reader, slot) for name, slot in reader.layout().items()}

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...engine.hf.name_mapping import loaded_elements, plan_loading
-from ...engine.hf.origins import FileTensor
 from ...engine.hf.quantized import refuse_quantized
 from ...engine.hf.safetensors_layout import TensorSlot
+from ...engine.hf.tensor_origins import FileTensor
 from ...engine.hf.weight_files import WeightReader
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError

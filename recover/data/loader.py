@@ -20,7 +20,7 @@ import numpy as np
 
 from ...utils.config import require_range
 from ...utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
-from .fingerprint import MapDataset, dataset_fingerprint
+from .dataset_fingerprint import MapDataset, dataset_fingerprint
 
 _STATE_VERSION = 1
 

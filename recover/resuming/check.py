@@ -25,7 +25,7 @@ from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.manifest import verify_file
-from ..engines import rank_target
+from ..engines import engines_of
 from ..info import EngineFacts
 from ..ranks import Ranks
 
@@ -80,7 +80,7 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
     digest. One rank alone would take minutes for a large checkpoint, so the ranks share the files (see `share_of`).
 
     Args:
-        holder: see `rank_target`.
+        holder: see `engines_of`.
         generation: folder whose names and sizes the leader has compared with the manifest.
         files: the manifest's entries, as the leader read them.
 
@@ -88,7 +88,7 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
         CheckpointNotFoundError: this rank does not see a file that the leader sees. This does not mean that the
             generation is damaged.
     """
-    group, sizes = rank_target(holder).group, {name: entry["bytes"] for name, entry in files.items()}
+    group, sizes = engines_of(holder).group, {name: entry["bytes"] for name, entry in files.items()}
     for name in share_of(sizes, get_rank(group), get_world_size(group)):
         try:
             verify_file(generation, name, files[name])
@@ -136,7 +136,7 @@ def check_rank(holder: Any, generation: str) -> None:
     Raises:
         CheckpointMismatchError: it holds other engines, or another model or optimizer (see `check_dcp`).
     """
-    target, path = rank_target(holder), Path(generation)
+    target, path = engines_of(holder), Path(generation)
     with all_ranks_succeed(f"comparing {path}", target.group_of()):
         saved = {entry.name for entry in path.iterdir() if entry.is_dir()} - {"state"}
         if saved != target.engines.keys():

@@ -17,7 +17,7 @@ from ...utils.logging import get_logger
 from ...utils.plain_values import read_plain, unpack_plain
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng, rng_digest
 from ..data.restore import RestoredEpoch, restore_data
-from ..engines import EngineSample, combine_ranks, numerical_switches, rank_target, sample_engine
+from ..engines import EngineSample, combine_ranks, engines_of, numerical_switches, sample_engine
 from ..info import DRIVER_STATE, RecoverInfo, rank_state_name
 from ..ranks import Ranks
 from .check import check_rank, check_restored, warn_of_switches
@@ -89,11 +89,11 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
     into the live tensors.
 
     Args:
-        holder: see `rank_target`.
+        holder: see `engines_of`.
         generation: verified folder that has passed `check_rank`.
         versions: engine name -> weight version, for engines whose shards hold no counters (a reference model).
     """
-    target, path = rank_target(holder), Path(generation)
+    target, path = engines_of(holder), Path(generation)
     states = {name: target.state(name) for name in target.engines}
     loads = {name: read_dcp(path / name, states[name], target.group_of(name)) for name in states}
     with all_ranks_succeed(f"reading {path}", target.group_of()):

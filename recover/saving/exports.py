@@ -27,7 +27,7 @@ from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.files import as_write_error, commit_folder, remove_or_log
 from ...utils.logging import get_logger
 from ..config import RecoverConfig
-from ..engines import RankTarget, rank_target
+from ..engines import RankEngines, engines_of
 from ..ranks import Ranks
 from ..storage.run_folder import RunFolder
 
@@ -47,7 +47,7 @@ class ExportRequest:
     tokenizer: Any
     processor: Any
 
-    def name(self, target: RankTarget) -> str:
+    def name(self, target: RankEngines) -> str:
         """Return the name of the engine to export. Raises `ConfigError` if none or several could be meant."""
         names = list(target.engines)
         if self.engine is None and len(names) > 1:
@@ -139,7 +139,7 @@ class ExportCapture:
     write: Callable[..., None]
 
 
-def capture_export(session: "RankSession", target: RankTarget, staged: bool) -> ExportCapture:
+def capture_export(session: "RankSession", target: RankEngines, staged: bool) -> ExportCapture:
     """Capture the weights of this rank, staged with the snapshot of the same step if there is one."""
     request = session.request
     assert request is not None, "an export is due, but none was ever to be"
@@ -172,7 +172,7 @@ def write_export(session: "RankSession", holder: Any, folder: str, in_background
 
 
 def _check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:
-    target = rank_target(holder)
+    target = engines_of(holder)
     name = request.name(target)
     state = target.state(name)
     look: Any = adapter_tensors if request.adapters == "peft" else exportable_tensors

@@ -36,12 +36,12 @@ from ...utils.rng import RngState, capture_rng, restore_rng, rng_digest
 from ..data.capture import DATA_STATE, capture_data
 from ..engines import (
     EngineSample,
-    RankTarget,
+    RankEngines,
     check_fresh,
     combine_ranks,
     count_engine,
+    engines_of,
     numerical_switches,
-    rank_target,
 )
 from ..info import DRIVER_STATE, INFO_NAME, EngineFacts, RecoverInfo, finite_numbers, rank_state_name
 from ..ranks import Ranks
@@ -189,7 +189,7 @@ class RankSession:
     """Resources that one rank keeps from one snapshot to the next: staging buffers, plans, a process group.
 
     All ranks call the same methods in the same order. The first argument ``holder``, passed by `Ranks`, is anything
-    that `rank_target` accepts.
+    that `engines_of` accepts.
     """
 
     def __init__(self, background_group: dist.ProcessGroup | None, request: ExportRequest | None) -> None:
@@ -208,14 +208,14 @@ class RankSession:
         """Open a session and allocate its staging buffers. Collective.
 
         Args:
-            holder: this rank, for `rank_target`.
+            holder: this rank, for `engines_of`.
             timeout_s: how long ranks wait for each other in the background. None if nothing is written there.
             snapshots: whether snapshots are ever due. If not, the buffers hold the exported weights alone.
             request: the export to make, if any.
         """
         if timeout_s is None:
             return cls(None, request)
-        target = rank_target(holder)
+        target = engines_of(holder)
         session = cls(new_background_group(target.group, timeout_s), request)
         try:
             names = list(target.engines) if snapshots else [] if request is None else [request.name(target)]
@@ -229,13 +229,13 @@ class RankSession:
 
     def capture(self, holder: Any, staged: bool, snapshot: bool, export: bool) -> None:
         """Capture the state of this rank. ``staged`` copies the tensors, so that training can change them."""
-        target, self.snapshot, self.export = rank_target(holder), None, None
+        target, self.snapshot, self.export = engines_of(holder), None, None
         if snapshot:
             self.snapshot = self._capture_snapshot(target, staged)
         if export:
             self.export = capture_export(self, target, staged)
 
-    def _capture_snapshot(self, target: RankTarget, staged: bool) -> RankCapture:
+    def _capture_snapshot(self, target: RankEngines, staged: bool) -> RankCapture:
         states = {name: target.state(name) for name in target.engines}
         counts = {name: count_engine(state) for name, state in states.items()}
         versions = {name: e.get_version() for name, e in target.engines.items() if hasattr(e, "get_version")}

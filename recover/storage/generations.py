@@ -289,12 +289,12 @@ class RetentionRules:
 
 
 def steps_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> set[int]:
-    """Steps of the generations that stay, given ``step -> metrics`` of all. The newest one always stays."""
+    """Return the steps of the generations to keep. ``generations``: step -> metrics. The newest is always kept."""
     return {step for step, reasons in reasons_to_keep(generations, rules).items() if reasons}
 
 
 def reasons_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> dict[int, list[str]]:
-    """Step -> names of the rules that keep it. Without a rule, the generation is deleted at the next commit."""
+    """Return the names of the rules that keep each step. Generations that no rule keeps go at the next commit."""
     newest_first = sorted(generations, reverse=True)
     wanted = {"newest": newest_first[:1], f"last {rules.last}" if rules.last else "all": newest_first[: rules.last]}
     if rules.every_steps is not None:

@@ -26,7 +26,7 @@ from holdfast.engine import (
 )
 from holdfast.engine.api import Batch
 from holdfast.engine.config import FSDPWrapPolicy
-from holdfast.engine.staging import background
+from holdfast.engine.staging import background_save
 from holdfast.engine.training.logprobs import token_logprobs
 from holdfast.utils.errors import BatchError, ConfigError, HoldfastError, PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
@@ -402,7 +402,7 @@ def _destroy_when_the_device_fails(rank: int, world_size: int, folder: str, out:
                 patch.setattr(fsdp_engine, "free_cached_memory", fail)
             else:
                 patch.setattr(staging, "release", fail)
-                patch.setattr(background, "drop_group", dropped.append)
+                patch.setattr(background_save, "drop_group", dropped.append)
             engine.destroy()
         assert method == "free" or dropped == [group]
         assert not dist.is_initialized()

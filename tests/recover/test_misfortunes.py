@@ -19,7 +19,7 @@ from torch import nn
 
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverHandler, ResumableDataLoader
-from holdfast.recover.engines import RankTarget
+from holdfast.recover.engines import RankEngines
 from holdfast.recover.info import rank_state_name
 from holdfast.recover.resuming.check import check_bytes
 from holdfast.recover.resuming.restore import ProcessState
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(90)
 def test_a_rank_that_misses_a_file_stops_without_setting_anything_aside(tmp_path: Path) -> None:
     run_until(tmp_path, 1)
     files = read_manifest(newest(tmp_path))["files"]
-    target = RankTarget({"default": Tiny().state})
+    target = RankEngines({"default": Tiny().state})
     assert check_bytes(target, str(newest(tmp_path)), files) is None
     with pytest.raises(CheckpointNotFoundError, match=r"rank 0 does not see .*which the leader sees"):
         check_bytes(target, str(tmp_path / "not mounted here"), files)
@@ -241,9 +241,9 @@ def test_a_decision_that_hangs_does_not_keep_the_process_from_its_end() -> None:
     script = """
 import os, signal, threading, time
 from holdfast.recover.ranks import LocalRanks
-from holdfast.recover.engines import RankTarget
+from holdfast.recover.engines import RankEngines
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-LocalRanks(RankTarget({"it": object()})).decide_slowly(lambda: time.sleep(60))
+LocalRanks(RankEngines({"it": object()})).decide_slowly(lambda: time.sleep(60))
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=stretched(30))
     assert ended.returncode != 0 and "KeyboardInterrupt" in ended.stderr

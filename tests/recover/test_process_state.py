@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.recover.engines import RankTarget, rank_target
+from holdfast.recover.engines import RankEngines, engines_of
 from holdfast.recover.info import DRIVER_STATE, rank_state_name
 from holdfast.recover.resuming.restore import ProcessState
 from holdfast.recover.saving.snapshot import capture_process, write_process
@@ -116,12 +116,12 @@ def test_a_holder_shows_its_engines_in_one_of_four_ways() -> None:
     class Many:
         engines = {"a": state, "b": state}  # noqa: RUF012
 
-    assert rank_target(state).engines == {"default": state}
-    assert rank_target({"x": state}).engines == {"x": state}
-    assert rank_target(Worker()).engines == {"default": state} and rank_target(Worker()).stateful.keys() == {"meter"}
-    assert rank_target(Many()).engines == {"a": state, "b": state}
-    target = RankTarget({"y": state})
-    assert rank_target(target) is target
+    assert engines_of(state).engines == {"default": state}
+    assert engines_of({"x": state}).engines == {"x": state}
+    assert engines_of(Worker()).engines == {"default": state} and engines_of(Worker()).stateful.keys() == {"meter"}
+    assert engines_of(Many()).engines == {"a": state, "b": state}
+    target = RankEngines({"y": state})
+    assert engines_of(target) is target
     for holder in (object(), None, "path"):
         with pytest.raises(ConfigError, match="has neither 'engines' nor 'engine'"):
-            rank_target(holder)
+            engines_of(holder)

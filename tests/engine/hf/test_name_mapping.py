@@ -26,8 +26,8 @@ from holdfast.engine.hf.name_mapping import (
     stored_tensors,
     unsharded_class,
 )
-from holdfast.engine.hf.origins import FileTensor
 from holdfast.engine.hf.save import save_hf
+from holdfast.engine.hf.tensor_origins import FileTensor
 from holdfast.utils.errors import CheckpointMismatchError
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model
 from tests.helpers import run_ranks

@@ -20,9 +20,9 @@ from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.hf import shard_ranges
 from holdfast.engine.hf.save import save_hf
-from holdfast.engine.staging import background as background_save
-from holdfast.engine.staging.background import BackgroundSave
+from holdfast.engine.staging import background_save as background_save
 from holdfast.engine.staging.background_job import JobState
+from holdfast.engine.staging.background_save import BackgroundSave
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.engine.training.counters import EngineCounters
 from holdfast.utils.errors import CheckpointExistsError, CheckpointWriteError, ConfigError, PeerError

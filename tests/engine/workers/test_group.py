@@ -17,9 +17,9 @@ import torch
 from ray.exceptions import RayTaskError
 
 from holdfast.engine.workers.actor import device_index
-from holdfast.engine.workers.answers import Answers, headline
 from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
+from holdfast.engine.workers.rank_answers import Answers, headline
 from holdfast.utils.errors import ConfigError, HoldfastError, WorkerLost
 from tests.limits import stretched
 from tests.ray_helpers import ROOT, Server, SlowToBuild, UserBugError, Worker, kill_after, local_ray, running

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.recover.cli.attempts import FRESH_S, use_of
+from holdfast.recover.cli.in_use import FRESH_S, use_of
 from holdfast.recover.storage.generations import GenerationStore
 from holdfast.utils.folder_lock import FolderLock
 from tests.recover.cli.commands import answer, flip_byte, holdfast

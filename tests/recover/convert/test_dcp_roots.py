@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from holdfast.engine.dcp.load import load_dcp
-from holdfast.engine.dcp.roots import Root, find_roots
+from holdfast.engine.dcp.root_names import Root, find_roots
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover.convert import convert

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.recover.data.fingerprint import dataset_fingerprint
+from holdfast.recover.data.dataset_fingerprint import dataset_fingerprint
 from holdfast.utils.errors import ConfigError
 
 

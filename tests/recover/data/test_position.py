@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import sampler as torchdata_sampler
 from holdfast.engine.api import StepInfo
 from holdfast.recover.data.capture import EpochOrder, epoch_order, note_order
 from holdfast.recover.data.restore import RestoredEpoch, restore_dataloader
-from holdfast.recover.engines import RankTarget
+from holdfast.recover.engines import RankEngines
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from holdfast.utils.plain_values import pack_plain, unpack_plain
 from holdfast.utils.rng import RngState, capture_rng, restore_rng
@@ -495,7 +495,7 @@ class _Driven:
 
     world_size = 1
 
-    def __init__(self, target: RankTarget) -> None:
+    def __init__(self, target: RankEngines) -> None:
         self._target = target
 
     def run_all(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -506,7 +506,7 @@ class _Driven:
 
 def test_a_driver_resumes_its_loader_in_the_order_of_its_epoch(tmp_path: Path) -> None:
     tiny, reference = Tiny(), []
-    ranks = _Driven(RankTarget({"default": tiny.state}))
+    ranks = _Driven(RankEngines({"default": tiny.state}))
     for first in (0, 9):
         with make_handler(tmp_path, freq_steps=1) as handler:
             torch.manual_seed(first)

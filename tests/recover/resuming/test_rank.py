@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from holdfast.recover import RecoverHandler
-from holdfast.recover.engines import RankTarget
+from holdfast.recover.engines import RankEngines
 from holdfast.recover.resuming.check import check_bytes, share_of
 from holdfast.utils.manifest import read_manifest
 from tests.helpers import run_ranks
@@ -79,7 +79,7 @@ def _damages_of_a_part(rank: int, world_size: int, root: str, ranks: list[int]) 
         handler.load(tiny.state)
         assert handler.dump(tiny.state, step_info(0))
     folder, missed = newest(root), []
-    files, target = read_manifest(folder)["files"], RankTarget({"default": tiny.state}, group=group)
+    files, target = read_manifest(folder)["files"], RankEngines({"default": tiny.state}, group=group)
     for name in sorted(files):
         good, found = (folder / name).read_bytes(), [False] * len(ranks)
         dist.barrier(group)

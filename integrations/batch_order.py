@@ -26,7 +26,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..recover.data.fingerprint import probe_dataset
+from ..recover.data.dataset_fingerprint import probe_dataset
 from ..recover.data.restore import same_state
 from ..recover.data.samplers import draws_of, replace_iter, restore_draws
 from ..utils.compat.torch_private import is_iterated

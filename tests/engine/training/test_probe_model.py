@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, HunYuanMoEV1Config, LlamaConfig
 
-from holdfast.engine.training.twin import twin_of, with_few_layers
+from holdfast.engine.training.probe_model import twin_of, with_few_layers
 from tests.engine.architectures.tiny import tiny_config
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import make_batch, make_engine, reference
