@@ -201,7 +201,7 @@ def ranks_of(
     engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None, session: SessionRef
 ) -> Ranks:
     """Return `DrivenRanks` if ``engine`` is a `WorkerGroup`, else `LocalRanks` with the engines that it has."""
-    if hasattr(engine, "run_in_background"):  # without importing Ray
+    if hasattr(type(engine), "run_in_background"):  # without importing Ray
         return DrivenRanks(engine, session)
     target = engines_of(engine)
     return LocalRanks(RankEngines(target.engines, target.stateful | dict(stateful), group), group, session)

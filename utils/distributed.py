@@ -189,7 +189,8 @@ def gather_numbers_of(
 ) -> list[list[float]]:
     """Gather the ``count`` numbers that ``compute`` returns on each rank. If it fails on one rank, all raise.
 
-    Failures and numbers travel in one collective. ``what`` and the errors are as in `all_ranks_succeed`.
+    Failures and numbers travel in one collective, and ``compute`` must not leave another collective half-done. ``what``
+    and the errors are as in `all_ranks_succeed`.
     """
     numbers, error = [0.0] * count, None
     try:

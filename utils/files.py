@@ -353,8 +353,9 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
 
 
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield every regular file below ``folder`` as sorted relative POSIX paths."""
-    yield from sorted(name for name, _ in walk_leaves(folder) if Path(folder, name).is_file())
+    """Yield every file below ``folder`` as sorted relative POSIX paths. OSError if a folder cannot be listed."""
+    paths = (Path(here, name) for here, _, names in os.walk(folder, onerror=_raise) for name in names)
+    yield from sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
 
 
 def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:

@@ -100,7 +100,7 @@ class _LockFile:
             return True
         return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
-    def reopen(self, path: Path) -> None:
+    def reopen(self, path: Path) -> None:  # under the same descriptor, without locking it
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         os.dup2(fd, self.fd, inheritable=False)
         os.close(fd)
@@ -192,8 +192,10 @@ class FolderLock:
     def confirm(self) -> None:
         """Check that this process still has the folder alone. Call this before each commit, while the lock is held.
 
-        A lost lock (the file was removed or replaced, for example) is taken again with a warning. Raises
-        `FolderInUseError` if another process has or had it meanwhile, so that the folder may have changed.
+        A lost lock (the file was removed or replaced, for example) is taken again with a warning.
+
+        Raises `FolderInUseError` if another process has or had it meanwhile, so that the folder may have changed, and
+        `CheckpointWriteError` if the file cannot be read or locked.
         """
         file = self._file
         assert file is not None and self.held, "only who holds the lock commits"

@@ -23,10 +23,13 @@ import torch
 from .errors import CheckpointCorruptError, ConfigError
 
 DAMAGE = (
-    pickle.UnpicklingError, ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError,
-    MemoryError, RuntimeError, TypeError, ValueError, struct.error, zipfile.BadZipFile,
+    pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError,
+    RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""Errors raised by unpickling, and by torch, for damaged files."""
+"""Errors raised by unpickling damaged bytes."""
+
+_TORCH_DAMAGE = (*DAMAGE, AssertionError, struct.error, zipfile.BadZipFile)
+"""Errors raised by torch.load for damaged files."""
 
 _ARCHIVE = b"PK\x03\x04"
 """First bytes of a ``torch.save`` file, which is a ZIP archive."""
@@ -76,7 +79,7 @@ def load_plain(file: IO[bytes], source: str | os.PathLike[str], device: torch.de
     try:
         _check_archive(file)
         return torch.load(file, map_location="cpu" if device is None else partial(_place, device), weights_only=True)
-    except DAMAGE as error:
+    except _TORCH_DAMAGE as error:
         raise CheckpointCorruptError(f"{source} cannot be read: {plain_reason(error)}") from error
 
 
@@ -91,7 +94,7 @@ def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
             mapped = _check_archive(file)
         with torch.serialization.safe_globals(list(allowed)):
             return torch.load(os.fspath(path), map_location="cpu", weights_only=True, mmap=mapped)
-    except DAMAGE as error:
+    except _TORCH_DAMAGE as error:
         raise CheckpointCorruptError(f"{path} cannot be read: {plain_reason(error)}") from error
 
 

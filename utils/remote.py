@@ -258,7 +258,6 @@ def _part(path: Path) -> Path:
 
 
 def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
-    # A new instance, because fsspec's shared ones have the options of their first user, and cache listings.
     try:
         if "://" not in url:
             raise ValueError("it has no protocol")

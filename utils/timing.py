@@ -31,7 +31,5 @@ class PhaseTimes:
 
     def take(self) -> dict[str, float]:
         """Return ``<phase>_s`` -> seconds since the last call, and start again."""
-        taken = {f"{name}_s": seconds for name, seconds in self._seconds.items()}
-        self._seconds.clear()
-        self._seconds.update(dict.fromkeys(self._phases, 0.0))
-        return taken
+        taken, self._seconds = self._seconds, dict.fromkeys(self._phases, 0.0)
+        return {f"{name}_s": seconds for name, seconds in taken.items()}

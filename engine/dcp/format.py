@@ -260,7 +260,7 @@ def read_layout(path: PathLike) -> FolderLayout:
         _check_files(folder, layout)
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{folder}/.metadata: {error}") from error
-    except DAMAGE as error:
+    except (*DAMAGE, ImportError) as error:  # ImportError: a damaged name of a type
         raise CheckpointCorruptError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
     return layout
 

@@ -77,6 +77,7 @@ def write_lazily(
                 for file_tensor, span in wanted[key]:
                     if (held := overlap(span, part)) is not None:
                         files.write(slots[file_tensor.key], *held)
+                values = part = held = None  # freed before the next block is read
         for together in transfers.unmapped:
             keys = sorted({key for tensor in together for key in tensor.sources})
             flat = torch.cat([values.reshape(-1) for key in keys for _, values in read(key)])

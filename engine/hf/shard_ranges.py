@@ -214,8 +214,8 @@ def local_of_whole(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 class MergedWeights:
     """Weights plus their adapters, W + s B A, computed for the rows that a rank is about to write.
 
-    The constructor gathers A and B, which are small (see `whole_tensor`). Extra memory: a copy of one rank's part of
-    one tensor.
+    The constructor gathers A and B, which are small. It is a collective, see `whole_tensor`. Extra memory: a copy of
+    one rank's part of one tensor.
     """
 
     def __init__(self, model: nn.Module, gather_group: dist.ProcessGroup | None = None) -> None:

@@ -60,7 +60,7 @@ class Calls:
         self._client.close()
 
     def get(self, phase: str, path: str, *, key: str | None = None, advice: str = "", **options: Any) -> Json:
-        """Send a GET request. Arguments, result and errors as for `post`."""
+        """Send a GET request. Result and errors as for `post`. ``options`` go to the HTTP library."""
         answer = self._send(phase, "GET", path, key, **options)
         return _parsed(answer, f"{self._what}: GET {path}", self._error, advice)
 

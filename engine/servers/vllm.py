@@ -128,6 +128,7 @@ class VLLMServer(ServerClient):
             sent = on_daemon_thread(sender.send, "weight sender")
             _transfer(calls, sender.update_info)
             _require_done(calls, sent, timeout_s)
+            del sender, joined, sent  # frees the group and the mapped weights before the server resumes
 
     def _reset_prefix_cache(self, calls: Calls) -> None:
         for attempt in range(5):

@@ -48,7 +48,8 @@ def _workers(folder: Path) -> dict[str, Path]:
 
 def _ranks(folder: Path) -> list[tuple[int, int]]:
     """World size and rank of every model file. None of a folder that does not exist."""
-    found = (_MODEL.fullmatch(path.name) for path in folder.glob("*"))
+    paths = folder.iterdir() if folder.is_dir() else ()  # glob would hide a folder that cannot be read
+    found = (_MODEL.fullmatch(path.name) for path in paths)
     return sorted((int(match[1]), int(match[2])) for match in found if match)
 
 

@@ -265,9 +265,9 @@ class Saver:
 
     def _abandon(self) -> None:
         self._folder.end_commits(LINGER_S + LINGER_SAVES * self._triggers.save_s)
-        if self._background is not None:
-            self._background.give_up()
-            self._background = None
+        background, self._background = self._background, None
+        if background is not None:
+            background.give_up()
 
     def _finish_at_exit(self) -> None:
         # Before Python 3.13 a process forked by multiprocessing runs no ``atexit`` functions at its end, only

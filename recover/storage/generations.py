@@ -121,7 +121,10 @@ class GenerationStore:
                 remove_or_log(leftover)
 
     def open_staging(self, step: int) -> Path:
-        """Create a hidden folder to write the generation of ``step``. Raises `CheckpointExistsError` if that exists."""
+        """Create a hidden folder to write the generation of ``step``.
+
+        Raises `CheckpointExistsError` if the generation exists, `CheckpointWriteError` if the folder cannot be created.
+        """
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
         with as_write_error(staging):
             if self.path_of(step).exists():
@@ -153,8 +156,9 @@ class GenerationStore:
         tracker that cannot be written is no error, because it is only a hint.
 
         Raises:
-            CheckpointWriteError: nothing is visible, except if the fsync after the rename failed: then a complete
-                generation is visible, which a power cut may take away.
+            CheckpointWriteError: the file system refused, or a file of a rank is missing. Nothing is visible, except if
+                the fsync after the rename failed: then a complete generation is visible, which a power cut may take
+                away.
         """
         with as_write_error(self.path_of(step)):
             write_manifest(staging, entries, facts)
@@ -184,7 +188,8 @@ class GenerationStore:
     ) -> tuple[Generation, RecoverInfo] | None:
         """Find the newest generation that passes ``check``. None stands for `verify`.
 
-        Damaged generations are quarantined, or only logged if ``quarantine`` is False.
+        Damaged generations are quarantined, or only logged if ``quarantine`` is False. None is returned if no usable
+        one is left, and `quarantined` tells whether there ever was one.
         """
         check = check or self.verify
         for generation in self.generations():
