@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from ...utils.heartbeat import beat
 from ..memory.host_blocks import HostBlocks
-from ..memory.tensors import Box, bytes_of
+from ..memory.tensors import Box, bytes_of, memory_of
 from .archive import archive_of, read_archives
 from .metadata import Destination, FolderLayout, Overlap, PathLike, StoredTensor
 
@@ -262,14 +262,14 @@ def _read_into(file: IO[bytes], ranges: Iterable[tuple[int, torch.Tensor]]) -> N
             begin = at
         elif gap:
             buffers.append(between[:gap])
-        buffers.append(memoryview(cast(Any, values.numpy())))
+        buffers.append(memory_of(values))
         end = at + len(values)
     if buffers:
         _preadv(file, begin, buffers)
 
 
 def _read_block(file: IO[bytes], begin: int, into: torch.Tensor) -> torch.Tensor:
-    _preadv(file, begin, [memoryview(cast(Any, into.numpy()))])
+    _preadv(file, begin, [memory_of(into)])
     return into
 
 

@@ -38,7 +38,7 @@ from ...utils.remote import require_local
 from ...utils.write_errors import as_write_error
 from ..memory.host_blocks import HostBlocks
 from ..memory.lazy_tensor import LazyTensor
-from ..memory.tensors import bytes_of, flatten, local_tensor
+from ..memory.tensors import bytes_of, flatten, local_tensor, memory_of
 from .archive import archive_of
 from .metadata import PathLike, pickle_metadata
 from .save_plan import RankSavePlan, Structure, agree_on, describe_state, plan_alone, plan_together, vote_on
@@ -157,7 +157,7 @@ def _write_data(folder: Path, plan: RankSavePlan, tensors: list[torch.Tensor]) -
     pieces = _pieces(_archived(tensors))
     with DurableFile(folder / plan.file) as file:
         if device is None:
-            file.write_views(piece.numpy().data for piece in pieces)
+            file.write_views(map(memory_of, pieces))
         else:
             for block in HostBlocks(BLOCK_BYTES, device).pack(pieces, torch.uint8):
                 file.write(block)

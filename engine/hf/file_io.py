@@ -24,7 +24,7 @@ from ...utils.files import start_writeback
 from ...utils.heartbeat import beat
 from ...utils.mapped import map_window
 from ..memory.host_blocks import HostBlocks
-from ..memory.tensors import bytes_of
+from ..memory.tensors import bytes_of, memory_of
 from .safetensors_layout import TensorSlot, WeightFile, read_layout
 
 WRITE_BYTES = 4 << 20
@@ -174,7 +174,7 @@ def _is_in_memory(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    return bytes_of(values).numpy().data
+    return memory_of(bytes_of(values))
 
 
 def _chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -73,6 +74,22 @@ def counts_here(tensor: torch.Tensor) -> bool:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as ``[n]`` uint8. A tensor of one element may have any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def memory_of(data: torch.Tensor) -> memoryview:
+    """The memory of `bytes_of` a CPU tensor, to read or to write. It keeps the tensor alive.
+
+    ``Tensor.numpy`` would forbid for ever to resize the storage, and so to free the memory of a live parameter.
+    """
+    return np.asarray(_Memory(data)).data
+
+
+class _Memory:
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self.__array_interface__ = {
+            "version": 3, "typestr": "|u1", "shape": tuple(data.shape), "data": (data.data_ptr(), False)
+        }  # fmt: skip
 
 
 def clean_name(name: str) -> str:

@@ -1,14 +1,18 @@
-"""The block of a sharded tensor on a rank, for every placement, and on a rank outside of the mesh."""
+"""The block of a sharded tensor on a rank, for every placement, and on a rank outside of the mesh. Its memory."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
+from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp.fingerprint import sample_state
 from holdfast.engine.hf.shard_ranges import local_part
-from holdfast.engine.memory.tensors import local_box
+from holdfast.engine.memory.tensors import local_box, local_tensor
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll
 from tests.helpers import run_ranks
 
 PLACEMENTS: dict[str, list[Any]] = {
@@ -44,3 +48,16 @@ def _boxes(rank: int, world_size: int) -> None:
 
 def test_the_box_of_a_rank_is_its_part_of_the_tensor() -> None:
     run_ranks(_boxes, 4)
+
+
+def test_saves_and_loads_leave_the_memory_of_parameters_and_moments_free_to_be_released(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    engine = make_engine(tmp_path / "model")
+    engine.train_batch(make_batch(), nll, loss_tokens)
+    for kind, with_optim in (("dcp", True), ("hf", False)):
+        meta = SaveLoadMeta(str(tmp_path / kind), kind, with_optim)
+        engine.save(meta)
+        engine.load(meta)
+    live = engine.dcp_state().live_tensors()
+    assert [name for name, tensor in live.items() if not local_tensor(tensor).untyped_storage().resizable()] == []
+    engine.destroy()
