@@ -53,6 +53,7 @@ from .servers.publish import PublishedWeights, ServerConnection
 from .staging.background import BackgroundSave
 from .training.batch import join_trajectories, split_like
 from .training.counters import EngineCounters
+from .training.gradient_sync import accumulating
 from .training.head import ScoringHead
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.model import describe_parameters
@@ -99,9 +100,18 @@ class FSDPEngine:
 
     def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
         """Join the default process group, or create it (torchrun's environment, or a world of one). Later calls do
-        nothing."""
+        nothing.
+
+        Args:
+            parallel_strategy: the mesh. None takes config keys ``backend`` and ``fsdp.replicate_size``.
+
+        Raises:
+            ConfigError: on every rank. The mesh does not fit the number of ranks, or is not supported yet, or the
+                config has another one. Or see `open_process_groups`.
+        """
         if self._groups is None:
-            self._groups = open_process_groups(parallel_strategy, self.config.device, self.config.timeout_s)
+            strategy = self.config.mesh_of(parallel_strategy)
+            self._groups = open_process_groups(strategy, self.config.device, self.config.timeout_s)
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec) -> None:
         """Build the sharded model with its weights, the optimizer and the schedule. A second call replaces them.
@@ -207,11 +217,14 @@ class FSDPEngine:
         weighed = self._cut(batch, loss_weight_fn)
         optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for mb, share in weighed.shares(self.device):
-            loss = self._weighted_loss(mb, share, loss_fn)
-            # FSDP averages gradients over ranks, but the shares already divide by the total weight.
-            (loss * self.data_parallel_world_size).backward()
-            loss_sum += loss.detach()
+        replicas = self._require_groups().meshes.strategy.replicate_size
+        with accumulating(self.model, len(weighed.micro_batches), replicas) as before_backward:
+            for number, (mb, share) in enumerate(weighed.shares(self.device)):
+                loss = self._weighted_loss(mb, share, loss_fn)
+                before_backward(number)
+                # FSDP averages gradients over ranks, but the shares already divide by the total weight.
+                (loss * self.data_parallel_world_size).backward()
+                loss_sum += loss.detach()
         stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction)
         n_mbs = float(len(weighed.micro_batches))
         n_tokens = float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy))
@@ -318,12 +331,12 @@ class FSDPEngine:
     @property
     def data_parallel_rank(self) -> int:
         """Index of this rank among the ranks with different data."""
-        return dist.get_rank(self.control_group)
+        return self._require_groups().meshes.data_rank
 
     @property
     def data_parallel_world_size(self) -> int:
         """Number of ranks with different data."""
-        return dist.get_world_size(self.control_group)
+        return self._require_groups().meshes.data_size
 
     def current_data_parallel_head(self) -> int:
         """The first rank with this rank's data: itself."""

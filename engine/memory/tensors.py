@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...utils.compat.torch_private import compute_local_shape_and_global_offset
+from ...utils.compat.torch_private import compute_local_shape_and_global_offset, root_mesh
 from ...utils.distributed import get_rank
 from ...utils.errors import ConfigError
 
@@ -61,14 +61,22 @@ def local_box(tensor: torch.Tensor) -> Box:
 
 
 def counts_here(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the first of the ranks that hold the same part of a tensor."""
+    """Whether this rank is the first of the ranks that hold the same part of a tensor.
+
+    A tensor on a slice of a mesh is the same on all ranks that differ only in the dimensions outside of the slice.
+    """
     if not isinstance(tensor, DTensor):
         return get_rank() == 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # outside of the mesh
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:  # outside of the mesh
         return False
-    replicas = zip(coordinate, tensor.placements, strict=True)
-    return all(at == 0 for at, placement in replicas if isinstance(placement, Replicate))
+    cut = {dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)}
+    root = root_mesh(mesh)
+    if root is not mesh and set(mesh.mesh_dim_names or ()) <= set(root.mesh_dim_names or ()):
+        cut = {root.mesh_dim_names.index(mesh.mesh_dim_names[dim]) for dim in cut}  # type: ignore[union-attr,index]
+        mesh = root
+    coordinate = mesh.get_coordinate()
+    return all(at == 0 for dim, at in enumerate(coordinate or ()) if dim not in cut)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

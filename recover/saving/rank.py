@@ -25,7 +25,7 @@ from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.save import exportable_tensors, write_hf
 from ...engine.lora.layers import adapted_layers, transformers_model
 from ...engine.memory.tensors import flatten
-from ...engine.staging.staged_model import check_mesh, staged_model
+from ...engine.staging.staged_model import staged_model
 from ...engine.staging.staged_state import Staging
 from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_background_group
 from ...utils.errors import CheckpointMismatchError, ConfigError
@@ -309,7 +309,7 @@ def write_process(folder: str | os.PathLike[str], name: str, state: bytes) -> Fi
     return write_entry(folder, name, state)
 
 
-def check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:
+def check_export(holder: Any, request: ExportRequest) -> None:
     """Raise a `ConfigError` with the reason if this rank cannot make the export. Not collective."""
     target = rank_target(holder)
     name = request.name(target)
@@ -324,5 +324,3 @@ def check_export(holder: Any, request: ExportRequest, in_background: bool) -> No
         raise ConfigError(
             f"engine {name!r} cannot be exported: {error}. Or unset recover.hf_freq_steps{other}"
         ) from error
-    if in_background:
-        check_mesh(state.model_only().live_tensors(), target.group_of(name))

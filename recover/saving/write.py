@@ -85,7 +85,7 @@ class StepWriter:
     def check_export(self, ranks: Ranks) -> None:
         """Raise `ConfigError` on all ranks unless all can make the configured exports. Collective over the callers."""
         if self.export_request is not None:
-            ranks.run_all(check_export, self.export_request, self._config.async_save)
+            ranks.run_all(check_export, self.export_request)
 
     def export_due(self, step: int) -> bool:
         """Whether to export the weights after ``step``. Called in the leader."""

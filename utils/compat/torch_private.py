@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
-from . import Private, require
+from . import Private, require, require_attributes
 
 _CUT = "know which part of a tensor is this rank's"
 _MADE_UP = "make sharded tensors of what it holds already"
@@ -40,8 +40,10 @@ NAMES = (
     Private(f"{_GROUP}:FSDPParamGroup.post_backward", _REDUCE),
     Private(f"{_GROUP}:FSDPParamGroup.is_unsharded", _REDUCE),
     Private(f"{_GROUP}:FSDPParam.sharded_param", _REDUCE),
+    Private(f"{_GROUP}:FSDPParam._unsharded_param", _REDUCE),
     Private(f"{_GROUP}:FSDPParam.unsharded_param", _REDUCE),
     Private(f"{_GROUP}:FSDPParam.unsharded_accumulated_grad", _REDUCE),
+    Private("torch.distributed.device_mesh:DeviceMesh._get_root_mesh", _CUT),
     Private("torch:_foreach_norm", "clip a gradient"),
     Private("torch:_foreach_mul_", "clip a gradient"),
     Private("torch.nn.modules.dropout:_DropoutNd", "switch dropout off"),
@@ -87,9 +89,11 @@ __all__ = [
     "children_of",
     "compute_local_shape_and_global_offset",
     "count_forward_hooks",
+    "drop_partial_gradients",
     "fill_missing_gradients",
     "foreach_mul_",
     "foreach_norm",
+    "fsdp_mesh_of",
     "is_iterated",
     "is_persistent",
     "like_sharded",
@@ -98,6 +102,7 @@ __all__ = [
     "n_writes",
     "parameters_of",
     "replace_members",
+    "root_mesh",
     "same_layout",
     "saving_of",
     "storage_id",
@@ -190,7 +195,7 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
     """Make FSDP2 reduce zeros for trained parameters of a module that a backward did not reach on this rank.
 
     FSDP2 reduces the gradients that exist, so ranks that reach different parameters would reduce buffers of different
-    lengths.
+    lengths. While the all-reduce between replicas is deferred, FSDP2 keeps its sum apart from the parameters.
 
     Args:
         module: module that `fully_shard` was called on.
@@ -200,6 +205,7 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:  # all its parameters belong to nested groups
         return
+    require_attributes("torch", group, ("fsdp_params", "mesh_info", "reduce_grads", "_partial_reduce_output"), _REDUCE)
     reduce = group.post_backward
 
     def has_no_gradient(param: Any) -> bool:
@@ -209,7 +215,8 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
     def fill(missing: list[Any]) -> None:
         reached = [param for param in group.fsdp_params if param not in missing]
         filled.difference_update(param.sharded_param for param in reached)
-        filled.update(param.sharded_param for param in missing if param.sharded_param.grad is None)
+        if group._partial_reduce_output is None:  # else an earlier backward of the step may have reached them
+            filled.update(param.sharded_param for param in missing if param.sharded_param.grad is None)
         held = [(param.unsharded_accumulated_grad, param.unsharded_param.grad) for param in reached]
         dtype = next((grad.dtype for both in held for grad in both if grad is not None), None)  # FSDP2 needs one dtype
         for param in missing:
@@ -223,6 +230,33 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
         reduce(*args)
 
     group.post_backward = fill_and_reduce
+
+
+def drop_partial_gradients(module: FSDPModule) -> None:
+    """Drop what FSDP2 has accumulated for a module and not yet put into the gradients of its parameters.
+
+    ``zero_grad`` does not reach it, so the next backward would add it.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    group._partial_reduce_output = None
+    for param in group.fsdp_params:
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):  # after the first gather
+            param._unsharded_param.grad = None
+
+
+def fsdp_mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh that the outermost FSDP2 module of a model is sharded over. None if there is none."""
+    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    groups = (state._fsdp_param_group for state in states)
+    return next((group.mesh_info.mesh for group in groups if group is not None), None)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` is a slice of, or the mesh itself."""
+    return mesh._get_root_mesh()
 
 
 def n_writes(tensor: torch.Tensor) -> int:

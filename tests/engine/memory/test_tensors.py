@@ -8,9 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from holdfast.engine.api import SaveLoadMeta
-from holdfast.engine.dcp.fingerprint import sample_state
-from holdfast.engine.hf.shard_ranges import local_part
-from holdfast.engine.memory.tensors import local_box, local_tensor
+from holdfast.engine.dcp.fingerprint import bit_sum, sample_state
+from holdfast.engine.hf.shard_ranges import local_part, whole_tensor
+from holdfast.engine.memory.tensors import counts_here, local_box, local_tensor
+from holdfast.utils.distributed import gather_objects, new_background_group
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll
 from tests.helpers import run_ranks
@@ -22,6 +23,10 @@ PLACEMENTS: dict[str, list[Any]] = {
     "rows twice": [Shard(0), Shard(0)],
     "whole": [Replicate(), Replicate()],
 }
+
+
+SAMPLED = int(sample_state({"model.w": torch.arange(35).view(7, 5)})["model"])
+"""Fingerprint on one rank."""
 
 
 def _boxes(rank: int, world_size: int) -> None:
@@ -48,6 +53,27 @@ def _boxes(rank: int, world_size: int) -> None:
 
 def test_the_box_of_a_rank_is_its_part_of_the_tensor() -> None:
     run_ranks(_boxes, 4)
+
+
+def _gathers_and_counts(rank: int, world_size: int) -> None:
+    whole, mesh = torch.arange(35).view(7, 5), init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    group = new_background_group(None, 30)
+    cases: list[tuple[DeviceMesh, list[Any]]] = [(mesh, placements) for placements in PLACEMENTS.values()]
+    cases += [(mesh["fsdp"], [Shard(0)]), (mesh["tp"], [Shard(1)]), (mesh["tp"], [Replicate()])]
+    alone = bit_sum("w", whole, (0, 0))
+    for on, placements in cases:
+        tensor = distribute_tensor(whole, on, placements)
+        assert torch.equal(whole_tensor(tensor, group), whole), placements
+        own = bit_sum("w", tensor.to_local(), local_box(tensor).offsets) if counts_here(tensor) else 0
+        sums = [(bits, sample["model"]) for bits, sample in gather_objects((own, sample_state({"model.w": tensor})))]
+        assert (sum(bits for bits, _ in sums) - alone) % 2**64 == 0, placements
+        assert (sum(samples for _, samples in sums) - SAMPLED) % 2**64 == 0, placements
+    few = distribute_tensor(torch.arange(3), init_device_mesh("cpu", (4,)), [Shard(0)])
+    assert torch.equal(whole_tensor(few, group), torch.arange(3))
+
+
+def test_each_part_counts_once_and_is_gathered_once_on_meshes_and_their_slices() -> None:
+    run_ranks(_gathers_and_counts, 4)
 
 
 def test_saves_and_loads_leave_the_memory_of_parameters_and_moments_free_to_be_released(tmp_path: Path) -> None:
