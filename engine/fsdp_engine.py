@@ -127,7 +127,8 @@ class FSDPEngine:
         groups, started = self._require_groups(), time.monotonic()
         self._drop_model()
         free_cached_memory(groups.device)
-        self.counters, self._train_stats = EngineCounters(states=self.counters.states), RunningMeans()
+        sizes = groups.meshes.strategy.sizes
+        self.counters, self._train_stats = EngineCounters(states=self.counters.states, mesh=sizes), RunningMeans()
         folder = find_model_folder(self.config, groups.control)
         model, self._scoring_head = build_initial_model(self.config, folder, groups)
         with all_ranks_succeed("building the optimizer", groups.control):

@@ -53,6 +53,7 @@ class RecoverInfo:
         engines: engine name -> facts to check after a restore.
         save_s: seconds that the snapshot took up to its commit. A deadline is judged by it after a restart.
         rng: process (``rank_00000`` ..., ``driver``) -> digest of its random generators.
+        meshes: engine name -> sizes d, r, c, t and e of its mesh, if it is an `FSDPEngine`. Any other mesh can load it.
         switches: torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in generations of
             older versions.
         converted: None if a run wrote the generation. If it was converted from another trainer: ``from`` -> source
@@ -71,6 +72,7 @@ class RecoverInfo:
     engines: dict[str, EngineFacts] = field(default_factory=dict)
     rng: dict[str, str] = field(default_factory=dict)
     switches: dict[str, str] = field(default_factory=dict)
+    meshes: dict[str, dict[str, int]] = field(default_factory=dict)
     converted: dict[str, str] | None = None
 
     def lacks(self, part: str) -> bool:

@@ -7,7 +7,7 @@ every tensor (see `holdfast.engine.dcp.fingerprint`). The next snapshot must dif
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 import torch
@@ -16,17 +16,20 @@ import xxhash
 from ...engine.dcp.fingerprint import combine_samples, sample_state
 from ...engine.dcp.state import DCPState
 from ...engine.memory.tensors import by_clean_name
+from ...engine.training.counters import EngineCounters
 from ..info import EngineFacts
 
 
 @dataclass(frozen=True)
 class EngineSample:
-    """The part of `EngineFacts` that one rank knows. ``sample`` comes from `sample_state`."""
+    """The part of `EngineFacts` that one rank knows, and the mesh of an `FSDPEngine`. ``sample`` comes from
+    `sample_state`."""
 
     optimizer_steps: int | None
     lr: float | None
     schedule_step: float | None
     sample: dict[str, int | bool]
+    mesh: dict[str, int] = field(default_factory=dict)
 
 
 def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
@@ -35,7 +38,9 @@ def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
     if optimizer is None:
         return EngineSample(None, None, None, {})
     schedule_step = getattr(state.scheduler, "last_epoch", None)  # torch's ChainedScheduler has none
-    return EngineSample(_optimizer_steps(state), float(optimizer.param_groups[first_group]["lr"]), schedule_step, {})
+    lr = float(optimizer.param_groups[first_group]["lr"])
+    mesh = state.counters.mesh if isinstance(state.counters, EngineCounters) else {}
+    return EngineSample(_optimizer_steps(state), lr, schedule_step, {}, mesh)
 
 
 def sample_engine(state: DCPState, first_group: int = 0) -> EngineSample:
