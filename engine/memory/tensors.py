@@ -1,12 +1,13 @@
 """Helpers for both checkpoint formats: tensors of a model by name, and the part of each that a rank holds."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...utils.compat.torch_private import compute_local_shape_and_global_offset, root_mesh
 from ...utils.distributed import get_rank
@@ -49,15 +50,32 @@ class Box(NamedTuple):
 def local_box(tensor: torch.Tensor) -> Box:
     """The block of a sharded tensor that this rank holds, or all of a plain tensor. No communication.
 
-    The tensor must have one block per rank, as with `Shard` and `Replicate`. A strided shard has several.
+    Raises:
+        ConfigError: the ranks do not hold one block each, or FSDP2 and DTensor disagree about them.
     """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:  # this rank is outside the mesh
         return Box((0,) * tensor.dim(), (0,) * tensor.dim())
+    _require_one_block(tensor)
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     return Box(tuple(offsets), tuple(sizes))
+
+
+def _require_one_block(tensor: DTensor) -> None:
+    """A strided shard is a block only together with the later cuts of the same dimension that it leaves room for."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for at, placement in enumerate(placements):
+        if (factor := getattr(placement, "split_factor", 1)) == 1:
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        later = math.prod(mesh.size(other) for other in range(at + 1, mesh.ndim) if placements[other] == Shard(dim))
+        if later != factor or (mesh.size(at) > 2 and tensor.shape[dim] % factor):
+            raise ConfigError(
+                f"a tensor {list(tensor.shape)} is placed as {placements} on {mesh}, so that a rank holds several runs "
+                "of rows; use tensor parallelism that cuts rows evenly, and shard experts one by one"
+            )
 
 
 def counts_here(tensor: torch.Tensor) -> bool:

@@ -3,15 +3,22 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp.fingerprint import bit_sum, sample_state
 from holdfast.engine.hf.shard_ranges import local_part, whole_tensor
 from holdfast.engine.memory.tensors import counts_here, local_box, local_tensor
+from holdfast.utils.compat.torch_private import made_sharded
 from holdfast.utils.distributed import gather_objects, new_background_group
+from holdfast.utils.errors import ConfigError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll
 from tests.helpers import run_ranks
@@ -70,6 +77,25 @@ def _gathers_and_counts(rank: int, world_size: int) -> None:
         assert (sum(samples for _, samples in sums) - SAMPLED) % 2**64 == 0, placements
     few = distribute_tensor(torch.arange(3), init_device_mesh("cpu", (4,)), [Shard(0)])
     assert torch.equal(whole_tensor(few, group), torch.arange(3))
+
+
+def _under_fsdp_and_tensor_parallelism(rank: int, world_size: int) -> None:
+    mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), torch.arange(40.0).view(8, 5)
+    linear = nn.Linear(5, 8, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(whole)
+    fully_shard(parallelize_module(linear, mesh["tp"], ColwiseParallel()), mesh=mesh["fsdp"])
+    weight: Any = linear.weight
+    (first, _), (rows, _) = local_box(weight)
+    assert torch.equal(weight.to_local(), whole[first : first + rows])
+    assert torch.equal(whole_tensor(weight, new_background_group(None, 30)), whole)
+    alone = made_sharded(whole[:4], mesh["tp"], (_StridedShard(0, split_factor=2),), whole.shape, whole.stride())
+    with pytest.raises(ConfigError, match=r"a tensor \[8, 5\] is placed as .* shard experts one by one"):
+        local_box(alone)
+
+
+def test_a_strided_shard_has_a_block_with_the_cut_that_it_leaves_room_for_and_is_refused_alone() -> None:
+    run_ranks(_under_fsdp_and_tensor_parallelism, 4)
 
 
 def test_each_part_counts_once_and_is_gathered_once_on_meshes_and_their_slices() -> None:
