@@ -112,6 +112,13 @@ class FSDPConfig:
     replicate_size: int = 1
     """Copies of the sharded model (HSDP): each is sharded over the number of ranks divided by this, and only gradients
     travel between copies. It must divide the number of ranks. See docs/gpus-and-nodes.md."""
+    gradient_sync: str = "auto"
+    """Micro-batches that sum gradients over ranks: ``every``, or the ``last`` of a step, which saves a reduction in
+    each of the others and takes 4 bytes per trained parameter on every rank. ``auto``: ``last`` if that is at most 2
+    GiB or 5 % of the GPU and ``grad_reduce_dtype`` is float32, and always with LoRA."""
+
+    def __post_init__(self) -> None:
+        require_choice("fsdp.gradient_sync", self.gradient_sync, ("auto", "every", "last"))
 
 
 @dataclass

@@ -53,7 +53,7 @@ from .servers.publish import PublishedWeights, ServerConnection
 from .staging.background import BackgroundSave
 from .training.batch import join_trajectories, split_like
 from .training.counters import EngineCounters
-from .training.gradient_sync import accumulating
+from .training.gradient_sync import accumulating, drop_partial, syncs_last
 from .training.head import ScoringHead
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.model import describe_parameters
@@ -89,6 +89,7 @@ class FSDPEngine:
         self._base: BaseFolder | None = None
         self._scoring_head: ScoringHead | None = None
         self._max_model_len: int | None = None
+        self._sync_last = False
         self.base_dtype: torch.dtype | None = None  # dtype of the weights in config.path, and the default for exports
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -136,6 +137,7 @@ class FSDPEngine:
                 trained = (param for param in model.parameters() if param.requires_grad)
                 self.optimizer = build_optimizer(trained, self.config.optimizer)
                 self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
+        self._sync_last = syncs_last(model, self.config, groups.device)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         self._max_model_len = longest_sequence(model, self.config.max_model_len)
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
@@ -218,8 +220,8 @@ class FSDPEngine:
         weighed = self._cut(batch, loss_weight_fn)
         optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        replicas = self._require_groups().meshes.strategy.replicate_size
-        with accumulating(self.model, len(weighed.micro_batches), replicas) as before_backward:
+        meshes = self._require_groups().meshes
+        with accumulating(self.model, len(weighed.micro_batches), meshes, self._sync_last) as before_backward:
             for number, (mb, share) in enumerate(weighed.shares(self.device)):
                 loss = self._weighted_loss(mb, share, loss_fn)
                 before_backward(number)
@@ -361,6 +363,7 @@ class FSDPEngine:
     def optimizer_zero_grad(self) -> None:
         """Drop the gradients."""
         self._require_optimizer().zero_grad()
+        drop_partial(self.model)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradients of your own backward, and update unless they are not finite. Collective.
