@@ -11,6 +11,7 @@ import torch
 from ..utils.config import require_choice, require_range
 from ..utils.errors import ConfigError
 from ..utils.remote import require_local
+from .parallel_strategy import ParallelStrategy as ParallelStrategy
 from .steps import FinetuneSpec as FinetuneSpec
 from .steps import StepInfo as StepInfo
 
@@ -185,17 +186,6 @@ class WeightUpdateMeta:
         require_range("version", self.version, low=0)
         require_range("min_servers", self.min_servers, low=1)
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
-
-
-@dataclass(frozen=True)
-class ParallelStrategy:
-    """The mesh. Only its data-parallel (shard) dimension exists so far.
-
-    Attributes:
-        data_parallel_size: number of ranks. None: all.
-    """
-
-    data_parallel_size: int | None = None
 
 
 @runtime_checkable

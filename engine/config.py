@@ -4,10 +4,11 @@ Plain dataclasses, read by `holdfast.utils.config.load_config`. They check their
 a process group or model exists.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..utils.config import require_choice, require_range
 from ..utils.errors import ConfigError
+from .parallel_strategy import ParallelStrategy
 
 DTYPES = ("float32", "bfloat16")
 PACKED_ATTENTION = "holdfast"
@@ -108,6 +109,16 @@ class FSDPConfig:
     """Shard groups."""
     reshard_after_forward: bool = True
     """Free the gathered parameters of a block after its forward (less memory, one more gather)."""
+    replicate_size: int = 1
+    """Copies of the sharded model (HSDP): each is sharded over the number of ranks divided by this, and only gradients
+    travel between copies. It must divide the number of ranks. See docs/gpus-and-nodes.md."""
+    gradient_sync: str = "auto"
+    """Micro-batches that sum gradients over ranks: ``every``, or the ``last`` of a step, which saves a reduction in
+    each of the others and takes 4 bytes per trained parameter on every rank. ``auto``: ``last`` if that is at most 2
+    GiB or 5 % of the GPU and ``grad_reduce_dtype`` is float32, and always with LoRA."""
+
+    def __post_init__(self) -> None:
+        require_choice("fsdp.gradient_sync", self.gradient_sync, ("auto", "every", "last"))
 
 
 @dataclass
@@ -169,6 +180,9 @@ class TrainEngineConfig:
     """None for an engine that only evaluates (a reference model)."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
+    backend: str = "fsdp"
+    """The mesh in AReaL's notation: ``fsdp`` for any number of ranks, ``fsdp:d8`` for exactly 8. See
+    `ParallelStrategy.from_backend`. Sizes other than d are refused, because they are not supported yet."""
     use_lora: bool = False
     """Train LoRA adapters instead of the weights, which stay frozen in their dtype in ``path``. Needs peft (``pip
     install 'holdfast[lora]'``). See docs/lora.md."""
@@ -209,6 +223,26 @@ class TrainEngineConfig:
                 f"config key 'pad_to_maximum' is True, but '{unmet}: packed rows are filled up to max_tokens_per_mb; "
                 "set that, or leave this out"
             )
+
+        self.parallel_strategy.require_supported(f"config key 'backend' is {self.backend!r}")
+
+    @property
+    def parallel_strategy(self) -> ParallelStrategy:
+        """The mesh that ``backend`` and ``fsdp.replicate_size`` describe."""
+        return ParallelStrategy.from_backend(self.backend, self.fsdp.replicate_size)
+
+    def mesh_of(self, argument: ParallelStrategy | None) -> ParallelStrategy:
+        """The mesh of ``create_process_group(argument)``. Raises ConfigError if the config has another one."""
+        own = self.parallel_strategy
+        if argument is None:
+            return own
+        argument.require_supported(f"create_process_group was given {argument.sizes}")
+        if own not in (argument, ParallelStrategy(), replace(argument, data_parallel_size=None)):
+            raise ConfigError(
+                f"create_process_group was given {argument.sizes}, but config keys 'backend' and 'fsdp.replicate_size' "
+                f"say {own.sizes}; leave out the argument, or set backend to 'fsdp' and replicate_size to 1"
+            )
+        return argument
 
     @property
     def row_tokens(self) -> int:

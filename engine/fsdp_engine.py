@@ -53,6 +53,7 @@ from .servers.publish import PublishedWeights, ServerConnection
 from .staging.background_save import BackgroundSave
 from .training.batch import join_trajectories, split_like
 from .training.counters import EngineCounters
+from .training.gradient_sync import accumulating, drop_partial, syncs_last
 from .training.head import ScoringHead
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.model import describe_parameters
@@ -88,6 +89,7 @@ class FSDPEngine:
         self._base: BaseFolder | None = None
         self._scoring_head: ScoringHead | None = None
         self._max_model_len: int | None = None
+        self._sync_last = False
         self.base_dtype: torch.dtype | None = None  # dtype of the weights in config.path, and the default for exports
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -99,9 +101,18 @@ class FSDPEngine:
 
     def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
         """Join the default process group, or create it (torchrun's environment, or a world of one). Later calls do
-        nothing."""
+        nothing.
+
+        Args:
+            parallel_strategy: the mesh. None takes config keys ``backend`` and ``fsdp.replicate_size``.
+
+        Raises:
+            ConfigError: on every rank. The mesh does not fit the number of ranks, or is not supported yet, or the
+                config has another one. Or see `open_process_groups`.
+        """
         if self._groups is None:
-            self._groups = open_process_groups(parallel_strategy, self.config.device, self.config.timeout_s)
+            strategy = self.config.mesh_of(parallel_strategy)
+            self._groups = open_process_groups(strategy, self.config.device, self.config.timeout_s)
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec) -> None:
         """Build the sharded model with its weights, the optimizer and the schedule. A second call replaces them.
@@ -117,7 +128,8 @@ class FSDPEngine:
         groups, started = self._require_groups(), time.monotonic()
         self._drop_model()
         free_cached_memory(groups.device)
-        self.counters, self._train_stats = EngineCounters(states=self.counters.states), RunningMeans()
+        sizes = groups.meshes.strategy.sizes
+        self.counters, self._train_stats = EngineCounters(states=self.counters.states, mesh=sizes), RunningMeans()
         folder = find_model_folder(self.config, groups.control)
         model, self._scoring_head = build_initial_model(self.config, folder, groups)
         with all_ranks_succeed("building the optimizer", groups.control):
@@ -125,6 +137,7 @@ class FSDPEngine:
                 trained = (param for param in model.parameters() if param.requires_grad)
                 self.optimizer = build_optimizer(trained, self.config.optimizer)
                 self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
+        self._sync_last = syncs_last(model, self.config, groups.device)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         self._max_model_len = longest_sequence(model, self.config.max_model_len)
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
@@ -207,11 +220,14 @@ class FSDPEngine:
         weighed = self._cut(batch, loss_weight_fn)
         optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for mb, share in weighed.shares(self.device):
-            loss = self._weighted_loss(mb, share, loss_fn)
-            # FSDP averages gradients over ranks, but the shares already divide by the total weight.
-            (loss * self.data_parallel_world_size).backward()
-            loss_sum += loss.detach()
+        meshes = self._require_groups().meshes
+        with accumulating(self.model, len(weighed.micro_batches), meshes, self._sync_last) as before_backward:
+            for number, (mb, share) in enumerate(weighed.shares(self.device)):
+                loss = self._weighted_loss(mb, share, loss_fn)
+                before_backward(number)
+                # FSDP averages gradients over ranks, but the shares already divide by the total weight.
+                (loss * self.data_parallel_world_size).backward()
+                loss_sum += loss.detach()
         stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction)
         n_mbs = float(len(weighed.micro_batches))
         n_tokens = float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy))
@@ -318,12 +334,12 @@ class FSDPEngine:
     @property
     def data_parallel_rank(self) -> int:
         """Index of this rank among the ranks with different data."""
-        return dist.get_rank(self.control_group)
+        return self._require_groups().meshes.data_rank
 
     @property
     def data_parallel_world_size(self) -> int:
         """Number of ranks with different data."""
-        return dist.get_world_size(self.control_group)
+        return self._require_groups().meshes.data_size
 
     def current_data_parallel_head(self) -> int:
         """The first rank with this rank's data: itself."""
@@ -347,6 +363,7 @@ class FSDPEngine:
     def optimizer_zero_grad(self) -> None:
         """Drop the gradients."""
         self._require_optimizer().zero_grad()
+        drop_partial(self.model)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradients of your own backward, and update unless they are not finite. Collective.

@@ -23,6 +23,7 @@ from ..engine.hf.load import names_as_in
 from ..engine.lora.adapters import adapted_layers, base_view, transformers_model
 from ..engine.memory.tensors import by_clean_name, clean_name
 from ..engine.model.model_folder import find_source_folder
+from ..engine.training.counters import EngineCounters
 from ..utils.compat.torch_private import without_compile
 from ..utils.distributed import get_rank
 from ..utils.errors import CheckpointError, ConfigError, StaleSnapshotError
@@ -174,7 +175,7 @@ def _from_folder(base: PreTrainedModel, group: dist.ProcessGroup | None) -> set[
 
 @dataclass(frozen=True)
 class EngineSample:
-    """The part of `EngineFacts` that one rank knows. ``sample`` comes from `sample_state`.
+    """The part of `EngineFacts` that one rank knows, and the mesh of an `FSDPEngine`. ``sample``: see `sample_state`.
 
     Bytes that match their digests can still be the wrong bytes: a writer that copied an old staging buffer (NeMo-RL's
     asynchronous saves all repeated the first one), a loader that left the moments at zero. Each snapshot therefore
@@ -186,6 +187,7 @@ class EngineSample:
     lr: float | None
     schedule_step: float | None
     sample: dict[str, int | bool]
+    mesh: dict[str, int] = field(default_factory=dict)
 
 
 def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
@@ -194,7 +196,9 @@ def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
     if optimizer is None:
         return EngineSample(None, None, None, {})
     schedule_step = getattr(state.scheduler, "last_epoch", None)  # torch's ChainedScheduler has none
-    return EngineSample(_optimizer_steps(state), float(optimizer.param_groups[first_group]["lr"]), schedule_step, {})
+    lr = float(optimizer.param_groups[first_group]["lr"])
+    mesh = state.counters.mesh if isinstance(state.counters, EngineCounters) else {}
+    return EngineSample(_optimizer_steps(state), lr, schedule_step, {}, mesh)
 
 
 def sample_engine(state: DCPState, first_group: int = 0) -> EngineSample:

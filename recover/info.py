@@ -48,6 +48,7 @@ class RecoverInfo:
     rng: dict[str, str] = field(default_factory=dict)  # process (``rank_00000`` ..., ``driver``) -> generators' digest
     # torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in older generations
     switches: dict[str, str] = field(default_factory=dict)
+    meshes: dict[str, dict[str, int]] = field(default_factory=dict)  # `FSDPEngine` -> sizes d, r, c, t, e of its mesh
     # None if a run wrote the generation. If it was converted from another trainer: ``from`` -> source format, and
     # missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how the run starts without it
     converted: dict[str, str] | None = None

@@ -187,12 +187,13 @@ def test_every_file_of_an_export_to_a_url_is_in_the_table(tmp_path: Path) -> Non
 
 def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, generation: Path) -> None:
     manifest = json.loads((generation / MANIFEST_NAME).read_bytes())
-    names = {"files.": "<file>", "weight_versions.": "<engine>"}
+    names = {"files.": "<file>", "weight_versions.": "<engine>", "mesh.": "<engine>"}
     assert fields(manifest, names) == set(rows(MANIFEST_NAME))
     info = json.loads((generation / "recover_info.json").read_bytes())
     names = {
         "engines.": "<engine>",
         "weight_versions.": "<engine>",
+        "meshes.": "<engine>",
         "metrics.": "<metric>",
         "rng.": "<process>",
         "switches.": "<switch>",

@@ -10,6 +10,7 @@ both the same at every world size: a sample of each tensor, and a sum over every
 have only the sample.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from ...utils.distributed import gather_objects, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
@@ -111,6 +113,8 @@ def describe_base(
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in frozen.values())
     counts = {"tensors": len(frozen), "bytes": n_bytes, "dtypes": dict(sorted(dtypes.items()))}
     counts["ranks"] = get_world_size()
+    if (replicas := _replicas_of(frozen)) > 1:
+        counts["replicas"] = replicas
     return pack_json({**counts, "path": folder.path, "index": folder.index, "adapters": adapters}, BASE)
 
 
@@ -153,8 +157,11 @@ def check_base(
 def check_own_base(
     saved: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor], folder: BaseFolder, own: str
 ) -> None:
-    """`check_base` of this rank's share alone, whose name is ``own``. Only at the world size of the save."""
-    if BASE in saved and own in saved and unpack_json(saved[BASE], BASE).get("ranks") == get_world_size():
+    """`check_base` of this rank's share alone, whose name is ``own``. Only if this rank held the same part then."""
+    if BASE not in saved or own not in saved:
+        return
+    there = unpack_json(saved[BASE], BASE)
+    if (there.get("ranks"), there.get("replicas", 1)) == (get_world_size(), _replicas_of(frozen)):
         _compare("the state", saved[BASE], [saved[own]], frozen, folder, [sample_base(frozen)])
 
 
@@ -168,7 +175,7 @@ def _compare(
 ) -> None:
     there: Any = unpack_json(base, BASE)
     here: Any = unpack_json(describe_base(frozen, folder), BASE)
-    if not isinstance(there, dict) or not here.keys() - {"adapters"} <= there.keys():
+    if not isinstance(there, dict) or not here.keys() - {"adapters", "replicas"} <= there.keys():
         raise CheckpointCorruptError(f"{path}: {BASE!r} does not describe frozen parameters")
     if (sizes := {len(share) for share in shares}) not in ({_HALF}, {2 * _HALF}):
         raise CheckpointCorruptError(
@@ -187,6 +194,15 @@ def _compare(
         f"{path} holds what was trained on another base model: its {_told(there, fingerprints[0])}, those "
         f"here {_told(here, fingerprints[1])}. {advice}"
     )
+
+
+def _replicas_of(frozen: Mapping[str, torch.Tensor]) -> int:
+    """Number of ranks that hold each part of the parameters."""
+    sharded = next((tensor for tensor in frozen.values() if isinstance(tensor, DTensor)), None)
+    if sharded is None:
+        return 1
+    sizes = zip(sharded.device_mesh.shape, sharded.placements, strict=True)
+    return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
 
 
 def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:

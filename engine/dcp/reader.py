@@ -31,7 +31,7 @@ from ...utils.heartbeat import beat
 from ...utils.plain_values import load_plain
 from ...utils.processes import reading_threads
 from ..memory.host_blocks import HostBlocks
-from ..memory.tensors import Box, bytes_of
+from ..memory.tensors import Box, bytes_of, memory_of
 from .format import (
     Destination,
     FolderLayout,
@@ -261,14 +261,14 @@ def _read_into(file: IO[bytes], ranges: Iterable[tuple[int, torch.Tensor]]) -> N
             begin = at
         elif gap:
             buffers.append(between[:gap])
-        buffers.append(memoryview(cast(Any, values.numpy())))
+        buffers.append(memory_of(values))
         end = at + len(values)
     if buffers:
         _preadv(file, begin, buffers)
 
 
 def _read_block(file: IO[bytes], begin: int, into: torch.Tensor) -> torch.Tensor:
-    _preadv(file, begin, [memoryview(cast(Any, into.numpy()))])
+    _preadv(file, begin, [memory_of(into)])
     return into
 
 

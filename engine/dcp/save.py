@@ -36,7 +36,7 @@ from ...utils.manifest import FileEntry, write_entry, write_manifest
 from ...utils.remote import require_local
 from ..memory.host_blocks import HostBlocks
 from ..memory.lazy_tensor import LazyTensor
-from ..memory.tensors import bytes_of, flatten, local_tensor
+from ..memory.tensors import bytes_of, flatten, local_tensor, memory_of
 from .format import PathLike, archive_of, pickle_metadata
 from .save_plan import RankSavePlan, Structure, agree_on, describe_state, plan_alone, plan_together, vote_on
 from .state import ROOT, DCPState, StagedState
@@ -151,7 +151,7 @@ def _write_data(folder: Path, plan: RankSavePlan, tensors: list[torch.Tensor]) -
     pieces = _pieces(_archived(tensors))
     with DurableFile(folder / plan.file) as file:
         if device is None:
-            file.write_views(piece.numpy().data for piece in pieces)
+            file.write_views(map(memory_of, pieces))
         else:
             for block in HostBlocks(BLOCK_BYTES, device).pack(pieces, torch.uint8):
                 file.write(block)

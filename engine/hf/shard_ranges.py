@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ...utils.compat.torch_private import made_sharded
+from ...utils.distributed import gather_numbers
 from ..lora.adapters import Adapter, plain_adapters
-from ..memory.tensors import local_box
+from ..memory.tensors import counts_here, local_box
 from .tensor_origins import FileTensor, Span
 
 BLOCK_BYTES = 64 << 20
@@ -175,7 +176,7 @@ def fill_block(tensor: DTensor, first: int, last: int, values: torch.Tensor) -> 
 def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Copy the whole tensor to new memory on the CPU.
 
-    A collective over the mesh of the tensor, or over ``group``: gloo, with the ranks of a mesh of one dimension.
+    A collective over the mesh of the tensor, or over ``group``: gloo, with all ranks of the mesh.
     """
     if isinstance(tensor, DTensor) and group is not None:
         return _gather_over(tensor, group)
@@ -187,20 +188,18 @@ def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -
 
 
 def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`DTensor.full_tensor` without its caches, which mistake one mesh for another and keep its group forever."""
-    (placement,), local = tensor.placements, tensor.to_local().detach().cpu()
-    if not isinstance(placement, Shard):
-        return local.clone()
-    shape, parts = list(tensor.shape), []
-    length, n_ranks = shape[placement.dim], dist.get_world_size(group)
-    each = -(-length // n_ranks)
-    for rank in range(n_ranks):
-        shape[placement.dim] = max(min(each, length - rank * each), 0)
-        own = rank == dist.get_rank(group)
-        parts.append(local.contiguous() if own else torch.empty(shape, dtype=local.dtype, device="cpu"))
-        if parts[-1].numel():
-            dist.broadcast(parts[-1], group=group, group_src=rank)
-    return torch.cat(parts, placement.dim)
+    """`DTensor.full_tensor` without the groups of the mesh, which training uses. Any mesh, one broadcast per shard."""
+    local, whole = tensor.to_local().detach().cpu(), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    offsets, sizes = local_box(tensor)
+    boxes = gather_numbers([counts_here(tensor), *offsets, *sizes], group)
+    for rank, (is_first, *box) in enumerate(boxes):
+        offsets, sizes = ([int(number) for number in numbers] for numbers in (box[: tensor.ndim], box[tensor.ndim :]))
+        if is_first and math.prod(sizes):
+            own = rank == dist.get_rank(group)
+            part = local.contiguous() if own else torch.empty(sizes, dtype=tensor.dtype, device="cpu")
+            dist.broadcast(part, group=group, group_src=rank)
+            whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] = part
+    return whole
 
 
 def local_of_whole(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from ...utils.errors import CheckpointCorruptError
 from ...utils.files import map_window, start_writeback
 from ...utils.heartbeat import beat
 from ..memory.host_blocks import HostBlocks
-from ..memory.tensors import bytes_of
+from ..memory.tensors import bytes_of, memory_of
 from .safetensors_layout import TensorSlot, WeightFile, read_layout
 
 WRITE_BYTES = 4 << 20
@@ -159,7 +159,7 @@ def _is_in_memory(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    return bytes_of(values).numpy().data
+    return memory_of(bytes_of(values))
 
 
 def _chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:

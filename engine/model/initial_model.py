@@ -66,7 +66,7 @@ def build_initial_model(
         cast_buffers(model, config)
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
-    shard_model(model, config, blocks, groups.device)
+    shard_model(model, config, blocks, groups.meshes.fsdp)
     # Before the model has memory, because twins take as much for a moment.
     if config.pack_sequences:
         prepare_packing(model, config.attn_impl, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)

@@ -23,7 +23,7 @@ from ..dcp.state import DCPState, StagedState
 from ..hf.adapter_folder import save_adapters
 from ..hf.save import export_hf
 from .background_job import BackgroundJob, Task
-from .staged_model import check_mesh, staged_model
+from .staged_model import staged_model
 from .staged_state import Staging
 
 logger = get_logger(__name__)
@@ -46,8 +46,7 @@ class BackgroundSave:
         save.
 
         ``state`` is the whole state of the engine, even if only a part is written. See `SaveLoadMeta.hf_options` for
-        ``base_dtype``. Raises ConfigError if a model with this sharding cannot be exported in the background, and
-        RuntimeError if a rank has no memory for the buffers.
+        ``base_dtype``. Raises RuntimeError if a rank has no memory for the buffers.
         """
         assert self._job is None, "the buffers are being written"
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
@@ -55,7 +54,6 @@ class BackgroundSave:
             if meta.weight_format == "dcp":
                 write = partial(save_dcp, meta.path, StagedState(values, self._staging.finish), self._background_group)
             else:
-                check_mesh(values["model"], self._group)
                 model = staged_model(self._model, values["model"])
                 export = partial(export_hf, model, meta.path, meta.hf_options(base_dtype))
                 if meta.weight_format == "peft":

@@ -10,33 +10,15 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ...utils.compat.torch_private import buffers_of, parameters_of, replace_members
-from ...utils.errors import ConfigError
 from ..hf.dtypes import own_dtypes
 from ..lora.adapters import transformers_model
 from ..memory.tensors import clean_name
 from ..training.unsharded import unsharded_view
 
 M = TypeVar("M", bound=nn.Module)
-
-
-def check_mesh(weights: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Check that ``weights`` can be gathered over ``group``, or over another group of the same ranks.
-
-    Raises ConfigError if they are sharded over more than one dimension, or over other ranks.
-    """
-    for name, weight in weights.items():
-        if isinstance(weight, DTensor):
-            mesh = weight.device_mesh
-            if mesh.ndim != 1 or mesh.mesh.tolist() != dist.get_process_group_ranks(group):
-                raise ConfigError(
-                    f"{name} is on {mesh}; expected a mesh of one dimension over all ranks, as an export in the "
-                    "background needs. Save it with blocking=True (with a RecoverHandler: recover.async_save: false)"
-                )
 
 
 @torch.no_grad()

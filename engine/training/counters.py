@@ -17,7 +17,8 @@ class EngineCounters:
 
     ``version`` is the policy version of the weights. ``skipped_steps`` had a gradient that was not finite.
     ``steps_since_schedule`` counts updates since the schedule last advanced. ``states`` are registered objects by name,
-    whose states are plain values, the same on every rank.
+    whose states are plain values, the same on every rank. ``mesh`` has the sizes d, r, c, t and e of the engine's mesh,
+    for people who look at a checkpoint: a load ignores those of the save.
     """
 
     version: int = 0
@@ -25,15 +26,16 @@ class EngineCounters:
     skipped_steps: int = 0
     steps_since_schedule: int = 0
     states: dict[str, Stateful] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
 
-    OPTIONAL: ClassVar = ("states",)
+    OPTIONAL: ClassVar = ("states", "mesh")
     """Names that a checkpoint may lack."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters by name, and ``states`` if any object is registered."""
+        """Counters by name, ``mesh`` if it is known, and ``states`` if any object is registered."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
         states = {name: thing.state_dict() for name, thing in self.states.items()}
-        return {**counts, "states": states} if states else counts
+        return counts | ({"mesh": self.mesh} if self.mesh else {}) | ({"states": states} if states else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore counters and objects. An object without saved state keeps its initial state, with a warning."""

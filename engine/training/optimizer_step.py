@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from ...utils.compat.torch_private import foreach_mul_, foreach_norm
 from ...utils.logging import get_logger
+from ..memory.tensors import counts_here
 from .counters import EngineCounters
 from .sharding import zero_filled
 
@@ -64,9 +65,11 @@ def clip_grad_norm(
     """
     params = [param for param in model.parameters() if param.grad is not None]
     grads = [param.grad for param in params]
-    assert all(isinstance(grad, DTensor) and all(cut.is_shard() for cut in grad.placements) for grad in grads)
-    local = [grad.to_local() for grad in grads]  # type: ignore[attr-defined]
-    norms = torch.stack(foreach_norm(local, 2.0))
+    assert all(isinstance(grad, DTensor) and not any(cut.is_partial() for cut in grad.placements) for grad in grads)
+    local = [grad.to_local() for grad in grads]  # type: ignore[union-attr]
+    zero = loss.new_zeros((), dtype=local[0].dtype)
+    counted = [counts_here(grad) for grad in grads]  # type: ignore[arg-type]
+    norms = torch.stack([n if here else zero for n, here in zip(foreach_norm(local, 2.0), counted, strict=True)])
     n_grads, filled = len(grads), zero_filled.get(model, set())
     missing = [index for index, param in enumerate(params) if param in filled]
     n_without = norms.new_zeros(n_grads, dtype=torch.float64)
@@ -74,7 +77,7 @@ def clip_grad_norm(
         n_without[index] = 1.0
     squares, numbers = norms.square().double(), (loss.double()[None], loss.new_full((1,), correction).double())
     sums = torch.cat([squares, n_without, *numbers])
-    dist.all_reduce(sums, group=grads[0].device_mesh.get_group())  # type: ignore[union-attr]
+    dist.all_reduce(sums)
     factor = weight / (weight + sums[-1])  # exactly 1 without a correction
     norm = torch.linalg.vector_norm(sums[:n_grads].to(norms.dtype).sqrt()) * factor.to(norms.dtype)
     foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0) * factor.to(norms.dtype))

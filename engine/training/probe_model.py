@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ...utils.compat.torch_private import fsdp_mesh_of
 from ...utils.compat.transformers_private import attention_of, build_from_config
 from ...utils.distributed import get_rank
 from .rotary import fix_frequencies
@@ -79,7 +80,7 @@ def _build(
         )
     for each in (twin, skeleton):
         fix_frequencies(each, None)
-    mesh = next((param.device_mesh for param in model.parameters() if isinstance(param, DTensor)), None)
+    mesh = fsdp_mesh_of(model)
     sharded = {unsharded_class(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)}
     for module in reversed(list(twin.modules())):  # children first, as fully_shard requires
         if type(module).__name__ in sharded:
@@ -89,7 +90,8 @@ def _build(
     settings = vars(config.get_text_config(decoder=True)).items()
     counts = [value if isinstance(value, list | tuple) else [value] for key, value in settings if "expert" in key]
     experts = {count for each in counts for count in each if type(count) is int}
-    own, common = (torch.Generator(device).manual_seed(seed) for seed in (1 + get_rank(), 0))
+    shard = get_rank() if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
+    own, common = (torch.Generator(device).manual_seed(seed) for seed in (1 + shard, 0))
     for param in twin.parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
         if param.dim() < 2:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from ...utils.compat.torch_private import abort_process_group
 from ...utils.devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
 from ...utils.distributed import gather_objects
-from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from ..api import ParallelStrategy
+from ..parallel_strategy import ParallelStrategy
+from .meshes import Meshes, open_meshes
 
 logger = get_logger(__name__)
 
@@ -36,46 +36,48 @@ GLOO_PATIENCE_S = 1.0
 
 @dataclass
 class ProcessGroups:
-    """The engine's gloo group for agreement, whether the engine owns the default group, and the device of this rank."""
+    """The engine's gloo group for agreement, whether the engine owns the default group, the device of this rank, and
+    the meshes."""
 
     control: dist.ProcessGroup
     owns_default: bool
     device: torch.device
+    meshes: Meshes
 
 
-def open_process_groups(strategy: ParallelStrategy | None, device_type: str, timeout_s: float) -> ProcessGroups:
+def open_process_groups(strategy: ParallelStrategy, device_type: str, timeout_s: float) -> ProcessGroups:
     """Join the default group, or create it from torchrun's environment (a world of one without it).
 
     ``device_type`` is `TrainEngineConfig.device`. ``timeout_s`` limits the collectives of groups created here.
 
     Raises:
-        ConfigError: the world has another size than ``strategy`` says, or the devices of the ranks do not match (see
-            `agree_on_device`).
+        ConfigError: the world has another size than ``strategy`` says (see `ParallelStrategy.for_world`), or the
+            devices of the ranks do not match (see `agree_on_device`).
         PeerError: other ranks have no usable device.
     """
     timeout = timedelta(seconds=timeout_s)
-    expected = None if strategy is None else strategy.data_parallel_size
     owns_default = not dist.is_initialized()
     if owns_default:
-        device = _make_default_group(device_type, expected, timeout)
+        device = _make_default_group(device_type, strategy, timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
     else:
-        _require_size(expected, dist.get_world_size())
+        strategy.for_world(dist.get_world_size())
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
         device = agree_on_device(partial(device_here, device_type), partial(gather_objects, group=control))
         _use(device)
     assert isinstance(control, dist.ProcessGroup)
-    return ProcessGroups(control, owns_default, device)
+    meshes = open_meshes(strategy.for_world(dist.get_world_size()), device)
+    return ProcessGroups(control, owns_default, device, meshes)
 
 
-def _make_default_group(device_type: str, expected: int | None, timeout: timedelta) -> torch.device:
+def _make_default_group(device_type: str, strategy: ParallelStrategy, timeout: timedelta) -> torch.device:
     """Agree on devices through the store first, because the backend depends on them."""
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     else:
         store, rank, world_size = dist.HashStore(), 0, 1
-    _require_size(expected, world_size)
+    strategy.for_world(world_size)  # raises on all ranks before any waits for another
     # Under torchrun the store outlives a group, so each group of a process uses separate keys.
     number = (store.add("holdfast/groups", 1) - 1) // world_size
     store = dist.PrefixStore(f"holdfast/{number}", store)
@@ -110,11 +112,6 @@ def _use(device: torch.device) -> None:
         torch.cuda.set_device(device)
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
     logger.info("computing on %s%s of %s", device, name, socket.gethostname())
-
-
-def _require_size(expected: int | None, found: int) -> None:
-    if expected is not None and expected != found:
-        raise ConfigError(f"data_parallel_size is {expected}, but {found} rank(s) have joined; start {expected} ranks")
 
 
 def close_process_groups(groups: ProcessGroups) -> None:

@@ -3,10 +3,8 @@
 from collections import Counter
 from weakref import WeakKeyDictionary
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
@@ -21,15 +19,15 @@ zero_filled: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = WeakKeyDictionary
 
 
 def shard_model(
-    model: PreTrainedModel, config: TrainEngineConfig, blocks: tuple[type[nn.Module], ...], device: torch.device
-) -> DeviceMesh:
-    """Shard in place with FSDP2: one parameter group per block, and one for the rest (embedding, norm, head).
+    model: PreTrainedModel, config: TrainEngineConfig, blocks: tuple[type[nn.Module], ...], mesh: DeviceMesh
+) -> None:
+    """Shard in place with FSDP2 over `Meshes.fsdp`: one parameter group per block, and one for the rest (embedding,
+    norm, head).
 
     Parameters stay float32. Each group is gathered and computed in ``config.dtype``, and its gradient is summed in
     ``config.grad_reduce_dtype``. A parameter that only some ranks reach in a backward (an expert, a vision tower) gets
     their gradients, if all ranks run forward and backward through the same blocks.
     """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPES[config.dtype],
         reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype],
@@ -45,7 +43,6 @@ def shard_model(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 fill_missing_gradients(module, filled)
-    return mesh
 
 
 def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:

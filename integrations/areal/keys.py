@@ -94,7 +94,10 @@ _ENGINE = {
     **dict.fromkeys(("use_lora", "lora_rank", "lora_alpha"), SAME),
     "target_modules": Fate("same", "empty, or with `all-linear`: every linear layer but the head"),
     "peft_type": Fate("same", "`lora` alone"),
-    "backend": _ignored("FSDP2 over all ranks, whatever its name and `d` say"),
+    "backend": Fate(
+        "same",
+        "`megatron:` and `archon:` are read like `fsdp:`. Only `d` may be above 1. The job must have `d` ranks",
+    ),
     "megatron.enable_mtp": _refused("multi-token prediction is not trained here", False),
     "megatron.moe_router_bias_update_rate": _refused("the bias of routers is not updated here", 0.0),
     "megatron.moe_z_loss_coeff": _refused("there is no z-loss here", None),

@@ -96,7 +96,9 @@ class _Reader:
             raise ConfigError(f"{self._source}: {name} is {found!r}; expected a section of keys")
         mode = self._resolved("allocation_mode") if "TrainEngineConfig" in _names(cls) else None
         if mode is not None:  # AReaL's older key for the backends of servers and trainer: "sglang:d4+d4t2"
-            found.setdefault("backend", str(mode).rpartition("+")[2])
+            backend = str(mode).rpartition("+")[2]
+            named = backend.startswith(("fsdp", "megatron", "archon"))
+            found.setdefault("backend", backend if named else f"fsdp:{backend}")
         keys = self._translate(_tables_of(cls), cls, name, found)
         if "RecoverConfig" in _names(cls) and (saver := self._resolved("saver")):
             said = {key: value for key, value in saver.items() if key not in _PLACE or found.get(key) != value}

@@ -4,27 +4,21 @@ A rule takes the translated keys and the section as the file has it. It returns 
 of these docstrings are a table of docs/areal.md.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...engine.api import ParallelStrategy
 from ...utils.errors import ConfigError
 
 Rule = Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
 
-_DIMENSIONS = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
 
-
-def data_parallel_alone(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+def mesh_of_this_engine(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
     """`backend` with tensor, context, pipeline or expert parallelism (`t`, `c`, `p` or `e` above 1): refused."""
-    backend = str(found.get("backend") or "")
-    sizes = re.findall(r"([tcpe])(\d+)", backend.partition(":")[2] or backend)
-    if used := sorted({_DIMENSIONS[name] for name, size in sizes if int(size) > 1}):
-        raise ConfigError(
-            f"config key 'backend' is {backend!r}, with {' and '.join(used)} parallelism; here FSDP2 shards the model "
-            "over all ranks and nothing else does, so the job may not fit. If it does, set backend to 'fsdp:d' and the "
-            "number of ranks"
-        )
+    if backend := keys.get("backend"):
+        ParallelStrategy.from_backend(str(backend)).require_supported(f"config key 'backend' is {backend!r}")
+    else:
+        keys.pop("backend", None)
     return []
 
 
@@ -94,7 +88,7 @@ def megatron_layers(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]
 
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
-    "TrainEngineConfig": (data_parallel_alone, megatron_layers),
+    "TrainEngineConfig": (mesh_of_this_engine, megatron_layers),
     "PPOActorConfig": (weights_of_one, bounds_of_nothing, one_minibatch, deviation),
     "RecoverConfig": (nothing_saved,),
 }

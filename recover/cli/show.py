@@ -67,6 +67,9 @@ def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
             "step in the epoch": f"{last.epoch_step} of {last.steps_per_epoch}",
             "run_id": info.run_id,
             "world_size": info.world_size,
+            "mesh": {
+                name: "".join(f"{dim}{size}" for dim, size in sizes.items()) for name, sizes in info.meshes.items()
+            },
             "bytes": sum(entry["bytes"] for entry in files.values()),
             "files": len(files),
             "metrics": info.metrics,

@@ -21,7 +21,7 @@ from ...engine.fsdp_engine import FSDPEngine
 from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.save import exportable_tensors, write_hf
 from ...engine.lora.adapters import adapted_layers, transformers_model
-from ...engine.staging.staged_model import check_mesh, staged_model
+from ...engine.staging.staged_model import staged_model
 from ...utils.distributed import all_ranks_succeed
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.files import as_write_error, commit_folder, remove_or_log
@@ -73,12 +73,12 @@ class Exports:
         assert config.hf_freq_steps is not None
         self.request = ExportRequest(config.hf_engine, config.hf_dtype, config.hf_adapters, tokenizer, processor)
         self.last_step: int | None = None  # the last export that was begun. It is never due twice, even if it fails
-        self._every, self._keep, self._async_save = config.hf_freq_steps, config.hf_max_to_keep, config.async_save
+        self._every, self._keep = config.hf_freq_steps, config.hf_max_to_keep
         self._folder, self._store = folder, folder.exports
 
     def check(self, ranks: Ranks) -> None:
         """Raise `ConfigError` on all ranks unless all can make the export. Collective over the callers."""
-        ranks.run_all(_check_export, self.request, self._async_save)
+        ranks.run_all(_check_export, self.request)
 
     def due(self, step: int) -> bool:
         """Whether to export the weights after ``step``. Called in the leader."""
@@ -171,7 +171,7 @@ def write_export(session: "RankSession", holder: Any, folder: str, in_background
     capture.write(capture.model, Path(folder), capture.options, group=group, gather_group=gather_group)
 
 
-def _check_export(holder: Any, request: ExportRequest, in_background: bool) -> None:
+def _check_export(holder: Any, request: ExportRequest) -> None:
     target = engines_of(holder)
     name = request.name(target)
     state = target.state(name)
@@ -185,5 +185,3 @@ def _check_export(holder: Any, request: ExportRequest, in_background: bool) -> N
         raise ConfigError(
             f"engine {name!r} cannot be exported: {error}. Or unset recover.hf_freq_steps{other}"
         ) from error
-    if in_background:
-        check_mesh(state.model_only().live_tensors(), target.group_of(name))

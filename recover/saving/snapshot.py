@@ -140,6 +140,7 @@ class SnapshotWriter:
             engines=facts,
             rng={Path(rank_state_name(rank)).stem: part.rng for rank, part in enumerate(parts)},
             switches=parts[0].switches,
+            meshes={name: one.mesh for name, one in parts[0].samples.items() if one.mesh},
         )
         with self._folder.committing():
             with as_write_error(staging):
@@ -340,7 +341,7 @@ def manifest_facts(info: RecoverInfo) -> Mapping[str, Any]:
         "step_info": asdict(info.last_step_info),
         "weight_versions": info.weight_versions,
         "world_size": info.world_size,
-        "mesh": {"dp": info.world_size},
+        "mesh": info.meshes,
         "libraries": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -53,7 +53,7 @@ def test_a_generation_is_laid_out_as_documented_its_manifest_lists_all(tmp_path:
     assert manifest["files"].keys() == files - {"manifest.json"}
     assert all(entry["bytes"] == (folder / name).stat().st_size for name, entry in manifest["files"].items())
     facts = {key: manifest[key] for key in ("format_version", "step", "world_size", "mesh", "weight_versions")}
-    assert facts == {"format_version": 2, "step": 7, "world_size": 1, "mesh": {"dp": 1}, "weight_versions": {}}
+    assert facts == {"format_version": 2, "step": 7, "world_size": 1, "mesh": {}, "weight_versions": {}}
     assert manifest["libraries"]["torch"] == torch.__version__
     info = json.loads((folder / "recover_info.json").read_text())
     assert info["last_step_info"] == {"epoch": 1, "epoch_step": 1, "global_step": 7, "steps_per_epoch": 6}

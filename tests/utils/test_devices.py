@@ -8,7 +8,7 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -138,7 +138,7 @@ def _leave(rank: int, world_size: int, folder: str, dies: bool) -> str:
     gather_objects(None, control)
     if dies and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    close_process_groups(ProcessGroups(control, owns_default=True, device=CUDA(0)))
+    close_process_groups(ProcessGroups(control, owns_default=True, device=CUDA(0), meshes=cast(Any, None)))
     assert not dist.is_initialized()
     logging.getLogger("holdfast").warning("left")
     return "left"

@@ -9,15 +9,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
-from . import privates, require
+from . import privates, require, require_attributes
 
 _DCP = "torch.distributed.checkpoint.filesystem"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+_REDUCE = "reduce gradients that only some ranks have"
 
 NAMES = privates(
     {
         "know which part of a tensor is this rank's": [
-            "torch.distributed.tensor._utils:compute_local_shape_and_global_offset(global_shape, mesh, placements)"
+            "torch.distributed.tensor._utils:compute_local_shape_and_global_offset(global_shape, mesh, placements)",
+            "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
         ],
         "make sharded tensors of what it holds already": [
             "torch.distributed.tensor._dtensor_spec:DTensorSpec(mesh, placements, tensor_meta)",
@@ -27,11 +29,12 @@ NAMES = privates(
         "read and write .metadata of DCP": [f"{_DCP}:_StorageInfo(relative_path, offset, length)"],
         "write .metadata of DCP": [f"{_DCP}:CURRENT_DCP_VERSION"],
         "leave NCCL when a peer is dead": ["torch.distributed.distributed_c10d:_abort_process_group(group)"],
-        "reduce gradients that only some ranks have": [
+        _REDUCE: [
             "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
             f"{_GROUP}:FSDPParamGroup.post_backward",
             f"{_GROUP}:FSDPParamGroup.is_unsharded",
             f"{_GROUP}:FSDPParam.sharded_param",
+            f"{_GROUP}:FSDPParam._unsharded_param",
             f"{_GROUP}:FSDPParam.unsharded_param",
             f"{_GROUP}:FSDPParam.unsharded_accumulated_grad",
         ],
@@ -157,7 +160,7 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
     """Make FSDP2 reduce zeros for trained parameters of a module that a backward did not reach on this rank.
 
     FSDP2 reduces the gradients that exist, so ranks that reach different parameters would reduce buffers of different
-    lengths.
+    lengths. While the all-reduce between replicas is deferred, FSDP2 keeps its sum apart from the parameters.
 
     Args:
         module: module that `fully_shard` was called on.
@@ -167,6 +170,7 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:  # all its parameters belong to nested groups
         return
+    require_attributes("torch", group, ("fsdp_params", "mesh_info", "reduce_grads", "_partial_reduce_output"), _REDUCE)
     reduce = group.post_backward
 
     def has_no_gradient(param: Any) -> bool:
@@ -176,7 +180,8 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
     def fill(missing: list[Any]) -> None:
         reached = [param for param in group.fsdp_params if param not in missing]
         filled.difference_update(param.sharded_param for param in reached)
-        filled.update(param.sharded_param for param in missing if param.sharded_param.grad is None)
+        if group._partial_reduce_output is None:  # else an earlier backward of the step may have reached them
+            filled.update(param.sharded_param for param in missing if param.sharded_param.grad is None)
         held = [(param.unsharded_accumulated_grad, param.unsharded_param.grad) for param in reached]
         dtype = next((grad.dtype for both in held for grad in both if grad is not None), None)  # FSDP2 needs one dtype
         for param in missing:
@@ -190,6 +195,33 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
         reduce(*args)
 
     group.post_backward = fill_and_reduce
+
+
+def drop_partial_gradients(module: FSDPModule) -> None:
+    """Drop what FSDP2 has accumulated for a module and not yet put into the gradients of its parameters.
+
+    ``zero_grad`` does not reach it, so the next backward would add it.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    group._partial_reduce_output = None
+    for param in group.fsdp_params:
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):  # after the first gather
+            param._unsharded_param.grad = None
+
+
+def fsdp_mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh that the outermost FSDP2 module of a model is sharded over. None if there is none."""
+    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    groups = (state._fsdp_param_group for state in states)
+    return next((group.mesh_info.mesh for group in groups if group is not None), None)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` is a slice of, or the mesh itself."""
+    return mesh._get_root_mesh()
 
 
 def n_writes(tensor: torch.Tensor) -> int:

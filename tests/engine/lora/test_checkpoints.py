@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from holdfast.engine import SaveLoadMeta
+from holdfast.engine import FSDPConfig, SaveLoadMeta
 from holdfast.engine.dcp import state as state_module
 from holdfast.engine.dcp.base_model import base_fingerprint, pack_share, same_base, sample_base
 from holdfast.engine.dcp.format import read_layout
@@ -353,6 +353,27 @@ def test_torchs_own_load_refuses_another_base_too(tmp_path: Path) -> None:
     dcp.load({"dcp": trained(partly_frozen())}, checkpoint_id=tmp_path / "saved")
     with pytest.raises(CheckpointMismatchError, match="another base model"):
         trained(partly_frozen(1)).load_state_dict(trained(partly_frozen()).state_dict())
+
+
+def _on_two_meshes(rank: int, world_size: int, root: str) -> None:
+    shards = lora_engine(Path(root) / "base")
+    replicas = lora_engine(Path(root) / "base", fsdp=FSDPConfig(replicate_size=2))
+    for source, target in ((shards, replicas), (replicas, shards)):
+        folder = f"{root}/of_{'shards' if source is shards else 'replicas'}"
+        train(source, 1)
+        source.save(SaveLoadMeta(folder, "dcp", True), blocking=False)
+        source.wait_for_save()
+        for load in (load_dcp, lambda path, state: dcp.load({"dcp": state}, checkpoint_id=path)):
+            train(target, 1)
+            load(folder, target.dcp_state())
+            assert same(trained_state(target), trained_state(source))
+        source.save(SaveLoadMeta(f"{folder}_hf", "hf", False), blocking=False)
+        source.wait_for_save()
+
+
+def test_adapters_of_replicas_load_into_shards_and_back(tmp_path: Path) -> None:
+    write_base(tmp_path / "base")
+    run_ranks(_on_two_meshes, 2, str(tmp_path))
 
 
 def test_a_whole_checkpoint_loads_into_a_partly_frozen_model_and_what_is_saved_can_be_chosen(tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from transformers import GPT2Config, HunYuanMoEV1Config, LlamaConfig
 
 from holdfast.engine.training.probe_model import twin_of, with_few_layers
@@ -77,6 +80,20 @@ def test_a_config_with_a_number_of_experts_for_each_layer_starts(tmp_path: Path)
     engine, batch = make_engine(tmp_path / "model"), make_batch((9, 4))
     torch.testing.assert_close(engine.forward_batch(batch), reference(model, batch)[1], rtol=0, atol=2e-5)
     engine.destroy()
+
+
+def _under_tensor_parallelism(rank: int, world_size: int) -> list[str]:
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), build_reference(tiny_qwen3())
+    parallelize_module(model.model.embed_tokens, mesh["tp"], RowwiseParallel())
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh["fsdp"])
+    with torch.no_grad(), twin_of(model, model.config, torch.float32, torch.device("cpu")) as twin:
+        return [f"{param.device_mesh.mesh_dim_names} {param.placements}" for param in twin.parameters()]  # type: ignore
+
+
+def test_a_twin_of_a_model_under_tensor_parallelism_is_sharded_over_its_fsdp_mesh() -> None:
+    for found in run_ranks(_under_tensor_parallelism, 4):
+        assert set(found) == {"('fsdp',) (Shard(dim=0),)"}
 
 
 @contextmanager

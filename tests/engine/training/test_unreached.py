@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from holdfast.engine import TrainEngineConfig
+from holdfast.engine import ParallelStrategy, TrainEngineConfig
 from holdfast.engine.training.counters import EngineCounters
+from holdfast.engine.training.gradient_sync import accumulating
+from holdfast.engine.training.meshes import open_meshes
 from holdfast.engine.training.optimizer_step import clip_and_step
 from holdfast.engine.training.sharding import shard_model
 from tests.helpers import run_ranks
@@ -88,13 +90,16 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return found
 
 
-def _sharded(rank: int, world_size: int, only_adapters: bool) -> list[Any]:
+def _sharded(rank: int, world_size: int, only_adapters: bool, replicas: int, sync_last: bool) -> list[Any]:
     model: Any = make_model(only_adapters)
-    shard_model(model, TrainEngineConfig(dtype="float32"), (Block,), torch.device("cpu"))
+    meshes = open_meshes(ParallelStrategy(world_size, replicate_size=replicas), torch.device("cpu"))
+    shard_model(model, TrainEngineConfig(dtype="float32"), (Block,), meshes.fsdp)
     optimizer, counters, results = make_optimizer(model), EngineCounters(), []
     for step, plan in enumerate(STEPS):
-        for index, reached in enumerate(plan[rank]):
-            (model(inputs_of(step, rank, index), reached) / len(plan[rank])).backward()
+        with accumulating(model, len(plan[rank]), meshes, sync_last) as before_backward:
+            for index, reached in enumerate(plan[rank]):
+                before_backward(index)
+                (model(inputs_of(step, rank, index), reached) / len(plan[rank])).backward()
         stats = clip_and_step(model, optimizer, MAX_NORM, counters, torch.zeros((), dtype=torch.float64))
         results.append((stats["grad_norm"], stats["update_skipped"], state_of(model, optimizer)))
     return results
@@ -115,13 +120,17 @@ def unsharded(only_adapters: bool) -> list[Any]:
     return results
 
 
+@pytest.mark.parametrize("sync_last", [False, True], ids=["every", "last"])
+@pytest.mark.parametrize("replicas", [1, 2], ids=["shards", "replicas"])
 @pytest.mark.parametrize("only_adapters", [False, True], ids=["all trained", "adapters"])
-def test_parameters_that_some_ranks_do_not_reach_are_trained_as_on_one_process(only_adapters: bool) -> None:
+def test_parameters_that_some_ranks_do_not_reach_are_trained_as_on_one_process(
+    only_adapters: bool, replicas: int, sync_last: bool
+) -> None:
     expected = unsharded(only_adapters)
     assert [skipped for _, skipped, _ in expected] == [False, True, False, False]
     first, third = expected[0][2], expected[2][2]
     assert "blocks.0.experts.d.weight/step" not in first and "blocks.0.experts.z.weight/step" in third
-    for results in run_ranks(_sharded, 2, only_adapters):
+    for results in run_ranks(_sharded, 2, only_adapters, replicas, sync_last):
         for (norm, skipped, state), (norm_there, skipped_there, state_there) in zip(results, expected, strict=True):
             assert skipped == skipped_there and (skipped or norm == pytest.approx(norm_there, rel=1e-5))
             assert state.keys() == state_there.keys()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.engine import OptimizerConfig, TrainEngineConfig
+from holdfast.engine import OptimizerConfig, ParallelStrategy, TrainEngineConfig
 from holdfast.engine.rl import DPOConfig, NormConfig, PPOActorConfig, PPOCriticConfig
 from holdfast.engine.rl.off_policy import RejectionSamplingConfig
 from holdfast.engine.rollouts import RolloutConfig
@@ -129,7 +129,7 @@ def test_all_that_has_no_effect_is_named_in_one_warning(tmp_path: Path, caplog: 
     )
     load_areal(Job, path)
     (text,) = warnings(caplog)
-    told = ("actor.backend", "actor.scheduling_spec", "actor.weight_update_mode", "actor.fsdp.memory_efficient_load")
+    told = ("actor.scheduling_spec", "actor.weight_update_mode", "actor.fsdp.memory_efficient_load")
     told += ("actor.megatron.ddp.overlap_grad_reduce", "recover.no_save_optim", "saver.freq_epochs", "sglang")
     assert [key for key in told if key not in text] == []
     assert "offload_params" not in text and "bias_update_rate" not in text, "they have no effect"
@@ -210,21 +210,25 @@ def test_values_without_effect_of_keys_that_are_refused_are_accepted(
     load_areal(PPOActorConfig, write(tmp_path, actor=without_effect, enable_offload=False, defaults=["_self_"]))
     assert warnings(caplog) == []
     for backend in ("fsdp:d4", "fsdp:d8p1t1", "megatron:(attn:d2p1t1|ffn:d2p1t1e1)", "archon:d4"):
-        load_areal(PPOActorConfig, write(tmp_path, actor={"backend": backend}))
+        actor = load_areal(PPOActorConfig, write(tmp_path, actor={"backend": backend}))
+        assert actor.backend == backend and actor.parallel_strategy.world_size in (2, 4, 8)
+    for backend in (None, ""):
+        assert load_areal(PPOActorConfig, write(tmp_path, actor={"backend": backend})).backend == "fsdp"
 
 
 def test_keys_outside_of_sections_that_change_what_every_engine_computes_are_refused(tmp_path: Path) -> None:
     for extra, message in [
         ({"enable_offload": True}, "'enable_offload' .* may not fit"),
         ({"defaults": ["../gsm8k@_global_", "_self_"]}, "'defaults' .* are not read here"),
-        ({"allocation_mode": "sglang:d2+d2t2"}, "'backend' is 'd2t2', with tensor parallelism"),
+        ({"allocation_mode": "sglang:d2+d2t2"}, "'backend' is 'fsdp:d2t2', with tensor parallelism"),
         ({"allocation_mode": "megatron:(attn:d2c4|ffn:d1e8)"}, "with context and expert parallelism"),
     ]:
         path = write(tmp_path, actor={"path": "m"}, recover={}, **extra)
         with pytest.raises(ConfigError, match=message):
             load_areal(TrainEngineConfig, path)
         load_areal(RecoverConfig, path)
-    load_areal(TrainEngineConfig, write(tmp_path, actor={"path": "m"}, allocation_mode="sglang:d2p1t2+d2p1t1"))
+    older = load_areal(TrainEngineConfig, write(tmp_path, actor={"path": "m"}, allocation_mode="sglang:d2p1t2+d2p1t1"))
+    assert older.parallel_strategy == ParallelStrategy(data_parallel_size=2)
 
 
 def test_rollouts_are_read_from_their_sections(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from holdfast.recover.cli.runs import Run, read_generation
 from holdfast.recover.storage.generations import GenerationStore
 from holdfast.utils.errors import CheckpointNotFoundError
 from holdfast.utils.files import file_digest, remove_folder
+from holdfast.utils.manifest import read_manifest
 from tests.recover.cli.commands import answer, flip_byte, holdfast
 
 pytestmark = pytest.mark.timeout(120)
@@ -136,7 +137,10 @@ def test_the_folder_of_a_run_may_have_a_line_break_in_its_name(run: Path, tmp_pa
 def test_show_tells_what_a_generation_holds(finished: Path) -> None:
     found = answer("show", f"{finished}@5", "--tensors")
     assert found["generation"]["step"] == 5 and found["generation"]["world_size"] == 2
+    sizes = {"d": 2, "r": 1, "c": 1, "t": 1, "e": 1}
     engine = found["engines"]["default"]
+    assert found["generation"]["mesh"] == {"default": "d2r1c1t1e1"} and engine["counters"]["mesh"] == sizes
+    assert read_manifest(finished / "recover" / "global_step_5")["mesh"] == {"default": sizes}
     assert engine["optimizer_steps"] == 6 and engine["kinds"]["model"]["elements"] == 19104
     assert engine["param_groups"][0]["lr"] == engine["lr"] and len(engine["param_groups"][0]["params"]) == 24
     assert engine["scheduler"]["last_epoch"] == engine["schedule_step"] == 6

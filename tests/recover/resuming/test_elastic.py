@@ -38,8 +38,9 @@ WORLD_SIZES = (2, 1, 3, 4, 2)
 
 def _values(job: Job) -> dict[str, bytes]:
     """Everything but generators: whole parameters and moments, bytes of schedule, hyperparameters and counters."""
-    found = {}
-    for name, tensor in flatten(job.engines["default"].dcp_state().state_dict()):
+    found, engine = {}, job.engines["default"]
+    engine.counters.mesh = {}  # the one entry that says how many ranks there are
+    for name, tensor in flatten(engine.dcp_state().state_dict()):
         if not name.startswith("rng."):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             found[name] = whole.detach().contiguous().numpy().tobytes()

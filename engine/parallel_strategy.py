@@ -1,0 +1,164 @@
+"""`ParallelStrategy`: how many ranks share what, under AReaL's names and in its notation (``fsdp:d8``)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import prod
+
+from ..utils.config import require_range
+from ..utils.errors import ConfigError
+
+_BACKEND = re.compile(r"(?:fsdp|megatron|archon)(?:\[[^\[\]]*\])?(?::(?P<sizes>.+))?")
+_BY_PART = re.compile(r"\(attn:(?P<attention>[^|]+)\|ffn:(?P<experts>[^|]+)\)")
+_SIZE = re.compile(r"([dptce])([1-9][0-9]*)")
+_PARALLELISM = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
+
+
+@dataclass(frozen=True)
+class ParallelStrategy:
+    """Number of ranks along each dimension of the mesh. The world has d c t ranks.
+
+        ParallelStrategy(data_parallel_size=16, replicate_size=2)  # HSDP: two copies, each sharded over 8 ranks
+        ParallelStrategy.from_backend("fsdp:d16", replicate_size=2)  # the same
+
+    Attributes:
+        data_parallel_size: d, ranks with different data. None: as many as the other dimensions leave.
+        context_parallel_size: c, ranks that share the tokens of a row.
+        tensor_parallel_size: t, ranks that share matrices.
+        expert_parallel_size: e, ranks of one replica that share the experts.
+        replicate_size: r, copies of the sharded model. It divides d. Not in AReaL.
+        pipeline_parallel_size: only 1.
+        expert_tensor_parallel_size: only 1.
+
+    Raises:
+        ConfigError: the sizes do not fit together.
+    """
+
+    data_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    replicate_size: int = 1
+    pipeline_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            require_range(field.name, getattr(self, field.name), low=1)
+        for name in ("pipeline_parallel_size", "expert_tensor_parallel_size"):
+            if (size := getattr(self, name)) > 1:
+                raise ConfigError(f"{name} is {size}; expected 1, because FSDP2 shards every layer over the ranks")
+        if self.data_parallel_size is None:
+            return
+        d, r, t, e = self.data_parallel_size, self.replicate_size, self.tensor_parallel_size, self.expert_parallel_size
+        if d % r:
+            raise ConfigError(f"replicate_size is {r}, with {d} data-parallel ranks; expected one of {_divisors(d)}")
+        if (replica := d // r * self.context_parallel_size * t) % e or (e > 1 and e % t):
+            fitting = [size for size in _divisors(replica) if size == 1 or size % t == 0]
+            raise ConfigError(
+                f"expert_parallel_size is {e}, with {replica} ranks in a replica; expected one of {fitting}"
+            )
+
+    @classmethod
+    def from_backend(cls, backend: str, replicate_size: int = 1) -> "ParallelStrategy":
+        """Parse AReaL's notation: an engine, then the sizes of dimensions in any order.
+
+        Examples: ``fsdp``, ``fsdp:d8``, ``fsdp[actor]:d4t2c2``. ``megatron:`` and ``archon:`` are read like ``fsdp:``,
+        ``megatron:(attn:d2c4|ffn:d1e8)`` as ``d2c4e8``. Without d it follows from the number of ranks.
+
+        Raises:
+            ConfigError: the notation is not understood, or the mesh has a pipeline, or see above.
+        """
+        found = f"config key 'backend' is {backend!r}"
+        if (match := _BACKEND.fullmatch(backend)) is None:
+            raise ConfigError(f"{found}; expected fsdp, megatron or archon, with sizes as in 'fsdp:d8'")
+        if by_part := _BY_PART.fullmatch(match["sizes"] or ""):
+            sizes, experts = (
+                _sizes_of(by_part["attention"], "dptc", found),
+                _sizes_of(by_part["experts"], "dpte", found),
+            )
+            if (ranks := prod(sizes.values())) != (others := prod(experts.values())):
+                raise ConfigError(
+                    f"{found}, with {ranks} ranks for attention and {others} for experts; expected as many"
+                )
+        else:
+            sizes, experts = _sizes_of(match["sizes"] or "", "dptce", found), {}
+        used = {name: max(sizes.get(name, 1), experts.get(name, 1)) for name in _PARALLELISM}
+        if used["p"] > 1 or experts.get("t", 1) > 1:
+            raise _unsupported(found, used, prod(sizes.get(name, 1) for name in "dptc") if "d" in sizes else None)
+        return cls(sizes.get("d"), sizes.get("c", 1), sizes.get("t", 1), used["e"], replicate_size=replicate_size)
+
+    def for_world(self, world_size: int) -> "ParallelStrategy":
+        """Fill in ``data_parallel_size``. Raises ConfigError if the strategy is for another number of ranks."""
+        per_data_rank = self.cp_size * self.tp_size
+        d = self.data_parallel_size or max(1, world_size // per_data_rank)
+        if (needed := d * per_data_rank) != world_size:
+            raise ConfigError(
+                f"data_parallel_size is {d}, but {world_size} rank(s) have joined; start {needed} ranks, or set config "
+                f"key 'backend' to 'fsdp:d{world_size}', or to 'fsdp' for any number"
+            )
+        return replace(self, data_parallel_size=d)
+
+    def require_supported(self, found: str = "the parallel strategy") -> None:
+        """Raise ConfigError if a size other than d and r is above 1, which the engine does not support yet."""
+        if max(self.cp_size, self.tp_size, self.ep_size) > 1:
+            raise _unsupported(found, self.sizes, self.world_size if self.data_parallel_size else None)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes d, r, c, t and e under these names. Without ``data_parallel_size`` there is no d."""
+        d = {} if self.data_parallel_size is None else {"d": self.data_parallel_size}
+        return {**d, "r": self.replicate_size, "c": self.cp_size, "t": self.tp_size, "e": self.ep_size}
+
+    @property
+    def dp_size(self) -> int | None:
+        """``data_parallel_size``."""
+        return self.data_parallel_size
+
+    @property
+    def cp_size(self) -> int:
+        """``context_parallel_size``."""
+        return self.context_parallel_size
+
+    @property
+    def tp_size(self) -> int:
+        """``tensor_parallel_size``."""
+        return self.tensor_parallel_size
+
+    @property
+    def ep_size(self) -> int:
+        """``expert_parallel_size``."""
+        return self.expert_parallel_size
+
+    @property
+    def pp_size(self) -> int:
+        """``pipeline_parallel_size``."""
+        return self.pipeline_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks. Raises ConfigError if ``data_parallel_size`` is None."""
+        if self.data_parallel_size is None:
+            raise ConfigError("data_parallel_size is None, so any number of ranks may fit; see `for_world`")
+        return self.data_parallel_size * self.cp_size * self.tp_size
+
+
+def _sizes_of(text: str, known: str, found: str) -> dict[str, int]:
+    pairs = [(name, int(size)) for name, size in _SIZE.findall(text)]
+    names = [name for name, _ in pairs]
+    if _SIZE.sub("", text) or len(set(names)) < len(names) or not set(names) <= set(known):
+        raise ConfigError(f"{found}; expected each of {', '.join(known)} at most once in {text!r}, with a size from 1")
+    return dict(pairs)
+
+
+def _unsupported(found: str, sizes: Mapping[str, int], ranks: int | None) -> ConfigError:
+    used = " and ".join(sorted(what for name, what in _PARALLELISM.items() if sizes.get(name, 1) > 1))
+    instead = "fsdp" if ranks is None else f"fsdp:d{ranks}"
+    return ConfigError(
+        f"{found}, with {used} parallelism, which is not supported yet; set config key 'backend' to {instead!r}: FSDP2 "
+        "alone then shards the model over the same ranks"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

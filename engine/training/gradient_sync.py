@@ -1,0 +1,85 @@
+"""When the gradients of several micro-batches travel between ranks.
+
+Either each backward reduce-scatters its gradients (``every``), or the last one of a step reduces the sum (``last``).
+The latter saves traffic, and until then every rank keeps the whole gradient, however many ranks there are.
+
+With replicas (HSDP) and ``every``, each backward reduces inside of a replica, and FSDP2 keeps the sharded sum of the
+micro-batches. The all-reduce between replicas, which crosses nodes, runs in the last backward alone. This takes no more
+memory than the gradients.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...utils.compat.torch_private import drop_partial_gradients
+from ...utils.logging import get_logger
+from ..config import TrainEngineConfig
+from .meshes import Meshes
+from .model import COMPUTE_DTYPES
+
+logger = get_logger(__name__)
+
+ALWAYS_AFFORDABLE_BYTES = 2 << 30
+"""Size of a whole gradient that ``auto`` always accepts."""
+_AFFORDABLE_SHARE = 0.05
+"""Share of the memory of a GPU that ``auto`` accepts."""
+
+
+def syncs_last(model: nn.Module, config: TrainEngineConfig, device: torch.device) -> bool:
+    """Whether gradients are summed over ranks in the last backward of a step alone, as ``fsdp.gradient_sync`` says.
+
+    ``auto`` does so for adapters, and if the whole gradient is small and summed in float32. In bfloat16 the sum of the
+    micro-batches would lose bits, too.
+    """
+    choice, dtype = config.fsdp.gradient_sync, COMPUTE_DTYPES[config.grad_reduce_dtype]
+    n_bytes = dtype.itemsize * sum(param.numel() for param in model.parameters() if param.requires_grad)
+    limit = ALWAYS_AFFORDABLE_BYTES
+    if device.type == "cuda":
+        limit = max(limit, int(_AFFORDABLE_SHARE * torch.cuda.get_device_properties(device).total_memory))
+    affordable = config.use_lora or (n_bytes <= limit and dtype == torch.float32)
+    last = choice == "last" or (choice == "auto" and affordable)
+    if dist.get_world_size() > 1 and dist.get_rank() == 0:
+        when = "once a step, which takes" if last else "in every micro-batch; once a step would take"
+        logger.info("gradients are summed over ranks %s %d bytes on each (gradient_sync: %s)", when, n_bytes, choice)
+    return last and dist.get_world_size() > 1
+
+
+@contextmanager
+def accumulating(
+    model: nn.Module, n_backwards: int, meshes: Meshes, sync_last: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """Accumulate the gradients of several micro-batches. Call the yielded function with the number of each, from 0,
+    before its backward.
+
+    If the block raises, what was accumulated is dropped, so that the next step does not add it.
+    """
+    modules, last = _fsdp_modules(model), n_backwards - 1
+    defers = sync_last or meshes.strategy.replicate_size > 1
+
+    def before(number: int) -> None:
+        if defers and last > 0 and number in (0, last):
+            for module in modules:
+                switch = module.set_requires_gradient_sync if sync_last else module.set_requires_all_reduce
+                switch(number == last, recurse=False)
+
+    try:
+        yield before
+    except BaseException:
+        before(last)
+        drop_partial(model)
+        raise
+
+
+def drop_partial(model: nn.Module) -> None:
+    """Drop gradients that FSDP2 keeps until a later backward. ``zero_grad`` does not reach them."""
+    for module in _fsdp_modules(model):
+        drop_partial_gradients(module)
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

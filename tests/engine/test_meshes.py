@@ -1,0 +1,244 @@
+"""Meshes with and without copies of the sharded model train as one process does, and load each other's checkpoints."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig, ParallelStrategy, SaveLoadMeta
+from holdfast.engine.api import Batch
+from holdfast.engine.dcp.fingerprint import combine_samples, sample_state
+from holdfast.engine.training import gradient_sync
+from holdfast.utils.distributed import gather_objects
+from holdfast.utils.errors import ConfigError
+from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.test_fsdp_engine import (
+    capture_gradients,
+    loss_tokens,
+    make_batch,
+    make_engine,
+    nll,
+    reference,
+    rows,
+    same,
+    whole,
+)
+from tests.helpers import run_ranks
+from tests.tiers import slow_but
+
+pytestmark = pytest.mark.timeout(150)
+
+MESHES = [(2, 2), (4, 2), (4, 4)]
+"""Ranks and replicas."""
+SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+"""The function that FSDP2 calls: the first from torch 2.13 on."""
+SGD = OptimizerConfig(type="sgd", lr=0.0, gradient_clipping=1e9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "qwen3"
+    write_model_folder(path, tiny_qwen3())
+    return path
+
+
+def engine_with(folder: str, replicas: int, sync: str = "every", **changes: Any) -> Any:
+    return make_engine(folder, fsdp=FSDPConfig(replicate_size=replicas, gradient_sync=sync), **changes)
+
+
+def share(rank: int, world_size: int) -> Batch:
+    """Some rows: rank 0 has fewer than micro-batches, so it adds dummies."""
+    cuts = [0, *(1 + 7 * number // (world_size - 1) for number in range(world_size))] if world_size > 1 else [0, 8]
+    return rows(make_batch(), slice(cuts[rank], cuts[rank + 1]))
+
+
+def fingerprint(engine: Any) -> dict[str, Any]:
+    return combine_samples(gather_objects(sample_state(engine.dcp_state().live_tensors())))
+
+
+def _steps(rank: int, world_size: int, folder: str, replicas: int, sync: str) -> None:
+    ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = reference(ref, make_batch())[0]
+    norm = float(torch.stack([param.grad.norm() for param in ref.parameters()]).norm())
+    batch, summed, scattered = share(rank, world_size), [], []
+    engine = engine_with(folder, replicas, sync, optimizer=SGD)
+    plain = engine_with(folder, 1, optimizer=SGD)
+    shape = engine.model.lm_head.weight.device_mesh.shape
+    assert shape == ((replicas, world_size // replicas) if replicas > 1 else (world_size,))
+    assert (engine.data_parallel_rank, engine.data_parallel_world_size) == (rank, world_size)
+    torch.testing.assert_close(engine.forward_batch(batch), plain.forward_batch(batch), rtol=0, atol=1e-6)
+    gradients = capture_gradients(engine)
+    for n_mbs in (1, 3):
+        engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
+        with (
+            patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as all_reduce,
+            patch.object(dist, SCATTER, side_effect=getattr(dist, SCATTER)) as reduce_scatter,
+        ):
+            stats = engine.train_batch(batch, nll, loss_tokens)
+        summed.append(all_reduce.call_count)
+        scattered.append(reduce_scatter.call_count)
+        assert stats["loss"] == pytest.approx(expected, rel=1e-6)
+        assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        for name, param in ref.named_parameters():
+            torch.testing.assert_close(gradients[name], param.grad, rtol=1e-5, atol=1e-6, msg=name)
+    assert summed[0] == summed[1] and (replicas == 1 or summed[0] > 1), "replicas are summed once a step"
+    assert scattered[1] == (1 if sync == "last" else 3) * scattered[0]
+    assert replicas == world_size or scattered[0] > 0
+    assert fingerprint(engine) == fingerprint(plain)
+
+
+STEPS = [(*mesh, sync) for mesh in [(2, 1), *MESHES] for sync in ("every", "last")]
+
+
+@pytest.mark.parametrize(("world_size", "replicas", "sync"), slow_but([(2, 2, "every"), (2, 1, "last")], STEPS))
+def test_every_mesh_takes_the_steps_of_the_unsharded_model(
+    folder: Path, world_size: int, replicas: int, sync: str
+) -> None:
+    run_ranks(_steps, world_size, str(folder), replicas, sync)
+
+
+class Broken(Exception):
+    """Raised by a loss."""
+
+
+def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sync: str) -> None:
+    engine, twin = (engine_with(folder, replicas, sync, mb_spec=MicroBatchSpec(n_mbs=3)) for _ in range(2))
+    batch, calls = rows(make_batch(), slice(rank * 4, rank * 4 + 4)), []
+
+    def breaking(logits: Any, mb: Batch) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Broken
+        return nll(logits, mb)
+
+    with pytest.raises(Broken):
+        engine.train_batch(batch, breaking, loss_tokens)
+    found, expected = capture_gradients(engine), capture_gradients(twin)
+    assert engine.train_batch(batch, nll, loss_tokens) == twin.train_batch(batch, nll, loss_tokens)
+    assert same(found, expected) and same(whole(engine), whole(twin))
+
+
+@pytest.mark.parametrize(("replicas", "sync"), [(1, "last"), (2, "every")])
+def test_a_loss_that_raises_leaves_no_part_of_a_gradient_for_the_next_step(
+    folder: Path, replicas: int, sync: str
+) -> None:
+    run_ranks(_loss_that_raises, 2, str(folder), replicas, sync)
+
+
+def _choices(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+    lora, bfloat16, found = {"use_lora": True, "lora_rank": 2}, {"grad_reduce_dtype": "bfloat16"}, {}
+    for name, sync, limit, changes in (
+        ("small", "auto", 2 << 30, {}),
+        ("large", "auto", 1000, {}),
+        ("large, last", "last", 1000, {}),
+        ("small, every", "every", 2 << 30, {}),
+        ("summed in bfloat16", "auto", 2 << 30, bfloat16),
+        ("adapters", "auto", 1000, lora),
+    ):
+        with (
+            patch.object(gradient_sync, "ALWAYS_AFFORDABLE_BYTES", limit),
+            patch.object(gradient_sync, "logger") as log,
+        ):
+            found[name] = engine_with(folder, 1, sync, **changes)._sync_last
+        if rank == 0 and world_size > 1:
+            words = "once a step, which takes" if found[name] else "in every micro-batch; once a step would take"
+            (text,) = [call.args[0] % call.args[1:] for call in log.info.call_args_list]
+            assert words in text and sync in text
+            assert name != "small" or f"takes {4 * 19104} bytes" in text
+    return found
+
+
+def test_gradients_are_summed_once_a_step_if_their_whole_sum_is_small(folder: Path) -> None:
+    expected = {"small": True, "large": False, "large, last": True, "small, every": False}
+    expected |= {"summed in bfloat16": False, "adapters": True}
+    assert run_ranks(_choices, 2, str(folder)) == [expected] * 2
+    assert run_ranks(_choices, 1, str(folder)) == [dict.fromkeys(expected, False)]
+
+
+def metas(out: Path, kind: str) -> list[SaveLoadMeta]:
+    return [
+        SaveLoadMeta(str(out / f"{kind}_dcp"), "dcp", with_optim=True),
+        SaveLoadMeta(str(out / f"{kind}_hf"), "hf", with_optim=False),
+    ]
+
+
+def _saves(rank: int, world_size: int, folder: str, out: Path, replicas: int) -> dict[str, Any]:
+    """Save after a step, blocking and in the background, and load both again."""
+    engine, other = (engine_with(folder, replicas) for _ in range(2))
+    engine.train_batch(share(rank, world_size), nll, loss_tokens)
+    engine.set_version(3)
+    for meta, later in zip(metas(out, "now"), metas(out, "later"), strict=True):
+        engine.save(meta)
+        engine.save(later, blocking=False)
+        engine.wait_for_save()
+    before = whole(engine)
+    for kind in ("now", "later"):
+        dcp, hf = metas(out, kind)
+        other.load(dcp)
+        assert same(whole(other), before) and other.get_version() == 3
+        other.train_batch(share(rank, world_size), nll, loss_tokens)
+        other.load(hf)
+        assert same(weights(other), weights(engine))
+    return {"whole": before, "fingerprint": fingerprint(engine)}
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in whole(engine).items() if name.startswith("model.")}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _loads(rank: int, world_size: int, folder: str, out: Path, replicas: int) -> dict[str, Any]:
+    engine, hf = (engine_with(folder, replicas) for _ in range(2))
+    engine.load(metas(out, "later")[0])
+    hf.load(metas(out, "later")[1])
+    assert same(weights(hf), weights(engine)) and engine.get_version() == 3
+    return {"whole": whole(engine), "fingerprint": fingerprint(engine)}
+
+
+def check_loads(folder: Path, out: Path, saved_by: tuple[int, int], loaded_by: list[tuple[int, int]]) -> None:
+    world_size, replicas = saved_by
+    saved = run_ranks(_saves, world_size, str(folder), out, replicas)[0]
+    assert contents(out / "now_hf") == contents(out / "later_hf")
+    for world_size, replicas in loaded_by:
+        for found in run_ranks(_loads, world_size, str(folder), out, replicas):
+            assert same(found["whole"], saved["whole"]) and found["fingerprint"] == saved["fingerprint"]
+
+
+def test_checkpoints_of_replicas_load_into_shards_and_back(folder: Path, tmp_path: Path) -> None:
+    check_loads(folder, tmp_path, (2, 2), [(2, 1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved_by", [(1, 1), (2, 1), (3, 1), (4, 1), *MESHES])
+def test_checkpoints_load_into_every_mesh(folder: Path, tmp_path: Path, saved_by: tuple[int, int]) -> None:
+    check_loads(folder, tmp_path, saved_by, [(1, 1), (3, 1), (4, 1), *MESHES])
+
+
+def _refusals(rank: int, world_size: int, folder: str) -> None:
+    for changes, words in (
+        ({"backend": "fsdp:d3"}, r"data_parallel_size is 3, but 2 rank\(s\) have joined.* 'fsdp:d2'"),
+        ({"fsdp": FSDPConfig(replicate_size=3)}, r"replicate_size is 3, with 2 data-parallel ranks; .*\[1, 2\]"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_engine(folder, **changes)
+    engine = make_engine(folder, backend="fsdp:d2", optimizer=None)
+    engine.destroy()
+    for strategy, words in (
+        (ParallelStrategy(tensor_parallel_size=2), "with tensor parallelism, which is not supported yet"),
+        (ParallelStrategy(data_parallel_size=1), r"was given \{'d': 1, .* say \{'d': 2, 'r': 1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            engine.create_process_group(strategy)
+    engine.create_process_group(ParallelStrategy(data_parallel_size=2))
+    engine.destroy()
+
+
+def test_a_mesh_that_does_not_fit_is_refused_on_all_ranks(folder: Path) -> None:
+    run_ranks(_refusals, 2, str(folder))
