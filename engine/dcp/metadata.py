@@ -14,7 +14,7 @@ import os
 import pickle
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path, PurePath
@@ -189,9 +189,10 @@ def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
     """The fields of a tensor's properties that ``.metadata`` keeps.
 
     torch 2.15 adds strides. They are left out because they differ between the shards of a tensor, because torch before
-    2.15 cannot read them, and because files hold contiguous values.
+    2.15 cannot read them, and because files hold contiguous values. No tensor counts as pinned, because only staged
+    copies of CUDA tensors are, and a snapshot of them has the bytes of a blocking save.
     """
-    return properties.__getstate__()[:_N_PROPERTIES]
+    return replace(properties, pin_memory=False).__getstate__()[:_N_PROPERTIES]
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:
