@@ -1,0 +1,83 @@
+"""FSDP2 on simulated devices learns as the model does on the CPU, and a wait that is taken out of it shows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
+
+from tests.helpers import run_ranks
+from tests.simulated_cuda import device
+
+pytestmark = pytest.mark.simulated_gpu
+
+STEPS = 5
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 3))
+
+
+def _train(model: nn.Module, batches: torch.Tensor) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), []
+    for batch in batches:
+        loss = model(batch).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _sharded(world_size: int) -> nn.Sequential:
+    model = _model().to("cuda")
+    mesh = init_device_mesh("cuda", (world_size,))
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _largest_difference(rank: int, world_size: int, mode: str, wait_taken_out: bool = False) -> float:
+    """Largest difference between weights trained here and on the CPU. NaN if any weight is NaN."""
+    device.install(mode)
+    batches = torch.randn(STEPS, world_size, 4, 8, generator=torch.Generator().manual_seed(1))
+    model, reference = _sharded(world_size), _model()
+    if wait_taken_out:
+        _take_out_the_wait_for_an_all_gather()
+    _train(model, batches[:, rank].to("cuda"))
+    _train(reference, batches.flatten(1, 2))
+    found: dict[str, Any] = model.state_dict()
+    weights = {name: weight.full_tensor().cpu() for name, weight in found.items() if isinstance(weight, DTensor)}
+    assert weights.keys() == reference.state_dict().keys()
+    differences = [(weights[name] - weight).abs() for name, weight in reference.state_dict().items()]
+    return max(difference.max().item() if not difference.isnan().any() else float("nan") for difference in differences)
+
+
+def _take_out_the_wait_for_an_all_gather() -> None:
+    """The copy out of the gathered buffer waits neither for the event nor for the work of the collective."""
+    copy_out = _fsdp_param_group.foreach_all_gather_copy_out
+
+    def without_wait(result: Any, *others: Any) -> None:
+        copy_out(result._replace(all_gather_event=None, all_gather_work=None), *others)
+
+    _fsdp_param_group.foreach_all_gather_copy_out = without_wait
+
+
+@pytest.mark.parametrize("mode", ["late-copies", "late-kernels"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_are_those_of_the_cpu(mode: str, world_size: int) -> None:
+    assert max(run_ranks(_largest_difference, world_size, mode)) < 1e-5
+
+
+def test_a_wait_taken_out_of_fsdp2_shows() -> None:
+    assert max(run_ranks(_largest_difference, 2, "immediate", True)) < 1e-5
+    found = run_ranks(_largest_difference, 2, "late-copies", True)
+    assert all(not difference < 1e-5 for difference in found), found
