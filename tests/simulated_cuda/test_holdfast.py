@@ -19,8 +19,9 @@ from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan
 from holdfast.engine.memory.host_blocks import HostBlocks
 from holdfast.engine.memory.tensors import flatten
 from holdfast.engine.staging.staged_state import Staging
-from holdfast.engine.training.microbatch import weigh
+from holdfast.engine.training.microbatch import MicroBatch, weigh
 from holdfast.utils.errors import TornSnapshotError
+from holdfast.utils.rng import capture_rng, derive_rng, restore_rng
 from tests.simulated_cuda import device
 
 pytestmark = pytest.mark.simulated_gpu
@@ -115,6 +116,41 @@ def test_weights_may_change_in_a_block_that_says_so(on: torch.device) -> None:
             parameter.data.mul_(2)
     staging.finish()
     assert differing(dict(flatten(staged)), expected) == []
+    staging.release()
+
+
+def test_a_second_snapshot_of_the_same_step_waits_for_the_first(on: torch.device) -> None:
+    """Else the first copy, which no step waits for any more, would read the weights of a later step."""
+    state = trained(on)
+    staging, expected = Staging(state.model), values_of(state)
+    staging.stage(state)
+    staged = staging.stage(state)
+    step(state, 1)
+    staging.finish()
+    torch.cuda.synchronize(on)
+    assert differing(dict(flatten(staged)), expected) == []
+    staging.release()
+
+
+def test_moments_that_are_dropped_during_the_copy_are_in_the_snapshot(on: torch.device) -> None:
+    state = trained(on)
+    staging, expected = Staging(state.model), values_of(state)
+    staged = staging.stage(state)
+    assert state.optimizer is not None
+    state.optimizer.state.clear()
+    torch.full((64, 64), 9.0, device=on).add_(1)  # may be in their memory
+    staging.finish()
+    assert differing(dict(flatten(staged)), expected) == []
+    staging.release()
+
+
+def test_buffers_are_pinned(on: torch.device) -> None:
+    state = trained(on)
+    staging = Staging(state.model)
+    staged, live = dict(flatten(staging.stage(state))), dict(flatten(state.state_dict()))
+    assert {name for name, buffer in staged.items() if not buffer.is_pinned()} == {
+        name for name, tensor in live.items() if not tensor.is_cuda
+    }
     staging.release()
 
 
@@ -237,6 +273,59 @@ def test_weight_files_hold_the_values_of_the_device_and_bring_them_back(
         for name, target in targets.items():
             reader.read(slots[name], 0, target)
     assert all(torch.equal(target.cpu().to(stored), expected[name]) for name, target in targets.items())
+
+
+@pytest.mark.parametrize("other_stream", [False, True])
+def test_a_load_is_ordered_with_the_stream_of_its_caller(on: torch.device, other_stream: bool, tmp_path: Path) -> None:
+    """Threads read the files. The step before is still under way, and the values are used at once."""
+    state = trained(on)
+    expected = values_of(state)
+    save_dcp(tmp_path / "saved", state)
+    stream = torch.cuda.Stream(on) if other_stream else torch.cuda.current_stream(on)
+    stream.wait_stream(torch.cuda.current_stream(on))
+    with torch.cuda.stream(stream):
+        step(state)
+        with torch.no_grad():
+            for tensor in state.live_tensors().values():
+                tensor.mul_(2)
+        load_dcp(tmp_path / "saved", state)
+        assert differing({name: tensor + 0 for name, tensor in flatten(state.state_dict())}, expected) == []
+
+
+def test_a_load_ends_with_the_error_of_its_copies(
+    faults: Callable[[str, int], None], on: torch.device, tmp_path: Path
+) -> None:
+    given = torch.randn(64).to(on)
+    layout = plan_layout([TensorSpec("a", (64,), torch.float32, "a", 0)], 10**9, 0)
+    with WeightWriter(tmp_path) as writer:
+        writer.create(layout.files[0])
+        writer.write(layout.slots["a"], 0, given)
+        writer.sync()
+    with pytest.raises(torch.AcceleratorError), WeightReader(tmp_path) as reader:
+        slot = reader.layout()["a"]
+        faults("copy", 1)
+        reader.read(slot, 0, given)
+
+
+def test_a_micro_batch_that_is_moved_to_the_host_is_there(on: torch.device) -> None:
+    batch = {"input_ids": torch.arange(12).view(3, 4), "attention_mask": torch.ones(3, 4, dtype=torch.int64)}
+    there = MicroBatch(batch, torch.arange(3), lengths=(4, 4, 4)).to(on)
+    back = there.to("cpu")
+    assert all(torch.equal(back.data[key].clone(), tensor) for key, tensor in batch.items())
+    assert back.indices.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_random_numbers_of_the_device_go_on_after_a_restore(current: int) -> None:
+    with torch.cuda.device(current):
+        torch.rand(3, device="cuda")
+        state = capture_rng()
+        assert state["cuda"].shape == (device.DEVICES, 16)
+        drawn = torch.rand(3, device="cuda")
+        restore_rng(state)
+        assert torch.equal(torch.rand(3, device="cuda"), drawn)
+        restore_rng(derive_rng(state, 5))
+        assert not torch.equal(torch.rand(3, device="cuda"), drawn)
 
 
 def test_weights_of_a_loss_on_both_devices_are_added_up(on: torch.device) -> None:
