@@ -155,14 +155,14 @@ class _DeviceCopy:
     """
 
     def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
-        self._live = [transfer.live for transfer in transfers]  # keeps them alive until they have been read
         self._copied = [local_tensor(transfer.buffer) for transfer in transfers]
+        # Keeps the live tensors until `release_live`. Without `overlapped` the caller does, until `finish`.
         self._watch = _watch(transfers) if overlapped else None
         stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for live, copied in zip(self._live, self._copied, strict=True):
-                copied.copy_(local_tensor(live), non_blocking=True)
+            for transfer, copied in zip(transfers, self._copied, strict=True):
+                copied.copy_(local_tensor(transfer.live), non_blocking=True)
             if self._watch is not None:
                 self._watch.fetch_samples()
             self._event.record(stream)
@@ -181,7 +181,6 @@ class _DeviceCopy:
     def drop(self) -> None:
         with torch.cuda.device(self._device):  # else the current device of a new thread gets a context
             self._event.synchronize()
-        self._live = []
 
 
 _Copy = _HostCopy | _DeviceCopy

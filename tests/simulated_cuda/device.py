@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from tests.simulated_cuda.build import NAME, built_library
@@ -252,7 +251,7 @@ def _install_nccl() -> None:
             return _C.collectives(gloo, rank, size, options._timeout.total_seconds())
 
         def __instancecheck__(cls, backend: Any) -> bool:
-            return isinstance(backend, c10d.Backend) and backend.name() == "nccl"
+            return isinstance(backend, _C.Collectives)
 
     class ProcessGroupNCCL(metaclass=_OfNccl):
         class Options:

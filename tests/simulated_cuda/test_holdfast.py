@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from holdfast.engine import changing_weights
+from holdfast.engine.dcp import reader
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import DCPSaver, save_dcp, write_dcp
 from holdfast.engine.dcp.state import DCPState
@@ -268,10 +270,10 @@ def test_weight_files_hold_the_values_of_the_device_and_bring_them_back(
     found = load_file(tmp_path / WEIGHTS_NAME)
     assert all(torch.equal(found[name], expected[name]) for name in given)
     targets = {name: torch.empty_like(values) for name, values in given.items()}
-    with WeightReader(tmp_path) as reader:
-        slots = reader.layout()
+    with WeightReader(tmp_path) as files:
+        slots = files.layout()
         for name, target in targets.items():
-            reader.read(slots[name], 0, target)
+            files.read(slots[name], 0, target)
     assert all(torch.equal(target.cpu().to(stored), expected[name]) for name, target in targets.items())
 
 
@@ -301,10 +303,30 @@ def test_a_load_ends_with_the_error_of_its_copies(
         writer.create(layout.files[0])
         writer.write(layout.slots["a"], 0, given)
         writer.sync()
-    with pytest.raises(torch.AcceleratorError), WeightReader(tmp_path) as reader:
-        slot = reader.layout()["a"]
+    with pytest.raises(torch.AcceleratorError), WeightReader(tmp_path) as files:
+        slot = files.layout()["a"]
         faults("copy", 1)
-        reader.read(slot, 0, given)
+        files.read(slot, 0, given)
+
+
+def test_a_dcp_load_ends_with_the_error_of_its_copies(
+    faults: Callable[[str, int], None], on: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, ended, read_all = DCPState(nn.Linear(4, 3, bias=False).to(on)), list[str](), reader._read_all
+    save_dcp(tmp_path / "saved", state)
+
+    def read_and_lose_the_device(*arguments: Any) -> None:
+        faults("copy", 1)
+        try:
+            read_all(*arguments)
+        except torch.AcceleratorError:
+            ended.append("error")
+            raise
+
+    monkeypatch.setattr(reader, "_read_all", read_and_lose_the_device)
+    with pytest.raises(torch.AcceleratorError):
+        load_dcp(tmp_path / "saved", state)
+    assert ended, "the threads of the load did not wait for their copies"
 
 
 def test_a_micro_batch_that_is_moved_to_the_host_is_there(on: torch.device) -> None:

@@ -55,7 +55,8 @@ class Collectives final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "nccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
-  bool supportsCoalescing() const override { return false; }
+  void abort() override { gloo_->abort(); }
+  void shutdown() override { gloo_->shutdown(); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   void setTimeout(std::chrono::milliseconds timeout) override {

@@ -60,10 +60,18 @@ inline void copy_now(const at::Tensor& to, const at::Tensor& from) {
 // - Host memory that is not contiguous is copied through contiguous pageable memory.
 // - A copy between devices runs in the source's current stream, and both current streams wait for each other.
 
+// A copy for a stream. The one that an injected fault chooses loses the device when it runs: later calls fail.
+inline std::function<void()> copy_work(const at::Tensor& to, const at::Tensor& from) {
+  return [to, from, loses_device = is_due(faults.copy)] {
+    if (loses_device) device_lost = true;
+    else copy_now(to, from);
+  };
+}
+
 inline void copy_between_devices(const at::Tensor& to, const at::Tensor& from) {
   auto source = current_stream(from.device().index()), target = current_stream(to.device().index());
   if (source != target) wait_for(source, record(target));
-  launch(source, [to = host_view(to), from = host_view(from)] { copy_now(to, from); }, late_copies);
+  launch(source, copy_work(host_view(to), host_view(from)), late_copies);
   if (source != target) wait_for(target, record(source));
 }
 
@@ -71,10 +79,6 @@ inline at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocki
   if (!to.numel()) return to;
   Lock lock;
   check_device();
-  if (is_due(faults.copy)) {
-    device_lost = true;  // the call itself succeeds: the error is that of a later call
-    return to;
-  }
   auto source = from.expand(to.sizes());
   if (on_device(to) && on_device(from)) {
     copy_between_devices(to, source);
@@ -84,13 +88,12 @@ inline at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocki
   auto& host = on_device(to) ? from : to;
   bool async = non_blocking && host.is_contiguous() && is_pinned(host.const_data_ptr());
   if (on_device(from)) {
-    auto copy = [to = host_view(to), from = host_view(source)] { copy_now(to, from); };
-    launch(stream, copy, late_copies && async);
+    launch(stream, copy_work(host_view(to), host_view(source)), late_copies && async);
   } else {
     auto values = async ? host_view(source) : source.clone();
-    auto copy = [to = host_view(to), values] { copy_now(to, values); };
-    launch(stream, copy, late_copies && non_blocking);
+    launch(stream, copy_work(host_view(to), values), late_copies && non_blocking);
   }
+  if (!non_blocking) check_device();
   if (async) used_by_copy(host.const_data_ptr(), stream);
   return to;
 }
