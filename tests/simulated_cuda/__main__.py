@@ -35,7 +35,8 @@ TESTS = (
 WITHOUT = (
     "tests/simulated_cuda/test_mutations.py",  # starts sessions of its own
     "tests/simulated_cuda/test_quick.py",
-    "tests/engine/test_fsdp_engine.py::test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone",  # has no CUDA
+    # Expects no CUDA.
+    "tests/engine/test_fsdp_engine.py::test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone",
 )
 TIER = "not slow and not matrix and not vllm and not peers"
 
