@@ -1,15 +1,19 @@
 """FSDP2 on simulated devices learns as the model does on the CPU, and a wait that is taken out of it shows."""
 
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
+from holdfast.utils.devices import CUDA_BACKEND
 from tests.helpers import run_ranks
 from tests.simulated_cuda import device
 
@@ -81,3 +85,20 @@ def test_a_wait_taken_out_of_fsdp2_shows() -> None:
     assert max(run_ranks(_largest_difference, 2, "immediate", True)) < 1e-5
     found = run_ranks(_largest_difference, 2, "late-copies", True)
     assert all(not difference < 1e-5 for difference in found), found
+
+
+def _wait_for_a_collective_that_hangs(rank: int, world_size: int, folder: Path) -> None:
+    group: Any = dist.new_group(backend=CUDA_BACKEND, timeout=timedelta(seconds=2))
+    tensor = torch.ones(3, device="cuda")
+    device.inject("collective", 1)
+    dist.all_reduce(tensor, group=group)
+    (folder / "the host went on").touch()
+    tensor.sum().item()
+
+
+def test_a_collective_that_hangs_ends_the_process_that_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(AssertionError, match="the process died without a word"):
+        run_ranks(_wait_for_a_collective_that_hangs, 1, tmp_path)
+    assert (tmp_path / "the host went on").exists()
