@@ -57,6 +57,7 @@ def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], a
         )
         dist.barrier()  # a rank that ends at once must not cut connections that another rank is still making
         result = fn(rank, world_size, *args)
+        _check_devices()
         pipe.send_bytes(pickle.dumps(("ok", result)))
     except BaseException:
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
@@ -65,6 +66,13 @@ def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], a
         sys.stdout.flush()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _check_devices() -> None:
+    if SIMULATED_DEVICES:
+        from tests.simulated_cuda import device  # only where torch has no real ones
+
+        assert device.races() == [] and device.counts()["unregistered_in_use"] == 0
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.simulated_cuda.build import BuildError, built_library
 
 ROOT = Path(__file__).parents[2]
-MODES = ("late-copies", "late-kernels")
+MODES = ("late-copies", "late-kernels", "races")
 QUICK = ("tests/simulated_cuda/test_device.py", "tests/simulated_cuda/test_holdfast.py")
 TESTS = (
     "tests/simulated_cuda",

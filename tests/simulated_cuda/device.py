@@ -7,6 +7,8 @@ import of torch (``tests/startup/sitecustomize.py``). One schedule of a run does
 - ``late-kernels``: the results of the last kernel of a stream reach memory when a wait requires them, a copy runs at
   once.
 - ``immediate``: everything runs at once. For comparison.
+- ``races``: the same, and two accesses of device memory that no wait orders are found, whatever their values
+  (`races`). Accesses of the host are not seen.
 
 It cannot show speed, overlap, limits of real memory, the numbers of a GPU's kernels, hangs inside NCCL, errors of a
 driver, kernels that the CPU lacks (flash attention), or CUDA graphs. A collective reads its inputs when it is called.
@@ -25,8 +27,13 @@ from torch.distributed import distributed_c10d
 from tests.simulated_cuda.build import NAME, built_library
 
 VARIABLE = "HOLDFAST_SIMULATED_CUDA"
-MODES = {"late-copies": (True, False), "late-kernels": (False, True), "immediate": (False, False)}
-"""Name -> whether copies are late, and whether results of kernels are late."""
+MODES = {
+    "late-copies": (True, False, False),
+    "late-kernels": (False, True, False),
+    "immediate": (False, False, False),
+    "races": (False, False, True),
+}
+"""Name -> whether copies are late, whether results of kernels are late, and whether races are looked for."""
 DEVICES = 4
 """Devices, unless ``CUDA_VISIBLE_DEVICES`` names fewer."""
 FAULTS = ("allocation", "copy", "host_register", "collective")
@@ -70,6 +77,11 @@ def inject(fault: str, nth: int) -> None:
       as NCCL's watchdog does.
     """
     _C.inject(fault, nth)
+
+
+def races() -> list[str]:
+    """Races since the mode was set. Each names both operators, their streams and their lines of Python."""
+    return _C.races()
 
 
 def counts() -> dict[str, int]:

@@ -26,6 +26,26 @@ def test_a_missing_wait_shows_in_its_mode_and_correct_programs_are_right_in_all(
         assert bug.finds(bug.run(False)) == ("wrong" if mode in bug.found_in else "right")
 
 
+BETWEEN_STREAMS = (
+    "a tensor is written while another stream copies it",
+    "a stream copies a tensor before another has made it",
+    "a tensor is freed while another stream copies it",
+    "a result is used before another stream has made it",
+)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_races_between_streams_are_found_and_name_both_lines(name: str, in_mode: InMode) -> None:
+    in_mode("races")
+    bug = BUGS[name]
+    assert bug.finds(bug.run(True)) == "right" and device.races() == []
+    bug.run(False)
+    found = device.races()
+    assert bool(found) == (name in BETWEEN_STREAMS), found
+    for race in found:
+        assert race.count("bugs.py:") == 2 and " on stream " in race, race
+
+
 def test_a_copy_to_pageable_memory_is_done_when_it_returns(in_mode: InMode) -> None:
     in_mode("late-copies")
     host = torch.zeros(5)

@@ -62,6 +62,8 @@ def _largest_difference(rank: int, world_size: int, mode: str, wait_taken_out: b
     weights = {name: weight.full_tensor().cpu() for name, weight in found.items() if isinstance(weight, DTensor)}
     assert weights.keys() == reference.state_dict().keys()
     differences = [(weights[name] - weight).abs() for name, weight in reference.state_dict().items()]
+    if not wait_taken_out:
+        assert device.races() == [], "\n".join(device.races()[:6])
     return max(difference.max().item() if not difference.isnan().any() else float("nan") for difference in differences)
 
 
@@ -75,7 +77,7 @@ def _take_out_the_wait_for_an_all_gather() -> None:
     _fsdp_param_group.foreach_all_gather_copy_out = without_wait
 
 
-@pytest.mark.parametrize("mode", ["late-copies", "late-kernels"])
+@pytest.mark.parametrize("mode", ["late-copies", "late-kernels", "races"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_weights_are_those_of_the_cpu(mode: str, world_size: int) -> None:
     assert max(run_ranks(_largest_difference, world_size, mode)) < 1e-5
@@ -85,6 +87,18 @@ def test_a_wait_taken_out_of_fsdp2_shows() -> None:
     assert max(run_ranks(_largest_difference, 2, "immediate", True)) < 1e-5
     found = run_ranks(_largest_difference, 2, "late-copies", True)
     assert all(not difference < 1e-5 for difference in found), found
+
+
+def _races_without_a_wait(rank: int, world_size: int) -> list[str]:
+    _largest_difference(rank, world_size, "races", True)
+    found = device.races()
+    device.install("races")  # forgets them
+    return found
+
+
+def test_a_wait_taken_out_of_fsdp2_is_a_race() -> None:
+    for races in run_ranks(_races_without_a_wait, 2):
+        assert any("written by a collective" in race and "read by " in race for race in races), races
 
 
 def _wait_for_a_collective_that_hangs(rank: int, world_size: int, folder: Path) -> None:

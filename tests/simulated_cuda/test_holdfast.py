@@ -32,11 +32,13 @@ Values = dict[str, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def no_memory_unregistered_in_use() -> Iterator[None]:
+def no_race_and_no_memory_unregistered_in_use() -> Iterator[None]:
+    device.install()  # forgets earlier races
     before = device.counts()["unregistered_in_use"]
     yield
     gc.collect()
     assert device.counts()["unregistered_in_use"] == before
+    assert device.races() == []
 
 
 @pytest.fixture(params=[0, 1])

@@ -20,6 +20,7 @@ namespace simulated {
 struct CollectiveWork final : c10d::Work {
   MarkPtr done;
   std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> kept;  // inputs, until the wait, as in ProcessGroupNCCL's TensorShelf
   c10::intrusive_ptr<c10::ivalue::Future> future;
 
   void synchronize() override {
@@ -27,6 +28,7 @@ struct CollectiveWork final : c10d::Work {
     check_device();
     if (done) wait_for(current_stream(current_device), done);
     outputs.clear();
+    kept.clear();
   }
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -130,7 +132,7 @@ class Collectives final : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions& given) override {
     {
       Lock lock;
-      run_stream(current_stream(current_device));
+      host_waits(current_stream(current_device));
       check_device();
     }
     auto options = given;
@@ -152,6 +154,10 @@ class Collectives final : public c10d::Backend {
       check_device();
       hangs = is_due(faults.collective);
       run_stream(current_stream(device));
+      learn(clocks[stream], clocks[current_stream(device)]);
+      Operation collective(stream, "a collective");
+      for (auto& tensor : inputs) collective.reads(tensor);
+      for (auto& tensor : outputs) collective.writes(tensor);
       BelowDispatch below;
       for (auto& tensor : inputs) in.push_back(host_view(tensor).contiguous().clone());
       for (auto& tensor : outputs)
@@ -174,6 +180,7 @@ class Collectives final : public c10d::Backend {
     auto work = c10::make_intrusive<CollectiveWork>();
     work->done = record(stream);
     work->outputs = outputs;
+    work->kept = inputs;
     work->future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     work->future->markCompleted(c10::IValue(outputs));
     return work;

@@ -6,6 +6,7 @@
 
 #include "generator.h"
 #include "memory.h"
+#include "races.h"
 #include "streams.h"
 
 namespace simulated {
@@ -65,18 +66,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock;
     check_device();
-    if (queues[stream.id()].empty()) return true;
+    if (queues[stream.id()].empty()) {
+      learn(host_clock, clocks[stream.id()]);
+      return true;
+    }
     run_next(stream.id());
     return false;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Lock lock;
-    run_stream(stream.id());
+    host_waits(stream.id());
     check_device();
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     Lock lock;
-    run_device(device < 0 ? current_device : device);
+    host_waits_for_device(device < 0 ? current_device : device);
     check_device();
   }
   bool isStreamCapturing(const c10::Stream&) const override { return false; }
@@ -97,13 +101,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock;
     check_device();
     auto mark = mark_of(event);
-    if (!mark || mark->reached) return true;
+    if (!mark) return true;
+    if (mark->reached) {
+      learn(host_clock, mark->clock);
+      return true;
+    }
     run_next(mark->stream);
     return false;
   }
   void synchronizeEvent(void* event) const override {
     Lock lock;
-    if (auto mark = mark_of(event)) run_until(mark->stream, mark);
+    if (auto mark = mark_of(event)) host_waits(mark);
     check_device();
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {

@@ -71,6 +71,9 @@ inline std::function<void()> copy_work(const at::Tensor& to, const at::Tensor& f
 inline void copy_between_devices(const at::Tensor& to, const at::Tensor& from) {
   auto source = current_stream(from.device().index()), target = current_stream(to.device().index());
   if (source != target) wait_for(source, record(target));
+  Operation copy(source, "a copy");
+  copy.reads(from);
+  copy.writes(to);
   launch(source, copy_work(host_view(to), host_view(from)), late_copies);
   if (source != target) wait_for(target, record(source));
 }
@@ -85,6 +88,9 @@ inline at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocki
     return to;
   }
   auto stream = current_stream((on_device(to) ? to : from).device().index());
+  Operation copy(stream, on_device(to) ? "a copy from the host" : "a copy to the host");
+  copy.reads(from);
+  copy.writes(to);
   auto& host = on_device(to) ? from : to;
   bool async = non_blocking && host.is_contiguous() && is_pinned(host.const_data_ptr());
   if (on_device(from)) {
@@ -93,14 +99,19 @@ inline at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocki
     auto values = async ? host_view(source) : source.clone();
     launch(stream, copy_work(host_view(to), values), late_copies && non_blocking);
   }
-  if (!non_blocking) check_device();
+  if (!non_blocking || (on_device(from) && !async)) {
+    learn(host_clock, clocks[stream]);
+    check_device();
+  }
   if (async) used_by_copy(host.const_data_ptr(), stream);
   return to;
 }
 
 inline at::Scalar local_scalar_dense(const at::Tensor& self) {  // cuda/CUDAScalar.cu: copy, and wait for the stream
   Lock lock;
-  run_stream(current_stream(self.device().index()));
+  const auto stream = current_stream(self.device().index());
+  Operation(stream, "item()").reads(self);
+  host_waits(stream);
   check_device();
   return at::native::_local_scalar_dense_cpu(host_view(self));
 }
@@ -218,6 +229,7 @@ class Call {
     if (started_on_) return;
     started_on_ = device;
     run_stream(current_stream(device));
+    operation_.emplace(current_stream(device), finds_races ? schema_.name() : "");
   }
 
   c10::IValue to_host(const c10::IValue& value, const c10::Argument& argument) {
@@ -245,7 +257,9 @@ class Call {
     if (!on_device(tensor)) return tensor;
     start_on(tensor.device().index());
     auto host = host_view(tensor);
-    if (!argument.alias_info() || !argument.alias_info()->isWrite()) return host;
+    const bool is_written = argument.alias_info() && argument.alias_info()->isWrite();
+    if (!argument.kwarg_only() || !is_written) operation_->reads(tensor);
+    if (!is_written) return host;
     if (late_kernels || argument.kwarg_only()) {  // an out= argument may be resized, which a view of memory cannot
       auto results = at::empty_strided(tensor.sizes(), tensor.strides(), host.options());
       if (!argument.kwarg_only()) copy_now(results, host);
@@ -262,13 +276,16 @@ class Call {
     auto result = empty_strided(
         host.sizes(), host.strides(), host.scalar_type(), {}, at::Device(kDevice, static_cast<c10::DeviceIndex>(device)),
         {});
+    operation_->writes(result);
     copies_.push_back({host_view(result), host});
     return result;
   }
 
   void write_results(int device) {
+    start_on(device);  // an operator without tensors
     for (auto& [original, results] : written_) {
       if (results.sizes() != original.sizes()) resize_(original, results.sizes(), {});
+      operation_->writes(original);
       auto memory = host_view(original);
       if (results.numel() && results.const_data_ptr() != memory.const_data_ptr()) copies_.push_back({memory, results});
     }
@@ -300,6 +317,7 @@ class Call {
   const c10::FunctionSchema& schema_;
   torch::jit::Stack& stack_;
   std::optional<int> started_on_;
+  std::optional<Operation> operation_;
   std::vector<Written> written_;
   std::vector<Copy> copies_;
 };

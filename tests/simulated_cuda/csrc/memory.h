@@ -30,10 +30,20 @@ inline void* aligned_memory(size_t n) {
 // free. Here a freed block is never used again. It is poisoned in the order of its stream, as if other data had been
 // written to it, so that a reader on another stream finds NaN.
 
+// A read or a write of device memory, for the detector of races.
+struct Access {
+  uintptr_t begin, end;
+  bool writes;
+  StreamId stream;
+  uint64_t number;  // of the operation in its stream
+  std::string by;   // operator and line of Python
+};
 struct Block {
   size_t n_bytes;
   StreamId stream;
   std::vector<StreamId> used_on;  // streams of record_stream
+  uint64_t number;                // of the allocation
+  std::vector<Access> accesses;
 };
 struct FreedBlock {
   void* pointer;
@@ -47,6 +57,7 @@ struct Poisoned {
 };
 
 inline std::unordered_map<void*, Block> blocks;
+inline uint64_t n_allocations = 0;
 inline std::vector<FreedBlock> freed;
 inline std::deque<Poisoned> poisoned;
 inline size_t poisoned_bytes = 0;
@@ -62,10 +73,13 @@ inline void poison_in_order(void* pointer, const Block& block) {
   else enqueue(block.stream, {poison, nullptr, nullptr});
 }
 
+inline void remember_accesses(const Block& block);  // of races.h
+
 inline void free_block(void* pointer) {
   if (!pointer) return;
   Lock lock;
   Block block = std::move(blocks.at(pointer));
+  if (finds_races) remember_accesses(block);
   blocks.erase(pointer);
   allocated_bytes[device_of(block.stream)] -= static_cast<int64_t>(block.n_bytes);
   if (block.used_on.empty()) return poison_in_order(pointer, block);
@@ -104,7 +118,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
         "CUDA out of memory. Tried to allocate ", n, " bytes (simulated) on GPU ", device);
     collect_freed();
     void* pointer = aligned_memory(n);
-    blocks[pointer] = {n, current_stream(device), {}};
+    blocks[pointer] = {n, current_stream(device), {}, ++n_allocations, {}};
     allocated_bytes[device] += static_cast<int64_t>(n);
     peak_bytes[device] = std::max(peak_bytes[device], allocated_bytes[device]);
     return {pointer, pointer, &free_block, on};

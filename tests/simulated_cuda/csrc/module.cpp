@@ -45,11 +45,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::setHostAllocator(kDevice, &pinned_allocator);
   replace_hooks();
 
-  m.def("set_mode", [](bool copies, bool kernels) {
+  m.def("set_mode", [](bool copies, bool kernels, bool with_races) {
     Lock lock;
     run_device(-1);
+    finds_races = with_races;
+    clocks.clear();
+    host_clock.clear();
+    races.clear();
+    freed_accesses.clear();
+    for (auto& [pointer, block] : blocks) block.accesses.clear();
     late_copies = copies;
     late_kernels = kernels;
+  });
+  m.def("races", [] {
+    Lock lock;
+    return races;
   });
   m.def("inject", inject);
   m.def("counts", [] {

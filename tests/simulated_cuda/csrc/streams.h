@@ -78,9 +78,21 @@ inline void check_device() {
 
 using StreamId = int64_t;
 
+// Stream -> number of its last operation that has happened before (see races.h).
+using Clock = std::map<StreamId, uint64_t>;
+inline bool finds_races = false;
+inline std::map<StreamId, Clock> clocks;
+inline Clock host_clock;
+
+inline void learn(Clock& clock, const Clock& other) {
+  if (!finds_races) return;
+  for (auto& [stream, number] : other) clock[stream] = std::max(clock[stream], number);
+}
+
 // A point in the work of a stream: what cudaEventRecord stores in an event.
 struct Mark {
   StreamId stream;
+  Clock clock;
   bool reached = false;
   double reached_at_ms = 0;
 };
@@ -154,12 +166,28 @@ inline void launch(StreamId id, std::function<void()> run, bool late) {
   run();
 }
 inline MarkPtr record(StreamId id) {
-  auto mark = std::make_shared<Mark>(Mark{id});
+  learn(clocks[id], host_clock);
+  auto mark = std::make_shared<Mark>(Mark{id, clocks[id]});
   enqueue(id, {nullptr, nullptr, mark});
   return mark;
 }
 inline void wait_for(StreamId id, const MarkPtr& mark) {
+  learn(clocks[id], mark->clock);
   if (!mark->reached) enqueue(id, {nullptr, mark, nullptr});
+}
+// The host waits: until a mark, or for all work of a stream or device.
+inline void host_waits(const MarkPtr& mark) {
+  run_until(mark->stream, mark);
+  learn(host_clock, mark->clock);
+}
+inline void host_waits(StreamId id) {
+  run_stream(id);
+  learn(host_clock, clocks[id]);
+}
+inline void host_waits_for_device(int device) {
+  run_device(device);
+  for (auto& [id, clock] : clocks)
+    if (device_of(id) == device) learn(host_clock, clock);
 }
 // Number of the oldest work that has not run.
 inline uint64_t oldest_work() {
