@@ -1,4 +1,4 @@
-"""The part of ``make test-simulated-gpu`` for every change: the device, and staging and blocks on it, in both modes."""
+"""The part of ``make test-simulated-gpu`` for every change: the device, and staging and blocks on it, in all modes."""
 
 import pytest
 
