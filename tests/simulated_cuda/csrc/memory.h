@@ -234,7 +234,8 @@ inline int host_register(uintptr_t address, size_t n_bytes) {
   ++n_registered;
   return kSuccess;
 }
-// Counts calls during a copy, which is an error of the program, and runs the copy, because the memory may go now.
+// Counts calls during a copy, which is an error of the program, and runs the copy, because the memory may go now. The
+// copies of a lost device are over.
 inline int host_unregister(uintptr_t address) {
   Lock lock;
   auto found = pinned.find(address);
@@ -243,7 +244,7 @@ inline int host_unregister(uintptr_t address) {
   pinned.erase(found);
   ++n_unregistered;
   forget_reached(copies);
-  if (!copies.empty()) ++n_unregistered_in_use;
+  if (!copies.empty() && !device_lost) ++n_unregistered_in_use;
   for (auto& copy : copies) run_until(copy->stream, copy);
   return kSuccess;
 }
