@@ -161,10 +161,10 @@ class _DeviceCopy:
         stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
+            if self._watch is not None:
+                self._watch.fetch_samples()  # first: nothing waits for copies if it raises
             for transfer, copied in zip(transfers, self._copied, strict=True):
                 copied.copy_(local_tensor(transfer.live), non_blocking=True)
-            if self._watch is not None:
-                self._watch.fetch_samples()
             self._event.record(stream)
         self._device = device
 

@@ -131,14 +131,18 @@ MUTATIONS = (
         "buffers_are_unpinned_when_the_copy_is_done_and_never_before",
     ),
     Mutation(
-        "samples of the copy are fetched on its stream",
+        "no copy is under way if a snapshot cannot begin",
         STAGED_STATE,
-        "            if self._watch is not None:\n                self._watch.fetch_samples()\n"
-        "            self._event.record(stream)",
-        "            self._event.record(stream)\n            if self._watch is not None:\n"
-        "                self._watch.fetch_samples()",
+        "            if self._watch is not None:\n"
+        "                self._watch.fetch_samples()  # first: nothing waits for copies if it raises\n"
+        "            for transfer, copied in zip(transfers, self._copied, strict=True):\n"
+        "                copied.copy_(local_tensor(transfer.live), non_blocking=True)\n",
+        "            for transfer, copied in zip(transfers, self._copied, strict=True):\n"
+        "                copied.copy_(local_tensor(transfer.live), non_blocking=True)\n"
+        "            if self._watch is not None:\n"
+        "                self._watch.fetch_samples()\n",
         COPIES,
-        STAGED,
+        "no_copy_is_under_way_after_a_snapshot_that_could_not_begin",
     ),
     Mutation(
         "samples that another stream reads are recorded there",

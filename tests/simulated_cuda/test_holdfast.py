@@ -21,6 +21,7 @@ from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan
 from holdfast.engine.memory.host_blocks import HostBlocks
 from holdfast.engine.memory.tensors import flatten
 from holdfast.engine.staging.staged_state import Staging
+from holdfast.engine.staging.write_watch import WriteWatch
 from holdfast.engine.training.microbatch import MicroBatch, weigh
 from holdfast.utils.errors import TornSnapshotError
 from holdfast.utils.rng import capture_rng, derive_rng, restore_rng
@@ -193,6 +194,23 @@ def test_refused_memory_is_one_error_and_the_next_snapshot_is_taken(
     staged = staging.stage(state)
     staging.finish()
     assert differing(dict(flatten(staged)), expected) == []
+    staging.release()
+
+
+def test_no_copy_is_under_way_after_a_snapshot_that_could_not_begin(
+    on: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would wait for it, and the buffers may be unmapped next."""
+
+    def fail(_: WriteWatch) -> None:
+        raise RuntimeError("no pinned memory for the samples")
+
+    state = trained(on)
+    staging = Staging(state.model)
+    with monkeypatch.context() as patched:
+        patched.setattr(WriteWatch, "fetch_samples", fail)
+        with pytest.raises(RuntimeError, match="no pinned memory"):
+            staging.stage(state)
     staging.release()
 
 
