@@ -72,7 +72,8 @@ def _check_devices() -> None:
     if SIMULATED_DEVICES:
         from tests.simulated_cuda import device  # only where torch has no real ones
 
-        assert device.races() == [] and device.counts()["unregistered_in_use"] == 0
+        assert device.races() == [], "\n".join(device.races()[:10])
+        assert device.counts()["unregistered_in_use"] == 0
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
