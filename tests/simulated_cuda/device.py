@@ -71,7 +71,7 @@ def inject(fault: str, nth: int) -> None:
     """Let the ``nth`` call from now fail, in this process. 0 takes the fault back.
 
     - ``allocation``: out of memory.
-    - ``copy``: the device is lost in a copy. The copy itself raises nothing, later calls do.
+    - ``copy``: the device is lost when a copy runs. Every call that waits for it, and every later one, raises.
     - ``host_register``: ``cudaHostRegister`` refuses.
     - ``collective``: a collective never ends. The process that waits for it is aborted after the timeout of the group,
       as NCCL's watchdog does.
