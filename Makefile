@@ -32,7 +32,7 @@ VERL_VENV := .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo learn serve-demo test test-slow test-all test-verl test-vllm test-peers faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
+.PHONY: help demo learn serve-demo test test-slow test-all test-verl test-vllm test-peers test-simulated-gpu faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ test-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Run the tests against real vLLM se
 
 test-peers: $(INSTALLED)  ## Run the tests of Accelerate and transformers themselves; ACCELERATE= and TRANSFORMERS= name checkouts
 	HOLDFAST_PEER_ACCELERATE=$(ACCELERATE) HOLDFAST_PEER_TRANSFORMERS=$(TRANSFORMERS) $(PY) -m pytest -m peers tests/peers
+
+test-simulated-gpu: $(INSTALLED)  ## Run the code for GPUs on simulated CUDA devices, which are as late as CUDA may be (needs g++)
+	$(PY) -m tests.simulated_cuda --processes $(PROCESSES)
 
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
 	HOLDFAST_FAULTS=$(SHARE) HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest -m "slow or not slow" --timeout-method=signal tests/faults
@@ -107,7 +110,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info site demo_out learn_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info site demo_out learn_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

@@ -22,6 +22,13 @@ _PATH = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if STARTUP not in _PATH:  # a process of pytest-xdist inherits it from the first one
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *_PATH]))
 
+if os.environ.get("HOLDFAST_SIMULATED_CUDA"):  # this process, too
+    import torch  # noqa: F401  (may have the device installed at its import, in a process that read the above)
+
+    from tests.simulated_cuda.device import install
+
+    install()
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Stretch the time limits of all tests."""

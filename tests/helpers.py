@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from holdfast.utils.devices import CUDA_BACKEND
 from tests.limits import stretched
 
 PRELOAD = (
@@ -37,12 +38,18 @@ PRELOAD = (
 """Modules that almost every rank needs, imported once in the process from which ranks are forked."""
 
 
+SIMULATED_DEVICES = bool(os.environ.get("HOLDFAST_SIMULATED_CUDA"))
+"""Whether this process and all that it starts have simulated CUDA devices (see `tests.simulated_cuda`)."""
+
+
 def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
+        if SIMULATED_DEVICES:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
-            "gloo",
+            CUDA_BACKEND if SIMULATED_DEVICES else "gloo",
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
@@ -50,6 +57,7 @@ def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], a
         )
         dist.barrier()  # a rank that ends at once must not cut connections that another rank is still making
         result = fn(rank, world_size, *args)
+        _check_devices()
         pipe.send_bytes(pickle.dumps(("ok", result)))
     except BaseException:
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
@@ -58,6 +66,14 @@ def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], a
         sys.stdout.flush()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _check_devices() -> None:
+    if SIMULATED_DEVICES:
+        from tests.simulated_cuda import device  # only where torch has no real ones
+
+        assert device.races() == [], "\n".join(device.races()[:10])
+        assert device.counts()["unregistered_in_use"] == 0
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:

@@ -21,7 +21,7 @@ import pickle
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path, PurePath
@@ -205,9 +205,10 @@ def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
     """The fields of a tensor's properties that ``.metadata`` keeps.
 
     torch 2.15 adds strides. They are left out because they differ between the shards of a tensor, because torch before
-    2.15 cannot read them, and because files hold contiguous values.
+    2.15 cannot read them, and because files hold contiguous values. No tensor counts as pinned, because only staged
+    copies of CUDA tensors are, and a snapshot of them has the bytes of a blocking save.
     """
-    return properties.__getstate__()[:_N_PROPERTIES]
+    return replace(properties, pin_memory=False).__getstate__()[:_N_PROPERTIES]
 
 
 def pickle_metadata(metadata: Metadata) -> bytes:

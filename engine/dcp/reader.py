@@ -92,7 +92,7 @@ class TensorReader:
             for name, reads in self._reads.items():
                 try:
                     with open(self._folder / name, "rb", buffering=0) as file:
-                        list(pool.map(partial(_read_all, file), _shares(reads, n_threads)))
+                        list(pool.map(partial(_read_all, file, _stream_for(reads)), _shares(reads, n_threads)))
                 except (OSError, CheckpointCorruptError) as error:
                     problem = f"{self._folder} could not be read to its end; what is loaded is half of it: load again"
                     if isinstance(error, CheckpointCorruptError):
@@ -223,14 +223,23 @@ def _shares(reads: list[_Read], n: int) -> list[list[_Read]]:
     return [share for share in shares if share]
 
 
+def _stream_for(reads: list[_Read]) -> torch.cuda.Stream | None:
+    """The caller's current stream on the device of the targets, which orders the load with its work before and after.
+
+    None on the CPU.
+    """
+    device = next((read.target.device for read in reads if read.target.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device)
+
+
 @torch.no_grad()  # the setting is per thread
-def _read_all(file: IO[bytes], reads: list[_Read]) -> None:
-    device = next((read.target.device for read in reads if read.target.is_cuda), torch.device("cpu"))
-    blocks = HostBlocks(BLOCK_BYTES, device)
+def _read_all(file: IO[bytes], stream: torch.cuda.Stream | None, reads: list[_Read]) -> None:
+    blocks = HostBlocks(BLOCK_BYTES, torch.device("cpu") if stream is None else stream.device)
     found = [(read, read.contiguous_at()) for read in reads]
     _read_into(file, [(at, bytes_of(read.target)) for read, at in found if at is not None and read.target.is_cpu])
-    # A new thread is on device 0, where pinning memory would make every rank a context.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    # A new thread is on the default stream of device 0. There copies would overtake a step of another stream that is
+    # still running, and pinning memory would make every rank a context.
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
         for read, at in found:
             if at is None:
                 read.copy_rows(file, blocks)

@@ -159,15 +159,15 @@ class _DeviceCopy:
     """
 
     def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
-        self._live = [transfer.live for transfer in transfers]  # keeps them alive until they have been read
+        # The watch keeps the live tensors until `release_live`. Without ``overlapped`` the caller does, until `finish`.
         self._watch = WriteWatch(transfers) if overlapped else None
         stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
+            if self._watch is not None:
+                self._watch.fetch_samples()  # first: nothing waits for copies if it raises
             for _, live, copy in transfers:
                 copy.copy_(local_tensor(live), non_blocking=True)
-            if self._watch is not None:
-                self._watch.fetch_samples()
             self._event.record(stream)
         self._device = device
 
@@ -184,7 +184,6 @@ class _DeviceCopy:
     def drop(self) -> None:
         with torch.cuda.device(self._device):  # else the current device of a new thread gets a context
             self._event.synchronize()
-        self._live = []
 
 
 _Copy = _HostCopy | _DeviceCopy

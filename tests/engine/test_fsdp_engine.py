@@ -137,7 +137,10 @@ def _gradients_of_every_cut(rank: int, world_size: int, folder: str) -> dict[str
                 engine.config.mb_spec = spec
                 stats = engine.train_batch(share, nll, loss_tokens)
                 key = f"{name}, packed {packed}, masked {masked}"
-                results[key] = (stats, {n: (gradients[n] - p.grad).abs().max() for n, p in ref.named_parameters()})
+                results[key] = (
+                    stats,
+                    {n: (gradients[n].cpu() - p.grad).abs().max() for n, p in ref.named_parameters()},
+                )
                 assert abs(stats["loss"] - expected) < 1e-5, (key, stats, expected)
                 assert abs(float(engine.eval_batch(share, nll, loss_tokens)) - expected) < 1e-5
                 norm = torch.stack([p.grad.norm() for p in ref.parameters()]).norm()

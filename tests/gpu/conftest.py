@@ -1,7 +1,8 @@
 """The machine of the tests, and the folder of their figures.
 
 ``HOLDFAST_GPU_TESTS_DEVICE`` is ``cuda`` (default) or ``cpu``. ``HOLDFAST_GPU_TESTS_PARAMETERS`` is the size of the
-model to save and load. ``HOLDFAST_GPU_TESTS_OUT`` is the folder for the figures (default ``gpu_out``).
+model to save and load. ``HOLDFAST_GPU_TESTS_OUT`` is the folder for the figures (default ``gpu_out``). On simulated
+devices (`tests.simulated_cuda`) sizes are small and no figures are kept.
 """
 
 import io
@@ -16,8 +17,10 @@ from rich.console import Console
 
 from benchmarks.harness import Options, describe_machine
 from tests.gpu.figures import JSON, PAGE, Figures
+from tests.helpers import SIMULATED_DEVICES
 
 DEVICE = os.environ.get("HOLDFAST_GPU_TESTS_DEVICE", "cuda")
+IS_GPU = DEVICE == "cuda" and not SIMULATED_DEVICES
 _FIGURES = pytest.StashKey[Figures]()
 
 
@@ -45,9 +48,8 @@ class Machine:
 
     def options(self, scratch: Path) -> Options:
         """Benchmark options for the jobs with a model of configurable size."""
-        parameters = float(os.environ.get("HOLDFAST_GPU_TESTS_PARAMETERS", "100e6" if self.device == "cuda" else "1e6"))
-        rounds = 5 if self.device == "cuda" else 2
-        return Options(int(parameters), self.ranks, rounds, self.device, scratch, quick=self.device == "cpu")
+        parameters = float(os.environ.get("HOLDFAST_GPU_TESTS_PARAMETERS", "100e6" if IS_GPU else "1e6"))
+        return Options(int(parameters), self.ranks, 5 if IS_GPU else 2, self.device, scratch, quick=not IS_GPU)
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the figures, keep them, and say where they go."""
     figures = config.stash[_FIGURES]
-    if not figures.all:
+    if not figures.all or SIMULATED_DEVICES:
         return
     folder = Path(os.environ.get("HOLDFAST_GPU_TESTS_OUT", "gpu_out"))
     outcomes = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}

@@ -42,7 +42,8 @@ class StagingMemory:
         buffers: memory of the copy.
         resident: growth of the process.
         pinned_by_torch: growth of torch's own pinned memory, which is separate from the buffers.
-        all_pinned: whether all buffers are pinned, on every rank.
+        all_pinned: whether all buffers of tensors on a device are pinned, on every rank. AdamW keeps the number of its
+            steps on the CPU, and a copy from there needs no pinned memory.
     """
 
     buffers: float
@@ -62,11 +63,16 @@ def staging_memory(session: Session) -> StagingMemory:
         staging.finish()
 
     resident = peak_bytes(session, stage)
-    copies = [local_tensor(tensor) for _, tensor in flatten(staged)]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (copy.untyped_storage() for copy in copies)}
+    copies = {name: local_tensor(tensor) for name, tensor in flatten(staged)}
+    storages = {
+        storage.data_ptr(): storage.nbytes() for storage in (copy.untyped_storage() for copy in copies.values())
+    }
     by_torch = _pinned_by_torch(session) - before
     shares = session.all((sum(storages.values()) / shard_bytes, resident / shard_bytes, by_torch / shard_bytes))
-    all_pinned = all(session.all(all(copy.is_pinned() for copy in copies if copy.numel())))
+    live = dict(flatten(engine.dcp_state().state_dict()))
+    of_device = [copy for name, copy in copies.items() if live[name].device == session.device]
+    assert of_device
+    all_pinned = all(session.all(all(copy.is_pinned() for copy in of_device if copy.numel())))
     staging.release()
     engine.destroy()
     buffers, resident, by_torch = (max(of_ranks) for of_ranks in zip(*shares, strict=True))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DeviceMesh,
@@ -24,6 +25,7 @@ from torch.distributed.tensor import (
 )
 
 from holdfast.engine.dcp import save
+from holdfast.engine.dcp.format import stored_properties
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import DCPSaver
 from holdfast.engine.dcp.save_plan import agree_on, describe_state, find_shards, vote_on
@@ -196,6 +198,12 @@ def _boxes(rank: int, world_size: int) -> list[tuple[Any, Any]]:
                 assert ours is not None
                 found.append(((tuple(offsets), tuple(sizes)), ours.boxes[rank]))
     return found
+
+
+def test_where_a_tensor_lies_is_no_part_of_the_metadata() -> None:
+    """A copy that was staged on a GPU is pinned, and the tensor itself is not."""
+    live, staged = (TensorProperties(dtype=torch.float32, pin_memory=pinned) for pinned in (False, True))
+    assert stored_properties(live) == stored_properties(staged)
 
 
 def test_every_rank_is_known_to_hold_what_torch_gives_it() -> None:

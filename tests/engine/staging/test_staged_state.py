@@ -180,7 +180,7 @@ def test_a_thread_waits_for_a_devices_copy_with_that_device_current(monkeypatch:
 
     monkeypatch.setattr(torch.cuda, "device", device)
     copy: Any = object.__new__(staged_state._DeviceCopy)
-    copy._device, copy._live = torch.device("cuda", 1), [torch.ones(1)]
+    copy._device = torch.device("cuda", 1)
     copy._event = SimpleNamespace(synchronize=lambda: seen.append(current[-1]))
     copy.drop()
-    assert (seen, current, copy._live) == ([1], [0], [])
+    assert (seen, current) == ([1], [0])

@@ -1,0 +1,69 @@
+"""Run the tests that have something to show on simulated CUDA devices: ``make test-simulated-gpu``.
+
+Each mode is a session of pytest. Every process has the devices, so that ``device: auto`` trains on them.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.simulated_cuda.build import BuildError, built_library
+
+ROOT = Path(__file__).parents[2]
+MODES = ("late-copies", "late-kernels", "races")
+QUICK = ("tests/simulated_cuda/test_device.py", "tests/simulated_cuda/test_holdfast.py")
+TESTS = (
+    "tests/simulated_cuda",
+    "tests/gpu/test_checkpoints.py",
+    "tests/gpu/test_examples.py::test_supervised_fine_tuning_learns_on_the_device",
+    "tests/gpu/test_kills.py",
+    "tests/engine/staging",
+    "tests/engine/dcp/test_checkpoint.py",
+    "tests/engine/dcp/test_direct_reader.py",
+    "tests/engine/dcp/test_optimizer_state.py",
+    "tests/engine/hf/test_export.py",
+    "tests/engine/hf/test_load.py",
+    "tests/engine/lora/test_checkpoints.py",
+    "tests/engine/servers/test_publish.py",
+    "tests/engine/test_fsdp_engine.py",
+    "tests/engine/training/test_microbatch.py",
+    "tests/utils/test_devices.py",
+    "tests/utils/test_rng.py",
+)
+WITHOUT = (
+    "tests/simulated_cuda/test_mutations.py",  # starts sessions of its own
+    "tests/simulated_cuda/test_quick.py",
+    # Expects no CUDA.
+    "tests/engine/test_fsdp_engine.py::test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone",
+)
+TIER = "not slow and not matrix and not vllm and not peers"
+
+
+def run_pytest(mode: str, *arguments: str, quiet: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in ``mode``, with more variables in its environment. The result has its output if ``quiet``."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "tests" / "startup"), os.environ.get("PYTHONPATH", "")]))
+    devices = {"HOLDFAST_SIMULATED_CUDA": mode, "HOLDFAST_GPU_TESTS_DEVICE": "cuda", "PYTHONPATH": path}
+    env = os.environ | devices | variables
+    command = [sys.executable, "-m", "pytest", "-m", TIER, "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=quiet)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulated_cuda", description=__doc__)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--processes", default="2")
+    parser.add_argument("tests", nargs="*", default=TESTS, help="files instead of all that are known to show something")
+    given = parser.parse_args()
+    try:
+        built_library()
+    except BuildError as error:
+        print(f"no simulated CUDA devices here: {error}", file=sys.stderr)
+        return 1
+    options = ["-n", given.processes, "--dist", "loadfile", *(f"--deselect={test}" for test in WITHOUT)]
+    return max(run_pytest(mode, *options, *given.tests).returncode for mode in given.modes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
