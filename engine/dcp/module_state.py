@@ -18,7 +18,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...utils.compat.torch_private import buffers_of, children_of, is_persistent, loading_of, saving_of, tree_leaves
+from ...utils.compat.torch_private import (
+    buffers_of,
+    children_of,
+    is_persistent,
+    load_method_and_hooks,
+    save_method_and_hooks,
+    tree_leaves,
+)
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.plain_values import load_plain, pack_plain, pad_bytes
@@ -110,7 +117,7 @@ def _added(model: nn.Module) -> dict[str, Any]:
 
 
 def _adds(module: nn.Module) -> bool:
-    method, hooks = saving_of(module)
+    method, hooks = save_method_and_hooks(module)
     return (
         type(module).get_extra_state is not nn.Module.get_extra_state
         or _is_own(method)
@@ -125,7 +132,7 @@ def _refuses(model: nn.Module, name: str) -> str | None:
     if rest == "_extra_state" and type(modules[-1]).set_extra_state is not nn.Module.set_extra_state:
         return None
     for module in modules:
-        method, hooks = loading_of(module)
+        method, hooks = load_method_and_hooks(module)
         if _is_own(method) or _is_own(module.load_state_dict) or any(map(_is_users, hooks)):
             return None
     return type(modules[-1]).__name__
@@ -163,7 +170,7 @@ def _device_of(model: nn.Module) -> torch.device:
 # Buffers
 
 
-class Slot(NamedTuple):
+class BufferSlot(NamedTuple):
     """The place of a persistent buffer in its module, which may be empty."""
 
     name: str
@@ -172,12 +179,12 @@ class Slot(NamedTuple):
     buffer: torch.Tensor | None
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[Slot]:
+def persistent_buffers(model: nn.Module) -> Iterator[BufferSlot]:
     """The slots of all buffers in ``model.state_dict()``, under every name in the module."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in buffers_of(module).items():
             if is_persistent(module, key):
-                yield Slot(f"{prefix}.{key}" if prefix else key, module, key, buffer)
+                yield BufferSlot(f"{prefix}.{key}" if prefix else key, module, key, buffer)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

@@ -43,7 +43,7 @@ class Root(NamedTuple):
 
 
 def find_roots(names: Iterable[str]) -> list[Root]:
-    """Every root in the names of a folder, sorted."""
+    """Return the roots in ``names``, the keys of a DCP folder: ``app`` for ``app.model.w`` and ``app.optim.w``."""
     return sorted(_roots_below("", sorted(names)))
 
 

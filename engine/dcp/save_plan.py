@@ -215,7 +215,7 @@ class RankSavePlan:
 
 
 def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
-    """Plan the file of this rank's ``values``, if all ranks have the same structure (see `agree_on`)."""
+    """Plan the file of this rank without communication. All ranks must have the same ``structure`` (see `agree_on`)."""
     writers = _Writers(structure)
     names, n_bytes = [], 0
     for number in writers.written_by(structure.rank):

@@ -145,8 +145,8 @@ def _export_to_url(
         rank_zero_decides(partial(upload.require_absent, remote, weights), group)  # before the weights are written
         names = _write_planned(plan, model, staging, options, group, gather_group)
         rank_zero_decides(partial(upload.begin, remote, staging), group)
-        all_ranks_succeed_slowly(f"uploading to {remote.url}", partial(upload.put, remote, staging, names), group)
-        rank_zero_decides(partial(upload.commit, remote, staging), group)
+        all_ranks_succeed_slowly(f"uploading to {remote.url}", partial(upload.put_files, remote, staging, names), group)
+        rank_zero_decides(partial(upload.commit_upload, remote, staging), group)
     seconds = time.monotonic() - started
     logger.info("exported to %s: %d bytes of weights in %.1f s", remote.url, plan.layout.total_bytes, seconds)
 

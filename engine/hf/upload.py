@@ -88,7 +88,7 @@ def begin(remote: RemoteFolder, staging: Path) -> None:
         remote.put_bytes(MARKER_NAME, b"")
 
 
-def put(remote: RemoteFolder, staging: Path, names: Sequence[str]) -> None:
+def put_files(remote: RemoteFolder, staging: Path, names: Sequence[str]) -> None:
     """Upload the files of this rank, except ``config.json``."""
     with as_write_error(remote.url):
         for name in names:
@@ -96,7 +96,7 @@ def put(remote: RemoteFolder, staging: Path, names: Sequence[str]) -> None:
                 remote.put_file(staging / name, name)
 
 
-def commit(remote: RemoteFolder, staging: Path) -> None:
+def commit_upload(remote: RemoteFolder, staging: Path) -> None:
     """Check that all files are in the store, then upload ``config.json``."""
     with as_write_error(remote.url):
         found = remote.sizes("")

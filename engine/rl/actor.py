@@ -25,7 +25,7 @@ from .advantages import (
 from .config import OF_PICKED_TOKENS, OVER_GROUPS, NormConfig, PPOActorConfig
 from .kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_stats
 from .losses import aggregate, count_losses, with_loss_weights
-from .off_policy import approximation_errors, behave_weights, interpolate, prox_alpha
+from .off_policy import approximation_errors, behave_weights, interpolate_prox_logp, prox_alpha
 from .policy_losses import POLICY_LOSSES, picked_tokens, policy_inputs
 from .update import TokenStats, all_ranks_accept, loss_mask_of, mean_over_ranks, require_per_token, train_minibatches
 
@@ -337,7 +337,7 @@ def _old_logprobs(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
     if "prox_logp" in batch:
         return batch["prox_logp"]
     if "prox_alpha" in batch:
-        return interpolate(batch["behave_logp"], logprobs, batch["prox_alpha"], batch["loss_mask"])
+        return interpolate_prox_logp(batch["behave_logp"], logprobs, batch["prox_alpha"], batch["loss_mask"])
     return batch["behave_logp"]
 
 

@@ -198,7 +198,9 @@ def gpg(outcomes: Outcomes) -> torch.Tensor:
 
 
 def grpo_passk(outcomes: Outcomes) -> torch.Tensor:
-    """``(r_max - r_second) / (std(r of the prompt) + 1e-6)`` for the first best answer to a prompt, 0 for the others.
+    """Advantages for pass@k: ``(r_max - r_second) / (std(r) + 1e-6)`` for the best answer, 0 for the others.
+
+    r are the rewards of the answers to one prompt. If several are best, the first one counts, with an advantage of 0.
 
     Tang et al., "Optimizing Language Models for Inference Time Objectives using RL", 2025, arXiv 2503.19595.
     """

@@ -148,10 +148,13 @@ def prox_alpha(versions: torch.Tensor, version: int) -> torch.Tensor:
     return torch.where(versions >= 0, alpha, 0.0)
 
 
-def interpolate(
+def interpolate_prox_logp(
     behave_logp: torch.Tensor, logprobs: torch.Tensor, alpha: torch.Tensor, loss_mask: torch.Tensor
 ) -> torch.Tensor:
-    """``log p_prox``, detached float32, 0 outside ``loss_mask``. All arguments have one shape."""
+    """Approximate the log-probabilities of the proximal policy: ``behave_logp + alpha * (logprobs - behave_logp)``.
+
+    Detached float32, and 0 outside ``loss_mask``. All arguments have one shape.
+    """
     mask = loss_mask.bool()
     behave_logp, logprobs = (torch.where(mask, x.detach().float(), 0.0) for x in (behave_logp, logprobs))
     return torch.lerp(behave_logp, logprobs, alpha)  # exactly ``logprobs`` where alpha is 1
@@ -162,13 +165,13 @@ def approximation_errors(
 ) -> Stats:
     """Absolute error of approximations of the recomputed ``prox_logp``, in its shape.
 
-    ``loglinear_error`` is of `interpolate`, ``linear_error`` of a line between the probabilities of sampler and
-    trainer, ``rollout_error`` of the sampler's log-probabilities.
+    ``loglinear_error`` is the error of `interpolate_prox_logp`, ``linear_error`` of a line between the probabilities of
+    sampler and trainer, ``rollout_error`` of the sampler's log-probabilities.
     """
     all_logprobs = (prox_logp, behave_logp, logprobs)
     prox_logp, behave_logp, logprobs = (torch.where(mask.bool(), x.detach().float(), 0.0) for x in all_logprobs)
     linear = ((1.0 - alpha) * behave_logp.exp() + alpha * logprobs.exp()).clamp(min=1e-10).log()
-    loglinear = interpolate(behave_logp, logprobs, alpha, mask)
+    loglinear = interpolate_prox_logp(behave_logp, logprobs, alpha, mask)
     approximations = {"loglinear": loglinear, "linear": linear, "rollout": behave_logp}
     return {f"{name}_error": (prox_logp - each).abs() for name, each in approximations.items()}
 

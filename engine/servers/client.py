@@ -29,7 +29,7 @@ from ...utils.remote import without_secrets
 from ..hf.adapter_folder import WEIGHTS
 from .adapters import AdapterFacts, AdaptersInUse, adapter_label, adapter_name, read_facts
 from .api import GenerationHyperparameters, ModelRequest, ModelResponse, ServerStatus, weights_label
-from .generation import PromptLimits, folder_vocab_size, samples_plainly, stated_limits, untempered
+from .generation import PromptLimits, folder_vocab_size, samples_plainly, stated_limits, temperature_error
 from .http import Calls, Connections, Json, leads_to_a_server, readable
 from .probe import DTYPES, CheckedAnswer, WeightsProbe, checked_answer, content_problem, read_probe
 
@@ -268,7 +268,7 @@ class ServerClient(ABC):
         """
         with self._calls(", asked for log-probabilities", self._update_limit_s, ServerError) as calls:
             plain = self._top_logprobs(calls, 1.0)
-            if not samples_plainly(gconfig) and (problem := untempered(plain, self._top_logprobs(calls, 0.5))):
+            if not samples_plainly(gconfig) and (problem := temperature_error(plain, self._top_logprobs(calls, 0.5))):
                 raise calls.refuse(f"{problem}; {self._how_to_temper}")
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:

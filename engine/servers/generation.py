@@ -119,7 +119,7 @@ def samples_plainly(gconfig: GenerationHyperparameters) -> bool:
     return gconfig.temperature in (0.0, 1.0) and gconfig.top_p == 1.0 and gconfig.top_k == 0
 
 
-def untempered(plain: Mapping[int, float], tempered: Mapping[int, float]) -> str | None:
+def temperature_error(plain: Mapping[int, float], tempered: Mapping[int, float]) -> str | None:
     """Describe the error if log-probabilities, by token id, at temperature 0.5 do not fit those at temperature 1.
 
     Differences between tokens must be twice as large, because ``log p = z / T - logsumexp(z / T)``.

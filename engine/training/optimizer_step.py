@@ -34,7 +34,7 @@ def clip_and_step(
     lr = float(optimizer.param_groups[0]["lr"])
     result = clip_grad_norm(model, max_norm, loss, weight, correction)
     loss_sum, grad_norm, *n_without = result.tolist()  # the only wait of a step
-    for param, n_ranks in zip(unreached(model), n_without, strict=True):
+    for param, n_ranks in zip(parameters_without_gradient(model), n_without, strict=True):
         if n_ranks == dist.get_world_size():
             param.grad = None
     skipped = not math.isfinite(grad_norm)
@@ -61,7 +61,7 @@ def clip_grad_norm(
 
     Returns:
         ``[2 + n]`` float64 on the device. They are the loss over all ranks, the gradient norm before clipping, and for
-        each of the n parameters that are `unreached` here the number of ranks that did not reach it.
+        each of the n parameters that are `parameters_without_gradient` here the number of ranks that did not reach it.
     """
     params = [param for param in model.parameters() if param.grad is not None]
     grads = [param.grad for param in params]
@@ -84,7 +84,7 @@ def clip_grad_norm(
     return torch.stack([sums[-2] * factor, norm.double(), *(sums[n_grads + index] for index in missing)])
 
 
-def unreached(model: nn.Module) -> list[nn.Parameter]:
+def parameters_without_gradient(model: nn.Module) -> list[nn.Parameter]:
     """Parameters with a gradient that no backward since the last step reached on this rank."""
     filled = zero_filled.get(model, set())
     return [param for param in model.parameters() if param.grad is not None and param in filled]

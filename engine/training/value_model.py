@@ -34,7 +34,7 @@ def build_value_model(config: PretrainedConfig, dtype: torch.dtype, **options: A
 
 
 def body_name(model: PreTrainedModel) -> str:
-    """Name of the module below a model's head. ``base_model_prefix`` may be another name, used in folders."""
+    """Attribute of the module below a model's head (``"model"``). It may differ from ``base_model_prefix``."""
     bodies = (name for name, child in model.named_children() if isinstance(child, PreTrainedModel))
     return next(bodies, model.base_model_prefix)
 

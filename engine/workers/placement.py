@@ -42,7 +42,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class WorkerResources:
-    """Ray's logical resources for one rank, ``custom`` ones by name. ``cpus`` is also its number of torch threads."""
+    """Resources that Ray reserves for one rank. ``cpus`` is also the rank's number of torch threads.
+
+    ``custom`` maps names of your own resources to amounts: ``{"ssd": 1}``.
+    """
 
     cpus: float = 1
     gpus: float = 0

@@ -28,7 +28,7 @@ from ...utils.files import write_durably
 from ...utils.manifest import verify_folder
 from .checkpoint import Architecture
 from .stored_tensors import read_whole
-from .weights import read_model_folder, store_once
+from .weights import read_model_folder, without_tied_copies
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class StoredAdapters:
         """All weights of the base in the folder of ``architecture`` with the adapters added, and the aliases of tied
         weights. ``files`` closes the files that are opened."""
         base = architecture.folder
-        found, aliases = store_once(read_model_folder(base, architecture, files), architecture.aliases)
+        found, aliases = without_tied_copies(read_model_folder(base, architecture, files), architecture.aliases)
         modules = dict(architecture.model.named_modules())
         unknown = self.beside.keys() - architecture.model.state_dict().keys() | self.pairs.keys() - modules.keys()
         if strangers := sorted(unknown):

@@ -44,7 +44,7 @@ def tensors_of(checkpoint: Checkpoint, with_optimizer: bool = True) -> Iterator[
 
 
 def require_all_written(what: str, source: Checkpoint, written: dict[str, str], with_optimizer: bool) -> None:
-    """Raise `CheckpointCorruptError` unless every tensor of ``source`` was written. `compare` would miss the others."""
+    """Raise `CheckpointCorruptError` unless every tensor of ``source`` was written. `compare` skips others."""
     wanted = (name for name, tensor in tensors_of(source, with_optimizer) if tensor.numel)
     if missing := [name for name in wanted if name not in written]:
         raise CheckpointCorruptError(

@@ -23,7 +23,7 @@ from ..info import INFO_NAME, RecoverInfo
 from .adapters import LeftOut, StoredAdapters
 from .checkpoint import Architecture, Checkpoint, ReadOptions
 from .stored_tensors import read_whole, stored_tensor
-from .weights import store_once, strip_module
+from .weights import strip_module, without_tied_copies
 
 _OPTIM = f"{ROOT}.optim."
 
@@ -192,7 +192,7 @@ def _model_of(folder: Path, layout: FolderLayout, root: Root, architecture: Arch
     for name in layout.tensors:
         if (own := root.canonical(name)).startswith(canonical):
             tensors[own.removeprefix(canonical)] = stored_tensor(folder, layout, name)
-    model, aliases = store_once(strip_module(tensors), {} if architecture is None else architecture.aliases)
+    model, aliases = without_tied_copies(strip_module(tensors), {} if architecture is None else architecture.aliases)
     return Checkpoint("DCP", model, aliases=aliases, architecture=architecture, ranks=max(1, len(layout.files)))
 
 

@@ -12,7 +12,7 @@ from ...utils.errors import CheckpointMismatchError, ConfigError
 from .checkpoint import Architecture, Checkpoint, ReadOptions
 from .dcp import read_weights
 from .stored_tensors import stored_safetensors
-from .weights import read_bin, read_model_folder, store_once, strip_module
+from .weights import read_bin, read_model_folder, strip_module, without_tied_copies
 
 _TRAINER = "trainer_state.json"
 _SHARDED = "pytorch_model_fsdp_0"
@@ -78,7 +78,7 @@ def _read_files(
     else:
         tensors = read_model_folder(folder, architecture, options.files)
     tied = {alias.removeprefix("module."): first.removeprefix("module.") for alias, first in tied.items()}
-    model, aliases = store_once(strip_module(tensors), tied if architecture is None else architecture.aliases)
+    model, aliases = without_tied_copies(strip_module(tensors), tied if architecture is None else architecture.aliases)
     if own_names and architecture is not None:
         if strangers := sorted(model.keys() - architecture.model.state_dict().keys()):
             found = f"{strangers[0]!r}, which its model does not ({len(strangers)} such)"

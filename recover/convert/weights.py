@@ -99,7 +99,7 @@ def strip_module(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def store_once(
+def without_tied_copies(
     tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Tied tensors under their first names, and the pairs of ``aliases`` (alias -> first name) that occur.

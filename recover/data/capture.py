@@ -140,7 +140,7 @@ def note_order(loader: Any) -> OrderNote | None:
 
 
 def epoch_sampler(loader: Any) -> EpochSampler | None:
-    """The loader's sampler or dataset whose order depends on the epoch, or None."""
+    """Return the loader's sampler, else its dataset, if its order depends on an epoch (``set_epoch``), else None."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     for found in (getattr(loader, "sampler", None), batch_sampler, inner, getattr(loader, "dataset", None)):

@@ -125,12 +125,12 @@ def replace_members(
         module.__dict__["_state_dict_pre_hooks"] = {}
 
 
-def saving_of(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
+def save_method_and_hooks(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
     """Return the method that fills the module's part of a state dict, and the hooks after it."""
     return module._save_to_state_dict, list(module._state_dict_hooks.values())
 
 
-def loading_of(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
+def load_method_and_hooks(module: nn.Module) -> tuple[Callable[..., Any], list[Callable[..., Any]]]:
     """Return the method that reads the module's part of a state dict, and the hooks before it."""
     return module._load_from_state_dict, list(module._load_state_dict_pre_hooks.values())
 
