@@ -237,6 +237,8 @@ class TrainEngineConfig:
         if argument is None:
             return own
         argument.require_supported(f"create_process_group was given {argument.sizes}")
+        if argument == replace(own, data_parallel_size=None):
+            return own
         if own not in (argument, ParallelStrategy(), replace(argument, data_parallel_size=None)):
             raise ConfigError(
                 f"create_process_group was given {argument.sizes}, but config keys 'backend' and 'fsdp.replicate_size' "

@@ -52,7 +52,10 @@ class ParallelStrategy:
             return
         d, r, t, e = self.data_parallel_size, self.replicate_size, self.tensor_parallel_size, self.expert_parallel_size
         if d % r:
-            raise ConfigError(f"replicate_size is {r}, with {d} data-parallel ranks; expected one of {_divisors(d)}")
+            raise ConfigError(
+                f"replicate_size (config key 'fsdp.replicate_size') is {r}, with {d} data-parallel ranks; expected one "
+                f"of {_divisors(d)}"
+            )
         if (replica := d // r * self.context_parallel_size * t) % e or (e > 1 and e % t):
             fitting = [size for size in _divisors(replica) if size == 1 or size % t == 0]
             raise ConfigError(
@@ -70,7 +73,7 @@ class ParallelStrategy:
             ConfigError: the notation is not understood, or the mesh has a pipeline, or see above.
         """
         found = f"config key 'backend' is {backend!r}"
-        if (match := _BACKEND.fullmatch(backend)) is None:
+        if not isinstance(backend, str) or (match := _BACKEND.fullmatch(backend)) is None:
             raise ConfigError(f"{found}; expected fsdp, megatron or archon, with sizes as in 'fsdp:d8'")
         if by_part := _BY_PART.fullmatch(match["sizes"] or ""):
             sizes, experts = (

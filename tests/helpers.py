@@ -124,8 +124,9 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
 
 
 def shared_memory() -> set[str]:
-    """Files in shared memory, without Ray's stores. Folders there belong to tests that run at the same time."""
-    return {entry.name for entry in os.scandir("/dev/shm") if entry.is_file() and not entry.name.startswith("plasma")}
+    """Files in shared memory. Ray's stores, semaphores of processes and folders belong to tests that run meanwhile."""
+    files = (entry.name for entry in os.scandir("/dev/shm") if entry.is_file())
+    return {name for name in files if not name.startswith(("plasma", "sem."))}
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:

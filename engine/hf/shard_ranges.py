@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ...utils.compat.torch_private import made_sharded
 from ...utils.distributed import gather_numbers
 from ..lora.adapters import Adapter, plain_adapters
-from ..memory.tensors import counts_here, local_box
+from ..memory.tensors import local_box
 from .tensor_origins import FileTensor, Span
 
 BLOCK_BYTES = 64 << 20
@@ -188,17 +188,23 @@ def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -
 
 
 def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`DTensor.full_tensor` without the groups of the mesh, which training uses. Any mesh, one broadcast per shard."""
+    """`DTensor.full_tensor` without the groups of the mesh, which training uses. Any mesh, one broadcast per shard.
+
+    It does not use DTensor's caches either, which mistake one mesh for another and keep its group forever.
+    """
     local, whole = tensor.to_local().detach().cpu(), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     offsets, sizes = local_box(tensor)
-    boxes = gather_numbers([counts_here(tensor), *offsets, *sizes], group)
-    for rank, (is_first, *box) in enumerate(boxes):
-        offsets, sizes = ([int(number) for number in numbers] for numbers in (box[: tensor.ndim], box[tensor.ndim :]))
-        if is_first and math.prod(sizes):
+    holders: dict[tuple[int, ...], int] = {}  # offsets and sizes of a shard -> the first rank that has it
+    for rank, box in enumerate(gather_numbers([*offsets, *sizes], group)):
+        holders.setdefault(tuple(map(int, box)), rank)
+    n_found = sum(math.prod(box[tensor.ndim :]) for box in holders)
+    assert n_found == tensor.numel(), f"the ranks of the group hold {n_found} of {tensor.numel()} elements"
+    for box, rank in holders.items():
+        if math.prod(sizes := box[tensor.ndim :]):
             own = rank == dist.get_rank(group)
             part = local.contiguous() if own else torch.empty(sizes, dtype=tensor.dtype, device="cpu")
             dist.broadcast(part, group=group, group_src=rank)
-            whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] = part
+            whole[tuple(slice(at, at + size) for at, size in zip(box[: tensor.ndim], sizes, strict=True))] = part
     return whole
 
 

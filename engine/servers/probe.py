@@ -77,10 +77,11 @@ def probe_weights(engine: Any) -> WeightsProbe | None:
     low = config.vocab_size // 4
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(low, max(3 * low, low + 1), (1, tokens), generator=generator)
+    rows = ids.expand(engine.config.mb_spec.granularity, -1)  # the least that a batch may have
     training = engine.model.training
     try:
         logprobs = engine.forward_batch(
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            {"input_ids": rows, "attention_mask": torch.ones_like(rows)},
             lambda output, data: token_logprobs(output, data["input_ids"], data["cu_seqlens"], temperature=1.0)[0],
         )
     finally:

@@ -16,7 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...utils.compat.torch_private import drop_partial_gradients
+from ...utils.compat.torch_private import (
+    drop_partial_gradients,
+    has_partial_gradients,
+    recover_from_failed_backward,
+)
+from ...utils.distributed import gather_numbers
 from ...utils.logging import get_logger
 from ..config import TrainEngineConfig
 from .meshes import Meshes
@@ -30,18 +35,19 @@ _AFFORDABLE_SHARE = 0.05
 """Share of the memory of a GPU that ``auto`` accepts."""
 
 
-def syncs_last(model: nn.Module, config: TrainEngineConfig, device: torch.device) -> bool:
+def syncs_last(model: nn.Module, config: TrainEngineConfig, device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether gradients are summed over ranks in the last backward of a step alone, as ``fsdp.gradient_sync`` says.
 
-    ``auto`` does so for adapters, and if the whole gradient is small and summed in float32. In bfloat16 the sum of the
-    micro-batches would lose bits, too.
+    ``auto`` does so if the gradient is summed in float32, and is small on the GPU with the least memory, or of adapters
+    alone. In bfloat16 the sum of the micro-batches would lose bits, too. Collective over ``group``.
     """
     choice, dtype = config.fsdp.gradient_sync, COMPUTE_DTYPES[config.grad_reduce_dtype]
     n_bytes = dtype.itemsize * sum(param.numel() for param in model.parameters() if param.requires_grad)
     limit = ALWAYS_AFFORDABLE_BYTES
     if device.type == "cuda":
         limit = max(limit, int(_AFFORDABLE_SHARE * torch.cuda.get_device_properties(device).total_memory))
-    affordable = config.use_lora or (n_bytes <= limit and dtype == torch.float32)
+    limit = min(limit for (limit,) in gather_numbers([limit], group))
+    affordable = dtype == torch.float32 and (config.use_lora or n_bytes <= limit)
     last = choice == "last" or (choice == "auto" and affordable)
     if dist.get_world_size() > 1 and dist.get_rank() == 0:
         when = "once a step, which takes" if last else "in every micro-batch; once a step would take"
@@ -56,7 +62,11 @@ def accumulating(
     """Accumulate the gradients of several micro-batches. Call the yielded function with the number of each, from 0,
     before its backward.
 
-    If the block raises, what was accumulated is dropped, so that the next step does not add it.
+    If the block raises, all gradients are dropped, so that the next step does not add them.
+
+    Raises:
+        RuntimeError: the last micro-batch did not run a block that an earlier one did, so that the sum over replicas of
+            its gradient is missing.
     """
     modules, last = _fsdp_modules(model), n_backwards - 1
     defers = sync_last or meshes.strategy.replicate_size > 1
@@ -69,9 +79,16 @@ def accumulating(
 
     try:
         yield before
+        if any(map(has_partial_gradients, modules)):
+            raise RuntimeError(
+                "a block that an earlier micro-batch ran was left out of the last one, so its gradient was not summed "
+                "over the copies of the model; set fsdp.gradient_sync to 'last', or fsdp.replicate_size to 1"
+            )
     except BaseException:
         before(last)
+        recover_from_failed_backward(model)
         drop_partial(model)
+        model.zero_grad()
         raise
 
 

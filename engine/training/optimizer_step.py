@@ -65,7 +65,9 @@ def clip_grad_norm(
     """
     params = [param for param in model.parameters() if param.grad is not None]
     grads = [param.grad for param in params]
-    assert all(isinstance(grad, DTensor) and not any(cut.is_partial() for cut in grad.placements) for grad in grads)
+    assert all(isinstance(grad, DTensor) and not any(cut.is_partial() for cut in grad.placements) for grad in grads), (
+        "a gradient was not reduced; after an error in a backward, call initialize again"
+    )
     local = [grad.to_local() for grad in grads]  # type: ignore[union-attr]
     zero = loss.new_zeros((), dtype=local[0].dtype)
     counted = [counts_here(grad) for grad in grads]  # type: ignore[arg-type]

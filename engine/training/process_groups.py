@@ -67,7 +67,7 @@ def open_process_groups(strategy: ParallelStrategy, device_type: str, timeout_s:
         device = agree_on_device(partial(device_here, device_type), partial(gather_objects, group=control))
         _use(device)
     assert isinstance(control, dist.ProcessGroup)
-    meshes = open_meshes(strategy.for_world(dist.get_world_size()), device)
+    meshes = open_meshes(strategy.for_world(dist.get_world_size()), device, timeout)
     return ProcessGroups(control, owns_default, device, meshes)
 
 

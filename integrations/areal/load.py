@@ -1,6 +1,7 @@
 """Configuration classes from an AReaL file, with AReaL's meaning of each key. See docs/areal.md."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -96,7 +97,9 @@ class _Reader:
             raise ConfigError(f"{self._source}: {name} is {found!r}; expected a section of keys")
         mode = self._resolved("allocation_mode") if "TrainEngineConfig" in _names(cls) else None
         if mode is not None:  # AReaL's older key for the backends of servers and trainer: "sglang:d4+d4t2"
-            backend = str(mode).rpartition("+")[2]
+            backend = re.split(r"[+]|[|](?![^(]*[)])", str(mode))[-1]
+            if backend.startswith(("eval", "cpu", "vllm", "sglang")):  # it names no trainer
+                backend = "fsdp"
             named = backend.startswith(("fsdp", "megatron", "archon"))
             found.setdefault("backend", backend if named else f"fsdp:{backend}")
         keys = self._translate(_tables_of(cls), cls, name, found)

@@ -1,5 +1,6 @@
 """Meshes with and without copies of the sharded model train as one process does, and load each other's checkpoints."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -7,12 +8,16 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig, ParallelStrategy, SaveLoadMeta
 from holdfast.engine.api import Batch
 from holdfast.engine.dcp.fingerprint import combine_samples, sample_state
+from holdfast.engine.hf.shard_ranges import whole_tensor
 from holdfast.engine.training import gradient_sync
+from holdfast.engine.training.meshes import open_meshes
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError
 from tests.engine.models import tiny_qwen3, write_model_folder
@@ -102,31 +107,82 @@ def test_every_mesh_takes_the_steps_of_the_unsharded_model(
 
 
 class Broken(Exception):
-    """Raised by a loss."""
+    """Raised by a loss, or by its backward."""
 
 
-def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sync: str) -> None:
+class BreakBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise Broken
+
+
+def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sync: str, in_backward: bool) -> None:
     engine, twin = (engine_with(folder, replicas, sync, mb_spec=MicroBatchSpec(n_mbs=3)) for _ in range(2))
     batch, calls = rows(make_batch(), slice(rank * 4, rank * 4 + 4)), []
 
     def breaking(logits: Any, mb: Batch) -> torch.Tensor:
         calls.append(1)
+        if len(calls) == 3 and in_backward:
+            return BreakBackward.apply(nll(logits, mb))  # type: ignore[return-value]
         if len(calls) == 3:
             raise Broken
         return nll(logits, mb)
 
     with pytest.raises(Broken):
         engine.train_batch(batch, breaking, loss_tokens)
+    assert all(param.grad is None for param in engine.model.parameters())
     found, expected = capture_gradients(engine), capture_gradients(twin)
     assert engine.train_batch(batch, nll, loss_tokens) == twin.train_batch(batch, nll, loss_tokens)
     assert same(found, expected) and same(whole(engine), whole(twin))
 
 
+@pytest.mark.parametrize("in_backward", [False, True], ids=["loss", "backward"])
 @pytest.mark.parametrize(("replicas", "sync"), [(1, "last"), (2, "every")])
 def test_a_loss_that_raises_leaves_no_part_of_a_gradient_for_the_next_step(
-    folder: Path, replicas: int, sync: str
+    folder: Path, replicas: int, sync: str, in_backward: bool
 ) -> None:
-    run_ranks(_loss_that_raises, 2, str(folder), replicas, sync)
+    run_ranks(_loss_that_raises, 2, str(folder), replicas, sync, in_backward)
+
+
+def _gather_over_a_slice(rank: int, world_size: int) -> None:
+    root = init_device_mesh("cpu", (2, 1), mesh_dim_names=("model", "shard"))
+    alone: Any = [dist.new_group([one]) for one in range(world_size)][rank]
+    values = torch.full((3, 2), float(rank))
+    tensor = distribute_tensor(values, root["shard"], [Shard(0)], src_data_rank=None)
+    assert torch.equal(whole_tensor(tensor, alone), values), "each rank has a model of its own"
+
+
+def test_a_model_on_a_slice_of_a_mesh_is_gathered_over_its_own_ranks() -> None:
+    run_ranks(_gather_over_a_slice, 2)
+
+
+def _second_default_group(rank: int, world_size: int, folder: str) -> None:
+    found = []
+    for _ in range(2):
+        engine = engine_with(folder, 2, optimizer=SGD)
+        gradients = capture_gradients(engine)
+        engine.train_batch(share(rank, world_size), nll, loss_tokens)
+        found.append((engine.model.lm_head.weight.device_mesh, gradients))
+        engine.destroy()
+    (first, gradients), (second, later) = found
+    assert first == second and same(gradients, later), "engines of one default group share its meshes"
+    timeout = timedelta(seconds=7)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}.again", world_size), rank=rank, world_size=world_size
+    )
+    again = open_meshes(ParallelStrategy(world_size, replicate_size=2), torch.device("cpu"), timeout).fsdp
+    assert again != first, "DTensor's caches tell the meshes apart"
+    for name in again.mesh_dim_names or ():
+        assert again.get_group(name)._get_backend(torch.device("cpu")).options._timeout == timeout  # type: ignore[attr-defined]
+
+
+def test_meshes_belong_to_a_default_group_and_have_its_time_limit(folder: Path) -> None:
+    run_ranks(_second_default_group, 2, str(folder))
 
 
 def _choices(rank: int, world_size: int, folder: str) -> dict[str, bool]:
@@ -138,6 +194,7 @@ def _choices(rank: int, world_size: int, folder: str) -> dict[str, bool]:
         ("small, every", "every", 2 << 30, {}),
         ("summed in bfloat16", "auto", 2 << 30, bfloat16),
         ("adapters", "auto", 1000, lora),
+        ("adapters in bfloat16", "auto", 1000, lora | bfloat16),
     ):
         with (
             patch.object(gradient_sync, "ALWAYS_AFFORDABLE_BYTES", limit),
@@ -154,7 +211,7 @@ def _choices(rank: int, world_size: int, folder: str) -> dict[str, bool]:
 
 def test_gradients_are_summed_once_a_step_if_their_whole_sum_is_small(folder: Path) -> None:
     expected = {"small": True, "large": False, "large, last": True, "small, every": False}
-    expected |= {"summed in bfloat16": False, "adapters": True}
+    expected |= {"summed in bfloat16": False, "adapters": True, "adapters in bfloat16": False}
     assert run_ranks(_choices, 2, str(folder)) == [expected] * 2
     assert run_ranks(_choices, 1, str(folder)) == [dict.fromkeys(expected, False)]
 
@@ -224,7 +281,7 @@ def test_checkpoints_load_into_every_mesh(folder: Path, tmp_path: Path, saved_by
 def _refusals(rank: int, world_size: int, folder: str) -> None:
     for changes, words in (
         ({"backend": "fsdp:d3"}, r"data_parallel_size is 3, but 2 rank\(s\) have joined.* 'fsdp:d2'"),
-        ({"fsdp": FSDPConfig(replicate_size=3)}, r"replicate_size is 3, with 2 data-parallel ranks; .*\[1, 2\]"),
+        ({"fsdp": FSDPConfig(replicate_size=3)}, r"replicate_size.* is 3, with 2 data-parallel ranks; .*\[1, 2\]"),
     ):
         with pytest.raises(ConfigError, match=words):
             make_engine(folder, **changes)

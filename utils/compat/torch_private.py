@@ -188,7 +188,8 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
             param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
 
     def fill_and_reduce(*args: Any) -> None:
-        if group.reduce_grads and group.is_unsharded:
+        accumulated = any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params)
+        if group.reduce_grads and (group.is_unsharded or accumulated):
             missing = [param for param in group.fsdp_params if has_no_gradient(param)]
             if missing or filled:
                 fill(missing)
@@ -210,6 +211,22 @@ def drop_partial_gradients(module: FSDPModule) -> None:
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):  # after the first gather
             param._unsharded_param.grad = None
+
+
+def has_partial_gradients(module: FSDPModule) -> bool:
+    """Return whether `drop_partial_gradients` would drop something."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return False
+    return group._partial_reduce_output is not None or any(
+        param.unsharded_accumulated_grad is not None for param in group.fsdp_params
+    )
+
+
+def recover_from_failed_backward(model: nn.Module) -> None:
+    """Make FSDP2 usable again after an error in a forward or backward, if this torch can do so."""
+    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()
 
 
 def fsdp_mesh_of(model: nn.Module) -> DeviceMesh | None:

@@ -277,14 +277,16 @@ def test_an_update_cut_off_at_any_call_is_completed_by_another_publisher(
 
 
 def test_a_restarted_server_is_brought_up_by_the_prober(fake: FakeServer, tmp_path: Path) -> None:
+    folder, alone = publish_hashed_adapters(tmp_path / "w", 1), VLLMServer(fake.url)
+    alone.update_adapters_from_disk(folder, 1)
+    fake.restart()
+    with pytest.raises(ServerError, match="answered with 404"):  # the base model does not answer instead
+        complete(alone)
     fleet = ServerFleet([VLLMServer(fake.url)], probe_interval_s=0.05)
     try:
-        folder = publish_hashed_adapters(tmp_path / "w", 1)
         fleet.update(folder, 1, stretched(20))
         (server,) = fleet.serving()
         fake.restart()
-        with pytest.raises(ServerError, match="answered with 404"):  # the base model does not answer instead
-            complete(server)
         wait_for(lambda: fake.state()["adapters"] and fleet.serving())
         assert serves(server, folder, 1)
     finally:

@@ -38,6 +38,8 @@ def _probed(rank: int, world_size: int, folder: str) -> WeightsProbe:
         assert all(torch.equal(before[key], after[key]) for key in before)
         assert all(module.training == training for module in engine.model.modules())
     assert probe is not None
+    engine.config.mb_spec.granularity = 2  # as with pairs
+    assert probe_weights(engine) == probe
     engine.destroy()
     critic = FSDPEngine(TrainEngineConfig(path=folder, dtype="float32", optimizer=None, is_critic=True))
     critic.create_process_group()

@@ -5,6 +5,7 @@ The reference is the same model without sharding, in one process that computes e
 
 import copy
 import math
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.engine import ParallelStrategy, TrainEngineConfig
 from holdfast.engine.training.counters import EngineCounters
 from holdfast.engine.training.gradient_sync import accumulating
-from holdfast.engine.training.meshes import open_meshes
+from holdfast.engine.training.meshes import Meshes, open_meshes
 from holdfast.engine.training.optimizer_step import clip_and_step
 from holdfast.engine.training.sharding import shard_model
 from tests.helpers import run_ranks
@@ -55,7 +56,7 @@ class Model(nn.Module):
         x = self.embedding(x)
         if "t" in reached:
             x = x + self.tower(x)
-        for block in self.blocks:
+        for block in self.blocks[: 1 if "1" in reached else None]:
             x = block(x, reached)
         return self.head(x).square().mean() * (math.inf if "!" in reached else 1.0)
 
@@ -90,9 +91,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return found
 
 
+def open_cpu_meshes(world_size: int, replicas: int) -> Meshes:
+    strategy = ParallelStrategy(world_size, replicate_size=replicas)
+    return open_meshes(strategy, torch.device("cpu"), timedelta(seconds=60))
+
+
 def _sharded(rank: int, world_size: int, only_adapters: bool, replicas: int, sync_last: bool) -> list[Any]:
     model: Any = make_model(only_adapters)
-    meshes = open_meshes(ParallelStrategy(world_size, replicate_size=replicas), torch.device("cpu"))
+    meshes = open_cpu_meshes(world_size, replicas)
     shard_model(model, TrainEngineConfig(dtype="float32"), (Block,), meshes.fsdp)
     optimizer, counters, results = make_optimizer(model), EngineCounters(), []
     for step, plan in enumerate(STEPS):
@@ -136,3 +142,30 @@ def test_parameters_that_some_ranks_do_not_reach_are_trained_as_on_one_process(
             assert state.keys() == state_there.keys()
             for name, tensor in state_there.items():
                 torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _leave_out_a_block(rank: int, world_size: int, sync_last: bool) -> str | None:
+    model: Any = make_model(only_adapters=False)
+    meshes = open_cpu_meshes(world_size, replicas=2)
+    shard_model(model, TrainEngineConfig(dtype="float32"), (Block,), meshes.fsdp)
+    try:
+        with accumulating(model, 2, meshes, sync_last) as before_backward:
+            for index, reached in enumerate(("a", "a1")):  # the second runs the first block alone
+                before_backward(index)
+                model(inputs_of(0, rank, index), reached).backward()
+    except RuntimeError as error:
+        assert all(param.grad is None for param in model.parameters())
+        return str(error)
+    twin = make_model(only_adapters=False)
+    for other in range(world_size):
+        twin(inputs_of(0, other, 0), "a").backward()
+    last: Any = model.blocks[1]
+    expected = twin.blocks[1].get_submodule("experts.s").weight.grad / world_size  # type: ignore[operator]
+    torch.testing.assert_close(last.experts["s"].weight.grad.full_tensor(), expected)
+    return None
+
+
+def test_a_block_that_the_last_micro_batch_leaves_out_keeps_its_gradient_or_is_an_error() -> None:
+    assert run_ranks(_leave_out_a_block, 2, True) == [None] * 2
+    for message in run_ranks(_leave_out_a_block, 2, False):
+        assert message is not None and "set fsdp.gradient_sync to 'last'" in message

@@ -229,6 +229,9 @@ def test_keys_outside_of_sections_that_change_what_every_engine_computes_are_ref
         load_areal(RecoverConfig, path)
     older = load_areal(TrainEngineConfig, write(tmp_path, actor={"path": "m"}, allocation_mode="sglang:d2p1t2+d2p1t1"))
     assert older.parallel_strategy == ParallelStrategy(data_parallel_size=2)
+    for mode, size in [("sglang:d4+eval", None), ("vllm:d2", None), ("sglang:d4|fsdp:d4", 4)]:
+        loaded = load_areal(TrainEngineConfig, write(tmp_path, actor={"path": "m"}, allocation_mode=mode))
+        assert loaded.parallel_strategy == ParallelStrategy(data_parallel_size=size)
 
 
 def test_rollouts_are_read_from_their_sections(tmp_path: Path) -> None:
