@@ -5,18 +5,20 @@ An export is written from the tensors of the snapshot of the same step, or from 
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...engine.api import HFExportOptions, export_dtype
+from ...engine.dcp.state import DCPState
 from ...engine.fsdp_engine import FSDPEngine
 from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.save import exportable_tensors, write_hf
@@ -30,9 +32,6 @@ from ..config import RecoverConfig
 from ..engines import RankEngines, engines_of
 from ..ranks import Ranks
 from ..storage.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from .snapshot import Capture, RankSession
 
 logger = get_logger(__name__)
 
@@ -86,12 +85,11 @@ class Exports:
             (step + 1) % self._every == 0 and step != self.last_step and not os.path.lexists(self._store.path_of(step))
         )
 
-    def write(self, ranks: Ranks, capture: "Capture") -> float:
-        """Write and commit a captured export. Collective over the callers. Returns seconds since the save began.
+    def write(self, ranks: Ranks, step: int, began_s: float, in_background: bool) -> float:
+        """Write and commit the captured export of a step. Collective over the callers.
 
-        After an error nothing became visible.
+        Returns seconds since ``began_s``, when the save began. After an error nothing became visible.
         """
-        step = capture.step_info.global_step
         final = self._store.path_of(step)
 
         def commit() -> None:
@@ -103,10 +101,10 @@ class Exports:
         with ExitStack() as undo:
             if ranks.is_leader:
                 undo.callback(self._store.discard, staging)
-            ranks.run_sessions(write_export, str(staging), capture.in_background)
+            ranks.run_sessions(write_export, str(staging), in_background)
             ranks.decide(commit)
             undo.pop_all()
-        seconds = time.monotonic() - capture.began_s
+        seconds = time.monotonic() - began_s
         logger.info("step %d: exported %s in %.3f s", step, final, seconds)
         return seconds
 
@@ -139,7 +137,18 @@ class ExportCapture:
     write: Callable[..., None]
 
 
-def capture_export(session: "RankSession", target: RankEngines, staged: bool) -> ExportCapture:
+class _Session(Protocol):
+    """The part of a `RankSession` that exports use."""
+
+    request: ExportRequest | None
+    export: ExportCapture | None
+
+    def staged_weights(self, name: str, state: DCPState) -> Mapping[str, torch.Tensor]: ...
+    def enter_background(self) -> dist.ProcessGroup | None: ...
+    def finish_staging(self, names: Iterable[str]) -> None: ...
+
+
+def capture_export(session: _Session, target: RankEngines, staged: bool) -> ExportCapture:
     """Capture the weights of this rank, staged with the snapshot of the same step if there is one."""
     request = session.request
     assert request is not None, "an export is due, but none was ever to be"
@@ -147,9 +156,7 @@ def capture_export(session: "RankSession", target: RankEngines, staged: bool) ->
     state, engine = target.state(name), target.engines[name]
     model = state.model
     if staged:
-        values = session.snapshot.values[name] if session.snapshot else None
-        values = values or session.staging_of(name, state).stage(state, model_only=True)
-        model = staged_model(model, values["model"])
+        model = staged_model(model, session.staged_weights(name, state))
     path, dtype = (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
     base = path if path is not None and path.is_dir() else None
     if request.adapters == "peft":
@@ -159,7 +166,7 @@ def capture_export(session: "RankSession", target: RankEngines, staged: bool) ->
     return ExportCapture(name, target.group_of(name), model, options, write)
 
 
-def write_export(session: "RankSession", holder: Any, folder: str, in_background: bool) -> None:
+def write_export(session: _Session, holder: Any, folder: str, in_background: bool) -> None:
     """Write the captured export of this rank, under the same conditions as `RankSession.write_snapshot`."""
     capture, session.export = session.export, None
     assert capture is not None, "nothing was captured"

@@ -151,12 +151,14 @@ class Saver:
         """Do the same for a step that is due as ``kinds``: ``snapshot``, ``export`` or both, in this order."""
         step, writes = step_info.global_step, {}
         with self.tolerating(step, must and kinds[0] == "snapshot", kinds[0]):
-            functions = {"snapshot": self._snapshots.write}
             if self._exports is not None and "export" in kinds:
-                functions["export"], self._exports.last_step = self._exports.write, step
+                self._exports.last_step = step
             capture = self._snapshots.capture(ranks, step_info, kinds, dataloader, metrics or {}, in_background)
             writers = ranks.in_background() if in_background else ranks
-            writes = {kind: partial(functions[kind], writers, capture) for kind in kinds}
+            functions = {"snapshot": partial(self._snapshots.write, writers, capture)}
+            if self._exports is not None:
+                functions["export"] = partial(self._exports.write, writers, step, capture.began_s, in_background)
+            writes = {kind: functions[kind] for kind in kinds}
         if in_background and writes:
             staged_bytes = partial(self._folder.staged_bytes, step)
             self._background = BackgroundStep(step, writes, must=must, written_bytes=staged_bytes)

@@ -310,6 +310,11 @@ class RankSession:
             self._stagings[name] = state.model, staging
         return staging
 
+    def staged_weights(self, name: str, state: DCPState) -> Mapping[str, torch.Tensor]:
+        """Return the weights of an engine in its buffers: the copies for the captured snapshot, or new ones."""
+        values = self.snapshot.values[name] if self.snapshot else None
+        return (values or self.staging_of(name, state).stage(state, model_only=True))["model"]
+
     def finish_staging(self, names: Iterable[str]) -> None:
         """Wait until the copies of these engines are complete, and check that nothing changed meanwhile."""
         for name in names:
