@@ -2,7 +2,7 @@
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     loader, trained = recoverable(loader), (model, optimizer, scheduler)
-    with RecoverHandler(RecoverConfig(freq_steps=10), FinetuneSpec(epochs, len(loader), 1)) as handler:
+    with RecoverHandler(RecoverConfig(freq_steps=10), FinetuneSpec(epochs, loader.steps_per_epoch, 1)) as handler:
         handler.load(trained, dataloader=loader)
         for epoch in range(loader.epoch, epochs):
             for batch in loader:

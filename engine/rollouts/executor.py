@@ -66,10 +66,11 @@ class RolloutExecutor:
         handler.register("rollouts", executor)  # before handler.load
         handler.load(engine, dataloader=loader)
         for step in range(first, last):
-            engine.update_weights()
+            engine.update_weights()  # publishes engine.get_version()
             executor.set_version(step)
             stats = engine.train_batch(executor.next_batch(step), loss_fn, loss_weight_fn)
-            handler.dump(engine, step_info, dataloader=loader)
+            engine.set_version(step + 1)
+            handler.dump(engine, step, dataloader=loader)
 
     One thread must call all methods.
 

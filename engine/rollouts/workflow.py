@@ -62,7 +62,8 @@ the start of the model's next turn: token ids, or a text if there is a tokenizer
 class MultiTurnWorkflow:
     """Alternate completions of the model and calls of a tool, ``gconfig.n_samples`` times per prompt.
 
-        workflow = MultiTurnWorkflow(reward_fn, tool_fn, GenerationHyperparameters(n_samples=8), tokenizer, max_turns=4)
+        gconfig = GenerationHyperparameters(n_samples=8, max_new_tokens=1024, stop_token_ids=[tokenizer.eos_token_id])
+        workflow = MultiTurnWorkflow(reward_fn, tool_fn, gconfig, tokenizer, max_turns=4)
 
     An episode ends if the tool returns None, if a completion or the conversation reaches its length limit
     (``truncated``), or after ``max_turns``. The reward function gets everything after the prompt as the completion. If
@@ -152,7 +153,8 @@ class MultiTurnWorkflow:
 class RLVRWorkflow(MultiTurnWorkflow):
     """Sample a prompt ``gconfig.n_samples`` times, with a verifiable reward for each completion.
 
-        workflow = RLVRWorkflow(reward_fn, GenerationHyperparameters(n_samples=8, max_new_tokens=1024), tokenizer)
+        gconfig = GenerationHyperparameters(n_samples=8, max_new_tokens=1024, stop_token_ids=[tokenizer.eos_token_id])
+        workflow = RLVRWorkflow(reward_fn, gconfig, tokenizer)
 
     The arguments are those of `MultiTurnWorkflow`: this is its case of one turn.
     """

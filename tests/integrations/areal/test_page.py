@@ -27,9 +27,9 @@ def becomes(fate: Fate) -> str:
 
 def table_of_keys(table: Mapping[str, Fate]) -> str:
     lines = ["| AReaL's key | becomes | |", "|---|---|---|"]
-    for fate, keys in groupby(table, key=table.__getitem__):
+    for shown, keys in groupby(table, key=lambda key: f"{becomes(table[key])} | {table[key].why}"):
         names = ", ".join(f"`{key}`" for key in keys)
-        lines.append(f"| {names} | {becomes(fate)} | {fate.why} |")
+        lines.append(f"| {names} | {shown} |")
     return "\n".join(lines)
 
 
