@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def started() -> Iterator[Cluster]:
     """Two nodes on this machine, each with room for one rank. The driver is on the first."""
     with cluster_of(2) as cluster:
         ray.init(
@@ -36,6 +36,16 @@ def cluster() -> Iterator[Cluster]:
             runtime_env=worker_environment(),
         )
         yield cluster
+
+
+@pytest.fixture
+def cluster(started: Cluster) -> Cluster:
+    """The two nodes again, whatever tests in this process have done to the second one."""
+    if len(started.worker_nodes) != 1:
+        for node in list(started.worker_nodes):
+            started.remove_node(node, allow_graceful=False)
+        started.add_node(**NODE)
+    return started
 
 
 class Diary:
@@ -89,7 +99,6 @@ def test_a_node_that_died_is_passed_over_with_a_word(cluster: Cluster, caplog: p
 def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster.add_node(**NODE)  # the node of the previous test is gone
     group = WorkerGroup(Diary, args=(str(tmp_path),), world_size=2, process_group=False, hang_timeout_s=4.0)
     elsewhere = pid_elsewhere(group)
     (rank,) = (str(rank) for rank, pid in enumerate(group.pids()) if pid == elsewhere)
@@ -110,11 +119,11 @@ def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
     assert (tmp_path / rank).stat().st_size == written
     assert "count as gone when their lease is over" in caplog.text
     group.shutdown()
+    cluster.remove_node(node, allow_graceful=False)
 
 
 @pytest.mark.slow
 def test_a_node_that_ends_in_a_collective_is_a_loss_before_ray_knows_of_it(cluster: Cluster) -> None:
-    cluster.add_node(**NODE)  # the nodes of the previous tests are gone
     group = WorkerGroup(Worker, world_size=2, name="pair")
     elsewhere = pid_elsewhere(group)
     threading.Timer(0.5, cluster.remove_node, (node_of(cluster, elsewhere),), {"allow_graceful": False}).start()
