@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -110,14 +111,8 @@ class Broken(Exception):
     """Raised by a loss, or by its backward."""
 
 
-class BreakBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise Broken
+def fail(grad: torch.Tensor) -> None:
+    raise Broken
 
 
 def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sync: str, in_backward: bool) -> None:
@@ -126,14 +121,18 @@ def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sy
 
     def breaking(logits: Any, mb: Batch) -> torch.Tensor:
         calls.append(1)
-        if len(calls) == 3 and in_backward:
-            return BreakBackward.apply(nll(logits, mb))  # type: ignore[return-value]
-        if len(calls) == 3:
+        if len(calls) == 3 and not in_backward:
             raise Broken
         return nll(logits, mb)
 
+    def at_the_end_of_a_backward(module: Any, args: Any, output: torch.Tensor) -> None:
+        if len(calls) == 2 and in_backward:
+            output.register_hook(fail)
+
+    hook = engine.model.model.embed_tokens.register_forward_hook(at_the_end_of_a_backward)
     with pytest.raises(Broken):
         engine.train_batch(batch, breaking, loss_tokens)
+    hook.remove()
     assert all(param.grad is None for param in engine.model.parameters())
     found, expected = capture_gradients(engine), capture_gradients(twin)
     assert engine.train_batch(batch, nll, loss_tokens) == twin.train_batch(batch, nll, loss_tokens)
@@ -141,10 +140,12 @@ def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sy
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["loss", "backward"])
-@pytest.mark.parametrize(("replicas", "sync"), [(1, "last"), (2, "every")])
+@pytest.mark.parametrize(("replicas", "sync"), [(1, "every"), (1, "last"), (2, "every")])
 def test_a_loss_that_raises_leaves_no_part_of_a_gradient_for_the_next_step(
     folder: Path, replicas: int, sync: str, in_backward: bool
 ) -> None:
+    if in_backward and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("this torch cannot use a model again after an error in a backward")
     run_ranks(_loss_that_raises, 2, str(folder), replicas, sync, in_backward)
 
 
