@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..utils.config import require_range
 from ..utils.devices import free_cached_memory
-from ..utils.distributed import all_ranks_succeed, gather_numbers
+from ..utils.distributed import all_ranks_succeed, gather_numbers, rank_zero_decides
 from ..utils.errors import BatchError, ConfigError
 from ..utils.heartbeat import beat
 from ..utils.logging import get_logger
@@ -55,6 +55,7 @@ from .training.batch import join_trajectories, split_like
 from .training.counters import EngineCounters
 from .training.gradient_sync import accumulating, drop_partial, syncs_last
 from .training.head import ScoringHead
+from .training.meshes import Meshes
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.model import describe_parameters
 from .training.model_output import ModelOutput, model_output
@@ -220,13 +221,13 @@ class FSDPEngine:
         weighed = self._cut(batch, loss_weight_fn)
         optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        meshes = self._require_groups().meshes
+        meshes = self._meshes
         with accumulating(self.model, len(weighed.micro_batches), meshes, self._sync_last) as before_backward:
             for number, (mb, share) in enumerate(weighed.shares(self.device)):
                 loss = self._weighted_loss(mb, share, loss_fn)
                 before_backward(number)
                 # FSDP averages gradients over ranks, but the shares already divide by the total weight.
-                (loss * self.data_parallel_world_size).backward()
+                (loss * meshes.fsdp.size()).backward()
                 loss_sum += loss.detach()
         stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction)
         n_mbs = float(len(weighed.micro_batches))
@@ -239,11 +240,13 @@ class FSDPEngine:
         optimizer = self._require_optimizer()
         assert self.config.optimizer is not None
         max_norm = self.config.optimizer.gradient_clipping
+        if not self._meshes.is_head:
+            loss, correction = torch.zeros_like(loss), 0.0
         return clip_and_step(self.model, optimizer, max_norm, self.counters, loss, weight, correction)
 
     def _cut(self, batch: Trajectories, loss_weight_fn: LossWeightFn) -> WeighedBatch:
-        limits = self.config.row_tokens, self._max_model_len
-        return split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group, *limits)
+        how = self.config.row_tokens, self._max_model_len, self._meshes.ranks_with_same_data
+        return split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group, *how)
 
     @torch.no_grad()
     def eval_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
@@ -252,7 +255,7 @@ class FSDPEngine:
         weighed = self._cut(batch, loss_weight_fn)
         losses = [self._weighted_loss(mb, share, loss_fn).double() for mb, share in weighed.shares(self.device)]
         own = [sum(torch.stack(losses).tolist()), weighed.correction]
-        loss, correction = map(sum, zip(*gather_numbers(own, self.control_group), strict=True))
+        loss, correction = map(sum, zip(*gather_numbers(own, self._data_group), strict=True))
         total = weighed.total + correction
         if not total > 0:
             raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {total}")
@@ -276,8 +279,8 @@ class FSDPEngine:
         """
         self.eval()
         post_fn = post_fn or (lambda output, _: output if self.config.is_critic else output.logprobs)
-        limits = self.config.row_tokens, self._max_model_len
-        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, *limits)
+        how = self.config.row_tokens, self._max_model_len, self._meshes.ranks_with_same_data
+        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, *how)
         moved = (mb.to(self.device) for mb in micro_batches)
         outputs = [post_fn(self._output(mb), mb.data).float() for mb in moved]
         input_ids = join_trajectories(batch)["input_ids"]
@@ -311,9 +314,32 @@ class FSDPEngine:
 
     def all_reduce_stats(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Sum each named number over the data-parallel ranks, in float64."""
-        return reduce_stats(sums, self.control_group)
+        return reduce_stats(sums, self._data_group)
 
-    # AReaL's names. No rank shares its data with another one.
+    def broadcast_batch(self, batch: Trajectories | None = None) -> Batch:
+        """Give all ranks with the same data the batch of the first of them, their head. Collective.
+
+        Args:
+            batch: the head's, as for `train_batch`. Other ranks may pass None.
+
+        Returns:
+            The batch, padded if it was a list. On other ranks than the head its tensors are on the CPU.
+
+        Raises:
+            BatchError: on all of these ranks. The head gave none, or its list cannot be joined.
+        """
+
+        def joined() -> Batch:
+            if batch is None:
+                raise BatchError("broadcast_batch got None on the first of the ranks with the same data; give it there")
+            return join_trajectories(batch)
+
+        if self._meshes.peers is None:
+            return joined()
+        on_cpu = rank_zero_decides(lambda: {key: value.cpu() for key, value in joined().items()}, self._meshes.peers)
+        return joined() if self._meshes.is_head else on_cpu
+
+    # AReaL's names.
 
     @property
     def initialized(self) -> bool:
@@ -327,27 +353,33 @@ class FSDPEngine:
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """The default process group, with the backend of the device."""
-        assert self.control_group is not None and dist.group.WORLD is not None
-        return dist.group.WORLD
+        """Group of the ranks with the same parts of other data, with the backend of the device."""
+        group = self._meshes.data or dist.group.WORLD
+        assert group is not None
+        return group
+
+    @property
+    def context_and_model_parallel_group(self) -> dist.ProcessGroup | None:
+        """Group of the ranks with the same data, its head first. None if every rank has its own data."""
+        return self._meshes.peers
 
     @property
     def data_parallel_rank(self) -> int:
         """Index of this rank among the ranks with different data."""
-        return self._require_groups().meshes.data_rank
+        return self._meshes.data_rank
 
     @property
     def data_parallel_world_size(self) -> int:
         """Number of ranks with different data."""
-        return self._require_groups().meshes.data_size
+        return self._meshes.data_size
 
     def current_data_parallel_head(self) -> int:
-        """The first rank with this rank's data: itself."""
-        return dist.get_rank()
+        """The first rank with this rank's data."""
+        return self.data_parallel_rank * self._meshes.ranks_with_same_data
 
     def is_data_parallel_head(self) -> bool:
-        """Whether this rank is the first with its data: always."""
-        return True
+        """Whether this rank is the first with its data."""
+        return self._meshes.is_head
 
     def forward(self, input_: Trajectories) -> Any:
         """`forward_batch`. Its log-probabilities describe token t, AReaL's token t + 1."""
@@ -358,7 +390,7 @@ class FSDPEngine:
 
         Empty without a batch. The updates of an algorithm return their own statistics.
         """
-        return self._train_stats.take(self.control_group)
+        return self._train_stats.take(self._data_group)
 
     def optimizer_zero_grad(self) -> None:
         """Drop the gradients."""
@@ -494,6 +526,14 @@ class FSDPEngine:
         if self._groups is None:
             raise ConfigError("the engine has no process group; call create_process_group first")
         return self._groups
+
+    @property
+    def _meshes(self) -> Meshes:
+        return self._require_groups().meshes
+
+    @property
+    def _data_group(self) -> dist.ProcessGroup:
+        return self._meshes.data or self.control_group
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:

@@ -11,6 +11,7 @@ from ..utils.errors import ConfigError
 _BACKEND = re.compile(r"(?:fsdp|megatron|archon)(?:\[[^\[\]]*\])?(?::(?P<sizes>.+))?")
 _BY_PART = re.compile(r"\(attn:(?P<attention>[^|]+)\|ffn:(?P<experts>[^|]+)\)")
 _SIZE = re.compile(r"([dptce])([1-9][0-9]*)")
+_NOT_SUPPORTED = {"c", "t", "e"}
 _PARALLELISM = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
 
 
@@ -103,8 +104,8 @@ class ParallelStrategy:
         return replace(self, data_parallel_size=d)
 
     def require_supported(self, found: str = "the parallel strategy") -> None:
-        """Raise ConfigError if a size other than d and r is above 1, which the engine does not support yet."""
-        if max(self.cp_size, self.tp_size, self.ep_size) > 1:
+        """Raise ConfigError if a size is above 1 in a dimension that the engine does not support yet."""
+        if any(self.sizes[name] > 1 for name in _NOT_SUPPORTED):
             raise _unsupported(found, self.sizes, self.world_size if self.data_parallel_size else None)
 
     @property

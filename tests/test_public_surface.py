@@ -25,7 +25,7 @@ MAY_IMPORT_RAY = {
     "recover/supervisor.py",
 }
 MAX_LINES = 400
-LONGER = {"engine/fsdp_engine.py": 520}
+LONGER = {"engine/fsdp_engine.py": 560}
 """One class with AReaL's whole interface: mixins would make the file shorter and the class harder to read."""
 
 PRODUCT_FILES = sorted(path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))

@@ -1,7 +1,8 @@
 """The device meshes of an engine, and which of its ranks have the same data.
 
-Consecutive ranks share a replica: rank = replica * (d / r) + shard. So copies are on different nodes if a replica fills
-whole nodes.
+Consecutive ranks share the most: rank = ((replica * shards + shard) * c + sequence part) * t + tensor part. So matrices
+and rows are shared within a node if t c divides its ranks, and copies are on different nodes if a replica fills whole
+nodes.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..parallel_strategy import ParallelStrategy
 
-_hybrid_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]] = WeakKeyDictionary()
-"""Meshes with replicas in each default group. Their communicators live as long as it, so engines share them."""
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ParallelStrategy], "Meshes"]] = WeakKeyDictionary()
+"""Meshes in each default group. Their communicators live as long as it, so engines share them."""
 _numbers = count()
-"""Numbers of these meshes in this process."""
+"""Numbers of meshes with several dimensions in this process."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,28 @@ class Meshes:
 
     Attributes:
         strategy: sizes of all dimensions.
-        fsdp: mesh for `fully_shard`: all ranks in one dimension, or (replicas, shards).
-        data_rank: index of this rank among the ranks with different data.
+        fsdp: mesh for `fully_shard`: (shards,) or (replicas, shards). Ranks that share a row are different shards.
+        tensor: mesh of the t ranks that share matrices. None for t = 1.
+        expert_fsdp: mesh for `fully_shard` of experts: like ``fsdp``, with fewer shards. None for e = 1.
+        expert: mesh of the e ranks that share experts. None for e = 1.
+        sequence: group of the c ranks that share a row. None for c = 1.
+        data: group of the ranks with the same parts of other data. None if every rank has its own data.
+        peers: group of the c t ranks with the same data, its head first. None if every rank has its own data.
     """
 
     strategy: ParallelStrategy
     fsdp: DeviceMesh
-    data_rank: int
+    tensor: DeviceMesh | None = None
+    expert_fsdp: DeviceMesh | None = None
+    expert: DeviceMesh | None = None
+    sequence: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    peers: dist.ProcessGroup | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among the ranks with different data."""
+        return dist.get_rank() // self.ranks_with_same_data
 
     @property
     def data_size(self) -> int:
@@ -41,28 +57,62 @@ class Meshes:
         assert self.strategy.data_parallel_size is not None
         return self.strategy.data_parallel_size
 
+    @property
+    def ranks_with_same_data(self) -> int:
+        """Number of ranks with the same data, c t. They are consecutive, and the first is their head."""
+        return self.strategy.cp_size * self.strategy.tp_size
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this rank is the first with its data. What is counted once for each data rank is counted here."""
+        return dist.get_rank() % self.ranks_with_same_data == 0
+
 
 def open_meshes(strategy: ParallelStrategy, device: torch.device, timeout: timedelta) -> Meshes:
     """Make the meshes over the default group, on all of its ranks. ``strategy`` is for its number of ranks."""
-    per_data_rank = strategy.cp_size * strategy.tp_size
-    return Meshes(strategy, _fsdp_mesh(strategy, device.type, timeout), dist.get_rank() // per_data_rank)
-
-
-def _fsdp_mesh(strategy: ParallelStrategy, device_type: str, timeout: timedelta) -> DeviceMesh:
-    replicas, world_size = strategy.replicate_size, strategy.world_size
-    if replicas == 1:
-        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
     assert dist.group.WORLD is not None
-    known = _hybrid_meshes.setdefault(dist.group.WORLD, {})
-    if (key := (device_type, replicas)) not in known:
-        ranks, number = torch.arange(world_size).view(replicas, -1), next(_numbers)
-        # `init_device_mesh` knows no timeout, and splits the default group, which crashes unless it is the first gloo
-        # group of the process (pytorch#192106).
-        groups = [_own_group(ranks.T, timeout), _own_group(ranks, timeout)]
-        # A mesh of an earlier default group must have other names, or DTensor's caches take it for this one.
-        names = (f"replicate_{number}", f"fsdp_{number}") if number else ("replicate", "fsdp")
-        known[key] = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
+    known = _known.setdefault(dist.group.WORLD, {})
+    if (key := (device.type, strategy)) not in known:
+        known[key] = _make_meshes(strategy, device.type, timeout)
     return known[key]
+
+
+def _make_meshes(strategy: ParallelStrategy, device_type: str, timeout: timedelta) -> Meshes:
+    r, c, t, e = strategy.replicate_size, strategy.cp_size, strategy.tp_size, strategy.ep_size
+    per_replica = strategy.world_size // r
+    fsdp, tensor = _mesh(device_type, {"replicate": r, "fsdp": per_replica // t, "tp": t}, timeout)
+    expert_fsdp, expert = None, None
+    if e > 1:
+        expert_fsdp, expert = _mesh(device_type, {"replicate": r, "efsdp": per_replica // e, "ep": e}, timeout)
+    if c * t == 1:
+        return Meshes(strategy, fsdp, tensor, expert_fsdp, expert)
+    ranks = torch.arange(strategy.world_size).view(-1, c, t)
+    sequence = _own_group(ranks.transpose(1, 2).reshape(-1, c), timeout) if c > 1 else None
+    data, peers = (_own_group(rows, timeout) for rows in (ranks.view(-1, c * t).T, ranks.view(-1, c * t)))
+    return Meshes(strategy, fsdp, tensor, expert_fsdp, expert, sequence, data, peers)
+
+
+def _mesh(device_type: str, sizes: dict[str, int], timeout: timedelta) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh (replicate, fsdp) and the mesh of the third dimension, slices of one mesh over all ranks.
+
+    Dimensions of one rank are left out, except the second.
+    """
+    _, shards, parts = sizes
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == shards}
+    if len(sizes) == 1:
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), None
+    shape, number = tuple(sizes.values()), next(_numbers)
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    # `init_device_mesh` knows no timeout, and splits the default group, which crashes unless it is the first gloo
+    # group of the process (pytorch#192106).
+    groups = [_own_group(ranks.movedim(dim, -1).reshape(-1, size), timeout) for dim, size in enumerate(shape)]
+    # A mesh of an earlier default group must have other names, or DTensor's caches take it for this one.
+    names = {name: f"{name}_{number}" if number else name for name in sizes}
+    whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(names.values()))
+    if parts not in names:
+        return whole, None
+    sharded = tuple(name for key, name in names.items() if key != parts)
+    return whole[sharded], whole[names[parts]]
 
 
 def _own_group(rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from ...utils.distributed import gather_numbers_of, get_rank
 from ...utils.errors import BatchError
 from ..api import Batch, LossWeightFn, Trajectories
 from ..config import MicroBatchSpec
+from ..memory.tensors import bytes_of, memory_of
 from .batch import join_trajectories, sequence_lengths, validate_batch
 from .partition import partition_within, split_until, warn_of_long_rows
 
@@ -115,7 +117,7 @@ class MicroBatch:
 class WeighedBatch:
     """This rank's micro-batches (as many on every rank) and their weights in the loss (0 for a dummy).
 
-    ``total`` is the sum of the weights over all ranks, as known when the ranks agreed. ``correction`` is the excess of
+    ``total`` is the sum of the weights over all data, as known when the ranks agreed. ``correction`` is the excess of
     this rank's weights over its part of ``total``. It is not 0 only if the batch was then cut further and
     ``loss_weight_fn`` gives the parts of a micro-batch another total weight.
     """
@@ -137,6 +139,7 @@ def split_batch(
     group: dist.ProcessGroup | None = None,
     row_tokens: int = 0,
     max_model_len: int | None = None,
+    ranks_with_same_data: int = 1,
 ) -> list[MicroBatch]:
     """Cut this rank's ``batch`` into packed micro-batches, the same number on every rank of ``group``.
 
@@ -151,13 +154,15 @@ def split_batch(
         group: ranks that must agree on the number. None: the default group (or no other rank).
         row_tokens: see `MicroBatch`.
         max_model_len: most tokens of a sequence. None: no limit.
+        ranks_with_same_data: number of consecutive ranks that are given the same batch.
 
     Raises:
         BatchError: see `validate_batch` and `join_trajectories`. Or ``spec.granularity`` does not divide the number of
-            sequences, or a sequence is longer than ``max_model_len``. The other ranks raise `PeerError`.
+            sequences, or a sequence is longer than ``max_model_len``. The other ranks raise `PeerError`. Or ranks with
+            the same data were given different batches. All ranks raise this.
     """
     cutter = _Cutter(batch, spec, lambda data: torch.zeros(()), row_tokens, max_model_len)
-    return _cut_together(cutter, group).micro_batches
+    return _cut_together(cutter, group, ranks_with_same_data).micro_batches
 
 
 def split_and_weigh(
@@ -167,6 +172,7 @@ def split_and_weigh(
     group: dist.ProcessGroup | None = None,
     row_tokens: int = 0,
     max_model_len: int | None = None,
+    ranks_with_same_data: int = 1,
 ) -> WeighedBatch:
     """`split_batch`, and the weight of each micro-batch, in the same collective.
 
@@ -175,16 +181,28 @@ def split_and_weigh(
         Exception: ``loss_weight_fn`` raised it. The other ranks raise `PeerError`. If it only fails when this rank cuts
             further because another rank has more micro-batches, the others wait for the group's timeout.
     """
-    weighed = _cut_together(_Cutter(batch, spec, loss_weight_fn, row_tokens, max_model_len), group)
+    cutter = _Cutter(batch, spec, loss_weight_fn, row_tokens, max_model_len)
+    weighed = _cut_together(cutter, group, ranks_with_same_data)
     if not weighed.total > 0:
         raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {weighed.total}")
     return weighed
 
 
-def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None) -> WeighedBatch:
-    rows = gather_numbers_of("cutting the batch into micro-batches", cutter.cut, 2, group)
-    cutter.cut_further(max(int(n_mbs) for n_mbs, _ in rows))
-    total, announced = sum(weight for _, weight in rows), rows[get_rank(group)][1]
+def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None, ranks_with_same_data: int) -> WeighedBatch:
+    def cut() -> tuple[float, float, float]:
+        n_mbs, weight = cutter.cut()
+        return n_mbs, weight, cutter.digest() if ranks_with_same_data > 1 else 0.0
+
+    rows = gather_numbers_of("cutting the batch into micro-batches", cut, 3, group)
+    for rank, (*_, digest) in enumerate(rows):
+        head = rank - rank % ranks_with_same_data
+        if digest != rows[head][2]:
+            raise BatchError(
+                f"ranks {head} and {rank} share their data ({ranks_with_same_data} ranks do), but were given different "
+                "batches; give both the same, for instance engine.broadcast_batch(batch)"
+            )
+    cutter.cut_further(max(int(n_mbs) for n_mbs, *_ in rows))
+    total, announced = sum(weight for _, weight, _ in rows[::ranks_with_same_data]), rows[get_rank(group)][1]
     return WeighedBatch(cutter.micro_batches, cutter.weights, total, sum(cutter.weights) - announced)
 
 
@@ -231,6 +249,14 @@ class _Cutter:
         self._unit_lengths = [sum(self._lengths[row : row + step]) for row in range(0, len(self._lengths), step)]
         self._pack(partition_within(self._unit_lengths, self._spec))
         return len(self._bins), sum(self.weights)
+
+    def digest(self) -> float:
+        """53 bits of a hash of the tokens and masks, which a float holds."""
+        digest = xxhash.xxh3_64()
+        for key in ("input_ids", "attention_mask", "loss_mask"):
+            if key in self._batch:
+                digest.update(memory_of(bytes_of(self._batch[key].cpu().contiguous())))
+        return float(digest.intdigest() >> 11)
 
     def cut_further(self, n_mbs: int) -> None:
         """Cut into ``n_mbs``, rounded up as the spec requires. Add dummies if there are too few sequences."""

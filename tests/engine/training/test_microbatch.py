@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec
 from holdfast.engine.training.batch import select_rows, sequence_lengths, validate_batch
-from holdfast.engine.training.microbatch import expand_to_tokens, split_batch, unpack, weigh
+from holdfast.engine.training.microbatch import expand_to_tokens, split_and_weigh, split_batch, unpack, weigh
 from holdfast.engine.training.partition import partition
 from holdfast.utils.errors import BatchError, PeerError
 from tests.helpers import run_ranks
@@ -265,3 +265,23 @@ def test_every_rank_gets_equally_many_micro_batches_and_hears_of_bad_ones() -> N
     assert sorted(row for rows in second["rows"] for row in rows) == [0, 1, 2]
     assert first["same"] and second["same"]
     assert (first["error"], second["error"]) == ("PeerError", "BatchError")
+
+
+def _batches_of_two_data_ranks(rank: int, world_size: int, differs: str) -> None:
+    data_rank, spec = rank // 2, MicroBatchSpec(n_mbs=2)
+    batch = make_batch([3, 5, 2]) if data_rank == 0 else make_batch([4])
+    if rank == 3 and differs:
+        batch = batch | {differs: batch[differs].clone()}
+        batch[differs][0, 1] += 1
+    if differs:
+        with pytest.raises(BatchError, match=r"ranks 2 and 3 share their data \(2 ranks do\), but were given"):
+            split_batch(batch, spec, None, ranks_with_same_data=2)
+        return
+    weighed = split_and_weigh(batch, spec, lambda data: data["loss_mask"].sum(), ranks_with_same_data=2)
+    assert weighed.total == (2 + 4 + 1) + 3, "each data rank counts once"
+    assert len(weighed.micro_batches) == 2
+
+
+@pytest.mark.parametrize("differs", ["", "input_ids", "loss_mask"])
+def test_ranks_with_the_same_data_count_once_and_are_told_of_different_batches(differs: str) -> None:
+    run_ranks(_batches_of_two_data_ranks, 4, differs)
