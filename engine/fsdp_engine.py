@@ -434,11 +434,12 @@ class FSDPEngine:
     def dcp_state(self, with_optim: bool = True) -> DCPState:
         """The complete content of a DCP checkpoint of this engine. `RecoverHandler` snapshots it."""
         use_lora, group = self.config.use_lora, self.control_group
-        frozen: dict[str, Any] = {"trainable_only": use_lora, "base": self._base, "group": group}
+        options: dict[str, Any] = {"trainable_only": use_lora, "base": self._base, "group": group}
+        options["ranks_with_same_data"] = self._meshes.ranks_with_same_data
         if not with_optim:
-            return DCPState(self.model, **frozen)
+            return DCPState(self.model, **options)
         training = self._require_optimizer(), self.lr_scheduler, self.counters
-        return DCPState(self.model, *training, **frozen, changes_only_in_step=True)
+        return DCPState(self.model, *training, **options, changes_only_in_step=True)
 
     def save(self, meta: SaveLoadMeta, *, blocking: bool = True) -> None:
         """Write a checkpoint as the new folder ``meta.path``, which appears complete or not at all.

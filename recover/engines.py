@@ -25,7 +25,7 @@ from ..engine.memory.tensors import by_clean_name, clean_name
 from ..engine.model.model_folder import find_source_folder
 from ..engine.training.counters import EngineCounters
 from ..utils.compat.torch_private import without_compile
-from ..utils.distributed import get_rank
+from ..utils.distributed import get_rank, get_world_size
 from ..utils.errors import CheckpointError, ConfigError, StaleSnapshotError
 from ..utils.logging import get_logger
 from .info import EngineFacts
@@ -48,6 +48,21 @@ class RankEngines:
             raise ConfigError(f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not 'state'")
         self.engines = {name: as_engine(engine) for name, engine in self.engines.items()}
 
+    @property
+    def ranks_with_same_data(self) -> int:
+        """Number of consecutive ranks with the same data, generators and dataloader. 1 if every rank has its own.
+
+        Raises:
+            ConfigError: the engines have different numbers.
+        """
+        found = {name: _ranks_with_same_data(engine) for name, engine in self.engines.items()}
+        if len(set(found.values())) > 1:
+            raise ConfigError(
+                f"the engines of one handler share their data among different numbers of ranks: {found}; give them the "
+                "same sizes of c times t (config key 'backend'), or a handler each"
+            )
+        return next(iter(found.values()))
+
     def state(self, name: str) -> DCPState:
         """Return the state of an engine that is saved and restored."""
         engine = self.engines[name]
@@ -61,6 +76,13 @@ class RankEngines:
         """Return the control group (gloo) of an engine. Without a name, of the first engine."""
         engine = next(iter(self.engines.values())) if name is None else self.engines[name]
         return getattr(engine, "control_group", None) or self.group
+
+
+def _ranks_with_same_data(engine: Any) -> int:
+    if isinstance(engine, DCPState):
+        return engine.ranks_with_same_data
+    data_ranks = getattr(engine, "data_parallel_world_size", None)  # a custom engine may not have it
+    return 1 if data_ranks is None else get_world_size() // data_ranks
 
 
 def engines_of(holder: Any) -> RankEngines:

@@ -14,6 +14,8 @@ from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, Conf
 
 INFO_NAME = "recover_info.json"
 DRIVER_STATE = "state/driver.pt"
+SHARED = "ranks_with_same_data"
+"""Key in the file of a rank: number of consecutive ranks with the same data. Absent if every rank has its own."""
 
 
 def rank_state_name(rank: int) -> str:

@@ -49,7 +49,8 @@ class SessionRef:
 class LocalRanks:
     """Ranks that call the handler themselves, among them this process.
 
-    ``caller`` is the index of this process among the ``n_callers`` that call the handler, each with its dataloader.
+    Ranks with the same data call it with dataloaders in the same position. ``caller`` is the index of this rank's data
+    among the data of the ``n_callers`` ranks that differ. The first rank with the same data is their head.
     """
 
     is_driver = False  # whether the caller is a process of its own, apart from the ranks
@@ -58,9 +59,11 @@ class LocalRanks:
         self, target: RankEngines, group: dist.ProcessGroup | None = None, session: SessionRef | None = None
     ) -> None:
         self._target, self._group, self._session = target, group, session or SessionRef()
-        self.world_size = self.n_callers = get_world_size(group)
-        self.caller = get_rank(group)
-        self.is_leader = self.caller == 0  # decisions are made in this process
+        self.world_size, self.ranks_with_same_data = get_world_size(group), target.ranks_with_same_data
+        self.n_callers = self.world_size // self.ranks_with_same_data
+        self.caller, peer = divmod(get_rank(group), self.ranks_with_same_data)
+        self.is_head = peer == 0
+        self.is_leader = get_rank(group) == 0  # decisions are made in this process
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(target, *args)`` on every rank. Every rank gets all results."""
@@ -119,8 +122,8 @@ class DrivenRanks:
     """
 
     is_driver = True
-    is_leader = True
-    n_callers = 1
+    is_leader = is_head = True
+    n_callers = ranks_with_same_data = 1
     caller = 0
 
     def __init__(self, group: "WorkerGroup", session: SessionRef, *, in_background: bool = False) -> None:

@@ -29,7 +29,7 @@ from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
 from .format import Destination, FolderLayout, PathLike, parse_metadata, read_layout
 from .reader import BLOCK_BYTES, TensorReader, read_now, visible_here
 from .root_names import choose_root, describe_roots, under_root
-from .state import ADAPTERS, PACKED, ROOT, DCPState, rank_key
+from .state import ADAPTERS, GENERATORS, PACKED, ROOT, DCPState, rank_key
 
 
 def load_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT) -> None:
@@ -308,15 +308,17 @@ def _small_names(saved: Iterable[str], state: DCPState) -> list[str]:
     """Names of the values that come back besides live tensors. A new rank reads the values of rank 0."""
     saved = sorted(saved)
     facts = {f"{ROOT}.{name}" for name in (BASE, ADAPTERS)}
-    found = _of_rank("module_state", saved)
+    found = _of_rank("module_state", get_rank(), saved)
     found += [name for name in saved if name in facts or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")]
     if state.optimizer is not None:
-        found += _of_rank("rng", saved) + [name for key in PACKED if (name := f"{ROOT}.{key}") in saved]
+        found += _of_rank(GENERATORS, state.data_rank, saved) + [
+            name for key in PACKED if (name := f"{ROOT}.{key}") in saved
+        ]
     return found
 
 
-def _of_rank(key: str, saved: Sequence[str]) -> list[str]:
-    own, first = (f"{ROOT}.{key}.{rank_key(rank)}." for rank in (get_rank(), 0))
+def _of_rank(key: str, rank: int, saved: Sequence[str]) -> list[str]:
+    own, first = (f"{ROOT}.{key}.{rank_key(number)}." for number in (rank, 0))
     found = [name for name in saved if f"{name}.".startswith(own)]
     return found or [name for name in saved if f"{name}.".startswith(first)]
 

@@ -87,16 +87,18 @@ def write_dcp(
     """Write ``state`` into the existing, empty ``folder``. Returns and raises as `DCPSaver.write` does."""
     with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
         values = state.state_dict()
-    return DCPSaver().write(folder, values, group)
+    return DCPSaver(state.ranks_with_same_data).write(folder, values, group)
 
 
 class DCPSaver:
     """Writes DCP folders. It keeps the plan of a save until the structure of the state changes.
 
-    Any thread may call it, one at a time. It uses collectives of the given group only.
+    Any thread may call it, one at a time. It uses collectives of the given group only. ``ranks_with_same_data`` is the
+    attribute of the `DCPState`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks_with_same_data: int = 1) -> None:
+        self._ranks_with_same_data = ranks_with_same_data
         self._structure: Structure | None = None
         self._agreed = False
         self._plan: RankSavePlan | None = None
@@ -124,7 +126,7 @@ class DCPSaver:
         """
         with all_ranks_succeed(f"describing what goes to {folder}", group):
             tensors = dict(flatten({ROOT: values}))
-            structure = describe_state(tensors, group)
+            structure = describe_state(tensors, group, self._ranks_with_same_data)
             if self._structure is not None and structure == self._structure:
                 structure = self._structure  # which has its digest
             vote = vote_on(structure, tensors)

@@ -34,27 +34,32 @@ from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ...utils.distributed import all_ranks_succeed, control_group, get_group_ranks, get_rank, get_world_size
 from ..memory.tensors import Box, local_box, local_tensor
 from .format import archive_of, no_collection, pickle_metadata, stored_properties
-from .state import RANK_KEYED, ROOT, rank_key
+from .state import GENERATORS, RANK_KEYED, ROOT, rank_key
 
 
 @dataclass(frozen=True)
 class TensorStructure:
     """Name, shape, dtype and placement of one tensor of a state, without its values."""
 
-    name: str  # full name, with `OWN` for the rank if each rank has a tensor of its own
+    name: str  # full name, with `OWN` for the rank if each rank, or each data rank, has a tensor of its own
     shape: tuple[int, ...]  # of the whole tensor
     properties: TensorProperties  # torch's description in ``.metadata``, with the dtype
     mesh: Any = None  # ranks of a DTensor in the default group by coordinate, as nested tuples
     placements: tuple[Placement, ...] = ()  # of a DTensor
+    n_sharing: int = 1  # number of consecutive ranks that have the same own tensor, which the first of them writes
 
     @property
     def is_own(self) -> bool:
-        """Whether every rank has such a tensor under its own name."""
+        """Whether every rank, or every data rank, has such a tensor under its own name."""
         return OWN in self.name
+
+    def key_of(self, global_rank: int) -> str:
+        """Key of the own tensor of a rank."""
+        return rank_key(global_rank // self.n_sharing)
 
     def name_of(self, global_rank: int) -> str:
         """Full name of the tensor on a rank."""
-        return self.name.replace(OWN, rank_key(global_rank))
+        return self.name.replace(OWN, self.key_of(global_rank))
 
 
 OWN = "\0rank\0"
@@ -142,15 +147,16 @@ class Structure:
     def digest(self) -> bytes:
         """16 bytes, the same on ranks with the same structure. The number of the rank itself has no influence."""
         described = [
-            (t.name, t.shape, repr(stored_properties(t.properties)), t.mesh, repr(t.placements)) for t in self.tensors
+            (t.name, t.n_sharing, t.shape, repr(stored_properties(t.properties)), t.mesh, repr(t.placements))
+            for t in self.tensors
         ]
         return xxhash.xxh3_128_digest(repr((self.ranks, described)).encode())
 
 
-def describe_state(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> Structure:
+def describe_state(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, ranks_with_same_data: int = 1
+) -> Structure:
     """The structure of this rank's state."""
-    own = rank_key(get_rank())
-    prefixes = tuple(f"{ROOT}.{key}.{own}" for key in RANK_KEYED)
     meshes: dict[DeviceMesh, Any] = {}
     found = []
     for name, tensor in tensors.items():
@@ -160,10 +166,12 @@ def describe_state(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup
             if tensor.device_mesh not in meshes:
                 meshes[tensor.device_mesh] = _nested(tensor.device_mesh.mesh.tolist())
             mesh = meshes[tensor.device_mesh]
-        if name.startswith(prefixes):
+        n_sharing = ranks_with_same_data if name.startswith(f"{ROOT}.{GENERATORS}.") else 1
+        own = rank_key(get_rank() // n_sharing)
+        if name.startswith(tuple(f"{ROOT}.{key}.{own}" for key in RANK_KEYED)):
             name = name.replace(own, OWN, 1)
         properties = TensorProperties.create_from_tensor(local_tensor(tensor))
-        found.append(TensorStructure(name, tuple(tensor.shape), properties, mesh, placements))
+        found.append(TensorStructure(name, tuple(tensor.shape), properties, mesh, placements, n_sharing))
     return Structure(tuple(get_group_ranks(group)), get_rank(group), tuple(found))
 
 
@@ -291,7 +299,11 @@ class _Writers:
 
     def written_by(self, rank: int) -> Iterator[int]:
         for number, shards in enumerate(self._shards):
-            if shards is None or self._chosen.get((number, shards.number[rank]), rank) == rank:
+            if shards is None:
+                writes = self._structure.ranks[rank] % self._structure.tensors[number].n_sharing == 0
+            else:
+                writes = self._chosen.get((number, shards.number[rank]), rank) == rank
+            if writes:
                 yield number
 
     def box_of(self, number: int, rank: int) -> Box:
@@ -339,7 +351,7 @@ def _as_received(
             its_paths[name] = paths[name]
         elif tensor.is_own:
             root, kind, key, *rest = paths[tensor.name_of(own)]
-            its_paths[name] = (root, kind, keys.setdefault(id(key), rank_key(its)), *rest)
+            its_paths[name] = (root, kind, keys.setdefault(id(key), tensor.key_of(its)), *rest)
     return pickle.loads(pickle.dumps((names, its_paths)))
 
 

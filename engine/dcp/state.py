@@ -57,7 +57,10 @@ PACKED = ("param_groups", "optim_plain", "optim_local", "scheduler", "counters")
 ADAPTERS = "adapters"
 """Name of the tensor that holds the settings of adapters as JSON."""
 
-RANK_KEYED = ("module_state", "rng", BASE_SAMPLE)
+GENERATORS = "rng"
+"""Name of the part that ranks with the same data share. It is under the `rank_key` of their data rank."""
+
+RANK_KEYED = ("module_state", GENERATORS, BASE_SAMPLE)
 """Names of the parts that each rank has under its own `rank_key`."""
 
 
@@ -95,6 +98,7 @@ class DCPState(TorchStateful):
         changes_only_in_step: promise that only ``optimizer.step`` and code in `changing_weights` change parameters and
             optimizer state. A snapshot may then still be copying them during the next forward and backward (see
             `staged_state`). If they change nevertheless, the snapshot fails.
+        ranks_with_same_data: number of consecutive ranks with the same data, and so the same generators.
     """
 
     def __init__(
@@ -108,10 +112,11 @@ class DCPState(TorchStateful):
         base: BaseFolder | None = None,
         group: dist.ProcessGroup | None = None,
         changes_only_in_step: bool = False,
+        ranks_with_same_data: int = 1,
     ) -> None:
         self.model, self.optimizer, self.scheduler, self.counters = replicated(model), optimizer, scheduler, counters
         self.group, self._base = group, base
-        self.changes_only_in_step = changes_only_in_step
+        self.changes_only_in_step, self.ranks_with_same_data = changes_only_in_step, ranks_with_same_data
         self._frozen_base: FrozenBase | None = None
         if trainable_only is not False:
             frozen = {n: p for n, p in self._frozen().items() if trainable_only is True or n in trainable_only}
@@ -119,6 +124,11 @@ class DCPState(TorchStateful):
         self.rng: RngState | None = None  # generators that `state_dict` returns instead of capturing its own
         self._trained_by = optimizer
         self._stored: Collection[str] | None = None  # names in the folder that is loaded
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank among the ranks with different data. It numbers the generators of a checkpoint."""
+        return get_rank() // self.ranks_with_same_data
 
     @property
     def base(self) -> BaseFolder:
@@ -147,8 +157,8 @@ class DCPState(TorchStateful):
         - With an optimizer: ``optim``, ``param_groups``, ``optim_plain`` (values per parameter that are not tensors),
           ``optim_local`` (names of plain tensors of the local shard), ``rng``, ``scheduler`` and ``counters``.
 
-        State of modules and generators are under this rank's name. If parameters may be left out, all ranks call it,
-        because they agree on the parameters that changed.
+        State of modules is under this rank's name, generators are under the name of its data rank. If parameters may be
+        left out, all ranks call it, because they agree on the parameters that changed.
 
         Raises:
             ConfigError: a value cannot be saved so that it comes back unchanged.
@@ -176,7 +186,7 @@ class DCPState(TorchStateful):
             state["optim_plain"] = pack_json(plain, "optimizer state")
         if local := optim.local_entries(self.optimizer, params):
             state["optim_local"] = pack_json(local, "optim_local")
-        state["rng"] = {rank_key(get_rank()): self.rng or capture_rng()}
+        state[GENERATORS] = {rank_key(self.data_rank): self.rng or capture_rng()}
         if self.scheduler is not None:
             state["scheduler"] = pack_json(self.scheduler.state_dict(), "scheduler")
         if self.counters is not None:
@@ -226,9 +236,9 @@ class DCPState(TorchStateful):
                 target.load_state_dict(values[name])
             elif target is not None:
                 logger.warning("the checkpoint has no %s; it starts anew", name)
-        own, first = (_rng_of(given, rank) for rank in (get_rank(), 0))
-        if own or first:  # a rank that the saved run did not have derives its generators from those of rank 0
-            restore_rng(own or derive_rng(first, get_rank()))
+        own, first = (_rng_of(given, rank) for rank in (self.data_rank, 0))
+        if own or first:  # a data rank that the saved run did not have derives its generators from those of data rank 0
+            restore_rng(own or derive_rng(first, self.data_rank))
 
     def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Check and parse a whole state but the live tensors, which may be missing in ``given``. Nothing changes.
@@ -267,7 +277,7 @@ class DCPState(TorchStateful):
                 optional = getattr(target, "OPTIONAL", ())
                 own = {key: value for key, value in target.state_dict().items() if key not in optional}
                 _check_keys(name, values[name], own)
-        if rng := _rng_of(given, get_rank()) or _rng_of(given, 0):
+        if rng := _rng_of(given, self.data_rank) or _rng_of(given, 0):
             check_rng(rng)
         return values
 
@@ -360,6 +370,7 @@ class StagedState:
 
     values: Mapping[str, Any]  # tensors of the copy, under the names of the live ones
     finish: Callable[[], None]  # waits for the copy, and raises its error if there was one
+    ranks_with_same_data: int = 1  # see `DCPState`
 
     def state_dict(self) -> Mapping[str, Any]:
         """Wait for the copy and return its values."""
@@ -383,4 +394,4 @@ def rank_key(rank: int) -> str:
 
 
 def _rng_of(given: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"rng.{rank_key(rank)}.")}
+    return {n.split(".", 2)[2]: t for n, t in given.items() if n.startswith(f"{GENERATORS}.{rank_key(rank)}.")}

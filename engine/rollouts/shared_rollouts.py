@@ -1,8 +1,8 @@
 """`SharedRollouts`: one executor for the ranks of a torchrun job.
 
-Rank 0 samples for all ranks, and every rank gets whole tickets of each batch. The ledger is state of rank 0 alone, so
-any number of ranks can resume. Every rank needs the same loader of whole batches (``world_size`` 1). Rank 0's is read
-and saved, and a resume sets the others to the same position.
+Rank 0 samples for all ranks, and every rank gets whole tickets of each batch. Ranks with the same data get the same
+tickets. The ledger is state of rank 0 alone, so any number of ranks can resume. Every rank needs the same loader of
+whole batches (``world_size`` 1). Rank 0's is read and saved, and a resume sets the others to the same position.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,26 @@ from ...utils.distributed import (
     rank_zero_decides,
     rank_zero_decides_slowly,
 )
-from ..api import Batch
+from ..api import Batch, TrainEngine
 from .executor import RolloutExecutor
 from .trajectory import concat_trajectories
 
 
 class SharedRollouts:
-    """The methods of `RolloutExecutor`, each called by all ranks. ``make`` creates the executor on rank 0.
+    """The methods of `RolloutExecutor`, each called by all ranks.
 
-    rollouts = SharedRollouts(lambda: RolloutExecutor(config, loader, workflow, fleet.serving))
+        rollouts = SharedRollouts(lambda: RolloutExecutor(config, loader, workflow, fleet.serving), engine)
+
+    Args:
+        make: creates the executor, on rank 0.
+        engine: trains on the batches, and knows which ranks have the same data. None: every rank has its own.
     """
 
-    def __init__(self, make: Callable[[], RolloutExecutor]) -> None:
+    def __init__(self, make: Callable[[], RolloutExecutor], engine: TrainEngine | None = None) -> None:
         self._executor: RolloutExecutor | None = None
+        self._rank, self._n_shares = get_rank(), get_world_size()
+        if engine is not None:
+            self._rank, self._n_shares = engine.data_parallel_rank, engine.data_parallel_world_size
         with all_ranks_succeed("making the RolloutExecutor"):
             if get_rank() == 0:
                 self._executor = make()
@@ -38,11 +45,11 @@ class SharedRollouts:
         rank_zero_decides(lambda: self._leader.set_version(version))
 
     def next_batch(self, step: int) -> Batch:
-        """Return this rank's share of the batch: of n tickets, ``r * n // w`` up to ``(r + 1) * n // w``."""
+        """Return this rank's share of the batch: of n tickets, ``r * n // d`` up to ``(r + 1) * n // d`` for data rank
+        r of d."""
         accepted = rank_zero_decides_slowly(lambda: self._leader.next_trajectories(step))
-        rank, world_size = get_rank(), get_world_size()
-        require_range("batch_size", len(accepted), low=world_size)
-        first, last = (len(accepted) * share // world_size for share in (rank, rank + 1))
+        require_range("batch_size", len(accepted), low=self._n_shares)
+        first, last = (len(accepted) * share // self._n_shares for share in (self._rank, self._rank + 1))
         return concat_trajectories([trajectory for _, trajectory in accepted[first:last]])
 
     def pause(self) -> None:

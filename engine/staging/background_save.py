@@ -52,7 +52,8 @@ class BackgroundSave:
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
             values = self._staging.stage(state, model_only=not meta.with_optim)
             if meta.weight_format == "dcp":
-                write = partial(save_dcp, meta.path, StagedState(values, self._staging.finish), self._background_group)
+                staged = StagedState(values, self._staging.finish, state.ranks_with_same_data)
+                write = partial(save_dcp, meta.path, staged, self._background_group)
             else:
                 model = staged_model(self._model, values["model"])
                 export = partial(export_hf, model, meta.path, meta.hf_options(base_dtype))

@@ -46,17 +46,18 @@ class EpochOrder:
 
 
 def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
-    """Capture the contents of `DATA_STATE`: the state and epoch order of the loader of every calling process.
+    """Capture the contents of `DATA_STATE`: the state and epoch order of the loader of every caller with its own data.
 
-    Only the first process is captured if any number of processes can resume its state. Collective over the callers.
-    Raises `ConfigError` if a state could not be resumed, or only some processes have a dataloader.
+    Only the first one is captured if any number of callers can resume its state. Collective over the callers. Raises
+    `ConfigError` if a state could not be resumed, or only some have a dataloader.
     """
     found = ranks.here(lambda: None if dataloader is None else _capture_loader(dataloader))
-    captured = [each for each in found if each is not None]
+    of_heads = {rank: found[rank] for rank in range(0, len(found), ranks.ranks_with_same_data)}
+    captured = [each for each in of_heads.values() if each is not None]
     if not captured:
         return None
-    if len(captured) < len(found):
-        raise ConfigError(f"rank(s) {[i for i, each in enumerate(found) if each is None]} passed no dataloader")
+    if len(captured) < len(of_heads):
+        raise ConfigError(f"rank(s) {[i for i, each in of_heads.items() if each is None]} passed no dataloader")
     rank_independent = getattr(dataloader, "rank_independent", False)
     saved = captured[:1] if rank_independent else captured
     data = {

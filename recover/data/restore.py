@@ -37,11 +37,11 @@ _END = object()
 def restore_data(
     generation: Path, dataloader: Stateful | None, caller: int, n_callers: int, last_step: StepInfo
 ) -> "RestoredEpoch | None":
-    """Restore the dataloader of the ``caller``-th of ``n_callers`` processes. Returns the rest of its epoch.
+    """Restore the dataloader of the ``caller``-th of ``n_callers`` with different data. Returns the rest of its epoch.
 
     Raises:
-        CheckpointMismatchError: there is a state and no dataloader or the reverse, another number of processes saved
-            the state and it cannot be shared, or the loader did not take it (see `restore_dataloader`).
+        CheckpointMismatchError: there is a state and no dataloader or the reverse, another number of callers saved the
+            state and it cannot be shared, or the loader did not take it (see `restore_dataloader`).
         CheckpointCorruptError: the file cannot be read.
     """
     path = generation / DATA_STATE
@@ -56,8 +56,8 @@ def restore_data(
     states, orders, rank_independent = _read(path)
     if len(states) != n_callers and not rank_independent:
         raise CheckpointMismatchError(
-            f"{generation} holds dataloader states of {len(states)} processes, now there are {n_callers}; only a "
-            "dataloader that is rank_independent, as ResumableDataLoader, can change their number"
+            f"{generation} holds dataloader states of {len(states)} ranks with different data, now there are "
+            f"{n_callers}; only a dataloader that is rank_independent, as ResumableDataLoader, can change their number"
         )
     own = 0 if rank_independent else caller
     return restore_dataloader(dataloader, unpack_plain(states[own], path), orders[own], last_step)

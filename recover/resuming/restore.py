@@ -18,7 +18,7 @@ from ...utils.plain_values import read_plain, unpack_plain
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng, rng_digest
 from ..data.restore import RestoredEpoch, restore_data
 from ..engines import EngineSample, combine_ranks, engines_of, numerical_switches, sample_engine
-from ..info import DRIVER_STATE, RecoverInfo, rank_state_name
+from ..info import DRIVER_STATE, SHARED, RecoverInfo, rank_state_name
 from ..ranks import Ranks
 from .check import check_rank, check_restored, warn_of_switches
 from .choice import Choice
@@ -42,7 +42,9 @@ class RankState:
 
     samples: dict[str, EngineSample]  # engine name -> sample
     switches: dict[str, str]  # see `numerical_switches`
+    process: str  # process of the saved run that it continues
     rng: str | None  # digest of the generators (see `ProcessState.restore`)
+    sharing: tuple[int, int]  # number of ranks with the same data, when it was saved and now
 
 
 def restore_run(
@@ -62,22 +64,31 @@ def restore_run(
     ranks.run_all(check_rank, str(path))
     epochs: list[RestoredEpoch | None] = []  # a loader does not travel
     loader = None if info.lacks("data") else dataloader
-    ranks.here(lambda: epochs.append(restore_data(path, loader, ranks.caller, ranks.n_callers, last)))
-    process = ProcessState.read(path, DRIVER_STATE) if ranks.is_driver else None
+
+    def restore_loader() -> None:
+        needed = ranks.is_head or loader is not None  # other ranks may take their batches from the head
+        epochs.append(restore_data(path, loader, ranks.caller, ranks.n_callers, last) if needed else None)
+
+    ranks.here(restore_loader)
+    process = ProcessState.read(path, None) if ranks.is_driver else None
     states = ranks.run_all(read_rank, str(path), info.weight_versions)
-    rng = {Path(rank_state_name(rank)).stem: state.rng for rank, state in enumerate(states)}
+    rng = [(state.process, state.rng) for state in states]
     if process is not None:
-        rng[Path(DRIVER_STATE).stem] = process.restore(stateful)
-    restored = {name: digest for name, digest in rng.items() if digest is not None}
+        rng.append((process.name, process.restore(stateful)))
+    restored: dict[str, str] = {}
+    for name, digest in rng:  # ranks that continue the same process all have to have its generators
+        if digest is not None and restored.get(name) in (None, info.rng.get(name)):
+            restored[name] = digest
     facts = combine_ranks([state.samples for state in states])
     table = check_restored(path.name, (info.engines, info.rng), (facts, restored))
     logger.info("step %d of run %s\n%s", last.global_step, info.run_id, table)
     warn_of_switches(path.name, info.switches, states[0].switches)
     _warn_of_absent(path, info)
-    if info.world_size > ranks.world_size and info.rng:
+    then, now = (world // n for world, n in zip((info.world_size, ranks.world_size), states[0].sharing, strict=True))
+    if then > now and info.rng:
         logger.warning(
-            "%d ranks saved it, now there are %d: the user objects and generators of the others stay behind",
-            info.world_size, ranks.world_size,
+            "%d ranks with different data saved it, now there are %d: the user objects and generators of the others "
+            "stay behind", then, now,
         )  # fmt: skip
     return epochs[0]
 
@@ -97,7 +108,7 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
     states = {name: target.state(name) for name in target.engines}
     loads = {name: read_dcp(path / name, states[name], target.group_of(name)) for name in states}
     with all_ranks_succeed(f"reading {path}", target.group_of()):
-        process = ProcessState.read(path, rank_state_name(get_rank()))
+        process = ProcessState.read(path, get_rank(), target.ranks_with_same_data)
         for load in loads.values():
             load.check_unchanged()
     for name, engine in target.engines.items():
@@ -106,7 +117,8 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
             engine.set_version(versions[name])
     rng = process.restore(target.stateful)
     samples = {name: sample_engine(load.state, load.first_group) for name, load in loads.items()}
-    return RankState(samples, numerical_switches(states), rng)
+    sharing = process.saved_sharing, target.ranks_with_same_data
+    return RankState(samples, numerical_switches(states), process.name, rng, sharing)
 
 
 def _warn_of_absent(path: Path, info: RecoverInfo) -> None:
@@ -120,24 +132,38 @@ def _warn_of_absent(path: Path, info: RecoverInfo) -> None:
 class ProcessState:
     """Generators and user objects of a process, read and not yet restored.
 
-    A process that the saved run did not have (a new rank, a driver after torchrun, or ranks after a driver) takes the
-    state of a user object from rank 0, else from the driver, and derives its generators from those of rank 0. A
-    converted generation may have no such state at all. Then everything stays as it is.
+    A rank continues the saved rank with its number if that had the same data, else the first one that had. A process
+    that the saved run did not have (a rank with new data, a driver after torchrun, or ranks after a driver) takes the
+    state of a user object from rank 0, else from the driver, and derives its generators from those of rank 0 and the
+    number of its data. A converted generation may have no such state at all. Then everything stays as it is.
+
+    Attributes:
+        name: the saved process, ``rank_00001`` or ``driver``.
+        saved_sharing: number of ranks with the same data in the saved run.
     """
 
-    def __init__(self, own: Path, sources: Mapping[Path, dict[str, Any]]) -> None:
-        self._own, self._sources = own, sources
+    def __init__(self, own: Path, sources: Mapping[Path, dict[str, Any]], data_rank: int, saved_sharing: int) -> None:
+        self.name, self.saved_sharing = own.stem, saved_sharing
+        self._own, self._sources, self._data_rank = own, sources, data_rank
 
     @classmethod
-    def read(cls, generation: Path, name: str) -> "ProcessState":
-        """Read the file ``name`` of this process, and the files of rank 0 and the driver, which may stand in for it.
+    def read(cls, generation: Path, rank: int | None, ranks_with_same_data: int = 1) -> "ProcessState":
+        """Read the file of ``rank`` (None: the driver), and those of rank 0 and the driver, which may stand in for it.
 
         Raises:
             CheckpointCorruptError: a file is not the state of a process.
         """
-        own = generation / name
-        files = [own, generation / rank_state_name(0), generation / DRIVER_STATE]
-        return cls(own, {path: _read_process_file(path) for path in dict.fromkeys(files) if path.exists()})
+        standing_in = [generation / rank_state_name(0), generation / DRIVER_STATE]
+        states = {path: _read_process_file(path) for path in standing_in if path.exists()}
+        own, data_rank, saved_sharing = standing_in[1], 0, states.get(standing_in[0], {}).get(SHARED, 1)
+        if rank is not None:
+            data_rank = rank // ranks_with_same_data
+            has_same_data = rank // saved_sharing == data_rank
+            own = generation / rank_state_name(rank if has_same_data else data_rank * saved_sharing)
+        if own not in states and own.exists():
+            states[own] = _read_process_file(own)
+        sources = {path: states[path] for path in (own, *standing_in) if path in states}
+        return cls(own, sources, data_rank, saved_sharing)
 
     def restore(self, stateful: Mapping[str, Stateful]) -> str | None:
         """Restore user objects, then generators.
@@ -161,7 +187,7 @@ class ProcessState:
             now = capture_rng()
             same_devices = {name: rows.shape for name, rows in saved.items()} == {n: t.shape for n, t in now.items()}
             return rng_digest(now) if same_devices else None
-        restore_rng(derive_rng(self._sources[first]["rng"], get_rank()))
+        restore_rng(derive_rng(self._sources[first]["rng"], self._data_rank))
         return None
 
 
@@ -170,5 +196,7 @@ def _read_process_file(path: Path) -> dict[str, Any]:
     parts = [state.get("rng"), state.get("user")] if isinstance(state, dict) else []
     if not parts or not all(isinstance(part, dict) for part in parts):
         raise CheckpointCorruptError(f"{path} is not the state of a process; expected dicts 'rng' and 'user'")
+    if type(sharing := state.get(SHARED, 1)) is not int or sharing < 1:
+        raise CheckpointCorruptError(f"{path} says that {sharing!r} ranks have the same data; expected a whole number")
     check_rng(state["rng"])
     return state | {"user": {key: unpack_plain(data, f"{path}: {key}") for key, data in state["user"].items()}}

@@ -43,7 +43,7 @@ from ..engines import (
     engines_of,
     numerical_switches,
 )
-from ..info import DRIVER_STATE, INFO_NAME, EngineFacts, RecoverInfo, finite_numbers, rank_state_name
+from ..info import DRIVER_STATE, INFO_NAME, SHARED, EngineFacts, RecoverInfo, finite_numbers, rank_state_name
 from ..ranks import Ranks
 from ..storage.generations import Generation
 from ..storage.run_folder import RunFolder
@@ -184,6 +184,7 @@ class RankCapture:
     values: dict[str, dict[str, Any]]  # nested tensors as in `DCPState.state_dict`
     process: tuple[str, bytes]  # name and content of the file of this process
     part: RankPart  # counters and settings, without files and samples
+    ranks_with_same_data: int  # see `RankEngines`
 
 
 class RankSession:
@@ -240,7 +241,7 @@ class RankSession:
         states = {name: target.state(name) for name in target.engines}
         counts = {name: count_engine(state) for name, state in states.items()}
         versions = {name: e.get_version() for name, e in target.engines.items() if hasattr(e, "get_version")}
-        process, rng = capture_process(target.stateful)
+        process, rng = capture_process(target.stateful, target.ranks_with_same_data)
         values = {}
         for name, state in states.items():
             state.rng = rng  # one capture for all engines and for the file of the process
@@ -251,7 +252,7 @@ class RankSession:
         groups = {name: target.group_of(name) for name in target.engines}
         part = RankPart([], versions, counts, numerical_switches(states), rng_digest(rng))
         name = rank_state_name(get_rank())  # now: a group may be destroyed before the snapshot is written
-        return RankCapture(groups, values, (name, process), part)
+        return RankCapture(groups, values, (name, process), part, target.ranks_with_same_data)
 
     def write_snapshot(self, holder: Any, folder: str, in_background: bool) -> RankPart:
         """Write the captured snapshot into the existing ``folder``, which is the same for all ranks. Collective.
@@ -277,7 +278,7 @@ class RankSession:
                 for name, values in capture.values.items()
             }
         for name, values in capture.values.items():
-            saver = self._savers.setdefault(name, DCPSaver())
+            saver = self._savers.setdefault(name, DCPSaver(capture.ranks_with_same_data))
             for entry in saver.write(root / name, values, groups[name]):
                 entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
         if in_background:  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
@@ -321,15 +322,18 @@ class RankSession:
             self._stagings[name][1].finish()
 
 
-def capture_process(stateful: Mapping[str, Stateful]) -> tuple[bytes, RngState]:
+def capture_process(stateful: Mapping[str, Stateful], ranks_with_same_data: int = 1) -> tuple[bytes, RngState]:
     """Capture the user objects and generators of this process: the content of its file, and the generators in it.
+
+    The file of a rank also names the number of ranks with the same data, if it is not 1.
 
     Raises:
         ConfigError: the state of an object could not be read back. It fails the snapshot, not the recovery.
     """
     user = {key: pack_plain(f"state of {key!r}", thing.state_dict()) for key, thing in stateful.items()}
     rng = capture_rng()
-    return pack_plain("generators", {"rng": rng, "user": user}), rng
+    shared = {SHARED: ranks_with_same_data} if ranks_with_same_data > 1 else {}
+    return pack_plain("generators", {"rng": rng, "user": user, **shared}), rng
 
 
 def write_process(folder: str | os.PathLike[str], name: str, state: bytes) -> FileEntry:

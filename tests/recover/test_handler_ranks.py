@@ -195,7 +195,7 @@ def _per_rank_data(rank: int, world_size: int, model: str, root: str) -> None:
         next(stream(loader))
         handler.dump(job.engine, step_info(0), loader)
     else:
-        with pytest.raises(CheckpointMismatchError, match="dataloader states of 2 processes, now there are 1"):
+        with pytest.raises(CheckpointMismatchError, match="states of 2 ranks with different data, now there are 1"):
             handler.load(job.engine, loader)
 
 

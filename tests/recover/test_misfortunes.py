@@ -115,7 +115,7 @@ def test_generators_of_other_devices_are_not_compared(tmp_path: Path) -> None:
     state = capture_rng() | {"cuda": torch.zeros(8, 16, dtype=torch.uint8)}
     (tmp_path / rank_state_name(0)).write_bytes(pack_plain("it", {"rng": state, "user": {}}))
     if not torch.cuda.is_initialized():
-        assert ProcessState.read(tmp_path, rank_state_name(0)).restore({}) is None
+        assert ProcessState.read(tmp_path, 0).restore({}) is None
 
 
 def _buffers_that_differ(rank: int, world_size: int, root: str) -> list[float]:

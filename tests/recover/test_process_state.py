@@ -67,7 +67,7 @@ def test_a_process_reads_back_its_objects_and_generators(tmp_path: Path) -> None
     file = tmp_path / "state" / "rank_00000.pt"
     assert (entry.name, entry.bytes, entry.digest) == ("state/rank_00000.pt", file.stat().st_size, file_digest(file))
     seed_rng(5)
-    assert ProcessState.read(tmp_path, rank_state_name(0)).restore({"meter": again}) == rng_digest(rng)
+    assert ProcessState.read(tmp_path, 0).restore({"meter": again}) == rng_digest(rng)
     assert (again.seen, again.mean.tolist(), draw()) == ([1, 2], [0.5, 0.25], expected)
     assert random.random() and np.random.rand()
 
@@ -88,12 +88,12 @@ def test_a_new_process_takes_objects_from_rank_zero_then_the_driver(
     draws = []
     for _ in range(2):
         with caplog.at_level(logging.WARNING):
-            assert ProcessState.read(tmp_path, rank_state_name(7)).restore(things) is None
+            assert ProcessState.read(tmp_path, 7).restore(things) is None
         draws.append(draw())
     assert {name: thing.seen for name, thing in things.items()} == {"both": [0], "rank": [1], "driver": [3], "new": [9]}
     assert draws[0] == draws[1] != taken, "derived, and the same after every restart"
     assert "no state for 'new'; it starts anew" in caplog.text
-    ProcessState.read(tmp_path, DRIVER_STATE).restore(things)
+    ProcessState.read(tmp_path, None).restore(things)
     assert {name: thing.seen for name, thing in things.items()} == {"both": [2], "rank": [1], "driver": [3], "new": [9]}
 
 
@@ -102,7 +102,7 @@ def test_a_plain_file_not_of_a_process_is_corrupt_changing_nothing(tmp_path: Pat
     (tmp_path / DRIVER_STATE).write_bytes(pack_plain("it", [1, 2]))
     before = torch.get_rng_state()
     with pytest.raises(CheckpointCorruptError, match=r"driver\.pt is not the state of a process"):
-        ProcessState.read(tmp_path, DRIVER_STATE)
+        ProcessState.read(tmp_path, None)
     assert torch.equal(before, torch.get_rng_state())
 
 

@@ -74,6 +74,13 @@ def _fsdp(world_size: int) -> DCPState:
     return _train(model)
 
 
+def _peers(world_size: int) -> DCPState:
+    """Pairs of ranks with the same data: two ranks have the same generators, and each has state of a module."""
+    state = _fsdp(world_size)
+    state.ranks_with_same_data = 2
+    return state
+
+
 def _hybrid(world_size: int) -> DCPState:
     """Sharded in pairs, and replicated over the pairs: large and small shards that several ranks hold."""
     torch.manual_seed(0)
@@ -114,7 +121,7 @@ def _placed(world_size: int) -> DCPState:
 
 
 STATES: dict[str, Callable[[int], DCPState]] = {
-    "fsdp": _fsdp, "hybrid": _hybrid, "replicated": _replicated, "placed": _placed
+    "fsdp": _fsdp, "peers": _peers, "hybrid": _hybrid, "replicated": _replicated, "placed": _placed
 }  # fmt: skip
 
 
@@ -135,7 +142,7 @@ def _write_both_ways(rank: int, world_size: int, folder: str, kind: str) -> tupl
         for name, way in (("alone", agreed), ("together", lambda *_: False)):
             patch.setattr(save, "agree_on", way)
             (Path(folder) / name).mkdir(exist_ok=True)
-            DCPSaver().write(Path(folder) / name, values)
+            DCPSaver(state.ranks_with_same_data).write(Path(folder) / name, values)
     assert asked == [True]
     dist.barrier()
     expected = {name: local_tensor(tensor).clone() for name, tensor in state.live_tensors().items()}
@@ -148,7 +155,10 @@ def _write_both_ways(rank: int, world_size: int, folder: str, kind: str) -> tupl
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("fsdp", 2), ("fsdp", 3), ("hybrid", 4), ("replicated", 3), ("placed", 2), ("placed", 3), ("placed", 4)],
+    [
+        *(("fsdp", 2), ("fsdp", 3), ("peers", 4), ("hybrid", 4), ("replicated", 3)),
+        *(("placed", 2), ("placed", 3), ("placed", 4)),
+    ],
 )
 def test_ranks_that_plan_alone_write_the_bytes_that_rank_0_would_plan(
     tmp_path: Path, kind: str, world_size: int
