@@ -122,7 +122,8 @@ def grpo_step(
     """Sample, reward and train. Samples of a prompt are next to each other in the batch."""
     seed = config.seed * 1_000_003 + global_step
     batch, seen = sampler.ask("sample", next(batches), config.n_samples, config.actor.temperature, seed)
-    stats = trainer.call_all("train_step", per_rank=split_rows(batch, trainer.world_size, config.n_samples))[0]
+    shares = split_rows(batch, config, trainer.world_size, config.n_samples)
+    stats = trainer.call_all("train_step", per_rank=shares)[0]
     return {**stats, **seen}
 
 
@@ -215,7 +216,8 @@ def start_workers(config: GRPOConfig, parts: Parts, attempt: Attempt) -> tuple[W
         sampler = (parts.make_task, config.actor.path, config.log_level)
         rollout = start(TaskWorker, args=sampler, name="rollout", process_group=False, resources=each)
         each = WorkerResources(config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer)
-        ranks = {"world_size": config.n_trainers, "min_world_size": config.min_trainers, "strategy": config.strategy}
+        sizes = {"world_size": config.n_trainers, "min_world_size": config.min_trainers}
+        ranks = {**sizes, "multiple_of": config.ranks_with_same_data, "strategy": config.strategy}
         trainer = start(parts.worker, args=(config,), name="trainer", resources=each, **ranks)
         return rollout.result(), trainer.result()
     finally:

@@ -83,6 +83,8 @@ class GRPOConfig:
     """Seconds after which a worker that does not answer pings counts as lost."""
     stall_timeout_s: float = 1800.0
     """Seconds after which workers that answer pings, but make no progress, count as lost."""
+    backend: str | None = None
+    """Mesh of the trainers, for example ``fsdp:d1c2``. None: as ``actor.backend`` says."""
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Trackers in addition to ``stats.jsonl``: ``tensorboard``, ``wandb``, ``trackio``."""
     log_level: str = "WARNING"
@@ -125,9 +127,15 @@ class GRPOConfig:
                     f"config key 'recover.{key}' is {given!r}, but {key!r} is {own!r}; set only the latter"
                 )
         self.recover = replace(self.recover, **names)
-        if self.batch_size < 1 or self.batch_size % self.n_trainers:
+        if self.backend is not None:
+            self.actor = replace(self.actor, backend=self.backend)
+        mesh = self.actor.parallel_strategy
+        for n_ranks in (self.min_trainers or self.n_trainers, self.n_trainers):
+            n_data_ranks = mesh.for_world(n_ranks).dp_size
+        if self.batch_size < 1 or self.batch_size % n_data_ranks:
             raise ConfigError(
-                f"config key 'batch_size' is {self.batch_size}; expected a multiple of n_trainers, {self.n_trainers}"
+                f"config key 'batch_size' is {self.batch_size}; expected a multiple of the ranks with different data, "
+                f"{n_data_ranks} of the n_trainers"
             )
 
     @property
@@ -140,6 +148,12 @@ class GRPOConfig:
     def lr_spec(self) -> FinetuneSpec:
         """The steps over which the learning rate changes: all steps."""
         return self.ft_spec
+
+    @property
+    def ranks_with_same_data(self) -> int:
+        """Number of consecutive trainers that get the same rows of a batch."""
+        mesh = self.actor.parallel_strategy
+        return mesh.cp_size * mesh.tp_size
 
     @property
     def stats_folder(self) -> Path:
@@ -157,10 +171,10 @@ class TrainWorker:
 
     def __init__(self, config: GRPOConfig) -> None:
         configure_logging(config.log_level)
-        seed_rng(config.seed, int(os.environ["RANK"]))
         self.config = config.actor
         self.engine = FSDPEngine(config.actor)
         self.engine.create_process_group()
+        seed_rng(config.seed, self.engine.data_parallel_rank)
         self.engine.initialize(None, config.lr_spec)
         self.actor = PPOActor(config.actor, self.engine)
 
@@ -210,11 +224,13 @@ def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_siz
         print(f"resumed: step {step.global_step} is next", flush=True)
 
 
-def split_rows(batch: Batch, n_ranks: int, n_samples: int) -> list[tuple[Batch]]:
-    """Split a batch evenly by prompts, into one argument tuple per rank."""
-    n_prompts = len(batch["input_ids"]) // n_samples
-    ends = [rank * n_prompts // n_ranks * n_samples for rank in range(n_ranks + 1)]
-    return [({key: tensor[start:end] for key, tensor in batch.items()},) for start, end in pairwise(ends)]
+def split_rows(batch: Batch, config: GRPOConfig, n_ranks: int, n_samples: int) -> list[tuple[Batch]]:
+    """Split a batch evenly by prompts, into one argument tuple per rank. Ranks with the same data get the same rows."""
+    n_prompts, sharing = len(batch["input_ids"]) // n_samples, config.ranks_with_same_data
+    n_shares = n_ranks // sharing
+    ends = [share * n_prompts // n_shares * n_samples for share in range(n_shares + 1)]
+    shares = [({key: tensor[start:end] for key, tensor in batch.items()},) for start, end in pairwise(ends)]
+    return [shares[rank // sharing] for rank in range(n_ranks)]
 
 
 def show_progress() -> Progress:

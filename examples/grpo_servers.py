@@ -232,7 +232,7 @@ def train_step(
         accepted = rollouts.next_trajectories(step)
     with times.phase("training"):
         batch = concat_trajectories([trajectory for _, trajectory in accepted])
-        shares = split_rows(batch, trainer.world_size, config.n_samples)
+        shares = split_rows(batch, config, trainer.world_size, config.n_samples)
         stats = trainer.call_all("train_step", per_rank=shares)[0]
     numbers = [ticket.number for ticket, _ in accepted]
     tickets = {"tickets/first": numbers[0], "tickets/last": numbers[-1], "tickets/trained": len(numbers)}

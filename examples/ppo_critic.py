@@ -8,7 +8,7 @@ turns the values into advantages for the actor and returns for the critic. `Reco
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,8 @@ class PPOConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.backend is not None:
+            self.critic = replace(self.critic, backend=self.backend)
         if self.critic.optimizer is None:
             raise ConfigError("config key 'critic.optimizer' is null; a critic that is trained needs one")
 

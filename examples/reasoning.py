@@ -141,7 +141,7 @@ def reasoning_step(
     if global_step < config.sft_steps:
         numbers = [number for _ in range(config.sft_batch_size // config.batch_size) for number in next(batches)]
         batch = sampler.ask("demonstrate", numbers, publish=False)
-        stats = trainer.call_all("sft_step", per_rank=split_rows(batch, trainer.world_size, 1))[0]
+        stats = trainer.call_all("sft_step", per_rank=split_rows(batch, config, trainer.world_size, 1))[0]
     else:
         stats = grpo_step(config, sampler, trainer, batches, global_step)
     if (global_step + 1) % config.eval_steps and global_step != config.total_steps - 1:

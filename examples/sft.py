@@ -17,7 +17,7 @@ mean the same as in verl. All files of a run are in one folder:
 import argparse
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from holdfast.engine.model.model_folder import require_model_folder
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.config import load_config, require_choice
-from holdfast.utils.distributed import rank_zero_decides
+from holdfast.utils.distributed import get_rank, rank_zero_decides
 from holdfast.utils.errors import ConfigError, HoldfastError
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.metrics import StatsLogger
@@ -114,6 +114,12 @@ class SFTConfig:
     """Dataset."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Length of the run, and its snapshots."""
+    backend: str | None = None
+    """Mesh, for example ``fsdp:d1c2``. None: as ``engine.backend`` says."""
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            self.engine = replace(self.engine, backend=self.backend)
 
 
 def main(config: SFTConfig) -> None:
@@ -131,7 +137,7 @@ def main(config: SFTConfig) -> None:
     try:
         seed_rng(config.data.seed, engine.data_parallel_rank)
         if rank_zero_decides(export.exists, engine.control_group):
-            if engine.data_parallel_rank == 0:
+            if get_rank() == 0:
                 print(f"this run has finished: {export}", flush=True)
             return
         engine.initialize(None, spec)
@@ -139,7 +145,7 @@ def main(config: SFTConfig) -> None:
             train(engine, dataset, spec, config, handler)
         tokenizer = AutoTokenizer.from_pretrained(config.engine.path)
         engine.save(SaveLoadMeta(str(export), "hf", with_optim=False, tokenizer=tokenizer))
-        if engine.data_parallel_rank == 0:
+        if get_rank() == 0:
             print(f"exported {export}", flush=True)
     finally:
         engine.destroy()
@@ -149,13 +155,12 @@ def train(
     engine: FSDPEngine, dataset: CopyPrompts, spec: FinetuneSpec, config: SFTConfig, handler: RecoverHandler
 ) -> None:
     """Train the remaining steps: `load` once before the first, `dump` after each."""
-    rank, world_size = engine.data_parallel_rank, engine.data_parallel_world_size
     loader = ResumableDataLoader(
         dataset,
         config.data.train_batch_size,
         seed=config.data.seed,
-        rank=rank,
-        world_size=world_size,
+        rank=engine.data_parallel_rank,
+        world_size=engine.data_parallel_world_size,
         collate_fn=sft_collate,
     )
     info = handler.load(engine, dataloader=loader)
@@ -165,8 +170,8 @@ def train(
         raise ConfigError(
             f"trainer.total_epochs asks for {spec.total_train_steps} steps, the run has {step.global_step}"
         )
-    logger = None
-    if rank == 0:
+    logger, leads = None, get_rank() == 0
+    if leads:
         logger = StatsLogger(config.trainer.default_local_dir, config.trainer.trackers, project="sft_copy")
         logger.resume_after(None if last is None else last.global_step)
     times = PhaseTimes("training")
@@ -179,7 +184,7 @@ def train(
             logger.log(step.global_step, {**seen, **times.take()})
         is_last = step.global_step == spec.total_train_steps - 1
         saved = handler.dump(engine, step, dataloader=loader, force=is_last)
-        if rank == 0:
+        if leads:
             print(
                 f"step {step.global_step:3d}/{spec.total_train_steps} epoch {step.epoch}  loss {stats['loss']:.4f}  "
                 f"lr {stats['lr']:.2e}  grad norm {stats['grad_norm']:.3f}{'  saved' if saved else ''}",

@@ -85,6 +85,7 @@ class Attempt:
         name: str,
         world_size: int = 1,
         min_world_size: int | None = None,
+        multiple_of: int = 1,
         resources: WorkerResources | None = None,
         strategy: str = "PACK",
         stall_timeout_s: float | None = 1800.0,
@@ -100,6 +101,7 @@ class Attempt:
             world_size: number of ranks.
             min_world_size: smallest usable number of ranks, taken if the cluster cannot hold all of them for
                 ``recover.shrink_after_s``. The group's ``world_size`` is the actual number. None requires all ranks.
+            multiple_of: the actual number of ranks is a multiple of this: the ranks with the same data, c times t.
             resources: resources of each rank. None means one CPU.
             strategy: how Ray distributes the ranks over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
             stall_timeout_s: see `WorkerGroup`. Doubled each time that a group of this name made no progress and was
@@ -109,7 +111,9 @@ class Attempt:
             ResourcesUnavailable: the cluster lacked the resources for ``recover.node_wait_s``.
             ClusterLost: Ray's control process is gone.
         """
-        request = PlacementRequest(name, world_size, resources or WorkerResources(), strategy, min_world_size)
+        request = PlacementRequest(
+            name, world_size, resources or WorkerResources(), strategy, min_world_size, multiple_of
+        )
         stalls = self._supervisor._stalls
 
         def start(placement: Placement) -> WorkerGroup:

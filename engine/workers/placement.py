@@ -60,8 +60,9 @@ class WorkerResources:
 class PlacementRequest:
     """Request of a worker group to the cluster: a bundle with ``resources`` for each of ``world_size`` ranks.
 
-    ``strategy`` is one of `STRATEGIES`. With ``min_world_size`` (None: all ranks) fewer ranks are acceptable, unless
-    the strategy places all or none. ConfigError if the request is empty or impossible.
+    ``strategy`` is one of `STRATEGIES`. With ``min_world_size`` (None: all ranks) fewer ranks are acceptable, in
+    multiples of ``multiple_of``, unless the strategy places all or none. ConfigError if the request is empty or
+    impossible.
     """
 
     name: str
@@ -69,6 +70,7 @@ class PlacementRequest:
     resources: WorkerResources
     strategy: str = "PACK"
     min_world_size: int | None = None
+    multiple_of: int = 1
 
     def __post_init__(self) -> None:
         require_choice("strategy", self.strategy, STRATEGIES)
@@ -81,6 +83,11 @@ class PlacementRequest:
             raise ConfigError(
                 f"worker group {self.name!r} has min_world_size {self.min_world_size}; expected 1 to world_size, "
                 f"{self.world_size}"
+            )
+        if self.multiple_of < 1 or self.world_size % self.multiple_of:
+            raise ConfigError(
+                f"worker group {self.name!r} asks for {self.world_size} rank(s); expected a multiple of multiple_of, "
+                f"{self.multiple_of}"
             )
         if self.least < self.world_size and self.strategy.startswith("STRICT"):
             raise ConfigError(
@@ -227,7 +234,7 @@ def _place_fewer(request: PlacementRequest, avoided: Mapping[str, str]) -> Place
     """Place as many ranks as there is room for now, if that is acceptable. The others stay requested."""
     free, usable = free_by_node(), alive_nodes().keys() - avoided.keys()
     most = min(_room(request, {node: free.get(node, {}) for node in usable}), request.world_size - 1)
-    for world_size in range(most, request.least - 1, -1):
+    for world_size in range(most - most % request.multiple_of, request.least - 1, -request.multiple_of):
         group = _reserve(request, world_size, avoided)
         if group.wait(_ROUND_S) and _on_good_nodes([group]):
             logger.warning(

@@ -139,6 +139,11 @@ def token_count(mb: Batch) -> torch.Tensor:
     return mb["loss_mask"].sum()
 
 
+def nll(output: Any, mb: Batch) -> torch.Tensor:
+    """A loss of log-probabilities, which every mesh can compute."""
+    return -(output.logprobs * mb["loss_mask"]).sum() / mb["loss_mask"].sum()
+
+
 def square_loss(output: torch.Tensor, mb: Batch) -> torch.Tensor:
     """A loss of logits or values."""
     return (output - 1).square().mean()
@@ -147,8 +152,11 @@ def square_loss(output: torch.Tensor, mb: Batch) -> torch.Tensor:
 class Job:
     """The ranks' part of a run: engines, and a user object per rank."""
 
-    def __init__(self, model: str, names: tuple[str, ...] = ("default",)) -> None:
-        self.engines = {name: make_engine(model, is_critic=name == "critic") for name in names}
+    loss: Any = staticmethod(square_loss)
+    """Loss of engines that are no critics."""
+
+    def __init__(self, model: str, names: tuple[str, ...] = ("default",), **changes: Any) -> None:
+        self.engines = {name: make_engine(model, is_critic=name == "critic", **changes) for name in names}
         self.meter = Meter()
         self.stateful = {"meter": self.meter}
 
@@ -161,7 +169,8 @@ class Job:
         """Train every engine for one step and return everything that tests compare."""
         stats = {}
         for name, engine in self.engines.items():
-            stats[name] = engine.train_batch(make_batch(ids), square_loss, token_count)
+            loss = square_loss if engine.config.is_critic else self.loss
+            stats[name] = engine.train_batch(make_batch(ids), loss, token_count)
             engine.step_lr_scheduler()
             engine.set_version(engine.get_version() + 1)
         self.meter.seen += ids

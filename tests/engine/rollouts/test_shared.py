@@ -19,13 +19,25 @@ from tests.recover.runs import make_handler, step_info
 pytestmark = pytest.mark.timeout(120)
 
 
-def _steps(rank: int, world_size: int, root: str, steps: list[int]) -> list[Any]:
-    """Sample and snapshot the steps. Returns the share of each step and the log's numbers."""
+class Peers:
+    """What an engine says of ranks of which ``n`` in a row have the same data."""
+
+    def __init__(self, rank: int, world_size: int, n: int) -> None:
+        self.data_parallel_rank, self.data_parallel_world_size = rank // n, world_size // n
+
+
+def _steps(rank: int, world_size: int, root: str, steps: list[int], n: int = 1) -> list[Any]:
+    """Sample and snapshot the steps. Returns the share of each step and the log's numbers.
+
+    ``n`` ranks in a row have the same data.
+    """
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
-    state, loader, server = DCPState(model, torch.optim.AdamW(model.parameters())), make_loader(), Server(jitter=rank)
+    state = DCPState(model, torch.optim.AdamW(model.parameters()), ranks_with_same_data=n)
+    loader, server = make_loader(), Server(jitter=rank)
     echo = Echo(rejects=lambda index: index % 4 == 0)
-    shared = SharedRollouts(lambda: make_executor([server], echo, loader, max_head_offpolicyness=1))
+    engine: Any = Peers(rank, world_size, n) if n > 1 else None
+    shared = SharedRollouts(lambda: make_executor([server], echo, loader, max_head_offpolicyness=1), engine)
     handler, found = make_handler(root, freq_steps=1), []
     handler.register("rollouts", shared)
     with shared, handler:
@@ -49,10 +61,11 @@ def test_ranks_share_a_batch_and_any_number_of_them_resumes(tmp_path: Path) -> N
     untouched = _whole(run_ranks(_steps, 1, str(tmp_path / "untouched"), [0, 1, 2, 3]))
     first = run_ranks(_steps, 2, str(tmp_path / "run"), [0, 1])
     assert [len(share[0][0]) for share in first] == [2, 2]
-    rest = _whole(run_ranks(_steps, 1, str(tmp_path / "run"), [2]))
+    rest, peer = run_ranks(_steps, 2, str(tmp_path / "run"), [2], 2)
+    assert rest == peer, "ranks with the same data train on the same tickets"
     last = run_ranks(_steps, 3, str(tmp_path / "run"), [3])
     assert [len(share[0][0]) for share in last] == [1, 1, 2]
-    assert _whole(first) + rest + _whole(last) == untouched
+    assert _whole(first) + _whole([rest]) + _whole(last) == untouched
 
 
 def _failing(rank: int, world_size: int) -> None:
