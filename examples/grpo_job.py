@@ -130,12 +130,12 @@ class GRPOConfig:
         if self.backend is not None:
             self.actor = replace(self.actor, backend=self.backend)
         mesh = self.actor.parallel_strategy
-        for n_ranks in (self.min_trainers or self.n_trainers, self.n_trainers):
-            n_data_ranks = mesh.for_world(n_ranks).dp_size
+        mesh.for_world(self.min_trainers or self.n_trainers)
+        n_data_ranks = mesh.for_world(self.n_trainers).sizes["d"]
         if self.batch_size < 1 or self.batch_size % n_data_ranks:
             raise ConfigError(
-                f"config key 'batch_size' is {self.batch_size}; expected a multiple of the ranks with different data, "
-                f"{n_data_ranks} of the n_trainers"
+                f"config key 'batch_size' is {self.batch_size}; expected a multiple of {n_data_ranks}, the number of "
+                f"trainers with different data (n_trainers is {self.n_trainers})"
             )
 
     @property
