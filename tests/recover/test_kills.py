@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine import FSDPConfig, MicroBatchSpec
+from holdfast.engine import MicroBatchSpec
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import GenerationStore
+from holdfast.utils.rng import seed_rng
+from tests.engine.meshes import mesh_options
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import (
@@ -27,7 +29,7 @@ from tests.recover.runs import (
     make_engine,
     make_handler,
     make_loader,
-    square_loss,
+    nll,
     step_info,
     stream,
     token_count,
@@ -89,17 +91,19 @@ def test_ranks_killed_while_they_dump_resume_the_newest_complete_generation(tmp_
 
 
 def _train(
-    rank: int, world_size: int, root: str, replicas: int, steps: int, victims: tuple[int, ...], delay_s: float
+    rank: int, world_size: int, root: str, mesh: tuple[str, int], steps: int, victims: tuple[int, ...], delay_s: float
 ) -> tuple[str, int]:
     """Train up to a step, unless killed some time after the first dump. Returns a digest of everything, and the step
     that was resumed."""
-    engine = make_engine(f"{root}/model", fsdp=FSDPConfig(replicate_size=replicas), mb_spec=MicroBatchSpec(n_mbs=2))
-    loader, handler = make_loader("own", rank, world_size), make_handler(root, freq_steps=1, hf_freq_steps=3)
+    engine = make_engine(f"{root}/model", mb_spec=MicroBatchSpec(n_mbs=2), **mesh_options(*mesh))
+    seed_rng(3, engine.data_parallel_rank)
+    loader = make_loader("own", engine.data_parallel_rank, engine.data_parallel_world_size)
+    handler = make_handler(root, freq_steps=1, hf_freq_steps=3)
     info = handler.load(engine, loader)
     first = info.last_step_info.global_step + 1 if info else 0
     timer, batches = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)), stream(loader)
     for step in range(first, steps):
-        engine.train_batch(make_batch([*next(batches), int(10 * draw()[2])]), square_loss, token_count)
+        engine.train_batch(make_batch([*next(batches), int(10 * draw()[2])]), nll, token_count)
         engine.step_lr_scheduler()
         handler.dump(engine, step_info(step), loader)
         if rank in victims and timer.ident is None:
@@ -108,24 +112,32 @@ def _train(
     return digest({"default": engine.dcp_state()}), first
 
 
+MESHES = [("fsdp:d4", 2), ("fsdp:d2c2", 1), ("fsdp:d2t2", 1), ("fsdp:d4e2", 1)]
+"""Backend and replicas of four ranks."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_replicas_that_are_killed_end_with_the_bytes_of_a_run_that_was_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ranks_of_a_mesh_that_are_killed_end_with_the_bytes_of_a_run_that_was_not(
+    tmp_path: Path, mesh: tuple[str, int]
+) -> None:
     draw_delay, killed = random.Random(5), str(tmp_path / "killed")
     for name in ("killed", "whole"):
         write_model_folder(tmp_path / name / "model", tiny_qwen3())
     for victims in [(0,), (3,), (1, 2), (0, 1, 2, 3)]:
         with pytest.raises(AssertionError, match="died without a word"):
-            run_ranks(_train, 4, killed, 2, 10_000, victims, draw_delay.uniform(0, 0.6), timeout_s=30)
+            run_ranks(_train, 4, killed, mesh, 10_000, victims, draw_delay.uniform(0, 0.6), timeout_s=30)
     store = GenerationStore(tmp_path / "killed" / "e" / "t" / "recover")
     for generation in store.generations():
         assert store.verify(generation.path).last_step_info.global_step == generation.step
     last = store.generations()[0].step
-    found = run_ranks(_train, 4, killed, 2, last + 4, (), 0.0)
-    expected = run_ranks(_train, 4, str(tmp_path / "whole"), 2, last + 4, (), 0.0)
+    found = run_ranks(_train, 4, killed, mesh, last + 4, (), 0.0)
+    expected = run_ranks(_train, 4, str(tmp_path / "whole"), mesh, last + 4, (), 0.0)
     assert found == [(state, last + 1) for state, _ in expected]
-    for world_size, replicas in ((4, 1), (2, 1), (2, 2), (4, 4)):  # nothing left to train: what was loaded
-        again = run_ranks(_train, world_size, killed, replicas, last + 4, (), 0.0)
+    others = [(4, ("fsdp", 1)), (2, ("fsdp", 1)), (2, ("fsdp", 2)), (4, ("fsdp", 4)), (2, ("fsdp:d1c2", 1))]
+    for world_size, other in others:  # nothing left to train: what was loaded
+        again = run_ranks(_train, world_size, killed, other, last + 4, (), 0.0)
         assert again == [(expected[0][0], last + 4)] * world_size
 
 
