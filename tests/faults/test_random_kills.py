@@ -56,6 +56,11 @@ SETTINGS = (
     "recover.freq_steps=2",
     "recover.retries=1000",
 )
+MESHES = {
+    "fsdp": (),
+    "r2": ("backend=fsdp:d2", "actor.fsdp.replicate_size=2"),
+}
+"""Settings of each mesh of two trainers. The first one gets all signals, each other one a tenth."""
 LONGEST_WAIT_S = 5.0
 PATIENCE_S = stretched(300.0)
 GONE_S = stretched(90.0)  # Ray's agents outlive a killed raylet by half a minute
@@ -257,19 +262,21 @@ def flaws(run: GrpoRun, reference: GrpoRun) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900 + 60 * sum(AMOUNTS.values()))
+@pytest.mark.parametrize("mesh", MESHES)
 def test_whatever_is_killed_or_stopped_the_run_ends_with_equal_bytes(
-    tmp_path: Path, tally: Tally, say: Callable[[str], None]
+    tmp_path: Path, tally: Tally, say: Callable[[str], None], mesh: str
 ) -> None:
-    reference = GrpoRun(tmp_path / "reference", *SETTINGS, "recover.mode=off")
+    settings, share = (*SETTINGS, *MESHES[mesh]), 1.0 if mesh == "fsdp" else 0.1
+    reference = GrpoRun(tmp_path / "reference", *settings, "recover.mode=off")
     reference.start()
     assert reference.wait(PATIENCE_S) == 0, reference.log_tail()
     dice, n_runs, n_verified = random.Random(SEED), 0, 0
     struck = Counter[bool]()  # whether the driver was hit
-    signals = [kind for kind, amount in AMOUNTS.items() for _ in range(amount)]
+    signals = [kind for kind, amount in AMOUNTS.items() for _ in range(math.ceil(amount * share))]
     dice.shuffle(signals)
     n_signals = len(signals)
     while signals:
-        run, sent = GrpoRun(tmp_path / f"run_{n_runs}", *SETTINGS), Counter[str]()
+        run, sent = GrpoRun(tmp_path / f"run_{n_runs}", *settings), Counter[str]()
         run.start()
         storm = Storm(run, dice)
         with Watcher(run).watching() as watcher:

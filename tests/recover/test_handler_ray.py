@@ -15,6 +15,7 @@ from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
 from holdfast.utils.errors import CheckpointExistsError, ConfigError, WorkerLost
 from holdfast.utils.rng import seed_rng
+from tests.engine.meshes import mesh_options
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.ray_helpers import local_ray
@@ -27,6 +28,7 @@ from tests.recover.runs import (
     make_loader,
     names,
     newest,
+    nll,
     step_info,
     stream,
     train_steps,
@@ -36,12 +38,18 @@ __all__ = ["local_ray"]
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
 
 
-class Trainer(Job):
+class LogprobJob(Job):
+    """A job with a loss that every mesh can compute."""
+
+    loss = staticmethod(nll)
+
+
+class Trainer(LogprobJob):
     """A typical worker of a user, with its own `engines` and `stateful`."""
 
-    def __init__(self, model: str, seed: int) -> None:
-        super().__init__(model)
-        seed_rng(seed + torch.distributed.get_rank())
+    def __init__(self, model: str, seed: int, backend: str) -> None:
+        super().__init__(model, **mesh_options(backend))
+        seed_rng(seed, self.engines["default"].data_parallel_rank)
 
     def break_meter(self, rank: int, broken: bool) -> None:
         """Make saving the state of this rank's meter fail."""
@@ -66,8 +74,10 @@ def placement(local_ray: None) -> Iterator[Placement]:
 class Driver:
     """The driver's part of a run."""
 
-    def __init__(self, model: str, placement: Placement, root: Path, seed: int) -> None:
-        self.group = WorkerGroup(Trainer, args=(model, seed), world_size=2, placement=placement, name="trainer")
+    def __init__(self, model: str, placement: Placement, root: Path, seed: int, backend: str = "fsdp:d2") -> None:
+        args = model, seed, backend
+        self.group = WorkerGroup(Trainer, args=args, world_size=2, placement=placement, name="trainer")
+        self._shares_data = backend != "fsdp:d2"
         seed_rng(seed)
         self.loader, self.progress = make_loader("own", 0, 1), Meter()
         self.handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=None)
@@ -80,7 +90,8 @@ class Driver:
         for _ in range(steps):
             ids = next(batches)
             self.progress.seen += ids
-            ranks = self.group.call_all("train", per_rank=[(ids[:2],), (ids[2:],)])
+            per_rank = [(ids,), (ids,)] if self._shares_data else [(ids[:2],), (ids[2:],)]
+            ranks = self.group.call_all("train", per_rank=per_rank)
             records.append((ranks, draw(), list(self.progress.seen)))
         return records
 
@@ -100,7 +111,7 @@ def _draw_in_rank(worker: Trainer) -> None:
 def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, first: int) -> Any:
     """Resume a run that a driver wrote, and write a generation that a driver can resume."""
     seed_rng(50 + rank)
-    loader, job, progress, handler = make_loader("own", rank, 2), Job(model), Meter(), make_handler(root)
+    loader, job, progress, handler = make_loader("own", rank, 2), LogprobJob(model), Meter(), make_handler(root)
     handler.register("meter", job.meter)
     handler.register("progress", progress)
     info = handler.load(job.engine, loader)
@@ -144,6 +155,29 @@ def test_a_killed_group_goes_on_bit_for_bit_under_torchrun_and_back(
     assert back.progress.seen == [0], "rank 0's, for the run had no driver"
     assert [ranks for ranks, _, _ in back.train(2)] == [ranks for ranks, _, _ in expected[2:]]
     back.die()
+
+
+@pytest.mark.slow
+def test_a_killed_group_goes_on_bit_for_bit_on_a_mesh_and_then_on_another(
+    model: str, placement: Placement, tmp_path: Path
+) -> None:
+    driver = Driver(model, placement, tmp_path, 7, "fsdp:d1c2")
+    driver.train(2)
+    assert driver.dump(1)
+    expected = driver.train(2)
+    driver.die()
+    resumed = Driver(model, placement, tmp_path, 8, "fsdp:d1c2")
+    assert resumed.train(2) == expected
+    (first, second), _, _ = expected[-1]
+    assert first == second and len(first["ids"]) == 4
+    assert resumed.dump(3)
+    seen = list(resumed.progress.seen)
+    resumed.die()
+    other = Driver(model, placement, tmp_path, 9, "fsdp:d2")
+    assert other.group.call_all("snapshot")[0]["digest"] == first["digest"] and other.progress.seen == seen
+    (mine, new), _, _ = other.train(1)[0]
+    assert len({*mine["ids"], *new["ids"]}) == 4 and mine["draws"] != new["draws"]
+    other.die()
 
 
 @pytest.mark.slow

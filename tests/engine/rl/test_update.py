@@ -1,9 +1,14 @@
-"""Mini-batches and token statistics, in one process."""
+"""Mini-batches and token statistics in one process, and agreement about a batch on ranks with the same data."""
 
+import pytest
 import torch
 
-from holdfast.engine.rl.update import TokenStats, loss_mask_of, split_minibatches
+from holdfast.engine import FSDPEngine, TrainEngineConfig
+from holdfast.engine.rl.update import TokenStats, all_ranks_accept, loss_mask_of, mean_over_ranks, split_minibatches
+from holdfast.utils.errors import BatchError
+from tests.engine.meshes import mesh_options
 from tests.engine.training.test_microbatch import make_batch
+from tests.helpers import run_ranks
 
 
 def test_split_minibatches_holds_every_row_once_in_equal_token_counts() -> None:
@@ -45,3 +50,19 @@ def test_token_stats_average_over_loss_tokens_of_all_micro_batches() -> None:
     stats.add({"x": torch.tensor([1.0, nan, 2.0])}, torch.tensor([1, 0, 1]))
     stats.add({"x": torch.tensor([6.0])}, torch.tensor([True]))
     assert stats.reduce(OneRank(), ("x", "never")) == {"x": 3.0}  # type: ignore[arg-type]
+
+
+def _peers(rank: int, world_size: int) -> None:
+    engine = FSDPEngine(TrainEngineConfig(path="none", **mesh_options("fsdp:d1c2")))
+    engine.create_process_group()
+    assert engine.all_reduce_stats({"seen": 3.0}) == {"seen": 3.0} and mean_over_ranks(engine, torch.ones(2)) == 1.0
+    for wrong in range(world_size):
+        words = "wrong" if rank == wrong else r"1 other rank\(s\) refused their share"
+        with pytest.raises(BatchError, match=words), all_ranks_accept(engine):
+            if rank == wrong:
+                raise BatchError("wrong")
+    engine.destroy()
+
+
+def test_ranks_with_the_same_data_count_once_and_refuse_a_batch_together() -> None:
+    run_ranks(_peers, 2)

@@ -58,6 +58,10 @@ def test_resources_that_the_jobs_own_ray_never_has_are_refused_at_once() -> None
 
 
 def test_fewer_ranks_are_placed_and_the_rest_stays_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    request = PlacementRequest("thirds", 6, WorkerResources(), min_world_size=2, multiple_of=3)
+    found = place(request, 60)
+    assert found.world_size == 3, "there is room for 4"
+    found.remove()
     found = place(PlacementRequest("elastic", 6, WorkerResources(), min_world_size=2), 60)
     assert (found.world_size, found.is_sound(), found.can_grow()) == (4, True, False)
     assert "'elastic' goes on with 4 of 6 ranks, 6 x {'CPU': 1} (PACK): 1 node(s) have {'CPU': 4.0}" in caplog.text
@@ -111,6 +115,7 @@ def test_nobody_waits_for_resources_once_the_job_has_ended() -> None:
         ({"world_size": 0}, "expected at least one"),
         ({"strategy": "LINE"}, "strategy"),
         ({"min_world_size": 3}, "expected 1 to world_size, 2"),
+        ({"multiple_of": 4}, r"asks for 2 rank\(s\); expected a multiple of multiple_of, 4"),
         ({"min_world_size": 1, "strategy": "STRICT_PACK"}, "places all ranks at once; use PACK or SPREAD"),
     ],
 )
