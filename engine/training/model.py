@@ -188,9 +188,27 @@ def _disable_dropout(model: PreTrainedModel) -> None:
 
 
 def _zero_dropout_attributes(thing: object) -> None:
-    for name, value in vars(thing).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(thing, name, 0.0)
+    for name in _probabilities(thing):
+        setattr(thing, name, 0.0)
+
+
+def _probabilities(thing: object) -> dict[str, float]:
+    """Attributes with a dropout probability above 0."""
+    attributes = vars(thing).items()
+    return {name: value for name, value in attributes if "drop" in name and isinstance(value, float) and value > 0}
+
+
+def refuse_dropout(model: PreTrainedModel) -> None:
+    """Raise ConfigError if a dropout probability is above 0. Ranks that share rows or matrices would drop different
+    parts than one rank does."""
+    for name, module in model.named_modules():
+        found = {"p": module.p} if isinstance(module, Dropout) and module.p > 0 else _probabilities(module)
+        if found:
+            raise ConfigError(
+                f"dropout is on ({found} in {name or type(model).__name__}), which ranks with the same data cannot "
+                "repeat (context_parallel_size or tensor_parallel_size is above 1); set config key 'disable_dropout' "
+                "to true"
+            )
 
 
 def untrained_by_text(model: PreTrainedModel) -> list[str]:
