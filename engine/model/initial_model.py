@@ -64,7 +64,7 @@ def build_initial_model(
         model, skeleton = build_on_meta(config), build_on_meta(config)
         blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         cast_buffers(model, config)
-        if groups.meshes.ranks_with_same_data > 1:
+        if not config.disable_dropout and groups.meshes.ranks_with_same_data > 1:
             refuse_dropout(model)
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))

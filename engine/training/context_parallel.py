@@ -1,8 +1,8 @@
 """Ulysses: the ranks of a group share the tokens of a packed row, and exchange them for heads inside the attention.
 
-Each of the c ranks runs the model on the tokens of its part of the row. The attention gets all tokens of the row for
-its part of the heads (`tokens_to_heads`) and returns its own tokens for all heads (`heads_to_tokens`). Scores and values
-are gathered (`gather_parts`), so every rank computes the loss of the whole row, and each differentiates its own part.
+Each of the c ranks runs the model on its part of the row. The attention exchanges its tokens for the whole row of its
+part of the heads (`tokens_to_heads`), and back (`heads_to_tokens`). Scores and values are gathered (`gather_parts`), so
+every rank computes the loss of the whole row, and differentiates its own part.
 """
 
 from typing import Any
@@ -107,9 +107,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        whole = part.new_empty((dist.get_world_size(group) * len(part), *part.shape[1:]))
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-        return whole
+        parts = part.new_empty((dist.get_world_size(group), *part.shape))
+        dist.all_gather(list(parts), part.contiguous(), group=group)
+        return parts.flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -84,7 +84,8 @@ class MicroBatch:
     def row(self, multiple: int = 1) -> "MicroBatch":
         """Input for a model that supports packing: the tokens, filled up to ``row_tokens`` with zeros.
 
-        The length is a multiple of ``multiple``. The zeros form extra sequences at the end, none longer than the longest real one.
+        The length is a multiple of ``multiple``. The zeros form extra sequences at the end, none longer than the
+        longest real one.
         """
         n_tokens = -(-max(self.row_tokens, self.n_tokens) // multiple) * multiple
         n_more = n_tokens - self.n_tokens

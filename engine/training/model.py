@@ -199,15 +199,15 @@ def _probabilities(thing: object) -> dict[str, float]:
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:
-    """Raise ConfigError if a dropout probability is above 0. Ranks that share rows or matrices would drop different
-    parts than one rank does."""
-    for name, module in model.named_modules():
-        found = {"p": module.p} if isinstance(module, Dropout) and module.p > 0 else _probabilities(module)
-        if found:
+    """Raise ConfigError if a dropout probability is above 0. Ranks with the same data would not drop what one rank
+    drops."""
+    for module in model.modules():
+        found = {"p": module.p} if isinstance(module, Dropout) and module.p > 0 else {}
+        found |= _probabilities(module) | _probabilities(getattr(module, "config", None) or object())
+        for name, value in found.items():
             raise ConfigError(
-                f"dropout is on ({found} in {name or type(model).__name__}), which ranks with the same data cannot "
-                "repeat (context_parallel_size or tensor_parallel_size is above 1); set config key 'disable_dropout' "
-                "to true"
+                f"config key 'disable_dropout' is false, and {name!r} of {type(module).__name__} is {value}, but ranks "
+                "share their data (context_parallel_size or tensor_parallel_size is above 1); set it to true"
             )
 
 

@@ -62,8 +62,9 @@ class ModelOutput:
         """
         if self._sequence is not None:
             raise BatchError(
-                f"the loss function asked for logits, but with context_parallel_size {dist.get_world_size(self._sequence)} "
-                "no rank has those of all tokens; take output.logprobs, output.entropy or output.at(temperature)"
+                "the loss function asked for logits, but ranks share each row (context_parallel_size is "
+                f"{dist.get_world_size(self._sequence)}), so that none has the logits of all tokens; take "
+                "output.logprobs, output.entropy or output.at(temperature)"
             )
         return self._own_logits()
 

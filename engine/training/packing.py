@@ -107,8 +107,7 @@ def _require_parts(
             reason = str(error.__cause__ or error)
     raise ConfigError(
         f"{unsharded_class(model).__name__} cannot be trained with context_parallel_size "
-        f"{dist.get_world_size(sequence)}: {reason}; or take 'c' out of config key 'backend', so that FSDP2 alone shards "
-        "the model over these ranks"
+        f"{dist.get_world_size(sequence)}: {reason}; leave 'c' out of config key 'backend'"
     )
 
 
