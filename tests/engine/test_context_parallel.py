@@ -280,7 +280,7 @@ def _refusals(rank: int, world_size: int, folder: str, three_heads: str, gpt2: s
     batch = a_batch()
     engine.train_batch(batch, nll, loss_tokens)
     before = whole(engine)
-    with pytest.raises(BatchError, match="asked for logits, but ranks share each row .* is 2.*; take output"):
+    with pytest.raises(BatchError, match=r"asked for logits, but ranks share each row .* is 2.*; take output"):
         engine.train_batch(batch, lambda output, mb: output.float().sum(), loss_tokens)
     with pytest.raises(BatchError, match=r"ranks 0 and 1 share their data \(2 ranks do\), but were given different"):
         engine.train_batch(rows(batch, slice(rank, 8)), nll, loss_tokens)
