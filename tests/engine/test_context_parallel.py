@@ -24,6 +24,8 @@ from holdfast.utils.errors import BatchError, ConfigError
 from tests.engine.architectures.released import tiny_config
 from tests.engine.lora.engines import lora_engine, train, trained_state, write_base
 from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.rl.test_actor import make_actor, share_of
+from tests.engine.rl.test_algorithms import CASES, actor_settings, whole_batch
 from tests.engine.test_fsdp_engine import (
     capture_gradients,
     loss_tokens,
@@ -176,6 +178,37 @@ def test_losses_of_whole_sequences_entropies_and_values_are_those_of_the_unshard
     folders: Callable[[str], str], mesh: str
 ) -> None:
     run_ranks(_losses, MESHES[mesh], folders("qwen3"), mesh, timeout_s=240)
+
+
+def _updates(rank: int, world_size: int, folder: str, mesh: str) -> dict[str, Any]:
+    """Statistics of updates of one batch, log-probabilities and weights."""
+    found: dict[str, Any] = {}
+    for name in ("gspo", "entropy", "clip_cov", "verl's both"):
+        actor = make_actor(folder, backend=f"fsdp:{mesh}", **actor_settings(CASES[name]))
+        engine: Any = actor.engine
+        batch = share_of(whole_batch(), engine.data_parallel_rank, engine.data_parallel_world_size)
+        found[name] = actor.ppo_update(actor.compute_advantages(batch)) | engine.export_stats()
+        found[name] = {key: value for key, value in found[name].items() if key not in ("n_mbs", "num_micro_batches")}
+        if engine.data_parallel_world_size > 1:
+            found[name].pop("n_tokens")  # of a rank
+        found[f"{name}, weights"] = whole(engine)
+    return found
+
+
+@pytest.mark.parametrize("mesh", slow_but(["d1c2"], ["d1c2", "d2c2"]))
+def test_updates_of_a_policy_and_their_statistics_are_those_of_one_rank(
+    folders: Callable[[str], str], mesh: str
+) -> None:
+    folder = folders("trained by actors")
+    (expected,) = run_ranks(_updates, 1, folder, "d1")
+    for found in run_ranks(_updates, MESHES[mesh], folder, mesh):
+        for name, stats in expected.items():
+            if name.endswith("weights"):
+                for key, tensor in stats.items():
+                    torch.testing.assert_close(found[name][key], tensor, rtol=1e-5, atol=2e-6, msg=f"{name}: {key}")
+            else:
+                expected_stats = {key: stats[key] for key in found[name]}
+                assert found[name] == pytest.approx(expected_stats, rel=1e-4, abs=1e-6), name
 
 
 def _small_rows(rank: int, world_size: int, folder: str) -> None:
