@@ -23,7 +23,7 @@ def filled_row(mb: MicroBatch, group: Group) -> MicroBatch:
 
 
 def own_part(row: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """This rank's part of a row, of which ``dim`` counts the tokens."""
+    """This rank's part of a row. Dimension ``dim`` counts the tokens."""
     return row if group is None else row.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 

@@ -202,12 +202,15 @@ def refuse_dropout(model: PreTrainedModel) -> None:
     """Raise ConfigError if a dropout probability is above 0. Ranks with the same data would not drop what one rank
     drops."""
     for module in model.modules():
-        found = {"p": module.p} if isinstance(module, Dropout) and module.p > 0 else {}
-        found |= _probabilities(module) | _probabilities(getattr(module, "config", None) or object())
-        for name, value in found.items():
+        found = _probabilities(module)
+        if isinstance(module, Dropout) and module.p > 0:
+            found["p"] = module.p
+        if isinstance(config := getattr(module, "config", None), PretrainedConfig):
+            found |= _probabilities(config)
+        if found:
             raise ConfigError(
-                f"config key 'disable_dropout' is false, and {name!r} of {type(module).__name__} is {value}, but ranks "
-                "share their data (context_parallel_size or tensor_parallel_size is above 1); set it to true"
+                f"config key 'disable_dropout' is false, and {type(module).__name__} has {found}, but ranks share "
+                "their data (context_parallel_size or tensor_parallel_size is above 1); set it to true"
             )
 
 

@@ -298,10 +298,15 @@ def _refusals(rank: int, world_size: int, folder: str, three_heads: str, gpt2: s
             (three_heads, {}, "context_parallel_size 2: 2 ranks cannot share 3 heads with 3 key heads; .* of 1, 3;"),
             (three_heads, {"attn_impl": "holdfast"}, "2 ranks cannot share 3 heads"),
             (gemma2, {}, "Gemma2ForCausalLM cannot be .* in another way"),
-            (gpt2, {"disable_dropout": False}, "'disable_dropout' is false, and '.*' of .* is 0.1, .* set it to true"),
+            (
+                gpt2,
+                {"disable_dropout": False},
+                r"'disable_dropout' is false, and GPT2LMHeadModel has \{.*_pdrop': 0.1.* set it to true",
+            ),
         ):
             with pytest.raises(ConfigError, match=words):
                 make_engine(path, **{"backend": "fsdp:c2", **changes})
+    make_engine(folder, backend="fsdp:c2", disable_dropout=False)  # it has none
     engine = make_engine(gpt2, backend="fsdp:c2")
     batch = a_batch()
     engine.train_batch(batch, nll, loss_tokens)
