@@ -56,10 +56,11 @@ def tokens_to_heads(
         ValueError: the ranks of the group cannot share the heads.
     """
     c, heads, key_heads = dist.get_world_size(group), query.shape[1], key.shape[1]
-    if c not in (fitting := _fitting_sizes(heads, key_heads)):
+    if not _fits(c, heads, key_heads):
+        fitting = ", ".join(str(size) for size in range(1, heads + 1) if _fits(size, heads, key_heads))
         raise ValueError(
             f"{c} ranks cannot share {heads} heads with {key_heads} key heads; expected a context_parallel_size of "
-            f"{', '.join(map(str, fitting))}"
+            f"{fitting}"
         )
     if key_heads < c:
         key, value = (each.repeat_interleave(c // key_heads, dim=1) for each in (key, value))
@@ -77,9 +78,8 @@ def heads_to_tokens(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return _Exchange.apply(parts, group).transpose(0, 1).flatten(1, 2)[None]
 
 
-def _fitting_sizes(heads: int, key_heads: int) -> list[int]:
-    sizes = [size for size in range(1, heads + 1) if heads % size == 0]
-    return [size for size in sizes if key_heads % size == 0 or size % key_heads == 0]
+def _fits(c: int, heads: int, key_heads: int) -> bool:
+    return heads % c == 0 and (key_heads % c == 0 or c % key_heads == 0)
 
 
 class _Exchange(torch.autograd.Function):
@@ -104,6 +104,8 @@ def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Gather(torch.autograd.Function):
+    """`gather_parts`."""
+
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group

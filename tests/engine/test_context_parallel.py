@@ -87,7 +87,7 @@ def check_gradients(found: dict[str, torch.Tensor], expected: Any) -> None:
     given = {name: param.grad for name, param in expected.named_parameters() if param.grad is not None}
     largest = max(float(grad.abs().max()) for grad in given.values())
     for name, grad in given.items():
-        difference = float((found[name] - grad).abs().max())
+        difference = float((found[name].cpu() - grad).abs().max())
         assert difference <= 1e-5 * float(grad.abs().max()) + 1e-7 * largest, (name, difference, largest)
 
 
