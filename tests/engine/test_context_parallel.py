@@ -16,7 +16,9 @@ from holdfast.engine.model import initial_model
 from holdfast.engine.rl.config import PPOActorConfig
 from holdfast.engine.rl.losses import masked_mean
 from holdfast.engine.rl.policy_losses import policy_inputs, ppo
+from holdfast.engine.training import attention
 from holdfast.engine.training.attention import packed_row
+from holdfast.engine.training.context_parallel import heads_to_tokens
 from holdfast.engine.training.logprobs import token_logprobs
 from holdfast.engine.training.microbatch import split_batch
 from holdfast.engine.training.model_output import ModelOutput, model_output
@@ -306,6 +308,11 @@ def _refusals(rank: int, world_size: int, folder: str, three_heads: str, gpt2: s
         ):
             with pytest.raises(ConfigError, match=words):
                 make_engine(path, **{"backend": "fsdp:c2", **changes})
+        with (
+            patch.object(attention, "heads_to_tokens", lambda out, group: heads_to_tokens(out, group).flip(1)),
+            pytest.raises(ConfigError, match=r"Qwen3ForCausalLM cannot be .* come out otherwise than the whole row"),
+        ):
+            make_engine(folder, backend="fsdp:c2")
     make_engine(folder, backend="fsdp:c2", disable_dropout=False)  # it has none
     engine = make_engine(gpt2, backend="fsdp:c2")
     batch = a_batch()
