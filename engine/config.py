@@ -77,7 +77,7 @@ class MicroBatchSpec:
     """Most tokens in one micro-batch. Null for no limit. A single longer sequence gets its own micro-batch. The
     gradient does not depend on this, but memory grows with it: activations, tokens x tokens if attention uses a mask
     (``attn_impl`` ``sdpa`` or ``eager``), and the logits with their gradient if a loss or model needs whole logits (5
-    GB for 8192 tokens and 150,000 words in bfloat16)."""
+    GB for 8192 tokens and 150,000 words in bfloat16). c ranks that share a row hold 1/c of its tokens each."""
     packing_algorithm: str = "ffd"
     """``ffd`` (first fit decreasing) or ``kk`` (Karmarkar-Karp: better balance, a little slower)."""
 
@@ -158,7 +158,7 @@ class TrainEngineConfig:
     gradient_checkpointing: bool = False
     """Recompute each block in the backward instead of keeping its activations."""
     disable_dropout: bool = True
-    """Set every dropout probability to zero. RL needs log-probabilities that repeat."""
+    """Set every dropout probability to zero. RL needs log-probabilities that repeat. Ranks that share rows need it."""
     temperature: float = 1.0
     """Divisor of the logits before log-probabilities, as in the sampler."""
     logprobs_chunk_size: int | None = None
@@ -181,8 +181,10 @@ class TrainEngineConfig:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
     backend: str = "fsdp"
-    """The mesh in AReaL's notation: ``fsdp`` for any number of ranks, ``fsdp:d8`` for exactly 8. See
-    `ParallelStrategy.from_backend`. Sizes other than d are refused, because they are not supported yet."""
+    """The mesh in AReaL's notation: ``fsdp`` for any number of ranks, ``fsdp:d8`` for exactly 8. ``fsdp:c2``: every two
+    ranks get the same data and share the tokens of each packed row (``fsdp:d4c2``: 8 ranks). See
+    `ParallelStrategy.from_backend` and docs/gpus-and-nodes.md. Sizes other than d and c are refused, because they are
+    not supported yet."""
     use_lora: bool = False
     """Train LoRA adapters instead of the weights, which stay frozen in their dtype in ``path``. Needs peft (``pip
     install 'holdfast[lora]'``). See docs/lora.md."""

@@ -58,7 +58,7 @@ from .training.head import ScoringHead
 from .training.meshes import Meshes
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.model import describe_parameters
-from .training.model_output import ModelOutput, model_output
+from .training.model_output import ModelOutput, model_output, own_output
 from .training.optimizer import build_optimizer, build_scheduler
 from .training.optimizer_step import clip_and_step
 from .training.process_groups import close_process_groups, open_process_groups
@@ -289,8 +289,8 @@ class FSDPEngine:
 
     def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> torch.Tensor:
         if share == 0:  # nothing counts here, but forward and backward must still take part in their collectives
-            output = self._output(mb.first_token())
-            output = output if self.config.is_critic else output.logits
+            beat()
+            output = own_output(self.model, mb.first_token(), self.config.pack_sequences, self._meshes.sequence)
             return output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0).sum()  # 0 * inf would be NaN
         return loss_fn(self._output(mb), mb.data) * share
 
@@ -298,8 +298,8 @@ class FSDPEngine:
         """First argument of the loss functions."""
         beat()
         if self.config.is_critic:
-            return model_output(self.model, mb, self.config.pack_sequences)
-        return ModelOutput(self.model, mb, self.config, self._scoring_head)
+            return model_output(self.model, mb, self.config.pack_sequences, self._meshes.sequence)
+        return ModelOutput(self.model, mb, self.config, self._scoring_head, self._meshes.sequence)
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Inside the block the engine uses its base model. ConfigError if it trains all weights."""

@@ -11,7 +11,7 @@ from ..utils.errors import ConfigError
 _BACKEND = re.compile(r"(?:fsdp|megatron|archon)(?:\[[^\[\]]*\])?(?::(?P<sizes>.+))?")
 _BY_PART = re.compile(r"\(attn:(?P<attention>[^|]+)\|ffn:(?P<experts>[^|]+)\)")
 _SIZE = re.compile(r"([dptce])([1-9][0-9]*)")
-_NOT_SUPPORTED = {"c", "t", "e"}
+_NOT_SUPPORTED = {"t", "e"}
 _PARALLELISM = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
 
 
@@ -97,9 +97,10 @@ class ParallelStrategy:
         per_data_rank = self.cp_size * self.tp_size
         d = self.data_parallel_size or max(1, world_size // per_data_rank)
         if (needed := d * per_data_rank) != world_size:
+            each = f" ({per_data_rank} for each data rank)" if per_data_rank > 1 else ""
             raise ConfigError(
-                f"data_parallel_size is {d}, but {world_size} rank(s) have joined; start {needed} ranks, or set config "
-                f"key 'backend' to 'fsdp:d{world_size}', or to 'fsdp' for any number"
+                f"data_parallel_size is {d}, but {world_size} rank(s) have joined; start {needed} ranks{each}, or set "
+                f"config key 'backend' to 'fsdp:d{world_size}', or to 'fsdp' for any number"
             )
         return replace(self, data_parallel_size=d)
 
@@ -156,7 +157,8 @@ def _sizes_of(text: str, known: str, found: str) -> dict[str, int]:
 
 
 def _unsupported(found: str, sizes: Mapping[str, int], ranks: int | None) -> ConfigError:
-    used = " and ".join(sorted(what for name, what in _PARALLELISM.items() if sizes.get(name, 1) > 1))
+    unsupported = [name for name in ("p", *_NOT_SUPPORTED) if sizes.get(name, 1) > 1]
+    used = " and ".join(sorted(_PARALLELISM[name] for name in unsupported))
     instead = "fsdp" if ranks is None else f"fsdp:d{ranks}"
     return ConfigError(
         f"{found}, with {used} parallelism, which is not supported yet; set config key 'backend' to {instead!r}: FSDP2 "

@@ -24,7 +24,7 @@ from ..hf.weight_files import WeightReader
 from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters
 from ..training.head import ScoringHead, find_scoring_head
-from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers
+from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers, refuse_dropout
 from ..training.packing import prepare_packing
 from ..training.process_groups import ProcessGroups
 from ..training.rotary import longest_sequence
@@ -64,12 +64,21 @@ def build_initial_model(
         model, skeleton = build_on_meta(config), build_on_meta(config)
         blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         cast_buffers(model, config)
+        if not config.disable_dropout and groups.meshes.ranks_with_same_data > 1:
+            refuse_dropout(model)
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
     shard_model(model, config, blocks, groups.meshes.fsdp)
     # Before the model has memory, because twins take as much for a moment.
+    sequence = groups.meshes.sequence
     if config.pack_sequences:
-        prepare_packing(model, config.attn_impl, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)
+        longest_row = config.mb_spec.max_tokens_per_mb
+        prepare_packing(model, config.attn_impl, groups.device, groups.control, longest_row, sequence)
+    elif sequence is not None:
+        raise ConfigError(
+            "config key 'pack_sequences' is false, but only packed rows are cut (context_parallel_size is "
+            f"{groups.meshes.strategy.cp_size}); set it to true, or take 'c' out of config key 'backend'"
+        )
     head = None if config.is_critic else find_scoring_head(model, groups.device, groups.control)
     with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
         unfilled = give_memory(model, skeleton, groups.device)

@@ -22,12 +22,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import PACKED_ATTENTION
+from .context_parallel import heads_to_tokens, tokens_to_heads
 
 _LEAST_CHUNK = 256
 """Queries that attend together if the sliding window is smaller."""
@@ -39,24 +41,29 @@ class PackedRow:
 
     ``lengths`` are the tokens of each sequence and together fill the row. ``cu_seqlens`` ``[n + 1]`` int32 are their
     boundaries on the device. ``window`` is the number of tokens that a token sees, including itself (None: all earlier
-    ones).
+    ones). The ranks of ``group`` share the row (None: this rank has it alone). It is here because checkpointed blocks
+    run again outside of `packed_row`.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     window: int | None = None
+    group: dist.ProcessGroup | None = None
 
 
 _row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
 
 
 @contextmanager
-def packed_row(lengths: Sequence[int], cu_seqlens: torch.Tensor) -> Iterator[None]:
+def packed_row(
+    lengths: Sequence[int], cu_seqlens: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
     """Tell a model with `PACKED_ATTENTION` that its input is one row of packed sequences with these ``lengths``.
 
+    With a ``group`` the input of each of its ranks is a part of the row, all of the same length, in the order of ranks.
     Wrap only the forward call, not the backward. Other models are not affected.
     """
-    token = _row.set(PackedRow(tuple(lengths), cu_seqlens))
+    token = _row.set(PackedRow(tuple(lengths), cu_seqlens, group=group))
     try:
         yield
     finally:
@@ -95,23 +102,29 @@ def _attention(
 
     Raises:
         ValueError: the layer needs attention sinks, capped scores, or (within packed sequences) something other than
-            causal self-attention.
+            causal self-attention. Or ranks share the row, and its mask is no `PackedRow`, or they cannot share its
+            heads.
     """
     if unknown := [name for name in ("softcap", "s_aux") if other.get(name) is not None]:
         raise ValueError(f"{PACKED_ATTENTION!r} attention has no {unknown[0]!r}")  # sdpa may ignore it without a word
     if not isinstance(attention_mask, PackedRow):
+        if (shared := _row.get()) is not None and shared.group is not None:
+            raise ValueError(f"a layer of {type(module).__name__} needs a mask of its own, but ranks share the row")
         sdpa = AttentionInterface()["sdpa"]
         return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **other)
     row = attention_mask
-    if not query.shape[0] == key.shape[0] == 1 or not query.shape[2] == key.shape[2] == sum(row.lengths):
-        raise ValueError(
-            f"queries {list(query.shape)} and keys {list(key.shape)} are not one row of {sum(row.lengths)} tokens"
-        )
+    n_tokens = sum(row.lengths) if row.group is None else sum(row.lengths) // dist.get_world_size(row.group)
+    if not query.shape[0] == key.shape[0] == 1 or not query.shape[2] == key.shape[2] == n_tokens:
+        raise ValueError(f"queries {list(query.shape)} and keys {list(key.shape)} are not one row of {n_tokens} tokens")
     if other.get("position_bias") is not None:
         raise ValueError(f"{PACKED_ATTENTION!r} attention has no 'position_bias' within packed sequences")
+    if row.group is not None:
+        query, key, value = tokens_to_heads(query, key, value, row.group)
     if dropout == 0 and _kernel_takes(query, value):
-        return _in_one_kernel(query, key, value, row, scaling), None
-    return _one_by_one(query, key, value, row, dropout, scaling), None
+        out = _in_one_kernel(query, key, value, row, scaling)
+    else:
+        out = _one_by_one(query, key, value, row, dropout, scaling)
+    return out if row.group is None else heads_to_tokens(out, row.group), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, _attention)

@@ -19,7 +19,8 @@ from ...utils.compat.torch_private import count_forward_hooks
 from ...utils.distributed import all_agree, collective_broke
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from .logprobs import next_tokens, score_tokens, token_logprobs
+from .context_parallel import own_targets
+from .logprobs import score_tokens, token_logprobs
 from .microbatch import MicroBatch
 from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
 from .unsharded import unsharded_class
@@ -46,15 +47,20 @@ class ScoringHead:
 
 @contextmanager
 def scoring(
-    head: nn.Linear, mb: MicroBatch, temperature: float, packed: bool, chunk_size: int | None = None
+    head: nn.Linear,
+    mb: MicroBatch,
+    temperature: float,
+    packed: bool,
+    chunk_size: int | None = None,
+    sequence: dist.ProcessGroup | None = None,
 ) -> Iterator[None]:
     """Let ``head`` return ``[..., 2]`` float32 instead of logits: log p of the next token, and the entropy.
 
     The model is called once inside, on the tokens of ``mb``: in one row if ``packed``, else padded by
     `MicroBatch.padded` (scores are 0 at padding). Logits exist for ``chunk_size`` tokens at a time (None: by their
-    size).
+    size). The ranks of ``sequence`` share the row: each scores its part of it.
     """
-    targets, places = next_tokens(mb.data["input_ids"]), (mb.rows, mb.position_ids)
+    targets, places = own_targets(mb, sequence), (mb.rows, mb.position_ids)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden[0, : len(targets)] if packed else hidden[places]

@@ -44,8 +44,16 @@ def token_logprobs(
     """
     if not isinstance(output, torch.Tensor):
         return output.at(temperature)
-    logprobs, entropy = _OfLogits.apply(output, next_tokens(input_ids), temperature, chunk_size)
+    logprobs, entropy = score_logits(output, next_tokens(input_ids), temperature, chunk_size)
     return align_with_tokens(logprobs, cu_seqlens), align_with_tokens(entropy, cu_seqlens)
+
+
+def score_logits(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, chunk_size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``log p(target)`` and the entropy for each row of ``logits [T, V]``, ``[T]`` float32. ``targets`` are as in
+    `score_tokens`."""
+    return _OfLogits.apply(logits, targets, temperature, chunk_size)
 
 
 def score_tokens(

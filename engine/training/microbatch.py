@@ -81,22 +81,24 @@ class MicroBatch:
         numbers = torch.arange(len(lengths), device=lengths.device)
         return torch.repeat_interleave(numbers, lengths, output_size=self.n_tokens)
 
-    def row(self) -> "MicroBatch":
+    def row(self, multiple: int = 1) -> "MicroBatch":
         """Input for a model that supports packing: the tokens, filled up to ``row_tokens`` with zeros.
 
-        The zeros form extra sequences at the end, none longer than the longest real one.
+        The length is a multiple of ``multiple``. The zeros form extra sequences at the end, none longer than the
+        longest real one.
         """
-        n_more = self.row_tokens - self.n_tokens
+        n_tokens = -(-max(self.row_tokens, self.n_tokens) // multiple) * multiple
+        n_more = n_tokens - self.n_tokens
         data = {key: self.data[key] for key in ("input_ids", "attention_mask", "position_ids", "cu_seqlens")}
-        if n_more <= 0:
+        if n_more == 0:
             return replace(self, data=data)
         longest = self.longest or max(self.lengths)
         numbers = torch.arange(n_more, device=self.position_ids.device)
-        ends = torch.arange(self.n_tokens, self.row_tokens, longest, device=self.cu_seqlens.device)[1:]
+        ends = torch.arange(self.n_tokens, n_tokens, longest, device=self.cu_seqlens.device)[1:]
         more = {"input_ids": numbers.new_zeros(n_more), "attention_mask": numbers.new_ones(n_more)}
         more |= {
             "position_ids": numbers % longest,
-            "cu_seqlens": torch.cat([ends, ends.new_full((1,), self.row_tokens)]),
+            "cu_seqlens": torch.cat([ends, ends.new_full((1,), n_tokens)]),
         }
         filled = {key: torch.cat([data[key], more[key].to(data[key].dtype)]) for key in data}
         whole, rest = divmod(n_more, longest)

@@ -188,9 +188,30 @@ def _disable_dropout(model: PreTrainedModel) -> None:
 
 
 def _zero_dropout_attributes(thing: object) -> None:
-    for name, value in vars(thing).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(thing, name, 0.0)
+    for name in _probabilities(thing):
+        setattr(thing, name, 0.0)
+
+
+def _probabilities(thing: object) -> dict[str, float]:
+    """Attributes with a dropout probability above 0."""
+    attributes = vars(thing).items()
+    return {name: value for name, value in attributes if "drop" in name and isinstance(value, float) and value > 0}
+
+
+def refuse_dropout(model: PreTrainedModel) -> None:
+    """Raise ConfigError if a dropout probability is above 0. Ranks with the same data would not drop what one rank
+    drops."""
+    for module in model.modules():
+        found = _probabilities(module)
+        if isinstance(module, Dropout) and module.p > 0:
+            found["p"] = module.p
+        if isinstance(config := getattr(module, "config", None), PretrainedConfig):
+            found |= _probabilities(config)
+        if found:
+            raise ConfigError(
+                f"config key 'disable_dropout' is false, and {type(module).__name__} has {found}, but ranks share "
+                "their data (context_parallel_size or tensor_parallel_size is above 1); set it to true"
+            )
 
 
 def untrained_by_text(model: PreTrainedModel) -> list[str]:

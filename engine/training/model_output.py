@@ -3,14 +3,16 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ...utils.compat.torch_private import tree_map
 from ...utils.errors import BatchError
 from ..config import TrainEngineConfig
 from .attention import packed_row
+from .context_parallel import filled_row, gather_parts, own_part, own_targets
 from .head import ScoringHead, scoring
-from .logprobs import align_with_tokens, token_logprobs
+from .logprobs import align_with_tokens, score_logits, token_logprobs
 from .microbatch import MicroBatch
 
 
@@ -19,16 +21,22 @@ class ModelOutput:
 
     - `logprobs`, `entropy` and `at` are computed by the ``head`` (of `find_scoring_head`) chunk by chunk, so ``[tokens,
       vocab]`` logits and their gradient never exist.
-    - `logits` holds them whole. A loss that needs both must take the logits first.
+    - `logits` holds them whole. A loss that needs both must take the logits first. Ranks that share the row
+      (``sequence``) have no whole logits.
 
     All are differentiable. Used as a tensor (``output / 2``, ``torch.softmax(output, -1)``, ``output.shape``) it
     behaves like its logits, so loss functions written for logits work unchanged.
     """
 
     def __init__(
-        self, model: PreTrainedModel, mb: MicroBatch, config: TrainEngineConfig, head: ScoringHead | None
+        self,
+        model: PreTrainedModel,
+        mb: MicroBatch,
+        config: TrainEngineConfig,
+        head: ScoringHead | None,
+        sequence: dist.ProcessGroup | None = None,
     ) -> None:
-        self._model, self._mb, self._config = model, mb, config
+        self._model, self._mb, self._config, self._sequence = model, mb, config, sequence
         self._head = None if head is None or head.is_seen(model) else head.linear
         self._logits: torch.Tensor | None = None
         self._scores: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -50,11 +58,20 @@ class ModelOutput:
         """``[T, V]`` in the compute dtype. Row t predicts token t + 1.
 
         Raises:
-            BatchError: log-probabilities were computed before.
+            BatchError: log-probabilities were computed before, or ranks share the row.
         """
+        if self._sequence is not None:
+            raise BatchError(
+                "the loss function asked for logits, but ranks share each row (context_parallel_size is "
+                f"{dist.get_world_size(self._sequence)}), so that none has the logits of all tokens; take "
+                "output.logprobs, output.entropy or output.at(temperature)"
+            )
+        return self._own_logits()
+
+    def _own_logits(self) -> torch.Tensor:
         if self._logits is None:
             self._refuse_second("logits")
-            self._logits = model_output(self._model, self._mb, self._config.pack_sequences)
+            self._logits = own_output(self._model, self._mb, self._config.pack_sequences, self._sequence)
         return self._logits
 
     def at(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,11 +86,16 @@ class ModelOutput:
 
     def _score(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         mb, packed, chunk_size = self._mb, self._config.pack_sequences, self._config.logprobs_chunk_size
-        if self._head is None or self._logits is not None:
+        if self._head is not None and self._logits is None:
+            self._refuse_second(f"log-probabilities at temperature {temperature}")
+            with scoring(self._head, mb, temperature, packed, chunk_size, self._sequence):
+                scores = own_output(self._model, mb, packed, self._sequence)
+        elif self._sequence is None:
             return token_logprobs(self.logits, mb.data["input_ids"], mb.cu_seqlens, temperature, chunk_size)
-        self._refuse_second(f"log-probabilities at temperature {temperature}")
-        with scoring(self._head, mb, temperature, packed, chunk_size):
-            logprobs, entropy = model_output(self._model, mb, packed).unbind(-1)
+        else:
+            targets = own_targets(mb, self._sequence)
+            scores = torch.stack(score_logits(self._own_logits(), targets, temperature, chunk_size), dim=-1)
+        logprobs, entropy = gather_parts(scores, self._sequence)[: mb.n_tokens].unbind(-1)
         return align_with_tokens(logprobs, mb.cu_seqlens), align_with_tokens(entropy, mb.cu_seqlens)
 
     def _refuse_second(self, what: str) -> None:
@@ -106,13 +128,23 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", 
     setattr(ModelOutput, f"__{_name}__", _of_logits(f"__{_name}__"))
 
 
-def model_output(model: PreTrainedModel, mb: MicroBatch, packed: bool) -> torch.Tensor:
+def model_output(
+    model: PreTrainedModel, mb: MicroBatch, packed: bool, sequence: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Run the model: ``[tokens, vocab]`` logits (actor) or ``[tokens]`` float32 values (critic), in packed order."""
+    return gather_parts(own_output(model, mb, packed, sequence), sequence)[: mb.n_tokens]
+
+
+def own_output(
+    model: PreTrainedModel, mb: MicroBatch, packed: bool, sequence: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """`model_output`. With a ``sequence``, whose ranks share the row: of this rank's part of the filled row."""
     if packed:
-        row = mb.row()
-        ids, positions = row.data["input_ids"][None], row.position_ids[None]
-        with packed_row(row.lengths, row.cu_seqlens):
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, : mb.n_tokens]
+        row = filled_row(mb, sequence)
+        ids, positions = (own_part(each, sequence)[None] for each in (row.data["input_ids"], row.position_ids))
+        with packed_row(row.lengths, row.cu_seqlens, sequence):
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        logits = logits[: mb.n_tokens] if sequence is None else logits
     else:
         logits = model(**mb.padded(), use_cache=False).logits[mb.rows, mb.position_ids]
     return logits[:, 0].float() if logits.shape[-1] == 1 else logits

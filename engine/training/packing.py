@@ -24,6 +24,7 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
+from .context_parallel import gather_parts, own_part
 from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
 from .rotary import length_boundaries, move_boundary
 from .unsharded import unsharded_class
@@ -47,23 +48,67 @@ def prepare_packing(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     max_row_tokens: int | None = None,
+    sequence: dist.ProcessGroup | None = None,
 ) -> None:
     """Replace ``sdpa`` by our attention if the model supports it and ``attn_impl`` is None, then `check_packing`.
 
-    This changes the attention in the model's configs, which is not part of ``config.json``.
+    This changes the attention in the model's configs, which is not part of ``config.json``. If the ranks of
+    ``sequence`` share rows, the model must support our attention, and compute a row in parts as it computes it whole.
+
+    Raises:
+        ConfigError: see `check_packing`. Or ranks share rows, and the model does not support it.
     """
-    if attn_impl is None and attention_of(_text(model.config)) == "sdpa" and model.is_backend_compatible():
-        set_attention(model, PACKED_ATTENTION, instead_of="sdpa")
+    reason = _why_not_ours(model, attn_impl, device, group)
+    if sequence is not None:
+        _require_parts(model, reason, device, group, sequence)
+    elif reason is not None or attn_impl is not None:
+        check_packing(model, device, group, max_row_tokens)
+
+
+def _why_not_ours(
+    model: PreTrainedModel, attn_impl: str | None, device: torch.device, group: dist.ProcessGroup | None
+) -> str | None:
+    """Replace ``sdpa`` by our attention if possible. Return why another attention is used, or None."""
+    used = attention_of(_text(model.config))
+    if used == PACKED_ATTENTION:
+        return None
+    if attn_impl is not None:
+        return f"config key 'attn_impl' is {attn_impl!r}, and null or {PACKED_ATTENTION!r} would be needed"
+    if used != "sdpa" or not model.is_backend_compatible():
+        return f"transformers computes its attention in another way ({used!r})"
+    set_attention(model, PACKED_ATTENTION, instead_of="sdpa")
+    try:
+        if _comes_out_alike(model, _windows(model.config), device, group):
+            return None
+        reason = "its sequences come out otherwise than alone"
+    except ConfigError as error:
+        reason = str(error).partition(";")[0]
+    set_attention(model, "sdpa", instead_of=PACKED_ATTENTION)
+    if get_rank(group) == 0:
+        logger.info("attention %r is not for this model, which keeps 'sdpa': %s", PACKED_ATTENTION, reason)
+    return reason
+
+
+def _require_parts(
+    model: PreTrainedModel,
+    reason: str | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    sequence: dist.ProcessGroup,
+) -> None:
+    """Raise ConfigError unless the ranks of ``sequence`` can share rows: our attention is used (no ``reason``), and a
+    twin computes the parts of a row as it computes each sequence alone."""
+    if reason is None:
         try:
-            if _comes_out_alike(model, _windows(model.config), device, group):
+            if _comes_out_alike(model, _windows(model.config), device, group, sequence):
                 return
-            reason = "its sequences come out otherwise than alone"
+            reason = "the parts of a row come out otherwise than the whole row"
         except ConfigError as error:
-            reason = str(error).partition(";")[0]
-        set_attention(model, "sdpa", instead_of=PACKED_ATTENTION)
-        if get_rank(group) == 0:
-            logger.info("attention %r is not for this model, which keeps 'sdpa': %s", PACKED_ATTENTION, reason)
-    check_packing(model, device, group, max_row_tokens)
+            reason = str(error.__cause__ or error)
+    raise ConfigError(
+        f"{unsharded_class(model).__name__} cannot be trained with context_parallel_size "
+        f"{dist.get_world_size(sequence)}: {reason}; leave 'c' out of config key 'backend'"
+    )
 
 
 def check_packing(
@@ -107,9 +152,14 @@ def _text(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _comes_out_alike(
-    model: PreTrainedModel, small: Collection[str], device: torch.device, group: dist.ProcessGroup | None
+    model: PreTrainedModel,
+    small: Collection[str],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    sequence: dist.ProcessGroup | None = None,
 ) -> bool:
-    """Whether a twin with the windows ``small`` shortened computes a sequence behind another one as it does alone."""
+    """Whether a twin with the windows ``small`` shortened computes a sequence behind another one as it does alone, in a
+    row that the ranks of ``sequence`` share."""
     config = copy.deepcopy(model.config)
     for key in small:
         if key in length_boundaries(config):
@@ -117,9 +167,9 @@ def _comes_out_alike(
         else:
             setattr(_text(config), key, _WINDOW_TOKENS)
     attention = attention_of(_text(config))
-    alike = _difference_is_small(model, config, twin_dtype(config), device, group)
+    alike = _difference_is_small(model, config, twin_dtype(config), device, group, sequence)
     if alike and attention == PACKED_ATTENTION and device.type == "cuda":  # another kernel
-        return _difference_is_small(model, config, torch.bfloat16, device, group)
+        return _difference_is_small(model, config, torch.bfloat16, device, group, sequence)
     return alike
 
 
@@ -130,20 +180,23 @@ def _difference_is_small(
     dtype: torch.dtype,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    sequence: dist.ProcessGroup | None,
 ) -> bool:
     most = getattr(_text(model.config), "max_position_embeddings", None) or 0
     lengths = [min(length, most) if most > 0 else length for length in _LENGTHS]
+    lengths += [1] * (-sum(lengths) % (1 if sequence is None else dist.get_world_size(sequence)))
     ids = probe_tokens(config, sum(lengths))[None].to(device)
     positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
     differences = []
     with twin_of(model, config, dtype, device) as twin:
         try:
-            with _row_of(*lengths, device=device):
-                row = twin(input_ids=ids, position_ids=positions, use_cache=False).logits[0].float()
-            for sequence, behind in list(zip(ids.split(lengths, dim=1), row.split(lengths), strict=True))[1:]:
+            with _row_of(*lengths, device=device, group=sequence):
+                own = {"input_ids": own_part(ids, sequence, 1), "position_ids": own_part(positions, sequence, 1)}
+                row = gather_parts(twin(**own, use_cache=False).logits[0].float(), sequence)
+            for tokens, behind in list(zip(ids.split(lengths, dim=1), row.split(lengths), strict=True))[1:]:
                 # In float32 ours is compared with transformers', in bfloat16 with itself, because rounding differs.
                 with nullcontext() if dtype == torch.float32 else _row_of(len(behind), device=device):
-                    alone = twin(input_ids=sequence, use_cache=False).logits[0].float()  # at positions from 0
+                    alone = twin(input_ids=tokens, use_cache=False).logits[0].float()  # at positions from 0
                 differences.append(float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt()))
         except NOT_UNDERSTOOD as error:
             if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
@@ -155,6 +208,8 @@ def _difference_is_small(
     return all_agree(all(difference <= _LIMITS[dtype] for difference in differences), group)
 
 
-def _row_of(*lengths: int, device: torch.device) -> AbstractContextManager[None]:
+def _row_of(
+    *lengths: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> AbstractContextManager[None]:
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return packed_row(lengths, boundaries.to(device))
+    return packed_row(lengths, boundaries.to(device), group)

@@ -88,7 +88,7 @@ _ENGINE = {
     "offload": _refused(ON_DEVICE, False),
     "fsdp.memory_efficient_load": _ignored("weights are always read shard by shard", False),
     "fsdp.optim_step_prefetch_layers": _ignored(SPEED, 1),
-    "fsdp.shard_vision_across_sp": _refused("there is no sequence parallelism here, not for images either", False),
+    "fsdp.shard_vision_across_sp": _refused("ranks share rows of text alone here", False),
     "use_kernels": _ignored(SPEED, False),
     "enable_tree_training": _refused(TREE, False),
     **dict.fromkeys(("use_lora", "lora_rank", "lora_alpha"), SAME),
@@ -96,7 +96,8 @@ _ENGINE = {
     "peft_type": Fate("same", "`lora` alone"),
     "backend": Fate(
         "same",
-        "`megatron:` and `archon:` are read like `fsdp:`. Only `d` may be above 1. The job must have `d` ranks",
+        "`megatron:` and `archon:` are read like `fsdp:`. Only `d` and `c` may be above 1. The job must have `d` times "
+        "`c` ranks",
     ),
     "megatron.enable_mtp": _refused("multi-token prediction is not trained here", False),
     "megatron.moe_router_bias_update_rate": _refused("the bias of routers is not updated here", 0.0),

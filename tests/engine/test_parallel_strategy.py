@@ -80,9 +80,9 @@ def test_sizes_are_checked_against_each_other_and_the_world() -> None:
 
 def test_a_config_with_an_unsupported_mesh_is_refused_before_anything_starts() -> None:
     for backend, message in (
-        ("fsdp:d4c2", "'backend' is 'fsdp:d4c2', with context parallelism, which is not supported yet; .* 'fsdp:d8'"),
-        ("fsdp:d4t2e4", "with expert and tensor parallelism, .* 'fsdp:d8'"),
-        ("fsdp:c2", "with context parallelism, .* 'fsdp'"),
+        ("fsdp:d4t2", "'backend' is 'fsdp:d4t2', with tensor parallelism, which is not supported yet; .* 'fsdp:d8'"),
+        ("fsdp:d4c2t2e4", "with expert and tensor parallelism, .* 'fsdp:d16'"),
+        ("fsdp:t2", "with tensor parallelism, .* 'fsdp'"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrainEngineConfig(backend=backend)

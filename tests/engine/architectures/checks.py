@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from holdfast.engine import SaveLoadMeta, full_state_dict
+from holdfast.engine import FSDPEngine, SaveLoadMeta, full_state_dict
 from holdfast.engine.api import Batch
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.state import DCPState
@@ -20,6 +20,7 @@ from holdfast.engine.rl.losses import sft_loss_fn
 from holdfast.engine.training.counters import EngineCounters
 from holdfast.engine.training.optimizer import build_optimizer, build_scheduler
 from holdfast.utils.distributed import gather_objects
+from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import released
 from tests.engine.architectures.case import (
     LOGPROB_LIMIT,
@@ -197,14 +198,18 @@ def check_gradients(case: Case) -> Verdict:
     """One step of SGD changes every weight as it does unsharded and padded."""
     if not _repeats_in_training(case):
         raise Unsupported("the model's own forward draws random numbers in training, dropout aside")
+    return _takes_the_step(case, case.engine, case.rows)
+
+
+def _takes_the_step(case: Case, engine: FSDPEngine, rows: Batch) -> Verdict:
     reference, batch = case.reference(), rows_of()
     loss = _mean_loss(reference_logprobs(reference, batch), batch)
     loss.backward()
     before = {name: param.detach().clone() for name, param in reference.named_parameters()}
     torch.nn.utils.clip_grad_norm_(reference.parameters(), SGD.gradient_clipping)
     build_optimizer(reference.parameters(), SGD).step()
-    stats = case.engine.train_batch(case.rows, sft_loss_fn, _count_loss_tokens)
-    after = full_state_dict(case.engine.model, group=case.engine.control_group)
+    stats = engine.train_batch(rows, sft_loss_fn, _count_loss_tokens)
+    after = full_state_dict(engine.model, group=engine.control_group)
     if case.rank > 0:
         return Verdict(YES)
     expected = {name: param.detach() for name, param in reference.named_parameters()}
@@ -282,6 +287,21 @@ def check_critic(case: Case) -> Verdict:
     return Verdict(YES)
 
 
+def check_context_parallel(case: Case) -> Verdict:
+    """Two ranks that share every row do the checks of log-probabilities and of a step."""
+    try:
+        engine = case.new_engine(backend="fsdp:c2")
+    except ConfigError:
+        if case.engine.config.pack_sequences:
+            raise
+        return Verdict(PADDED)
+    batch = rows_of()
+    with torch.no_grad():
+        expected = logprobs_of(alone_logits(case.reference(), batch), batch)
+    verdict = _compared(engine.forward_batch(batch), expected, "log-probabilities")
+    return _takes_the_step(case, engine, batch) if verdict.word == YES and _repeats_in_training(case) else verdict
+
+
 def _value_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     return (((output - 1) ** 2) * batch["loss_mask"]).sum() / batch["loss_mask"].sum().clamp(min=1)
 
@@ -309,6 +329,7 @@ CHECKS: Mapping[str, Check] = {
     "DCP": check_dcp,
     "bfloat16 step": check_bf16,
     "critic": check_critic,
+    "c = 2": check_context_parallel,
 }
 """Checks of a model type by the name of their column, in the order in which they run."""
 

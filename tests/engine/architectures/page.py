@@ -41,6 +41,8 @@ _COLUMNS = {
     "DCP": "one rank loads a checkpoint of two ranks with every bit of weights and optimizer state",
     "bfloat16 step": "one `train_batch` with bfloat16 compute is finite, with a loss near the one in float32",
     "critic": "a value head on the folder's body: it has the folder's weights, values are finite, a step is taken",
+    "c = 2": "with `backend: fsdp:c2` both ranks get the same batch and share every row: the checks of `packed = "
+    f"alone` and `gradients`. `{PADDED}`: refused, as it should be, because only packed rows are shared",
 }
 _HEAD = f"""\
 # Models

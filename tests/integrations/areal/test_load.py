@@ -154,7 +154,7 @@ def test_all_that_has_no_effect_is_named_in_one_warning(tmp_path: Path, caplog: 
         ({"behave_imp_weight_cap": 5.0}, "rejection_sampling: {metric: ratio, upper"),
         ({"beta": 0.1}, "'actor.beta' .* of DPO: read `DPOConfig`"),
         ({"backend": "fsdp:d4p1t2"}, "'backend' is 'fsdp:d4p1t2', with tensor parallelism"),
-        ({"backend": "fsdp:d1c8"}, "section 'actor' .*'backend' is 'fsdp:d1c8', with context parallelism"),
+        ({"backend": "fsdp:d1t8"}, "section 'actor' .*'backend' is 'fsdp:d1t8', with tensor parallelism"),
         ({"backend": "megatron:(attn:d4p2t2|ffn:d2p2t1e4)"}, "with expert and pipeline and tensor parallelism"),
         ({"fsdp": {"offload_params": True}}, "'actor.fsdp.offload_params' .* is True: .* stay on the device here"),
         ({"fsdp": {"per_layer_optim_step": True}}, "'actor.fsdp.per_layer_optim_step'"),
@@ -167,7 +167,7 @@ def test_all_that_has_no_effect_is_named_in_one_warning(tmp_path: Path, caplog: 
         ({"archon": {"fp8_config": {"mode": "blockwise"}}}, "'actor.archon.fp8_config.mode'"),
         ({"megatron": {"moe_router_dtype": "fp32"}}, "'actor.megatron.moe_router_dtype' .* compute in `dtype` here"),
         ({"megatron": {"exp_avg_dtype": "bfloat16"}}, "'actor.megatron.exp_avg_dtype' .* adam_bf16"),
-        ({"fsdp": {"shard_vision_across_sp": True}}, "'actor.fsdp.shard_vision_across_sp' .* no sequence parallelism"),
+        ({"fsdp": {"shard_vision_across_sp": True}}, "'actor.fsdp.shard_vision_across_sp' .* share rows of text alone"),
         ({"dtype": "float16"}, "'dtype' is 'float16'"),
         ({"epz_clip": 0.2}, r"'actor.epz_clip' .* neither AReaL's nor Holdfast's; did you mean actor.eps_clip"),
         ({"optimizer": {"lrr": 0.2}}, r"'actor.optimizer.lrr' .* did you mean actor.optimizer.lr"),
@@ -209,7 +209,7 @@ def test_values_without_effect_of_keys_that_are_refused_are_accepted(
     }
     load_areal(PPOActorConfig, write(tmp_path, actor=without_effect, enable_offload=False, defaults=["_self_"]))
     assert warnings(caplog) == []
-    for backend in ("fsdp:d4", "fsdp:d8p1t1", "megatron:(attn:d2p1t1|ffn:d2p1t1e1)", "archon:d4"):
+    for backend in ("fsdp:d4", "fsdp:d4p1t1c2", "megatron:(attn:d2p1t1|ffn:d2p1t1e1)", "archon:d4"):
         actor = load_areal(PPOActorConfig, write(tmp_path, actor={"backend": backend}))
         assert actor.backend == backend and actor.parallel_strategy.world_size in (2, 4, 8)
     for backend in (None, ""):
@@ -221,7 +221,7 @@ def test_keys_outside_of_sections_that_change_what_every_engine_computes_are_ref
         ({"enable_offload": True}, "'enable_offload' .* may not fit"),
         ({"defaults": ["../gsm8k@_global_", "_self_"]}, "'defaults' .* are not read here"),
         ({"allocation_mode": "sglang:d2+d2t2"}, "'backend' is 'fsdp:d2t2', with tensor parallelism"),
-        ({"allocation_mode": "megatron:(attn:d2c4|ffn:d1e8)"}, "with context and expert parallelism"),
+        ({"allocation_mode": "megatron:(attn:d2c4|ffn:d1e8)"}, "with expert parallelism"),
     ]:
         path = write(tmp_path, actor={"path": "m"}, recover={}, **extra)
         with pytest.raises(ConfigError, match=message):
