@@ -138,7 +138,7 @@ class FSDPEngine:
                 trained = (param for param in model.parameters() if param.requires_grad)
                 self.optimizer = build_optimizer(trained, self.config.optimizer)
                 self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
-        self._sync_last = self.optimizer is not None and syncs_last(model, self.config, groups.device, groups.control)
+        self._sync_last = self.optimizer is not None and syncs_last(model, self.config, groups)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         self._max_model_len = longest_sequence(model, self.config.max_model_len)
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
