@@ -29,6 +29,7 @@ from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers
 from ..training.packing import prepare_packing
 from ..training.process_groups import ProcessGroups
 from ..training.rotary import longest_sequence
+from ..training.routers import require_routers
 from ..training.sharding import block_classes, shard_model
 from ..training.value_model import body_name
 from ..training.weights import draw_weights, give_memory
@@ -67,6 +68,7 @@ def build_initial_model(
         cast_buffers(model, config)
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
+        require_routers(model, config)
         shard_experts(model, config, groups.meshes)
     shard_model(model, config, blocks, groups.meshes.fsdp)
     # Before the model has memory, because twins take as much for a moment.

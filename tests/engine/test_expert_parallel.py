@@ -12,8 +12,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from holdfast.engine import FSDPConfig, MicroBatchSpec, ParallelStrategy, TrainEngineConfig
+from holdfast.engine.api import Batch
 from holdfast.engine.training.expert_parallel import shard_experts
 from holdfast.engine.training.meshes import open_meshes
+from holdfast.utils.compat.transformers_private import plan_experts
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.released import tiny_config
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
@@ -23,6 +25,7 @@ from tests.engine.test_fsdp_engine import (
     make_engine,
     nll,
     reference,
+    rows,
     same,
     whole,
 )
@@ -109,9 +112,10 @@ def lopsided(rank: int, world_size: int, folder: str, e: int) -> None:
     reference(ref, make_any_batch())
     engine = engine_with(folder, 1, e, optimizer=SGD)
     gradients = capture_gradients(engine)
-    engine.train_batch(share(rank, world_size), nll, loss_tokens)
+    stats = engine.train_batch(share(rank, world_size), nll, loss_tokens)
     for name, param in ref.named_parameters():
         torch.testing.assert_close(gradients[name], param.grad, rtol=1e-5, atol=1e-7, msg=name)
+    assert stats["expert_load_max_over_mean"] >= 2, "half of the experts get everything"
     last = gradients["model.layers.3.mlp.experts.down_proj"]
     assert last[:8].abs().max() > 0 and not last[8:].any()
 
@@ -123,6 +127,75 @@ def test_experts_that_get_no_token_have_a_gradient_of_zeros(tmp_path: Path) -> N
             module.get_buffer("e_score_correction_bias")[:8] += 100
     model.save_pretrained(tmp_path / "lopsided")
     run_ranks(lopsided, 2, str(tmp_path / "lopsided"), 2)
+
+
+def test_rules_for_ranks_with_the_same_data_are_left_out() -> None:
+    """Gemma-4's rules also split dense layers, which is right only for ranks with the same data."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("google/gemma-4-26B-A4B"))
+    assert "colwise" in model.ep_plan.values()
+    assert set(plan_experts(model, 2).values()) == {"grouped_gemm", "ep_dispatch_experts"}
+
+
+COEF = 0.3
+
+
+def balanced(ref: Any, parts: list[Batch]) -> tuple[float, float]:
+    """Gradients of the loss with the balance loss of transformers, and the expected statistics."""
+    ref.config.output_router_logits, balance, counts = True, 0.0, torch.zeros(2, ref.num_experts)
+    weights = [part["loss_mask"][:, 1:].sum() for part in parts]
+    gradients = {name: torch.zeros_like(param) for name, param in ref.named_parameters()}
+    for part, weight in zip(parts, weights, strict=True):
+        found = {}
+        hook = ref.register_forward_hook(lambda *args, found=found: found.update(args[-1]))
+        reference(ref, part)
+        hook.remove()
+        parts_of_loss = {name: param.grad.clone() for name, param in ref.named_parameters()}
+        ref.zero_grad()
+        aux = ref(input_ids=part["input_ids"], attention_mask=part["attention_mask"], use_cache=False).aux_loss
+        (COEF * aux).backward()
+        share_of_part = weight / sum(weights)
+        balance += float(aux * share_of_part)
+        for name, param in ref.named_parameters():
+            gradients[name] += share_of_part * (parts_of_loss[name] + (0.0 if param.grad is None else param.grad))
+        for layer, logits in enumerate(found["router_logits"]):
+            chosen = logits.softmax(-1).topk(ref.num_experts_per_tok).indices[part["attention_mask"].flatten().bool()]
+            counts[layer] += torch.bincount(chosen.flatten(), minlength=ref.num_experts)
+    for name, param in ref.named_parameters():
+        param.grad = gradients[name]
+    return balance, float((counts.max(1).values / counts.mean(1)).mean())
+
+
+def _balance(rank: int, world_size: int, folder: str, e: int) -> None:
+    ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loss = reference(ref, make_any_batch())[0]
+    balance, load = balanced(ref, [share(other, world_size) for other in range(world_size)])
+    for packed, checkpointing in ((True, False), (True, True), (False, True)):
+        changes = {"pack_sequences": packed, "gradient_checkpointing": checkpointing, "router_aux_loss_coef": COEF}
+        engine = engine_with(folder, 1, e, optimizer=SGD, pad_to_maximum=packed, **changes)
+        engine.config.mb_spec = MicroBatchSpec(max_tokens_per_mb=64)
+        gradients = capture_gradients(engine)
+        stats = engine.train_batch(share(rank, world_size), nll, loss_tokens)
+        assert stats["loss"] == pytest.approx(loss, rel=1e-6), "the loss of the caller"
+        assert stats["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
+        assert stats["expert_load_max_over_mean"] == pytest.approx(load, rel=1e-6)
+        n_choices = int(share(rank, world_size)["attention_mask"].sum()) * ref.num_experts_per_tok
+        assert [int(each.sum()) for each in engine._routers._loads] == [n_choices] * 2 and not engine._routers._logits
+        for name, param in ref.named_parameters():
+            limit = 1e-5 * float(param.grad.abs().max())
+            torch.testing.assert_close(gradients[name], param.grad, rtol=0, atol=max(limit, 1e-8), msg=name)
+        one_row = rows(share(rank, world_size), slice(0, 1) if world_size == 1 else slice(-1, None))
+        one_row["loss_mask"] = one_row["loss_mask"] * (rank > 0 or world_size == 1)  # a dummy on rank 0
+        again = engine.train_batch(one_row, nll, loss_tokens)
+        assert rank > 0 or world_size == 1 or not any(each.any() for each in engine._routers._loads)
+        assert 1 <= again["expert_load_max_over_mean"] <= ref.num_experts and again["router_aux_loss"] > 0
+
+
+@pytest.mark.parametrize(("world_size", "e"), slow_but([(2, 2)], [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]))
+def test_the_balance_loss_and_the_load_of_experts_are_those_of_transformers(
+    folders: dict[str, Path], world_size: int, e: int
+) -> None:
+    run_ranks(_balance, world_size, str(folders["qwen3_moe"]), e)
 
 
 def _saves(rank: int, world_size: int, folder: str, out: Path, replicas: int, e: int) -> dict[str, Any]:
@@ -183,11 +256,16 @@ def _refusals(rank: int, world_size: int, dense: str, moe: str) -> None:
         (moe, {}, uneven),
         (moe, {"use_lora": True}, "but config key 'use_lora' is true: experts with adapters are not split; set"),
         (moe, {"backend": "fsdp:e3"}, "expert_parallel_size is 3, with 2 ranks in a replica; expected one of [1, 2]"),
+        (
+            dense,
+            {"backend": "fsdp", "router_aux_loss_coef": 0.1},
+            "router_aux_loss_coef' is 0.1, but transformers knows",
+        ),
         (moe, {"backend": "fsdp:t2e2"}, "with expert and tensor parallelism, which is not supported yet"),
     ):
         with patch.object(torch.nn.Module, "to_empty") as memory, pytest.raises(ConfigError, match=re.escape(words)):
             make_engine(folder, **{"backend": "fsdp:e2", **changes})
-        assert memory.call_count == 0
+        assert memory.call_count == 0, "nothing was given memory"
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(tiny_moe("qwen3_moe"))
         model.model.layers[0].mlp.experts.scale = torch.nn.Parameter(torch.ones(3))
@@ -203,3 +281,30 @@ def test_experts_that_cannot_be_split_are_refused_on_all_ranks(folders: dict[str
     write_model_folder(tmp_path / "dense", tiny_qwen3())
     write_model_folder(tmp_path / "five", tiny_moe("qwen3_moe", 5))
     run_ranks(_refusals, 2, str(tmp_path / "dense"), str(tmp_path / "five"))
+
+
+def _drawn(rank: int, world_size: int, folder: str, e: int) -> dict[str, torch.Tensor]:
+    engine = engine_with(folder, 1, e, init_from_scratch=True, seed=3)
+    before = whole(engine)
+    critic = engine_with(folder, 1, e, is_critic=True, dtype="bfloat16")
+    batch = share(rank, world_size)
+    stats = critic.train_batch(batch, lambda values, mb: (values * mb["loss_mask"]).sum() / 7, loss_tokens)
+    assert stats["expert_load_max_over_mean"] >= 1 and not stats["update_skipped"]
+    return before
+
+
+def test_weights_drawn_from_a_seed_are_the_same_however_experts_are_split(folders: dict[str, Path]) -> None:
+    one, two = (run_ranks(_drawn, 2, str(folders["uneven"]), e)[0] for e in (1, 2))
+    assert same(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "saved_by"),
+    [(model, mesh) for model in ("uneven", "deepseek_v3") for mesh in MESHES if (model, mesh[2]) != ("uneven", 4)],
+)
+def test_checkpoints_of_shared_experts_load_into_every_mesh(
+    folders: dict[str, Path], tmp_path: Path, saved_by: tuple[int, int, int], model: str
+) -> None:
+    meshes = [mesh for mesh in MESHES if (model, mesh[2]) != ("uneven", 4)]
+    check_loads(folders[model], tmp_path, saved_by, [(1, 1, 1), (3, 1, 1), (4, 2, 1), *meshes])
