@@ -157,6 +157,10 @@ class TrainEngineConfig:
     ..."""
     gradient_checkpointing: bool = False
     """Recompute each block in the backward instead of keeping its activations."""
+    router_aux_loss_coef: float | None = None
+    """For mixture-of-experts models: weight of the load-balancing loss of transformers (that of Mixtral), which is
+    added to the gradient, but not to the reported loss. See `Routers.loss`. Null: none, whatever the model's
+    ``config.json`` says. RL of a trained model usually needs none, pretraining takes 0.001 to 0.01."""
     disable_dropout: bool = True
     """Set every dropout probability to zero. RL needs log-probabilities that repeat. Ranks that share rows need it."""
     temperature: float = 1.0
@@ -212,6 +216,7 @@ class TrainEngineConfig:
             )
         require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)
         require_range("temperature", self.temperature, low=1e-6)
+        require_range("router_aux_loss_coef", self.router_aux_loss_coef, low=0.0)
         require_range("logprobs_chunk_size", self.logprobs_chunk_size, low=1)
         require_range("max_model_len", self.max_model_len, low=1)
         require_range("timeout_s", self.timeout_s, low=1e-3)

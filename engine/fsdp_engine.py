@@ -63,6 +63,7 @@ from .training.optimizer import build_optimizer, build_scheduler
 from .training.optimizer_step import clip_and_step
 from .training.process_groups import close_process_groups, open_process_groups
 from .training.rotary import longest_sequence
+from .training.routers import Routers
 
 logger = get_logger(__name__)
 
@@ -91,6 +92,7 @@ class FSDPEngine:
         self._scoring_head: ScoringHead | None = None
         self._max_model_len: int | None = None
         self._sync_last = False
+        self._routers: Routers | None = None
         self.base_dtype: torch.dtype | None = None  # dtype of the weights in config.path, and the default for exports
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -138,7 +140,8 @@ class FSDPEngine:
                 trained = (param for param in model.parameters() if param.requires_grad)
                 self.optimizer = build_optimizer(trained, self.config.optimizer)
                 self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
-        self._sync_last = self.optimizer is not None and syncs_last(model, self.config, groups.device, groups.control)
+                self._routers = Routers(model, self.config, groups.meshes)
+        self._sync_last = self.optimizer is not None and syncs_last(model, self.config, groups)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         self._max_model_len = longest_sequence(model, self.config.max_model_len)
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
@@ -157,7 +160,7 @@ class FSDPEngine:
             self._drop_model()
 
     def _drop_model(self) -> None:
-        self._model = self._scoring_head = self.optimizer = self.lr_scheduler = None
+        self._model = self._scoring_head = self.optimizer = self.lr_scheduler = self._routers = None
         background, self._background = self._background, None
         if background is not None:
             background.close()
@@ -211,38 +214,49 @@ class FSDPEngine:
         Returns:
             ``loss`` (over all ranks), ``grad_norm`` (before clipping), ``lr`` (for this step), ``update_skipped`` (0 or
             1), its complement ``update_successful``, ``n_mbs`` (also as ``num_micro_batches``) and ``n_tokens`` (of
-            this rank).
+            this rank). With experts also ``expert_load_max_over_mean``, over all ranks: tokens of the expert with the
+            most, divided by the mean of all experts, averaged over the layers (1 is even). With
+            ``router_aux_loss_coef`` also ``router_aux_loss``, without that factor. ``loss`` does not contain it.
 
         Raises:
             BatchError: the batch is malformed, or no token counts on any rank. Nothing was changed.
         """
-        optimizer = self._require_optimizer()
+        optimizer, routers = self._require_optimizer(), self._routers
+        assert routers is not None
         self.train()
         weighed = self._cut(batch, loss_weight_fn)
         optimizer.zero_grad()
+        routers.start_step(self.device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         meshes = self._meshes
         with accumulating(self.model, len(weighed.micro_batches), meshes, self._sync_last) as before_backward:
             for number, (mb, share) in enumerate(weighed.shares(self.device)):
-                loss = self._weighted_loss(mb, share, loss_fn)
+                with routers.recording(mb, share):
+                    loss = self._weighted_loss(mb, share, loss_fn)
                 before_backward(number)
                 # FSDP averages gradients over ranks, but the shares already divide by the total weight.
-                (loss * meshes.fsdp.size()).backward()
+                ((loss + routers.loss(share)) * meshes.fsdp.size()).backward()
                 loss_sum += loss.detach()
-        stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction)
+        stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction, routers.statistics())
         n_mbs = float(len(weighed.micro_batches))
         n_tokens = float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy))
         stats |= {"n_mbs": n_mbs, "num_micro_batches": n_mbs, "n_tokens": n_tokens}
         self._train_stats.add(stats)
         return stats
 
-    def _clip_and_step(self, loss: torch.Tensor, weight: float = 1.0, correction: float = 0.0) -> dict[str, float]:
+    def _clip_and_step(
+        self,
+        loss: torch.Tensor,
+        weight: float = 1.0,
+        correction: float = 0.0,
+        more: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, float]:
         optimizer = self._require_optimizer()
         assert self.config.optimizer is not None
         max_norm = self.config.optimizer.gradient_clipping
         if not self._meshes.is_head:
             loss, correction = torch.zeros_like(loss), 0.0
-        return clip_and_step(self.model, optimizer, max_norm, self.counters, loss, weight, correction)
+        return clip_and_step(self.model, optimizer, max_norm, self.counters, loss, weight, correction, more)
 
     def _cut(self, batch: Trajectories, loss_weight_fn: LossWeightFn) -> WeighedBatch:
         how = self.config.row_tokens, self._max_model_len, self._meshes.ranks_with_same_data

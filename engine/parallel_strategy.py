@@ -11,7 +11,7 @@ from ..utils.errors import ConfigError
 _BACKEND = re.compile(r"(?:fsdp|megatron|archon)(?:\[[^\[\]]*\])?(?::(?P<sizes>.+))?")
 _BY_PART = re.compile(r"\(attn:(?P<attention>[^|]+)\|ffn:(?P<experts>[^|]+)\)")
 _SIZE = re.compile(r"([dptce])([1-9][0-9]*)")
-_NOT_SUPPORTED = {"t", "e"}
+_NOT_SUPPORTED = {"t"}
 _PARALLELISM = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
 
 
@@ -55,10 +55,10 @@ class ParallelStrategy:
         if d % r:
             raise ConfigError(
                 f"replicate_size (config key 'fsdp.replicate_size') is {r}, with {d} data-parallel ranks; expected one "
-                f"of {_divisors(d)}"
+                f"of {divisors(d)}"
             )
         if (replica := d // r * self.context_parallel_size * t) % e or (e > 1 and e % t):
-            fitting = [size for size in _divisors(replica) if size == 1 or size % t == 0]
+            fitting = [size for size in divisors(replica) if size == 1 or size % t == 0]
             raise ConfigError(
                 f"expert_parallel_size is {e}, with {replica} ranks in a replica; expected one of {fitting}"
             )
@@ -166,5 +166,6 @@ def _unsupported(found: str, sizes: Mapping[str, int], ranks: int | None) -> Con
     )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, the smallest first."""
     return [size for size in range(1, number + 1) if number % size == 0]

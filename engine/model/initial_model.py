@@ -23,11 +23,13 @@ from ..hf.quantized import refuse_quantized
 from ..hf.weight_files import WeightReader
 from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters
+from ..training.expert_parallel import shard_experts
 from ..training.head import ScoringHead, find_scoring_head
 from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers, refuse_dropout
 from ..training.packing import prepare_packing
 from ..training.process_groups import ProcessGroups
 from ..training.rotary import longest_sequence
+from ..training.routers import require_routers
 from ..training.sharding import block_classes, shard_model
 from ..training.value_model import body_name
 from ..training.weights import draw_weights, give_memory
@@ -68,6 +70,8 @@ def build_initial_model(
             refuse_dropout(model)
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
+        require_routers(model, config)
+        shard_experts(model, config, groups.meshes)
     shard_model(model, config, blocks, groups.meshes.fsdp)
     # Before the model has memory, because twins take as much for a moment.
     sequence = groups.meshes.sequence

@@ -16,6 +16,7 @@ from ...utils.errors import BatchError
 from ..api import Batch, LossFn, LossWeightFn, TrainEngine
 from ..training.batch import select_rows, sequence_lengths
 from ..training.partition import partition
+from ..training.routers import ROUTER_STATS
 from .losses import Stats
 
 
@@ -113,7 +114,8 @@ def train_minibatches(
     Returns:
         ``loss`` (weighted by loss tokens), ``grad_norm`` (mean over applied steps), ``lr`` (of the last step),
         ``n_updates``, ``update_skipped`` (steps that the engine refused), ``update_successful`` (share of the other
-        steps, as in AReaL), ``n_tokens``, ``n_loss_tokens`` and ``n_seqs`` (over all ranks).
+        steps, as in AReaL), means of the `ROUTER_STATS` of a model with experts, ``n_tokens``, ``n_loss_tokens`` and
+        ``n_seqs`` (over all ranks).
 
     Raises:
         BatchError: no rank has a loss token.
@@ -140,6 +142,7 @@ def train_minibatches(
         "n_updates": float(len(results)),
         "update_skipped": n_skipped,
         "update_successful": 1.0 - n_skipped / len(results),
+        **{name: sum(step[name] for step in results) / len(results) for name in ROUTER_STATS if name in results[0]},
         **counts,
     }
 

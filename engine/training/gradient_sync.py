@@ -26,6 +26,7 @@ from ...utils.logging import get_logger
 from ..config import TrainEngineConfig
 from .meshes import Meshes
 from .model import COMPUTE_DTYPES
+from .process_groups import ProcessGroups
 
 logger = get_logger(__name__)
 
@@ -35,18 +36,19 @@ _AFFORDABLE_SHARE = 0.05
 """Share of the memory of a GPU that ``auto`` accepts."""
 
 
-def syncs_last(model: nn.Module, config: TrainEngineConfig, device: torch.device, group: dist.ProcessGroup) -> bool:
+def syncs_last(model: nn.Module, config: TrainEngineConfig, groups: ProcessGroups) -> bool:
     """Whether gradients are summed over ranks in the last backward of a step alone, as ``fsdp.gradient_sync`` says.
 
     ``auto`` does so if the gradient is summed in float32, and is small on the GPU with the least memory, or of adapters
-    alone. In bfloat16 the sum of the micro-batches would lose bits, too. Collective over ``group``.
+    alone. In bfloat16 the sum of the micro-batches would lose bits, too. Collective.
     """
     choice, dtype = config.fsdp.gradient_sync, COMPUTE_DTYPES[config.grad_reduce_dtype]
-    n_bytes = dtype.itemsize * sum(param.numel() for param in model.parameters() if param.requires_grad)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    n_bytes = dtype.itemsize * sum(param.numel() // groups.meshes.n_parts(param) for param in trained)
     limit = ALWAYS_AFFORDABLE_BYTES
-    if device.type == "cuda":
-        limit = max(limit, int(_AFFORDABLE_SHARE * torch.cuda.get_device_properties(device).total_memory))
-    limit = min(limit for (limit,) in gather_numbers([limit], group))
+    if groups.device.type == "cuda":
+        limit = max(limit, int(_AFFORDABLE_SHARE * torch.cuda.get_device_properties(groups.device).total_memory))
+    limit = min(limit for (limit,) in gather_numbers([limit], groups.control))
     affordable = dtype == torch.float32 and (config.use_lora or n_bytes <= limit)
     last = choice == "last" or (choice == "auto" and affordable)
     if dist.get_world_size() > 1 and dist.get_rank() == 0:

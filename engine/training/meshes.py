@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ..parallel_strategy import ParallelStrategy
 
@@ -32,6 +33,7 @@ class Meshes:
         tensor: mesh of the t ranks that share matrices. None for t = 1.
         expert_fsdp: mesh for `fully_shard` of experts: like ``fsdp``, with fewer shards. None for e = 1.
         expert: mesh of the e ranks that share experts. None for e = 1.
+        alone: mesh of this rank alone. None for e = 1.
         sequence: group of the c ranks that share a row. None for c = 1.
         data: group of the ranks with the same parts of other data. None if every rank has its own data.
         peers: group of the c t ranks with the same data, its head first. None if every rank has its own data.
@@ -42,6 +44,7 @@ class Meshes:
     tensor: DeviceMesh | None = None
     expert_fsdp: DeviceMesh | None = None
     expert: DeviceMesh | None = None
+    alone: DeviceMesh | None = None
     sequence: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     peers: dist.ProcessGroup | None = None
@@ -67,6 +70,11 @@ class Meshes:
         """Whether this rank is the first with its data. What is counted once for each data rank is counted here."""
         return dist.get_rank() % self.ranks_with_same_data == 0
 
+    def n_parts(self, param: torch.Tensor) -> int:
+        """Number of parts of a parameter on different ranks that FSDP2 does not gather: e for experts, else 1."""
+        split = isinstance(param, DTensor) and param.device_mesh.ndim > self.fsdp.ndim
+        return param.device_mesh.shape[-1] if split else 1  # type: ignore[attr-defined]
+
 
 def open_meshes(strategy: ParallelStrategy, device: torch.device, timeout: timedelta) -> Meshes:
     """Make the meshes over the default group, on all of its ranks. ``strategy`` is for its number of ranks."""
@@ -81,15 +89,18 @@ def _make_meshes(strategy: ParallelStrategy, device_type: str, timeout: timedelt
     r, c, t, e = strategy.replicate_size, strategy.cp_size, strategy.tp_size, strategy.ep_size
     per_replica = strategy.world_size // r
     fsdp, tensor = _mesh(device_type, {"replicate": r, "fsdp": per_replica // t, "tp": t}, timeout)
-    expert_fsdp, expert = None, None
+    expert_fsdp, expert, alone = None, None, None
     if e > 1:
         expert_fsdp, expert = _mesh(device_type, {"replicate": r, "efsdp": per_replica // e, "ep": e}, timeout)
+        own = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
+        assert isinstance(own, dist.ProcessGroup)
+        alone = DeviceMesh.from_group(own, device_type)
     if c * t == 1:
-        return Meshes(strategy, fsdp, tensor, expert_fsdp, expert)
+        return Meshes(strategy, fsdp, tensor, expert_fsdp, expert, alone)
     ranks = torch.arange(strategy.world_size).view(-1, c, t)
     sequence = _own_group(ranks.transpose(1, 2).reshape(-1, c), timeout) if c > 1 else None
     data, peers = (_own_group(rows, timeout) for rows in (ranks.view(-1, c * t).T, ranks.view(-1, c * t)))
-    return Meshes(strategy, fsdp, tensor, expert_fsdp, expert, sequence, data, peers)
+    return Meshes(strategy, fsdp, tensor, expert_fsdp, expert, alone, sequence, data, peers)
 
 
 def _mesh(device_type: str, sizes: dict[str, int], timeout: timedelta) -> tuple[DeviceMesh, DeviceMesh | None]:

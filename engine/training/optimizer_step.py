@@ -1,6 +1,7 @@
 """One update from the current gradients: clip them, then step unless they are not finite."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,11 @@ def clip_and_step(
     loss: torch.Tensor,
     weight: float = 1.0,
     correction: float = 0.0,
+    more: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """Clip the gradients, update, and count it. See `clip_grad_norm` for the arguments.
+
+    ``more`` are scalars on the device, the same on all ranks, which are read together with the norm and returned.
 
     Parameters that no rank reached are not updated, as without sharding. Returns ``loss`` (over all ranks),
     ``grad_norm`` (before clipping), ``lr`` (for this step), ``update_skipped`` (0 or 1) and its complement
@@ -33,7 +37,11 @@ def clip_and_step(
     """
     lr = float(optimizer.param_groups[0]["lr"])
     result = clip_grad_norm(model, max_norm, loss, weight, correction)
-    loss_sum, grad_norm, *n_without = result.tolist()  # the only wait of a step
+    more = more or {}
+    numbers = torch.cat(
+        [result, *(value.double()[None] for value in more.values())]
+    ).tolist()  # the only wait of a step
+    loss_sum, grad_norm, *n_without = numbers[: len(result)]
     for param, n_ranks in zip(parameters_without_gradient(model), n_without, strict=True):
         if n_ranks == dist.get_world_size():
             param.grad = None
@@ -47,7 +55,8 @@ def clip_and_step(
         counters.steps_since_schedule += 1
     optimizer.zero_grad()
     updated = {"update_skipped": float(skipped), "update_successful": float(not skipped)}
-    return {"loss": loss_sum, "grad_norm": grad_norm, "lr": lr, **updated}
+    others = dict(zip(more, numbers[len(result) :], strict=True))
+    return {"loss": loss_sum, "grad_norm": grad_norm, "lr": lr, **updated, **others}
 
 
 def clip_grad_norm(

@@ -28,14 +28,9 @@ def shard_model(
     ``config.grad_reduce_dtype``. A parameter that only some ranks reach in a backward (an expert, a vision tower) gets
     their gradients, if all ranks run forward and backward through the same blocks.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=COMPUTE_DTYPES[config.dtype],
-        reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype],
-        cast_forward_inputs=False,  # some blocks need float32 inputs: rotary angles, a residual stream
-    )
-    reshard = config.fsdp.reshard_after_forward
+    policy, reshard = mixed_precision(config), config.fsdp.reshard_after_forward
     for module in reversed(list(model.modules())):  # inner blocks first, as fully_shard requires
-        if isinstance(module, blocks):
+        if isinstance(module, blocks) and not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if mesh.size() > 1:
@@ -43,6 +38,15 @@ def shard_model(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 fill_missing_gradients(module, filled)
+
+
+def mixed_precision(config: TrainEngineConfig) -> MixedPrecisionPolicy:
+    """Compute in ``config.dtype``, and sum gradients in ``config.grad_reduce_dtype``."""
+    return MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPES[config.dtype],
+        reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype],
+        cast_forward_inputs=False,  # some blocks need float32 inputs: rotary angles, a residual stream
+    )
 
 
 def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from holdfast.utils.compat import (
     Private,
@@ -42,6 +43,8 @@ LISTS = {
     "ray": ray_private.NAMES,
     "peft": peft_private.NAMES,
 }
+if hasattr(PreTrainedModel, "_resolve_parallel_plans"):  # from 5.23 on
+    LISTS["transformers, experts"] = transformers_private.EXPERT_NAMES
 NAMES = [(library.split(",")[0], name) for library, names in LISTS.items() for name in names]
 
 

@@ -40,6 +40,16 @@ NAMES = privates(
     }
 )
 require("transformers", NAMES)
+EXPERT_NAMES = privates(
+    {
+        "split experts over ranks": [
+            "transformers:PreTrainedModel._resolve_parallel_plans(distributed_config)",
+            "transformers.distributed.expert_parallel:"
+            "apply_expert_parallelism(model, ep_mesh, tp_mesh, plan, ep_implementation)",
+        ]
+    }
+)
+"""Names that only expert parallelism needs. The first transformers with them is 5.23."""
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -157,3 +167,27 @@ def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     for key in config.sub_configs:
         if isinstance(part := getattr(config, key, None), PretrainedConfig):
             yield from _parts(part)
+
+
+def plan_experts(model: PreTrainedModel, n_ranks: int) -> dict[str, str]:
+    """Return how transformers splits the experts of a model: names of modules and of their parameters -> style.
+
+    Rules for other modules are left out, because they are for ranks with the same data. Empty without a plan.
+
+    Raises:
+        UnsupportedVersionError: this transformers cannot split experts.
+    """
+    require("transformers", EXPERT_NAMES)
+    from transformers.distributed import DistributedConfig
+
+    if not model.ep_plan:
+        return {}
+    plan = model._resolve_parallel_plans(DistributedConfig(fsdp_size=n_ranks, ep_size=n_ranks))[1]
+    return {name: style for name, style in plan.items() if style in ("grouped_gemm", "ep_dispatch_experts")}
+
+
+def split_experts(model: PreTrainedModel, mesh: Any, same_data: Any, plan: dict[str, str]) -> None:
+    """Split experts over ``mesh`` by a plan of `plan_experts`. ``same_data``: mesh of the ranks with the same data."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    apply_expert_parallelism(model, mesh, same_data, plan, ep_implementation="all_to_all")
