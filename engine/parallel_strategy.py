@@ -11,7 +11,7 @@ from ..utils.errors import ConfigError
 _BACKEND = re.compile(r"(?:fsdp|megatron|archon)(?:\[[^\[\]]*\])?(?::(?P<sizes>.+))?")
 _BY_PART = re.compile(r"\(attn:(?P<attention>[^|]+)\|ffn:(?P<experts>[^|]+)\)")
 _SIZE = re.compile(r"([dptce])([1-9][0-9]*)")
-_NOT_SUPPORTED = {"c", "t", "e"}
+_NOT_SUPPORTED = {"c", "e"}
 _PARALLELISM = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
 
 

@@ -29,6 +29,8 @@ from ..training.packing import prepare_packing
 from ..training.process_groups import ProcessGroups
 from ..training.rotary import longest_sequence
 from ..training.sharding import block_classes, shard_model
+from ..training.tensor_parallel import cut_over_ranks, require_cuttable
+from ..training.tensor_parallel_check import check_tensor_parallel
 from ..training.value_model import body_name
 from ..training.weights import draw_weights, give_memory
 from .model_folder import index_digest, is_first_of_its_node
@@ -64,10 +66,14 @@ def build_initial_model(
         model, skeleton = build_on_meta(config), build_on_meta(config)
         blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         cast_buffers(model, config)
+        if groups.meshes.tensor is not None:
+            require_cuttable(config, model, groups.meshes.tensor.size())
+            cut_over_ranks(model, groups.meshes.tensor)
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
     shard_model(model, config, blocks, groups.meshes.fsdp)
     # Before the model has memory, because twins take as much for a moment.
+    check_tensor_parallel(model, groups.device, groups.control)
     if config.pack_sequences:
         prepare_packing(model, config.attn_impl, groups.device, groups.control, config.mb_spec.max_tokens_per_mb)
     head = None if config.is_critic else find_scoring_head(model, groups.device, groups.control)

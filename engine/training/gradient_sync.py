@@ -26,6 +26,7 @@ from ...utils.logging import get_logger
 from ..config import TrainEngineConfig
 from .meshes import Meshes
 from .model import COMPUTE_DTYPES
+from .tensor_parallel import is_cut, tensor_mesh_of
 
 logger = get_logger(__name__)
 
@@ -42,7 +43,12 @@ def syncs_last(model: nn.Module, config: TrainEngineConfig, device: torch.device
     alone. In bfloat16 the sum of the micro-batches would lose bits, too. Collective over ``group``.
     """
     choice, dtype = config.fsdp.gradient_sync, COMPUTE_DTYPES[config.grad_reduce_dtype]
-    n_bytes = dtype.itemsize * sum(param.numel() for param in model.parameters() if param.requires_grad)
+    tensor_mesh = tensor_mesh_of(model)
+    n_bytes = dtype.itemsize * sum(
+        param.numel() // (tensor_mesh.size() if tensor_mesh is not None and is_cut(param, tensor_mesh) else 1)
+        for param in model.parameters()
+        if param.requires_grad
+    )
     limit = ALWAYS_AFFORDABLE_BYTES
     if device.type == "cuda":
         limit = max(limit, int(_AFFORDABLE_SHARE * torch.cuda.get_device_properties(device).total_memory))

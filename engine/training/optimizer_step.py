@@ -12,6 +12,7 @@ from ...utils.logging import get_logger
 from ..memory.tensors import counts_here
 from .counters import EngineCounters
 from .sharding import zero_filled
+from .tensor_parallel import sum_partial_gradients
 
 logger = get_logger(__name__)
 
@@ -32,6 +33,7 @@ def clip_and_step(
     ``update_successful``.
     """
     lr = float(optimizer.param_groups[0]["lr"])
+    sum_partial_gradients(model)
     result = clip_grad_norm(model, max_norm, loss, weight, correction)
     loss_sum, grad_norm, *n_without = result.tolist()  # the only wait of a step
     for param, n_ranks in zip(parameters_without_gradient(model), n_without, strict=True):
