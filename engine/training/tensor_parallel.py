@@ -3,7 +3,8 @@
 The plan of an architecture names layers whose weights are cut by rows or by columns, and their collectives. Three parts
 of it are replaced:
 
-- Experts stay whole on every rank, because cut ones would be several runs of rows on each. Expert parallelism cuts them.
+- Experts stay whole on every rank, because each would hold several runs of rows of cut ones. Expert parallelism divides
+  them.
 - The head is cut by words. It returns whole logits, or scores without them (see `head`).
 - Norms of single heads (``q_norm``) have a part of their gradient on each rank. `sum_partial_gradients` adds the parts
   once a step. The plan would add them in each backward, and so add a gradient that accumulates several times.
@@ -56,14 +57,15 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             does not divide rows, columns or heads.
     """
     size, name, head = mesh.size(), type(model).__name__, _plain_head(model)
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())  # a tied weight has one name
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    parameters = dict(model.named_parameters())  # a tied weight has one name
     plan = tensor_parallel_plan(model, size)
-    if not any(modules.get(layer) not in (None, head, model.get_input_embeddings()) for layer in plan):
-        raise _refusal(size, f"but transformers has no plan for the layers of {name}")
     experts = [name for name, style in plan.items() if style in _EXPERTS]
     plan = {name: style for name, style in plan.items() if not any(_is_in(name, expert) for expert in experts)}
     norms = [name for name, style in plan.items() if style == _PARTIAL and name in modules]
     plan = {name: style for name, style in plan.items() if style != _PARTIAL}
+    if not any(modules.get(layer) not in (None, head, model.get_input_embeddings()) for layer in plan):
+        raise _refusal(size, f"but transformers has no plan for the layers of {name}")
     if unknown := next((name for name, style in plan.items() if style not in _KNOWN), None):
         raise _refusal(size, f"but transformers plans {plan[unknown]!r} for {unknown!r} of {name}")
     if head is not None:
@@ -125,7 +127,7 @@ def _refusal(
 
 
 def require_cuttable(config: TrainEngineConfig, model: PreTrainedModel, size: int) -> None:
-    """Raise ConfigError if ``config`` trains adapters, or ``model`` drops activations, which ranks would do unequally."""
+    """Raise ConfigError if ``config`` trains adapters, or ``model`` has a dropout probability above 0."""
     if config.use_lora:
         raise _refusal(size, "with config key 'use_lora' true: adapters are not cut")
     if (name := first_dropout(model)) is not None:
@@ -145,7 +147,7 @@ def is_cut(tensor: torch.Tensor, mesh: DeviceMesh | None) -> bool:
     """Whether the ranks of `Meshes.tensor` hold different parts of a tensor."""
     if mesh is None or not isinstance(tensor, DTensor):
         return False
-    (name,), names = mesh.mesh_dim_names or (), tensor.device_mesh.mesh_dim_names or ()
+    name, names = (mesh.mesh_dim_names or ("",))[0], tensor.device_mesh.mesh_dim_names or ()
     return name in names and not isinstance(tensor.placements[names.index(name)], Replicate)
 
 
@@ -206,7 +208,7 @@ class _Gathered(torch.autograd.Function):
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module) -> None:
-    """Add the parts of gradients that ranks of `Meshes.tensor` have: one all-reduce of sharded gradients, once a step."""
+    """Sum the gradients of which each rank of `Meshes.tensor` has a part. One all-reduce, of sharded gradients."""
     if (cut := _cuts.get(model)) is None:
         return
     params = [param for name in cut.partial for param in model.get_submodule(name).parameters(recurse=False)]
