@@ -7,7 +7,7 @@ of it are replaced:
   them.
 - The head is cut by words. It returns whole logits, or scores without them (see `head`).
 - Norms of single heads (``q_norm``) have a part of their gradient on each rank. `sum_partial_gradients` adds the parts
-  once a step. The plan would add them in each backward, and so add a gradient that accumulates several times.
+  once a step. The plan would add them in each backward, and so several times if gradients accumulate.
 
 All other weights are whole on every rank, and have equal gradients there.
 """
@@ -62,8 +62,9 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan = tensor_parallel_plan(model, size)
     experts = [name for name, style in plan.items() if style in _EXPERTS]
     plan = {name: style for name, style in plan.items() if not any(_is_in(name, expert) for expert in experts)}
-    norms = [name for name, style in plan.items() if style == _PARTIAL and name in modules]
+    norms = {name for name, style in plan.items() if style == _PARTIAL and name in modules}
     plan = {name: style for name, style in plan.items() if style != _PARTIAL}
+    norms |= {name for name in _norms_of_heads(modules, plan) if name not in plan}
     if not any(modules.get(layer) not in (None, head, model.get_input_embeddings()) for layer in plan):
         raise _refusal(size, f"but transformers has no plan for the layers of {name}")
     if unknown := next((name for name, style in plan.items() if style not in _KNOWN), None):
@@ -79,7 +80,7 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     apply_parallel_plan(model, mesh, plan)
     model.tie_weights()
     _require_even(heads | dict(_cut_sizes(model)), size)
-    _cuts[model] = _Cut(mesh, norms)
+    _cuts[model] = _Cut(mesh, sorted(norms))
     if head is not None:
         head.forward = partial(_whole_logits, head)  # type: ignore[method-assign]  # hides that of the class
 
@@ -98,10 +99,25 @@ def _is_in(name: str, module: str) -> bool:
 
 def _heads(modules: dict[str, nn.Module], plan: dict[str, str]) -> Iterator[tuple[str, int]]:
     """Yield the number of heads for each projection of which a rank keeps some."""
+    for name, _, dim in _projections(modules, plan):
+        yield f"heads of {name!r}", modules[name].out_features // dim  # type: ignore[operator]
+
+
+def _norms_of_heads(modules: dict[str, nn.Module], plan: dict[str, str]) -> Iterator[str]:
+    """Yield layers with a weight for each element of a head, which some plans (GLM-4.5) forget."""
+    for _, attention, dim in _projections(modules, plan):
+        for key, child in modules[attention].named_children():
+            if [tuple(param.shape) for param in child.parameters()] == [(dim,)]:
+                yield f"{attention}.{key}"
+
+
+def _projections(modules: dict[str, nn.Module], plan: dict[str, str]) -> Iterator[tuple[str, str, int]]:
+    """Yield each layer that is cut by heads, the attention that it is in, and the size of a head."""
     for name, style in plan.items():
-        dim = getattr(modules.get(name.rpartition(".")[0]), "head_dim", None)
-        if style == _ROWS and type(dim) is int and isinstance(layer := modules.get(name), nn.Linear):
-            yield f"heads of {name!r}", layer.out_features // dim
+        attention = name.rpartition(".")[0]
+        dim = getattr(modules.get(attention), "head_dim", None)
+        if style == _ROWS and type(dim) is int and isinstance(modules.get(name), nn.Linear):
+            yield name, attention, dim
 
 
 def _cut_sizes(model: PreTrainedModel) -> Iterator[tuple[str, int]]:

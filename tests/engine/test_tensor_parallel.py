@@ -263,7 +263,7 @@ def _scores(rank: int, world_size: int) -> None:
         for name, one, other in zip(("logprobs", "entropy", "hidden", "weight", "bias"), expected, found, strict=True):
             assert one is not None and other is not None
             one = one[own] if name in ("weight", "bias") else one
-            assert (other - one).abs().max() < 1e-6 * one.abs().max(), name
+            assert (other - one).abs().max() < 5e-6 * one.abs().max(), name
 
 
 def test_scores_of_a_part_of_the_words_are_those_of_all_words() -> None:
