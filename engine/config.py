@@ -182,7 +182,8 @@ class TrainEngineConfig:
     """Sharding."""
     backend: str = "fsdp"
     """The mesh in AReaL's notation: ``fsdp`` for any number of ranks, ``fsdp:d8`` for exactly 8. See
-    `ParallelStrategy.from_backend`. Sizes other than d are refused, because they are not supported yet."""
+    `ParallelStrategy.from_backend`. ``fsdp:d4t2``: matrices are cut over two ranks, see docs/gpus-and-nodes.md. c and e
+    are refused, because they are not supported yet."""
     use_lora: bool = False
     """Train LoRA adapters instead of the weights, which stay frozen in their dtype in ``path``. Needs peft (``pip
     install 'holdfast[lora]'``). See docs/lora.md."""

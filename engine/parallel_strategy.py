@@ -156,7 +156,8 @@ def _sizes_of(text: str, known: str, found: str) -> dict[str, int]:
 
 
 def _unsupported(found: str, sizes: Mapping[str, int], ranks: int | None) -> ConfigError:
-    used = " and ".join(sorted(what for name, what in _PARALLELISM.items() if sizes.get(name, 1) > 1))
+    missing = {name for name in (*_NOT_SUPPORTED, "p") if sizes.get(name, 1) > 1}
+    used = " and ".join(sorted(_PARALLELISM[name] for name in missing)) or "expert tensor"
     instead = "fsdp" if ranks is None else f"fsdp:d{ranks}"
     return ConfigError(
         f"{found}, with {used} parallelism, which is not supported yet; set config key 'backend' to {instead!r}: FSDP2 "

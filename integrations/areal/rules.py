@@ -14,7 +14,7 @@ Rule = Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
 
 
 def mesh_of_this_engine(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`backend` with tensor, context, pipeline or expert parallelism (`t`, `c`, `p` or `e` above 1): refused."""
+    """`backend` with context, pipeline or expert parallelism (`c`, `p` or `e` above 1): refused."""
     if backend := keys.get("backend"):
         ParallelStrategy.from_backend(str(backend)).require_supported(f"config key 'backend' is {backend!r}")
     else:
