@@ -75,7 +75,8 @@ def _results(cut: PreTrainedModel, whole: PreTrainedModel, ids: torch.Tensor) ->
     with torch.enable_grad():
         outputs = [twin(input_ids=ids, use_cache=False).logits.float() for twin in (cut, whole)]
         for output in outputs:
-            output.square().mean().backward()
+            if output.requires_grad:  # else every weight is cut
+                output.square().mean().backward()
     sum_partial_gradients(cut)
     gradients, others = dict[str, _Pair](), dict(whole.named_parameters())
     for key, param in cut.named_parameters():

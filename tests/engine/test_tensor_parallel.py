@@ -27,6 +27,7 @@ from holdfast.engine.training.logprobs import score_tokens, token_logprobs
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError
 from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.rl.test_actor import global_batch, make_actor, share_of
 from tests.engine.test_fsdp_engine import (
     capture_gradients,
     loss_tokens,
@@ -218,7 +219,7 @@ def test_weights_drawn_from_a_seed_do_not_depend_on_the_mesh(folders: dict[str, 
 
 
 def _values(rank: int, world_size: int, folder: str) -> None:
-    """A critic, and micro-batches in which nothing counts."""
+    """Compare a critic, and an actor with micro-batches in which nothing counts."""
     batch, part = make_batch(masked_rows=(0, 1, 2, 3)), slice(rank * 4, rank * 4 + 4)
 
     def loss(values: Any, mb: Batch) -> torch.Tensor:
@@ -241,6 +242,24 @@ def test_a_critic_and_micro_batches_that_do_not_count_give_the_gradients_of_whol
     folders: dict[str, Path],
 ) -> None:
     run_ranks(_values, 2, str(folders["qwen3"]))
+
+
+def _algorithm(rank: int, world_size: int, folder: str) -> None:
+    batch, share = global_batch(), share_of(global_batch(), rank, world_size)
+    for changes in ({"entropy_coeff": 0.02}, {"importance_sampling_level": "sequence"}):
+        cut, plain = (make_actor(folder, backend=backend, **changes) for backend in ("fsdp:d1t2", "fsdp:d2"))
+        results = []
+        for actor, rows_here in ((cut, batch), (plain, share)):
+            old = actor.compute_logp(rows_here) + 0.1 * rows_here["noise"]
+            results.append(actor.ppo_update(actor.compute_advantages(rows_here | {"logprobs": old})))
+        ours, theirs = results
+        assert ours.keys() == theirs.keys() and "n_loss_tokens" in ours
+        for name in ours.keys() - {"n_mbs", "num_micro_batches", "n_tokens"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+def test_an_algorithm_counts_tokens_and_sequences_once(folders: dict[str, Path]) -> None:
+    run_ranks(_algorithm, 2, str(folders["qwen3"]))
 
 
 def _scores(rank: int, world_size: int) -> None:
