@@ -44,13 +44,13 @@ require("transformers", NAMES)
 
 PARALLEL = privates(
     {
-        "cut matrices over ranks": [
+        "cut matrices over ranks (transformers has it from 5.23 on)": [
             "transformers:PreTrainedModel._resolve_parallel_plans(distributed_config)",
             "transformers.distributed.tensor_parallel:apply_tensor_parallelism(model, tp_mesh, tp_plan)",
         ],
     }
 )
-"""Names of transformers 5.23 and later, which only a mesh with tensor parallelism needs."""
+"""Names that only a mesh with tensor parallelism needs, so that older releases work without it."""
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
