@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from ...utils.compat.transformers_private import apply_parallel_plan, tensor_parallel_plan
@@ -34,8 +35,9 @@ from .model import first_dropout
 _PARTIAL = "replicated_with_grad_allreduce"
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "packed_colwise", "packed_rowwise")
 _ROWS, _EMBEDDING = "colwise", "embedding_rowwise"
+_BY_ROWS = (_ROWS, "colwise_rep", "colwise_gather_output")
 _KNOWN = (
-    *(_ROWS, "colwise_rep", "colwise_gather_output", "rowwise", "rowwise_rep", "rowwise_split_input"),
+    *(*_BY_ROWS, "rowwise", "rowwise_rep", "rowwise_split_input"),
     *(_EMBEDDING, "embedding_colwise", _PARTIAL, "replicate", "all_reduce", "mla_kv_a_proj", "local_params"),
 )
 
@@ -78,11 +80,27 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan = {name: style for name, style in plan.items() if name in parameters or name in modules}
     heads = dict(_heads(modules, plan))
     apply_parallel_plan(model, mesh, plan)
+    _share_inputs([modules[name] for name, style in plan.items() if style in _BY_ROWS and name in modules], mesh)
     model.tie_weights()
     _require_even(heads | dict(_cut_sizes(model)), size)
     _cuts[model] = _Cut(mesh, sorted(norms))
     if head is not None:
         head.forward = partial(_whole_logits, head)  # type: ignore[method-assign]  # hides that of the class
+
+
+def _share_inputs(layers: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Let layers with the same input (q, k and v) sum its gradient over the ranks once, instead of once for each."""
+    known = WeakTensorKeyDictionary()
+
+    def shared(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if isinstance(hidden := args[0], DTensor) or not (torch.is_grad_enabled() and hidden.requires_grad):
+            return None
+        if hidden not in known:
+            known[hidden] = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+        return known[hidden], *args[1:]
+
+    for layer in layers:
+        layer.register_forward_pre_hook(shared)
 
 
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:

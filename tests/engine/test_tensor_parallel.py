@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -24,6 +25,7 @@ from holdfast.engine.api import Batch
 from holdfast.engine.memory.tensors import counts_here, local_tensor
 from holdfast.engine.training import tensor_parallel
 from holdfast.engine.training.logprobs import score_tokens, token_logprobs
+from holdfast.engine.training.microbatch import split_batch
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError
 from tests.engine.models import HAS_PLANS, tiny_qwen3, write_model_folder
@@ -184,6 +186,24 @@ def _updates(rank: int, world_size: int, folder: str) -> None:
 
 def test_updates_are_those_of_whole_matrices_and_equal_on_all_ranks(folders: dict[str, Path]) -> None:
     run_ranks(_updates, 2, str(folders["qwen3"]))
+
+
+def _collectives(rank: int, world_size: int, folder: str) -> None:
+    engine = engine_with(folder, "fsdp:d1t2", optimizer=SGD)
+    (batch,) = split_batch(make_batch(), MicroBatchSpec(n_mbs=1), engine.control_group, ranks_with_same_data=2)
+    for recomputes in (False, True):
+        if recomputes:
+            engine.model.gradient_checkpointing_enable({"use_reentrant": False})
+        with CommDebugMode() as found:
+            engine.train()._output(batch).logprobs.sum().backward()
+        reduced = sum(count for kind, count in found.get_comm_counts().items() if "reduce" in str(kind))
+        # For each of two layers 2 forward, 1 of them again, and 2 backward, 1 for the embedding, 3 for the head.
+        assert reduced == 2 * (4 + recomputes) + 4, found.get_comm_counts()
+        engine.optimizer_zero_grad()
+
+
+def test_the_ranks_sum_each_activation_and_its_gradient_once(folders: dict[str, Path]) -> None:
+    run_ranks(_collectives, 2, str(folders["llama"]))
 
 
 def _counts(rank: int, world_size: int, folder: str, backend: str, replicas: int) -> None:
@@ -379,7 +399,8 @@ def _wrong_plans(rank: int, world_size: int, folder: str) -> None:
 
     for gone, found in (("q_norm", "gradients of 'model.layers.0.self_attn.q_norm.weight' differ by"),
                         ("v_proj", "its outputs differ by"), ("o_proj", "it fails")):  # fmt: skip
-        with patch.object(tensor_parallel, "tensor_parallel_plan", without(gone)):
+        wrong = patch.object(tensor_parallel, "tensor_parallel_plan", without(gone))
+        with wrong, patch.object(tensor_parallel, "_norms_of_heads", lambda *_: []):
             refused(folder, f"Qwen3ForCausalLM computes otherwise with the plan of transformers: {found}")
 
 
