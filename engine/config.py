@@ -186,9 +186,9 @@ class TrainEngineConfig:
     """Sharding."""
     backend: str = "fsdp"
     """The mesh in AReaL's notation: ``fsdp`` for any number of ranks, ``fsdp:d8`` for exactly 8. ``fsdp:c2``: every two
-    ranks get the same data and share the tokens of each packed row (``fsdp:d4c2``: 8 ranks). See
-    `ParallelStrategy.from_backend` and docs/gpus-and-nodes.md. Sizes other than d and c are refused, because they are
-    not supported yet."""
+    ranks get the same data and share the tokens of each packed row (``fsdp:d4c2``: 8 ranks). ``fsdp:d4t2``: they share
+    matrices. ``fsdp:d8e4``: 4 ranks each share the experts. See `ParallelStrategy.from_backend` and
+    docs/gpus-and-nodes.md."""
     use_lora: bool = False
     """Train LoRA adapters instead of the weights, which stay frozen in their dtype in ``path``. Needs peft (``pip
     install 'holdfast[lora]'``). See docs/lora.md."""
@@ -231,7 +231,7 @@ class TrainEngineConfig:
                 "set that, or leave this out"
             )
 
-        self.parallel_strategy.require_supported(f"config key 'backend' is {self.backend!r}")
+        _ = self.parallel_strategy  # raises if it cannot be
 
     @property
     def parallel_strategy(self) -> ParallelStrategy:
@@ -243,7 +243,6 @@ class TrainEngineConfig:
         own = self.parallel_strategy
         if argument is None:
             return own
-        argument.require_supported(f"create_process_group was given {argument.sizes}")
         if argument == replace(own, data_parallel_size=None):
             return own
         if own not in (argument, ParallelStrategy(), replace(argument, data_parallel_size=None)):

@@ -1,7 +1,6 @@
 """`ParallelStrategy`: how many ranks share what, under AReaL's names and in its notation (``fsdp:d8``)."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
 
@@ -11,8 +10,6 @@ from ..utils.errors import ConfigError
 _BACKEND = re.compile(r"(?:fsdp|megatron|archon)(?:\[[^\[\]]*\])?(?::(?P<sizes>.+))?")
 _BY_PART = re.compile(r"\(attn:(?P<attention>[^|]+)\|ffn:(?P<experts>[^|]+)\)")
 _SIZE = re.compile(r"([dptce])([1-9][0-9]*)")
-_NOT_SUPPORTED = {"t"}
-_PARALLELISM = {"t": "tensor", "c": "context", "p": "pipeline", "e": "expert"}
 
 
 @dataclass(frozen=True)
@@ -49,18 +46,23 @@ class ParallelStrategy:
         for name in ("pipeline_parallel_size", "expert_tensor_parallel_size"):
             if (size := getattr(self, name)) > 1:
                 raise ConfigError(f"{name} is {size}; expected 1, because FSDP2 shards every layer over the ranks")
+        if self.expert_parallel_size > 1 and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"expert_parallel_size is {self.expert_parallel_size} and tensor_parallel_size "
+                f"{self.tensor_parallel_size}, which are not supported together; set config key 'backend' with one of "
+                "'e' and 't'"
+            )
         if self.data_parallel_size is None:
             return
-        d, r, t, e = self.data_parallel_size, self.replicate_size, self.tensor_parallel_size, self.expert_parallel_size
+        d, r, e = self.data_parallel_size, self.replicate_size, self.expert_parallel_size
         if d % r:
             raise ConfigError(
                 f"replicate_size (config key 'fsdp.replicate_size') is {r}, with {d} data-parallel ranks; expected one "
                 f"of {divisors(d)}"
             )
-        if (replica := d // r * self.context_parallel_size * t) % e or (e > 1 and e % t):
-            fitting = [size for size in divisors(replica) if size == 1 or size % t == 0]
+        if (replica := d // r * self.context_parallel_size * self.tensor_parallel_size) % e:
             raise ConfigError(
-                f"expert_parallel_size is {e}, with {replica} ranks in a replica; expected one of {fitting}"
+                f"expert_parallel_size is {e}, with {replica} ranks in a replica; expected one of {divisors(replica)}"
             )
 
     @classmethod
@@ -87,10 +89,15 @@ class ParallelStrategy:
                 )
         else:
             sizes, experts = _sizes_of(match["sizes"] or "", "dptce", found), {}
-        used = {name: max(sizes.get(name, 1), experts.get(name, 1)) for name in _PARALLELISM}
-        if used["p"] > 1 or experts.get("t", 1) > 1:
-            raise _unsupported(found, used, prod(sizes.get(name, 1) for name in "dptc") if "d" in sizes else None)
-        return cls(sizes.get("d"), sizes.get("c", 1), sizes.get("t", 1), used["e"], replicate_size=replicate_size)
+        e, t = (max(sizes.get(name, 1), experts.get(name, 1)) for name in "et")
+        pipeline, both = max(sizes.get("p", 1), experts.get("p", 1)) > 1, e > 1 and t > 1
+        if pipeline or both or experts.get("t", 1) > 1:
+            instead = f"fsdp:d{prod(sizes.get(name, 1) for name in 'dptc')}" if "d" in sizes else "fsdp"
+            raise ConfigError(
+                f"{found}, with {'pipeline' if pipeline else 'expert and tensor'} parallelism, which is not supported; "
+                f"set config key 'backend' to {instead!r}: FSDP2 alone then shards the model over the same ranks"
+            )
+        return cls(sizes.get("d"), sizes.get("c", 1), sizes.get("t", 1), e, replicate_size=replicate_size)
 
     def for_world(self, world_size: int) -> "ParallelStrategy":
         """Fill in ``data_parallel_size``. Raises ConfigError if the strategy is for another number of ranks."""
@@ -103,11 +110,6 @@ class ParallelStrategy:
                 f"config key 'backend' to 'fsdp:d{world_size}', or to 'fsdp' for any number"
             )
         return replace(self, data_parallel_size=d)
-
-    def require_supported(self, found: str = "the parallel strategy") -> None:
-        """Raise ConfigError if a size is above 1 in a dimension that the engine does not support yet."""
-        if any(self.sizes[name] > 1 for name in _NOT_SUPPORTED):
-            raise _unsupported(found, self.sizes, self.world_size if self.data_parallel_size else None)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -154,16 +156,6 @@ def _sizes_of(text: str, known: str, found: str) -> dict[str, int]:
     if _SIZE.sub("", text) or len(set(names)) < len(names) or not set(names) <= set(known):
         raise ConfigError(f"{found}; expected each of {', '.join(known)} at most once in {text!r}, with a size from 1")
     return dict(pairs)
-
-
-def _unsupported(found: str, sizes: Mapping[str, int], ranks: int | None) -> ConfigError:
-    unsupported = [name for name in ("p", *_NOT_SUPPORTED) if sizes.get(name, 1) > 1]
-    used = " and ".join(sorted(_PARALLELISM[name] for name in unsupported))
-    instead = "fsdp" if ranks is None else f"fsdp:d{ranks}"
-    return ConfigError(
-        f"{found}, with {used} parallelism, which is not supported yet; set config key 'backend' to {instead!r}: FSDP2 "
-        "alone then shards the model over the same ranks"
-    )
 
 
 def divisors(number: int) -> list[int]:

@@ -31,6 +31,8 @@ from ..training.process_groups import ProcessGroups
 from ..training.rotary import longest_sequence
 from ..training.routers import require_routers
 from ..training.sharding import block_classes, shard_model
+from ..training.tensor_parallel import cut_over_ranks, require_cuttable
+from ..training.tensor_parallel_check import check_tensor_parallel
 from ..training.value_model import body_name
 from ..training.weights import draw_weights, give_memory
 from .model_folder import index_digest, is_first_of_its_node
@@ -68,6 +70,9 @@ def build_initial_model(
         cast_buffers(model, config)
         if not config.disable_dropout and groups.meshes.ranks_with_same_data > 1:
             refuse_dropout(model)
+        if groups.meshes.tensor is not None:
+            require_cuttable(config, model, groups.meshes.tensor.size())
+            cut_over_ranks(model, groups.meshes.tensor)
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
         require_routers(model, config)
@@ -75,6 +80,7 @@ def build_initial_model(
     shard_model(model, config, blocks, groups.meshes.fsdp)
     # Before the model has memory, because twins take as much for a moment.
     sequence = groups.meshes.sequence
+    check_tensor_parallel(model, groups.device, groups.control)
     if config.pack_sequences:
         longest_row = config.mb_spec.max_tokens_per_mb
         prepare_packing(model, config.attn_impl, groups.device, groups.control, longest_row, sequence)

@@ -23,6 +23,7 @@ from .context_parallel import own_targets
 from .logprobs import score_tokens, token_logprobs
 from .microbatch import MicroBatch
 from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
+from .tensor_parallel import has_own_forward, words_of
 from .unsharded import unsharded_class
 
 logger = get_logger(__name__)
@@ -64,16 +65,21 @@ def scoring(
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden[0, : len(targets)] if packed else hidden[places]
-        scores = score_tokens(rows, head.weight, head.bias, targets, temperature, chunk_size)
+        weight, bias, first_word, group = words_of(head)
+        scores = score_tokens(rows, weight, bias, targets, temperature, chunk_size, first_word, group)
         if packed:
             return torch.stack([score[None] for score in scores], dim=-1)  # FSDP warns about views
         return hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32).index_put(places, torch.stack(scores, -1))
 
+    before = vars(head).get("forward")
     head.forward = forward  # type: ignore[method-assign]  # hides that of the class
     try:
         yield
     finally:
-        del head.forward
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
 
 
 def find_scoring_head(
@@ -103,7 +109,7 @@ def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
         return None
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return None
-    return None if "forward" in vars(head) or count_forward_hooks(head) else head
+    return None if has_own_forward(head) or count_forward_hooks(head) else head
 
 
 @torch.no_grad()

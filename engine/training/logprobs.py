@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.functional import linear
 
 _CHUNK_ELEMENTS = 1 << 25
@@ -63,6 +64,8 @@ def score_tokens(
     targets: torch.Tensor,
     temperature: float = 1.0,
     chunk_size: int | None = None,
+    first_word: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log p(target)`` and the entropy for the logits ``hidden @ weight.T + bias``, which never exist whole.
 
@@ -70,8 +73,12 @@ def score_tokens(
     that follows each row. Both results are ``[T]`` float32, differentiable with respect to ``hidden``, ``weight`` and
     ``bias``. Gradients of the latter two are summed in one product per chunk of words, so chunks cost no precision in
     bfloat16.
+
+    If ``weight`` and ``bias`` are for some words, from ``first_word`` on, and the ranks of ``group`` have the others,
+    each rank gets the scores over all words, and the whole gradient of ``hidden``. Two all-reduces of ``[T]`` numbers
+    forward, one of ``[T, H]`` backward.
     """
-    return _OfHead.apply(hidden, weight, bias, targets, temperature, chunk_size)
+    return _OfHead.apply(hidden, weight, bias, targets - first_word, temperature, chunk_size, group)
 
 
 def next_tokens(input_ids: torch.Tensor) -> torch.Tensor:
@@ -103,6 +110,21 @@ def _score(z: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.
     target_log_p = log_p.gather(1, targets[:, None]).squeeze(1)
     log_p.clamp_(min=_LOWEST)
     return target_log_p, -torch.linalg.vecdot(log_p.exp(), log_p), total
+
+
+def _over_all_words(scores: torch.Tensor, targets: torch.Tensor, words: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Combine the ``[3, t]`` results of `_score` for each rank's ``words``, with targets counted from its first."""
+    target_log_p, entropy, total = scores
+    highest = total.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    shift = total - highest
+    weight = shift.exp()
+    here = (targets >= 0) & (targets < words)
+    sums = torch.stack([weight, weight * (entropy - shift), torch.where(here, target_log_p + shift, 0.0)])
+    dist.all_reduce(sums, group=group)
+    weights, entropies, target = sums
+    log_weights = weights.log()
+    return torch.stack([target - log_weights, entropies / weights + log_weights, highest + log_weights])
 
 
 def _grad_z(
@@ -178,12 +200,16 @@ class _OfHead(torch.autograd.Function):
         targets: torch.Tensor,
         temperature: float,
         chunk_size: int | None,
+        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
-        ctx.temperature, ctx.elements = temperature, _chunk_elements(len(weight), chunk_size)
+        ctx.temperature, ctx.elements, ctx.group = temperature, _chunk_elements(len(weight), chunk_size), group
+        own_targets = targets.clamp(0, len(weight) - 1)
         for rows in _chunks(len(hidden), len(weight), ctx.elements):
             z = linear(hidden[rows], weight, bias).float().div_(temperature)
-            scores[:, rows] = torch.stack(_score(z, targets[rows]))
+            scores[:, rows] = torch.stack(_score(z, own_targets[rows]))
+        if group is not None:
+            scores = _over_all_words(scores, targets, len(weight), group)
         ctx.save_for_backward(hidden, weight, bias, targets, scores)
         ctx.set_materialize_grads(False)
         return scores[0].clone(), scores[1].clone()
@@ -192,7 +218,7 @@ class _OfHead(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
         hidden, weight, bias, targets, (_, entropy, total) = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
@@ -210,4 +236,8 @@ class _OfHead(torch.autograd.Function):
                 grad_weight[words] = grad.T @ hidden
             if grad_hidden is not None:
                 grad_hidden += grad @ weight[words]
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+        if grad_hidden is not None:
+            if ctx.group is not None:
+                dist.all_reduce(grad_hidden, group=ctx.group)
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None

@@ -71,9 +71,11 @@ class Meshes:
         return dist.get_rank() % self.ranks_with_same_data == 0
 
     def n_parts(self, param: torch.Tensor) -> int:
-        """Number of parts of a parameter on different ranks that FSDP2 does not gather: e for experts, else 1."""
-        split = isinstance(param, DTensor) and param.device_mesh.ndim > self.fsdp.ndim
-        return param.device_mesh.shape[-1] if split else 1  # type: ignore[attr-defined]
+        """Number of parts of a parameter on different ranks that FSDP2 does not gather: e for experts, t for matrices
+        that tensor parallelism cuts, else 1."""
+        if not isinstance(param, DTensor) or param.device_mesh.ndim == self.fsdp.ndim:
+            return 1
+        return 1 if param.placements[-1].is_replicate() else param.device_mesh.shape[-1]
 
 
 def open_meshes(strategy: ParallelStrategy, device: torch.device, timeout: timedelta) -> Meshes:

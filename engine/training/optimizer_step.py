@@ -13,6 +13,7 @@ from ...utils.logging import get_logger
 from ..memory.tensors import counts_here
 from .counters import EngineCounters
 from .sharding import zero_filled
+from .tensor_parallel import sum_partial_gradients
 
 logger = get_logger(__name__)
 
@@ -36,6 +37,7 @@ def clip_and_step(
     ``update_successful``.
     """
     lr = float(optimizer.param_groups[0]["lr"])
+    sum_partial_gradients(model)
     result = clip_grad_norm(model, max_norm, loss, weight, correction)
     more = more or {}
     numbers = torch.cat(

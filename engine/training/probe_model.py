@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -18,6 +19,7 @@ from ...utils.compat.torch_private import fsdp_mesh_of
 from ...utils.compat.transformers_private import attention_of, build_from_config
 from ...utils.distributed import get_rank
 from .rotary import fix_frequencies
+from .tensor_parallel import cut_over_ranks, is_cut, tensor_mesh_of
 from .unsharded import unsharded_class
 from .weights import give_memory
 
@@ -27,16 +29,16 @@ NOT_UNDERSTOOD = (RuntimeError, ValueError, LookupError, TypeError, AttributeErr
 
 @contextmanager
 def twin_of(
-    model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, whole: bool = False
 ) -> Iterator[PreTrainedModel]:
     """Build a model of the same class, sharded like ``model``, with random weights that hide nothing. Free it at the
-    end.
+    end. With ``whole`` the ranks of `Meshes.tensor` do not share its matrices, and have equal weights.
 
     The parameters of ``model`` are not read. Inside, matrix products use full precision. torch's generators are
     restored.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []), _full_precision():
-        twin = _build(model, config, dtype, device)
+        twin = _build(model, config, dtype, device, None if whole else tensor_mesh_of(model))
         try:
             yield twin
         finally:
@@ -71,8 +73,13 @@ def probe_tokens(config: PretrainedConfig, count: int) -> torch.Tensor:
     return torch.randint(low, max(3 * low, low + 1), (count,), generator=torch.Generator().manual_seed(0))
 
 
+@torch.no_grad()
 def _build(
-    model: PreTrainedModel, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_mesh: DeviceMesh | None,
 ) -> PreTrainedModel:
     with torch.device("meta"):
         twin, skeleton = (
@@ -80,6 +87,8 @@ def _build(
         )
     for each in (twin, skeleton):
         fix_frequencies(each, None)
+    if tensor_mesh is not None:
+        cut_over_ranks(twin, tensor_mesh)
     mesh = fsdp_mesh_of(model)
     sharded = {unsharded_class(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)}
     for module in reversed(list(twin.modules())):  # children first, as fully_shard requires
@@ -91,9 +100,12 @@ def _build(
     counts = [value if isinstance(value, list | tuple) else [value] for key, value in settings if "expert" in key]
     experts = {count for each in counts for count in each if type(count) is int}
     shard = get_rank() if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
-    own, common = (torch.Generator(device).manual_seed(seed) for seed in (1 + shard, 0))
+    seed = 1 + shard
+    whole, common = (torch.Generator(device).manual_seed(seed) for seed in (seed, 0))
+    part = whole if tensor_mesh is None else torch.Generator(device).manual_seed(seed << 16 | get_rank())
     for param in twin.parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
+        own = part if is_cut(param, tensor_mesh) else whole
         if param.dim() < 2:
             local.normal_(1.0, 0.1, generator=own)
         elif param.dim() == 2 or param.shape[0] not in experts:

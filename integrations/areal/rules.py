@@ -14,9 +14,9 @@ Rule = Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
 
 
 def mesh_of_this_engine(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`backend` with tensor, pipeline or expert parallelism (`t`, `p` or `e` above 1): refused."""
+    """`backend` with pipeline parallelism (`p` above 1), or with sizes that do not fit together: refused."""
     if backend := keys.get("backend"):
-        ParallelStrategy.from_backend(str(backend)).require_supported(f"config key 'backend' is {backend!r}")
+        ParallelStrategy.from_backend(str(backend))
     else:
         keys.pop("backend", None)
     return []

@@ -5,6 +5,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
+HAS_PLANS = hasattr(PreTrainedModel, "_resolve_parallel_plans")
+"""Whether transformers is new enough (5.23) for tensor parallelism."""
+
 
 def tiny_qwen3(
     tied: bool = True, vocab_size: int = 15, hidden_size: int = 32, layers: int = 2, max_length: int = 128

@@ -40,8 +40,8 @@ def test_areals_notation_is_parsed(backend: str, sizes: dict[str, int]) -> None:
         ("fsdp:(attn:d4|ffn:d2c2)", "expected each of d, p, t, e at most once in 'd2c2'"),
         ("fsdp:(attn:d4|ffn:d1e8)", "with 4 ranks for attention and 8 for experts"),
         ("megatron:d2p2t1", "'megatron:d2p2t1', with pipeline parallelism, .* to 'fsdp:d4'"),
-        ("megatron:(attn:d4p2t2|ffn:d2p2t1e4)", "with expert and pipeline and tensor parallelism, .* to 'fsdp:d16'"),
-        ("megatron:(attn:d4|ffn:d2t2)", "with tensor parallelism, .* to 'fsdp:d4'"),
+        ("megatron:(attn:d4p2t2|ffn:d2p2t1e4)", "with expert and pipeline parallelism, .* to 'fsdp:d16'"),
+        ("megatron:(attn:d4|ffn:d2t2)", "with expert tensor parallelism, .* to 'fsdp:d4'"),
         ("fsdp:p2", "with pipeline parallelism, .* to 'fsdp'"),
         ("fsdp:d4e3", "expert_parallel_size is 3, with 4 ranks in a replica; expected one of \\[1, 2, 4\\]"),
         ("fsdp:d4t2e1", None),
@@ -80,9 +80,9 @@ def test_sizes_are_checked_against_each_other_and_the_world() -> None:
 
 def test_a_config_with_an_unsupported_mesh_is_refused_before_anything_starts() -> None:
     for backend, message in (
-        ("fsdp:d4t2", "'backend' is 'fsdp:d4t2', with tensor parallelism, which is not supported yet; .* 'fsdp:d8'"),
-        ("fsdp:d4c2t2e4", "with expert and tensor parallelism, .* 'fsdp:d16'"),
-        ("fsdp:t2", "with tensor parallelism, .* 'fsdp'"),
+        ("fsdp:d4p2", "'backend' is 'fsdp:d4p2', with pipeline parallelism, which is not supported; .* 'fsdp:d8'"),
+        ("fsdp:d4t2e4", "with expert and tensor parallelism, .* 'fsdp:d8'"),
+        ("fsdp:t2e2", "with expert and tensor parallelism, .* 'fsdp'"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrainEngineConfig(backend=backend)

@@ -21,6 +21,7 @@ from holdfast.utils.compat import (
     transformers_private,
 )
 from holdfast.utils.errors import UnsupportedVersionError
+from tests.engine.models import HAS_PLANS
 from tests.limits import stretched
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,7 @@ LISTS = {
     "torch": torch_private.NAMES,
     "transformers": transformers_private.NAMES,
     "transformers, Trainer": trainer_private.NAMES,
+    "transformers, matrices cut over ranks": transformers_private.PARALLEL if HAS_PLANS else [],
     "ray": ray_private.NAMES,
     "peft": peft_private.NAMES,
 }

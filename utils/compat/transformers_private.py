@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
 from . import privates, require
@@ -50,6 +51,16 @@ EXPERT_NAMES = privates(
     }
 )
 """Names that only expert parallelism needs. The first transformers with them is 5.23."""
+
+PARALLEL = privates(
+    {
+        "cut matrices over ranks (transformers has it from 5.23 on)": [
+            "transformers:PreTrainedModel._resolve_parallel_plans(distributed_config)",
+            "transformers.distributed.tensor_parallel:apply_tensor_parallelism(model, tp_mesh, tp_plan)",
+        ],
+    }
+)
+"""Names that only a mesh with tensor parallelism needs, so that older releases work without it."""
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -160,6 +171,27 @@ def set_attention(model: PreTrainedModel, name: str, *, instead_of: str) -> None
             for part in _parts(config):
                 if attention_of(part) == instead_of:
                     part._attn_implementation = {"": name}  # type: ignore[assignment]
+
+
+def tensor_parallel_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
+    """Return how transformers cuts each module and parameter over ``size`` ranks. Empty if it has no plan.
+
+    Raises:
+        UnsupportedVersionError: transformers is older than 5.23.
+    """
+    require("transformers", PARALLEL)
+    from transformers.distributed import DistributedConfig
+
+    if not model.tp_plan:
+        return {}
+    return model._resolve_parallel_plans(DistributedConfig(tp_size=size))[0]
+
+
+def apply_parallel_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    """Cut parameters, and give modules a forward with collectives, as a plan of `tensor_parallel_plan` says."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    apply_tensor_parallelism(model, mesh, plan)
 
 
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:

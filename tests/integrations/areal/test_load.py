@@ -153,9 +153,9 @@ def test_all_that_has_no_effect_is_named_in_one_warning(tmp_path: Path, caplog: 
         ({"megatron": {"moe_z_loss_coeff": 0.1}}, "z-loss"),
         ({"behave_imp_weight_cap": 5.0}, "rejection_sampling: {metric: ratio, upper"),
         ({"beta": 0.1}, "'actor.beta' .* of DPO: read `DPOConfig`"),
-        ({"backend": "fsdp:d4p1t2"}, "'backend' is 'fsdp:d4p1t2', with tensor parallelism"),
-        ({"backend": "fsdp:d1t8"}, "section 'actor' .*'backend' is 'fsdp:d1t8', with tensor parallelism"),
-        ({"backend": "megatron:(attn:d4p2t2|ffn:d2p2t1e4)"}, "with expert and pipeline and tensor parallelism"),
+        ({"backend": "fsdp:d4p2t2"}, "'backend' is 'fsdp:d4p2t2', with pipeline parallelism"),
+        ({"backend": "fsdp:d1p8"}, "section 'actor' .*'backend' is 'fsdp:d1p8', with pipeline parallelism"),
+        ({"backend": "megatron:(attn:d4t2|ffn:d2e4)"}, "with expert and tensor parallelism"),
         ({"fsdp": {"offload_params": True}}, "'actor.fsdp.offload_params' .* is True: .* stay on the device here"),
         ({"fsdp": {"per_layer_optim_step": True}}, "'actor.fsdp.per_layer_optim_step'"),
         ({"offload": True}, "'actor.offload' .* expected False"),
@@ -209,7 +209,14 @@ def test_values_without_effect_of_keys_that_are_refused_are_accepted(
     }
     load_areal(PPOActorConfig, write(tmp_path, actor=without_effect, enable_offload=False, defaults=["_self_"]))
     assert warnings(caplog) == []
-    for backend in ("fsdp:d4", "fsdp:d4p1t1c2", "megatron:(attn:d2p1t1|ffn:d2p1t1e1)", "archon:d4"):
+    for backend in (
+        "fsdp:d4",
+        "fsdp:d8p1t1",
+        "megatron:(attn:d2p1t1|ffn:d2p1t1e1)",
+        "archon:d4",
+        "fsdp:d2p1t2",
+        "fsdp:d2c2",
+    ):
         actor = load_areal(PPOActorConfig, write(tmp_path, actor={"backend": backend}))
         assert actor.backend == backend and actor.parallel_strategy.world_size in (2, 4, 8)
     for backend in (None, ""):
@@ -220,8 +227,8 @@ def test_keys_outside_of_sections_that_change_what_every_engine_computes_are_ref
     for extra, message in [
         ({"enable_offload": True}, "'enable_offload' .* may not fit"),
         ({"defaults": ["../gsm8k@_global_", "_self_"]}, "'defaults' .* are not read here"),
-        ({"allocation_mode": "sglang:d2+d2t2"}, "'backend' is 'fsdp:d2t2', with tensor parallelism"),
-        ({"allocation_mode": "megatron:(attn:d2c4|ffn:d1e8)"}, "with expert parallelism"),
+        ({"allocation_mode": "sglang:d2+d2p2"}, "'backend' is 'fsdp:d2p2', with pipeline parallelism"),
+        ({"allocation_mode": "megatron:(attn:d2t4|ffn:d1e8)"}, "with expert and tensor parallelism"),
     ]:
         path = write(tmp_path, actor={"path": "m"}, recover={}, **extra)
         with pytest.raises(ConfigError, match=message):
