@@ -23,6 +23,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
     init_device_mesh,
 )
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from holdfast.engine.dcp import save
 from holdfast.engine.dcp.format import stored_properties
@@ -31,7 +32,6 @@ from holdfast.engine.dcp.save import DCPSaver
 from holdfast.engine.dcp.save_plan import agree_on, describe_state, find_shards, vote_on
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.tensors import flatten, local_tensor
-from holdfast.utils.compat.torch_private import compute_local_shape_and_global_offset
 from tests.helpers import run_ranks
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

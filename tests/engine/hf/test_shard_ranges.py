@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
-from holdfast.engine.hf import shard_ranges, weight_files
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import save_hf
 from tests.engine.hf.test_name_mapping import CONVERSIONS
@@ -92,7 +91,6 @@ def _values(model: PreTrainedModel) -> list[torch.Tensor]:
 
 def _saves_and_loads(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int]]:
     """For every case: bytes that this rank wrote, and bytes of the model that it holds."""
-    shard_ranges.BLOCK_BYTES = 1000  # a few rows, so that gathered tensors come in blocks
     written = {}
     for case, (name, shard) in SHARDINGS.items():
         if case in CONVERSIONS:
@@ -169,7 +167,6 @@ def _large_model(shard: Callable[[PreTrainedModel], PreTrainedModel]) -> PreTrai
 
 
 def _memory(rank: int, world_size: int, root: Path) -> None:
-    shard_ranges.BLOCK_BYTES = weight_files.WRITE_BYTES
     for name, shard in (("rows", sharded), ("columns", _columns)):
         model = _large_model(shard)
         shard_bytes = sum(value.nbytes for value in _values(model))

@@ -1,0 +1,228 @@
+"""Checkpoints of models on meshes with several dimensions: each into every other, and no tensor is gathered for them."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, DistributedConfig, PreTrainedModel
+
+from holdfast.engine.api import SaveLoadMeta
+from holdfast.engine.dcp import save
+from holdfast.engine.dcp.base_model import sums_of
+from holdfast.engine.dcp.fingerprint import combine_samples, sample_state
+from holdfast.engine.dcp.load import load_dcp
+from holdfast.engine.dcp.save import save_dcp
+from holdfast.engine.dcp.save_plan import agree_on, describe_state, vote_on
+from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.hf.load import load_hf
+from holdfast.engine.hf.save import save_hf
+from holdfast.engine.hf.shard_ranges import whole_tensor
+from holdfast.engine.memory.tensors import counts_here, flatten, local_tensor
+from holdfast.engine.staging.background_save import BackgroundSave
+from holdfast.utils.distributed import gather_objects, new_background_group
+from tests.engine.hf_models import sharded, tiny_config
+from tests.helpers import run_ranks
+from tests.tiers import slow_but
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def by_transformers(**sizes: int) -> Callable[[Path], PreTrainedModel]:
+    """Build a model that transformers shards itself."""
+
+    def build(folder: Path) -> PreTrainedModel:
+        config = DistributedConfig(**sizes)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config)
+
+    return build
+
+
+def plain(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def replicated(folder: Path) -> PreTrainedModel:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(plain(folder), mesh=mesh)
+
+
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def by_hand(folder: Path) -> PreTrainedModel:
+    """Shard as torchtitan does: a flattened slice of a mesh for FSDP, experts along their columns."""
+    ranks = dist.get_world_size()
+    mesh, model = init_device_mesh("cpu", (1, ranks // 2, 2), mesh_dim_names=("dp", "cp", "tp")), plain(folder)
+    fsdp = mesh["dp", "cp"]._flatten("fsdp")
+    for name, module in model.named_modules():
+        if name.endswith(COLUMNS):
+            parallelize_module(module, mesh["tp"], ColwiseParallel())
+        elif name.endswith(ROWS):
+            parallelize_module(module, mesh["tp"], RowwiseParallel())
+        elif name.endswith("experts"):
+            for own, param in list(module.named_parameters()):
+                placed = distribute_tensor(param.detach(), mesh["tp"], [Shard(0)], src_data_rank=None)
+                module.register_parameter(own, nn.Parameter(placed))
+            fully_shard(module, mesh=fsdp, shard_placement_fn=lambda _: Shard(2))
+    return fully_shard(model, mesh=fsdp)
+
+
+LAYOUTS: dict[str, tuple[int, Callable[[Path], PreTrainedModel]]] = {
+    "alone": (1, plain),
+    "fsdp2": (2, lambda folder: sharded(plain(folder))),
+    "tp2": (2, by_transformers(tp_size=2)),
+    "fsdp3": (3, lambda folder: sharded(plain(folder))),
+    "fsdp4": (4, lambda folder: sharded(plain(folder))),
+    "hsdp": (4, replicated),
+    "fsdp2 tp2": (4, by_transformers(fsdp_size=2, tp_size=2)),
+    "replicas2 tp2": (4, by_transformers(dp_replicate_size=2, tp_size=2)),
+    "tp4": (4, by_transformers(tp_size=4)),
+    "by hand": (4, by_hand),
+}
+EXPERTS: dict[str, tuple[int, Callable[[Path], PreTrainedModel]]] = {
+    "fsdp2": LAYOUTS["fsdp2"],
+    "ep2": (2, by_transformers(fsdp_size=2, ep_size=2)),
+    "fsdp4": LAYOUTS["fsdp4"],
+    "ep2 efsdp2": (4, by_transformers(fsdp_size=4, ep_size=2)),
+    "ep4": (4, by_transformers(fsdp_size=4, ep_size=4)),
+    "fsdp2 tp2 ep2": (4, by_transformers(fsdp_size=2, tp_size=2, ep_size=2)),
+    "by hand": (4, by_hand),
+}
+MODELS = {"qwen3_tied": LAYOUTS, "llama": LAYOUTS, "qwen3_moe": EXPERTS}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("boxes")
+    for name in MODELS:
+        config: Any = tiny_config(name)
+        config.vocab_size, config.num_attention_heads, config.num_key_value_heads = 16, 4, 4
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+    return root
+
+
+class Bytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that go through collectives on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            leaves = torch.utils._pytree.tree_leaves(args)
+            self.total += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def build(folder: Path, layout: tuple[int, Callable[[Path], PreTrainedModel]]) -> tuple[PreTrainedModel, DCPState]:
+    model = layout[1](folder)
+    return model, DCPState(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def step(state: DCPState) -> None:
+    """Give every parameter a gradient that depends on its values, and take a step."""
+    assert state.optimizer is not None
+    for param in state.model.parameters():
+        param.grad = param.detach() * 0.5 + 0.25
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+
+
+def values(state: DCPState) -> dict[str, torch.Tensor]:
+    return {name: whole_tensor(tensor) for name, tensor in state.live_tensors().items()}
+
+
+def fingerprint(state: DCPState) -> tuple[Any, ...]:
+    """Sample, and sum over every bit."""
+    tensors = state.live_tensors()
+    sums = gather_objects(sums_of(tensors))
+    total = {name: sum(rank[name] for rank in sums) % 2**64 for name in tensors}
+    return combine_samples(gather_objects(sample_state(tensors))), total
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different, different
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _saves(rank: int, world_size: int, folder: Path, out: Path, layout: str) -> dict[str, Any]:
+    """Save after a step, blocking and in the background. Returns the values, and what goes into the HF folder."""
+    model, state = build(folder, MODELS[folder.name][layout])
+    step(state)
+    step(state)
+    tensors = dict(flatten({"dcp": state.state_dict()}))
+    assert world_size == 1 or agree_on(vote_on(describe_state(tensors, None), tensors), None), "no rank plans for all"
+    with Bytes() as sent:
+        save_dcp(out / "dcp", state)
+        save_hf(model, out / "hf")
+    held = sum(local_tensor(tensor).nbytes for tensor in model.state_dict().values())
+    background = BackgroundSave(model, new_background_group(None, 60), 60)
+    for kind in ("dcp", "hf"):
+        background.begin(SaveLoadMeta(str(out / f"later_{kind}"), kind, with_optim=kind == "dcp"), state)
+        background.wait()
+    background.close()
+    found = {"values": values(state), "fingerprint": fingerprint(state), "sent": sent.total, "held": held}
+    if rank == 0:
+        twin = plain(folder)
+        twin.load_state_dict(
+            {name.removeprefix("model."): v for name, v in found["values"].items() if name.startswith("model.")},
+            strict=False,
+        )
+        twin.save_pretrained(out / "reference")
+    return found
+
+
+def _loads(rank: int, world_size: int, folder: Path, out: Path, layout: str) -> dict[str, Any]:
+    """Load what was saved, with Holdfast and with torch."""
+    found = {}
+    for kind in ("dcp", "torch", "hf"):
+        model, state = build(folder, MODELS[folder.name][layout])
+        if kind == "hf":
+            load_hf(model, out / "hf")
+        elif kind == "dcp":
+            load_dcp(out / "dcp", state)
+        else:
+            dcp.load({"dcp": state}, checkpoint_id=out / "dcp")
+        found[kind] = values(state), fingerprint(state)
+    return found
+
+
+def check(folder: Path, out: Path, saved_by: str, loaded_by: list[str]) -> None:
+    layouts = MODELS[folder.name]
+    saved, *others = run_ranks(_saves, layouts[saved_by][0], folder, out, saved_by)
+    for report in (saved, *others):
+        assert report["fingerprint"] == saved["fingerprint"]
+        assert report["sent"] < report["held"] / 4
+    assert contents(out / "hf") == contents(out / "later_hf") == contents(out / "reference")
+    for layout in loaded_by:
+        for found in run_ranks(_loads, layouts[layout][0], folder, out, layout):
+            for kind in ("dcp", "torch"):
+                same(found[kind][0], saved["values"])
+                assert found[kind][1] == saved["fingerprint"], (layout, kind)
+            weights = {name: value for name, value in saved["values"].items() if name.startswith("model.")}
+            same({name: value for name, value in found["hf"][0].items() if name in weights}, weights)
+
+
+@pytest.mark.parametrize(("name", "saved_by", "loaded_by"), [("llama", "tp2", "fsdp2"), ("qwen3_moe", "ep2", "fsdp2")])
+def test_checkpoints_of_a_mesh_load_into_shards(
+    folders: Path, tmp_path: Path, name: str, saved_by: str, loaded_by: str
+) -> None:
+    check(folders / name, tmp_path, saved_by, [loaded_by])
