@@ -1,8 +1,6 @@
-"""Checkpoints of models on meshes with several dimensions: each into every other, and no tensor is gathered for them."""
+"""Checkpoints of models on meshes of several dimensions: each loads into every other, and nothing is gathered."""
 
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DistributedConfig, PreTrainedModel
 
 from holdfast.engine.api import SaveLoadMeta
-from holdfast.engine.dcp import save
 from holdfast.engine.dcp.base_model import sums_of
 from holdfast.engine.dcp.fingerprint import combine_samples, sample_state
 from holdfast.engine.dcp.load import load_dcp
@@ -28,12 +25,11 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import save_hf
 from holdfast.engine.hf.shard_ranges import whole_tensor
-from holdfast.engine.memory.tensors import counts_here, flatten, local_tensor
+from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.engine.staging.background_save import BackgroundSave
 from holdfast.utils.distributed import gather_objects, new_background_group
 from tests.engine.hf_models import sharded, tiny_config
 from tests.helpers import run_ranks
-from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -153,76 +149,96 @@ def fingerprint(state: DCPState) -> tuple[Any, ...]:
     return combine_samples(gather_objects(sample_state(tensors))), total
 
 
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert not different, different
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def _saves(rank: int, world_size: int, folder: Path, out: Path, layout: str) -> dict[str, Any]:
-    """Save after a step, blocking and in the background. Returns the values, and what goes into the HF folder."""
+def _saves(rank: int, world_size: int, folder: Path, out: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
+    """Save after a step on each mesh, blocking and in the background. Returns the values, and what went around."""
+    return {layout: _save(folder, out / layout, layout) for layout in layouts}
+
+
+def _save(folder: Path, out: Path, layout: str) -> dict[str, Any]:
     model, state = build(folder, MODELS[folder.name][layout])
     step(state)
     step(state)
-    tensors = dict(flatten({"dcp": state.state_dict()}))
-    assert world_size == 1 or agree_on(vote_on(describe_state(tensors, None), tensors), None), "no rank plans for all"
-    with Bytes() as sent:
+    tensors, ranks = dict(flatten({"dcp": state.state_dict()})), dist.get_world_size()
+    assert ranks == 1 or agree_on(vote_on(describe_state(tensors, None), tensors), None), "no rank plans for all"
+    with Bytes() as moved:
         save_dcp(out / "dcp", state)
         save_hf(model, out / "hf")
     held = sum(local_tensor(tensor).nbytes for tensor in model.state_dict().values())
+    assert moved.total < held / 2, "no weight goes to another rank"
     background = BackgroundSave(model, new_background_group(None, 60), 60)
     for kind in ("dcp", "hf"):
         background.begin(SaveLoadMeta(str(out / f"later_{kind}"), kind, with_optim=kind == "dcp"), state)
         background.wait()
     background.close()
-    found = {"values": values(state), "fingerprint": fingerprint(state), "sent": sent.total, "held": held}
-    if rank == 0:
+    found = {"values": values(state), "fingerprint": fingerprint(state)}
+    if dist.get_rank() == 0:
         twin = plain(folder)
-        twin.load_state_dict(
-            {name.removeprefix("model."): v for name, v in found["values"].items() if name.startswith("model.")},
-            strict=False,
-        )
+        weights = {name: value for name, value in found["values"].items() if name.startswith("model.")}
+        twin.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()}, strict=False)
         twin.save_pretrained(out / "reference")
     return found
 
 
-def _loads(rank: int, world_size: int, folder: Path, out: Path, layout: str) -> dict[str, Any]:
-    """Load what was saved, with Holdfast and with torch."""
-    found = {}
-    for kind in ("dcp", "torch", "hf"):
+def _loads(rank: int, world_size: int, folder: Path, out: Path, layouts: list[str], saved: dict[str, Any]) -> None:
+    """Load what each mesh saved into each mesh, with Holdfast and with torch."""
+    for layout in layouts:
         model, state = build(folder, MODELS[folder.name][layout])
-        if kind == "hf":
-            load_hf(model, out / "hf")
-        elif kind == "dcp":
-            load_dcp(out / "dcp", state)
-        else:
-            dcp.load({"dcp": state}, checkpoint_id=out / "dcp")
-        found[kind] = values(state), fingerprint(state)
-    return found
+        for saved_by, expected in saved.items():
+            for kind in ("dcp", "torch", "hf"):
+                for tensor in state.live_tensors().values():
+                    local_tensor(tensor).detach().zero_()
+                where, case = out / saved_by, (layout, saved_by, kind)
+                if kind == "dcp":
+                    load_dcp(where / "dcp", state)
+                elif kind == "torch":
+                    live = state.state_dict()
+                    dcp.load(
+                        {"dcp": {key: live[key] for key in ("model", "optim")}}, checkpoint_id=out / saved_by / "dcp"
+                    )
+                else:
+                    load_hf(model, where / "hf")
+                found = values(state)
+                wrong = [name for name, value in expected["values"].items() if not torch.equal(found[name], value)]
+                assert not [name for name in wrong if kind != "hf" or name.startswith("model.")], (
+                    layout,
+                    saved_by,
+                    kind,
+                )
+                if kind != "hf":
+                    assert fingerprint(state) == expected["fingerprint"], case
 
 
-def check(folder: Path, out: Path, saved_by: str, loaded_by: list[str]) -> None:
-    layouts = MODELS[folder.name]
-    saved, *others = run_ranks(_saves, layouts[saved_by][0], folder, out, saved_by)
-    for report in (saved, *others):
-        assert report["fingerprint"] == saved["fingerprint"]
-        assert report["sent"] < report["held"] / 4
-    assert contents(out / "hf") == contents(out / "later_hf") == contents(out / "reference")
-    for layout in loaded_by:
-        for found in run_ranks(_loads, layouts[layout][0], folder, out, layout):
-            for kind in ("dcp", "torch"):
-                same(found[kind][0], saved["values"])
-                assert found[kind][1] == saved["fingerprint"], (layout, kind)
-            weights = {name: value for name, value in saved["values"].items() if name.startswith("model.")}
-            same({name: value for name, value in found["hf"][0].items() if name in weights}, weights)
+def by_ranks(layouts: Iterable[str], of: dict[str, Any]) -> dict[int, list[str]]:
+    return {ranks: [name for name in layouts if of[name][0] == ranks] for ranks in {of[name][0] for name in layouts}}
+
+
+def check(folder: Path, out: Path, saved_by: list[str], loaded_by: list[str]) -> None:
+    """Save on some meshes, and load each of that on others."""
+    layouts, saved = MODELS[folder.name], dict[str, Any]()
+    for ranks, names in by_ranks(saved_by, layouts).items():
+        reports = run_ranks(_saves, ranks, folder, out, names)
+        saved |= reports[0]
+        assert all(report[name]["fingerprint"] == saved[name]["fingerprint"] for report in reports for name in names)
+    for name in saved_by:
+        files = [contents(out / name / kind) for kind in ("hf", "later_hf", "reference")]
+        assert files[0] == files[1] == files[2], name
+        assert saved[name]["fingerprint"] == saved[saved_by[0]]["fingerprint"], "the same steps on every mesh"
+    for ranks, names in by_ranks(loaded_by, layouts).items():
+        run_ranks(_loads, ranks, folder, out, names, saved)
 
 
 @pytest.mark.parametrize(("name", "saved_by", "loaded_by"), [("llama", "tp2", "fsdp2"), ("qwen3_moe", "ep2", "fsdp2")])
-def test_checkpoints_of_a_mesh_load_into_shards(
+def test_checkpoints_of_a_mesh_load_into_shards_and_back(
     folders: Path, tmp_path: Path, name: str, saved_by: str, loaded_by: str
 ) -> None:
-    check(folders / name, tmp_path, saved_by, [loaded_by])
+    check(folders / name, tmp_path, [saved_by, loaded_by], [loaded_by, saved_by])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_of_every_mesh_load_into_every_mesh(folders: Path, tmp_path: Path, name: str) -> None:
+    check(folders / name, tmp_path, list(MODELS[name]), list(MODELS[name]))
