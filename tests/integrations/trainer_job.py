@@ -145,7 +145,9 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
     if distributed:
         ParallelismConfig._validate_accelerator = lambda *_: None  # type: ignore[method-assign]  # it asks for GPUs
         given["model"].save_pretrained(model := folder / f"model_{os.environ['RANK']}")
-        given["model"] = AutoModelForCausalLM.from_pretrained(model, distributed_config=DistributedConfig(**distributed))
+        given["model"] = AutoModelForCausalLM.from_pretrained(
+            model, distributed_config=DistributedConfig(**distributed)
+        )
     if merges:
         given["callbacks"].append(MergedSends())
     if options.get("beta") or merges or kind in ("rloo", "dpo", "kto"):  # TRL reads the reference model from a folder
