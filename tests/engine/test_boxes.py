@@ -28,6 +28,7 @@ from holdfast.engine.hf.shard_ranges import whole_tensor
 from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.engine.staging.background_save import BackgroundSave
 from holdfast.utils.distributed import gather_objects, new_background_group
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from tests.engine.hf_models import sharded, tiny_config
 from tests.helpers import run_ranks
 
@@ -244,3 +245,51 @@ def test_checkpoints_of_a_mesh_load_into_shards_and_back(
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints_of_every_mesh_load_into_every_mesh(folders: Path, tmp_path: Path, name: str) -> None:
     check(folders / name, tmp_path, list(MODELS[name]), list(MODELS[name]))
+
+
+def _refusals(rank: int, world_size: int, folder: Path, out: Path) -> None:
+    """Tensor parallelism of fused experts gives a rank two runs of rows of each expert."""
+    model, state = build(folder, (2, by_transformers(tp_size=2)))
+    words = r"a tensor \[4, 16, 16\] is placed as \(_StridedShard.* several runs of rows; .*shard experts one by one"
+    for action in (
+        lambda: save_dcp(out / "dcp", state),
+        lambda: save_hf(model, out / "hf"),
+        lambda: load_hf(model, folder),
+        lambda: load_dcp(out / "good", state),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            action()
+    assert not (out / "dcp").exists() and not (out / "hf").exists()
+
+
+def test_experts_that_are_cut_within_their_rows_are_refused_on_all_ranks(folders: Path, tmp_path: Path) -> None:
+    save_dcp(tmp_path / "good", build(folders / "qwen3_moe", (1, plain))[1])
+    run_ranks(_refusals, 2, folders / "qwen3_moe", tmp_path)
+
+
+FROZEN = {"model.embed_tokens.weight", "model.layers.0.self_attn.o_proj.weight", "model.norm.weight"}
+
+
+def _frozen(rank: int, world_size: int, folder: Path, out: Path, layout: str, saves: bool) -> None:
+    """A base that checkpoints leave out is the same on every mesh, for Holdfast's loads and for torch's."""
+    model = MODELS[folder.name][layout][1](folder)
+    for name, param in model.named_parameters():
+        param.requires_grad = name not in FROZEN
+    state = DCPState(model, trainable_only=True)
+    if saves:
+        save_dcp(out, state)
+        return
+    load_dcp(out, state)
+    dcp.load({"dcp": state}, checkpoint_id=out)
+    with torch.no_grad():
+        local_tensor(model.get_parameter("model.embed_tokens.weight")).add_(1)
+    with pytest.raises(CheckpointMismatchError, match="trained on another base model"):
+        load_dcp(out, state)
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("fsdp2", "tp2"), ("tp2", "fsdp2")])
+def test_a_frozen_base_is_known_again_on_another_mesh(
+    folders: Path, tmp_path: Path, saved_by: str, loaded_by: str
+) -> None:
+    for layout, saves in ((saved_by, True), (loaded_by, False)):
+        run_ranks(_frozen, 2, folders / "llama", tmp_path / "saved", layout, saves)
