@@ -8,6 +8,7 @@ writes itself. Only conversions that are not slices need whole tensors.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from operator import attrgetter, mul, sub
 from typing import NamedTuple
@@ -32,6 +33,17 @@ class LocalPart:
     shape: tuple[int, ...]  # of the whole tensor
     replica: int = 0  # number of this rank among those that hold the block. Each writes an equal share
     replicas: int = 1  # number of ranks that hold the block
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next in each dimension of the whole tensor."""
+        return row_major(self.shape)
+
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """First and last element of the block in the flattened whole tensor. The last is before the first if empty."""
+        first, last = (sum(map(mul, ends, self.strides)) for ends in (self.box.offsets, self.box.last))
+        return (first, last) if self.data.numel() else (0, -1)
 
 
 def local_part(tensor: torch.Tensor, ranks: Sequence[int]) -> LocalPart:
@@ -77,10 +89,9 @@ class _Block(NamedTuple):
 
 def overlap(span: Span, part: LocalPart) -> Iterator[FileRows]:
     """The elements of ``span`` that are in ``part``: their places in the file, with views of the live values."""
-    strides = row_major(part.shape)
-    first, last = (sum(map(mul, ends, strides)) for ends in (part.box.offsets, part.box.last))
-    if span.numel and part.data.numel() and span.offset <= last and first <= span.last:  # seldom so for experts
-        for block in _straight_blocks(span, part.shape, strides):
+    first, last = part.reach
+    if span.numel and span.offset <= last and first <= span.last:  # seldom so for experts
+        for block in _straight_blocks(span, part.shape, part.strides):
             for held in _held(block, part):
                 yield from _file_rows(held, part)
 
