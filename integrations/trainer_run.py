@@ -219,11 +219,11 @@ class TrainerRun:
         return trained
 
     def _cut(self) -> dict[str, int]:
-        """Arguments that assign samples to batches and ranks."""
-        args = self._trainer.args
+        """Arguments that assign samples to batches and ranks. Ranks that share matrices have the same samples."""
+        args, shared = self._trainer.args, self._trainer.get_tp_size()
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
         cut = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-        return cut | {"world_size": get_world_size()}
+        return cut | {"world_size": get_world_size() // shared}
 
     # Current place of the run
 

@@ -152,10 +152,13 @@ def _refuse(trainer: Any) -> None:
     args, reason = trainer.args, None
     config, has_length = args.accelerator_config, hasattr(trainer.train_dataset, "__len__")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    sizes = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
     if trainer.is_deepspeed_enabled:
         reason = "DeepSpeed keeps weights and optimizer in a form of its own; use DDP or FSDP2"
     elif plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         reason = "FSDP1 is not supported; set fsdp_version: 2 in fsdp_config"
+    elif getattr(sizes, "pp_size", 1) > 1:
+        reason = "pp_size gives each rank other layers, which is not supported; use fsdp_size, tp_size or ep_size"
     elif args.ignore_data_skip:
         reason = "ignore_data_skip begins the epoch anew at a resume: samples would be trained on twice; leave it False"
     elif config.dispatch_batches and not config.split_batches and get_world_size() > 1 and has_length:

@@ -1,4 +1,4 @@
-"""verl's FSDP engine with Holdfast's checkpoints. Importing this module in a worker enables it.
+"""verl's FSDP and VeOmni engines with Holdfast's checkpoints. Importing this module in a worker enables it.
 
     python -m verl.trainer.main_ppo actor_rollout_ref.model.external_lib=holdfast.integrations.verl \\
         critic.model.external_lib=holdfast.integrations.verl actor_rollout_ref.actor.strategy=fsdp2 ...
@@ -18,7 +18,7 @@ from ..engine.dcp.save import save_dcp
 from ..engine.dcp.state import DCPState
 from ..engine.hf.save import save_hf
 from ..recover.engines import HostEngine
-from ..utils.compat.verl_private import BaseManager, tracker_of, use_manager
+from ..utils.compat.verl_private import BaseManager, count_expert_ranks, tracker_of, use_manager
 from ..utils.distributed import control_group, rank_zero_decides
 from ..utils.errors import CheckpointNotFoundError, ConfigError
 from ..utils.files import remove_folder
@@ -60,6 +60,11 @@ class HoldfastCheckpointManager(BaseManager):
     ) -> None:
         if not isinstance(model, FSDPModule):
             raise ConfigError(f"a {type(model).__name__} is not sharded with FSDP2: set strategy=fsdp2")
+        if (n_ranks := count_expert_ranks()) > 1:
+            raise ConfigError(
+                f"VeOmni deals the experts to {n_ranks} ranks under the same names, so that a checkpoint would hold "
+                "those of one rank; set expert_parallel_size=1"
+            )
         processing_class = tokenizer if processing_class is None else processing_class
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
         for verb, contents in (("save", self.checkpoint_save_contents), ("load", self.checkpoint_load_contents)):

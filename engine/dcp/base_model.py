@@ -10,7 +10,6 @@ both the same at every world size: a sample of each tensor, and a sum over every
 have only the sample.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
 
 from ...utils.distributed import gather_objects, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
 from ...utils.plain_values import pack_json, unpack_json
-from ..memory.tensors import counts_here, local_box, local_tensor
+from ..memory.tensors import counts_here, local_box, local_tensor, ranks_of
 from .fingerprint import bit_sum, sample_state
 from .format import PathLike
 
@@ -113,8 +112,8 @@ def describe_base(
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in frozen.values())
     counts = {"tensors": len(frozen), "bytes": n_bytes, "dtypes": dict(sorted(dtypes.items()))}
     counts["ranks"] = get_world_size()
-    if (replicas := _replicas_of(frozen)) > 1:
-        counts["replicas"] = replicas
+    if cuts := _cuts_of(frozen):
+        counts["cuts"] = cuts
     return pack_json({**counts, "path": folder.path, "index": folder.index, "adapters": adapters}, BASE)
 
 
@@ -161,7 +160,7 @@ def check_own_base(
     if BASE not in saved or own not in saved:
         return
     there = unpack_json(saved[BASE], BASE)
-    if (there.get("ranks"), there.get("replicas", 1)) == (get_world_size(), _replicas_of(frozen)):
+    if (there.get("ranks"), there.get("cuts", [])) == (get_world_size(), _cuts_of(frozen)):
         _compare("the state", saved[BASE], [saved[own]], frozen, folder, [sample_base(frozen)])
 
 
@@ -175,7 +174,7 @@ def _compare(
 ) -> None:
     there: Any = unpack_json(base, BASE)
     here: Any = unpack_json(describe_base(frozen, folder), BASE)
-    if not isinstance(there, dict) or not here.keys() - {"adapters", "replicas"} <= there.keys():
+    if not isinstance(there, dict) or not here.keys() - {"adapters", "cuts"} <= there.keys():
         raise CheckpointCorruptError(f"{path}: {BASE!r} does not describe frozen parameters")
     if (sizes := {len(share) for share in shares}) not in ({_HALF}, {2 * _HALF}):
         raise CheckpointCorruptError(
@@ -196,13 +195,11 @@ def _compare(
     )
 
 
-def _replicas_of(frozen: Mapping[str, torch.Tensor]) -> int:
-    """Number of ranks that hold each part of the parameters."""
-    sharded = next((tensor for tensor in frozen.values() if isinstance(tensor, DTensor)), None)
-    if sharded is None:
-        return 1
-    sizes = zip(sharded.device_mesh.shape, sharded.placements, strict=True)
-    return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
+def _cuts_of(frozen: Mapping[str, torch.Tensor]) -> list[str]:
+    """Meshes and placements of parameters that are not simply cut by rows over all ranks."""
+    sharded = [tensor for tensor in frozen.values() if isinstance(tensor, DTensor)]
+    cuts = {f"{list(ranks_of(tensor.device_mesh).shape)} {tensor.placements}" for tensor in sharded}
+    return sorted(cuts - {f"{[1, get_world_size()]} {(Shard(0),)}"})
 
 
 def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:

@@ -29,7 +29,7 @@ from ...utils.compat.torch_private import (
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ...utils.plain_values import load_plain, pack_plain, pad_bytes
-from ..memory.tensors import WRAPPERS, clean_name
+from ..memory.tensors import WRAPPERS, clean_name, is_expanded
 
 logger = get_logger(__name__)
 
@@ -185,12 +185,6 @@ def persistent_buffers(model: nn.Module) -> Iterator[BufferSlot]:
         for key, buffer in buffers_of(module).items():
             if is_persistent(module, key):
                 yield BufferSlot(f"{prefix}.{key}" if prefix else key, module, key, buffer)
-
-
-def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several elements share one place in memory."""
-    strides = tensor.stride()
-    return 0 in strides and any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
 
 
 def propose_buffers(model: nn.Module, names: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, torch.Tensor]:

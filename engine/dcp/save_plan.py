@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
 from ...utils.distributed import all_ranks_succeed, control_group, get_group_ranks, get_rank, get_world_size
-from ..memory.tensors import Box, local_box, local_tensor
+from ..memory.tensors import Box, cut_boxes, local_box, local_tensor, ranks_of
 from .format import archive_of, no_collection, pickle_metadata, stored_properties
 from .state import GENERATORS, RANK_KEYED, ROOT, rank_key
 
@@ -44,8 +44,8 @@ class TensorStructure:
     name: str  # full name, with `OWN` for the rank if each rank, or each data rank, has a tensor of its own
     shape: tuple[int, ...]  # of the whole tensor
     properties: TensorProperties  # torch's description in ``.metadata``, with the dtype
-    mesh: Any = None  # ranks of a DTensor in the default group by coordinate, as nested tuples
-    placements: tuple[Placement, ...] = ()  # of a DTensor
+    mesh: Any = None  # of a DTensor: `ranks_of` its mesh, as nested tuples
+    placements: tuple[Placement, ...] = ()  # of a DTensor: on each dimension of ``mesh``
     n_sharing: int = 1  # number of consecutive ranks that have the same own tensor, which the first of them writes
 
     @property
@@ -78,9 +78,7 @@ class Shards:
 def find_shards(
     shape: Sequence[int], mesh: Any, placements: Sequence[Placement], ranks: Sequence[int]
 ) -> Shards | None:
-    """Find the part of a tensor that each of ``ranks`` holds, by the rules of DTensor and without communication.
-
-    DTensor deals rows out in runs of equal length. The last runs are shorter or empty.
+    """Find the part of a tensor that each of ``ranks`` holds, without communication.
 
     Args:
         shape: shape of the whole tensor.
@@ -90,28 +88,20 @@ def find_shards(
 
     Returns:
         None if the tensor is on other ranks, or placed in a way that only torch knows.
+
+    Raises:
+        ConfigError: a rank holds several runs of rows (see `local_box`).
     """
-    offsets = np.zeros((len(ranks), len(shape)), np.int64)
-    sizes = np.tile(np.array(shape, np.int64), (len(ranks), 1))
-    if mesh is not None:
-        by_coordinate = np.array(mesh, np.int64)
-        if sorted(by_coordinate.ravel().tolist()) != sorted(ranks):
-            return None
-        order = np.argsort(by_coordinate.ravel())[np.argsort(np.argsort(np.array(ranks)))]
-        coordinates = np.unravel_index(order, by_coordinate.shape)
-        for at, n_parts, placement in zip(coordinates, by_coordinate.shape, placements, strict=True):
-            if type(placement) is Replicate:
-                continue
-            if type(placement) is not Shard:
-                return None
-            dim = placement.dim
-            rows = sizes[:, dim]
-            step = -(-rows // n_parts)
-            begin = np.minimum(at * step, rows)
-            length = np.minimum(step, rows - begin)
-            offsets[:, dim] = np.where(length > 0, offsets[:, dim] + begin, shape[dim])
-            sizes[:, dim] = length
-    boxes = [Box(tuple(at), tuple(length)) for at, length in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+    if mesh is None:
+        mesh, placements = ranks, [Replicate()]
+    by_coordinate = np.array(mesh, np.int64)
+    if sorted(by_coordinate.ravel().tolist()) != sorted(ranks):
+        return None
+    order = np.argsort(by_coordinate.ravel())[np.argsort(np.argsort(np.array(ranks)))]
+    coordinates = np.stack(np.unravel_index(order, by_coordinate.shape), 1)
+    boxes = cut_boxes(shape, by_coordinate.shape, placements, coordinates)
+    if boxes is None:
+        return None
     numbers: dict[tuple[int, ...], int] = {}
     number = [numbers.setdefault(box.offsets, len(numbers)) for box in boxes]
     holders: list[list[int]] = [[] for _ in numbers]
@@ -157,14 +147,15 @@ def describe_state(
     tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, ranks_with_same_data: int = 1
 ) -> Structure:
     """The structure of this rank's state."""
+    ranks = get_group_ranks(group)
     meshes: dict[DeviceMesh, Any] = {}
     found = []
     for name, tensor in tensors.items():
         mesh, placements = None, ()
         if isinstance(tensor, DTensor):
-            placements = tuple(tensor.placements)
+            placements = Replicate(), *tensor.placements
             if tensor.device_mesh not in meshes:
-                meshes[tensor.device_mesh] = _nested(tensor.device_mesh.mesh.tolist())
+                meshes[tensor.device_mesh] = _nested(ranks_of(tensor.device_mesh, ranks).tolist())
             mesh = meshes[tensor.device_mesh]
         n_sharing = ranks_with_same_data if name.startswith(f"{ROOT}.{GENERATORS}.") else 1
         own = rank_key(get_rank() // n_sharing)
@@ -172,7 +163,7 @@ def describe_state(
             name = name.replace(own, OWN, 1)
         properties = TensorProperties.create_from_tensor(local_tensor(tensor))
         found.append(TensorStructure(name, tuple(tensor.shape), properties, mesh, placements, n_sharing))
-    return Structure(tuple(get_group_ranks(group)), get_rank(group), tuple(found))
+    return Structure(tuple(ranks), get_rank(group), tuple(found))
 
 
 def _nested(values: Any) -> Any:

@@ -1,10 +1,10 @@
-"""Load a Hugging Face folder into a sharded model: every rank reads the bytes of its own rows, and no others.
+"""Load a Hugging Face folder into a sharded model: every rank reads the bytes of its own part.
 
 All checks come first, on all ranks: headers, index, file sizes, names, shapes, and copies of tied weights. Then weights
 are read straight into the parameters. Only a file that can no longer be read, or became shorter, can stop this.
 
 Cost: one read of the weights, spread over the ranks. Extra memory is one chunk. All ranks read the tensors that an
-export would gather: in blocks of rows, or as a whole for transposes and for conversions that are not slices.
+export would gather.
 """
 
 import os
@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...utils.compat.transformers_private import set_conversions
-from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
+from ...utils.distributed import all_ranks_succeed, get_group_ranks, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.remote import FETCH_FIRST, require_local
+from ..memory.tensors import is_expanded, local_box, local_tensor
 from ..memory.weight_changes import changing_weights
 from ..model.model_folder import read_raw_config
 from ..training.unsharded import unsharded_class
 from .name_mapping import LoadPlan, invert_fills, loaded_elements, plan_loading, stored_tensors
 from .quantized import refuse_quantized
 from .safetensors_layout import Slots
-from .shard_ranges import TransferPlan, fill_block, local_of_whole, overlap, plan_transfers, row_blocks, whole_part
+from .shard_ranges import TransferPlan, overlap, plan_transfers
 from .tensor_origins import FileTensor
 from .weight_files import WeightReader
 
@@ -88,7 +88,7 @@ def load_hf(
                 missing = _missing(model, loading, stored, chosen, allow_missing)
                 _refuse_unexpected(model, folder, loading, allow_unexpected)
                 state = model.state_dict()
-                transfers = plan_transfers(invert_fills(chosen, shapes), state, rank, world_size)
+                transfers = plan_transfers(invert_fills(chosen, shapes), state, get_group_ranks(group))
                 _check_plan(model, transfers, slots)
                 _compare_copies(reader, slots, copies, rank, world_size)
             except CheckpointMismatchError as error:
@@ -96,9 +96,8 @@ def load_hf(
         reading = all_ranks_succeed(f"reading {folder}", group)
         with reading, changing_weights(model), _half_loaded(folder), torch.no_grad():
             for tensor, span in transfers.direct:
-                if (held := overlap(span, transfers.parts[span.source])) is not None:
-                    reader.read(slots[tensor.key], *held)
-            _read_blocks(reader, transfers, slots, state)
+                for rows in overlap(span, transfers.parts[span.source]):
+                    reader.read(slots[tensor.key], *rows)
             for tensors in transfers.unmapped:
                 _read_unmapped(reader, model, tensors, slots, state)
     # An export reverts these, as after `from_pretrained`.
@@ -118,13 +117,12 @@ def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup |
         loading = plan_loading(model, shapes)
         chosen, _ = _choose(loading, stored_tensors(model)[1])
         fills, state = invert_fills(chosen, shapes), model.state_dict()
-        transfers = plan_transfers(fills, state, get_rank(group), get_world_size(group))
-        others = set(transfers.gathered).union(*map(_sources, transfers.unmapped))
+        transfers = plan_transfers(fills, state, get_group_ranks(group))
+        others = set[str]().union(*map(_sources, transfers.unmapped))
         for tensor, span in transfers.direct:
-            if span.source not in others and (held := overlap(span, transfers.parts[span.source])) is not None:
-                at, live = held
+            for at, live, pitch in overlap(span, transfers.parts[span.source]) if span.source not in others else ():
                 there = torch.empty_like(live, memory_format=torch.contiguous_format)
-                reader.read(slots[tensor.key], at, there)
+                reader.read(slots[tensor.key], at, there, pitch)
                 if not torch.equal(there.view(torch.uint8), live.contiguous().view(torch.uint8)):
                     others.add(span.source)
     return chosen.keys() - others
@@ -208,8 +206,10 @@ def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Slots) -
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
             raise CheckpointMismatchError(f"{tensor.key} has dtype {dtype}, the model needs {tensor.dtype}")
     for _, span in transfers.direct:
-        if not transfers.parts[span.source].data.is_contiguous():
-            raise CheckpointMismatchError(f"{span.source} is not contiguous in memory; make it so before loading")
+        if is_expanded(transfers.parts[span.source].data):
+            raise CheckpointMismatchError(
+                f"several elements of {span.source} are the same memory; give it memory of its own before loading"
+            )
     for tensors in transfers.unmapped:
         loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, _sources(tensors))
 
@@ -228,21 +228,6 @@ def _compare_copies(
             )
 
 
-def _read_blocks(
-    reader: WeightReader, transfers: TransferPlan, slots: Slots, state: Mapping[str, torch.Tensor]
-) -> None:
-    for source, spans in transfers.gathered.items():
-        tensor = state[source]
-        assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
-        for first, last in row_blocks(tensor, [span for _, span in spans]):
-            values = torch.empty((last - first, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")  # spans fill it
-            block = whole_part(values, first)
-            for file_tensor, span in spans:
-                if held := overlap(span, block):
-                    reader.read(slots[file_tensor.key], *held)
-            fill_block(tensor, first, last, values)
-
-
 def _read_unmapped(
     reader: WeightReader,
     model: PreTrainedModel,
@@ -257,9 +242,7 @@ def _read_unmapped(
     for tensor, values in zip(tensors, flat.split([tensor.numel for tensor in tensors]), strict=True):
         reader.read(slots[tensor.key], 0, values)
     for source in sources:
-        live = state[source]
-        local = live.to_local() if isinstance(live, DTensor) else live
-        local.detach().copy_(local_of_whole(live, flat[elements.pop(source)]))
+        local_tensor(state[source]).detach().copy_(local_box(state[source]).of(flat[elements.pop(source)]))
 
 
 def _sources(tensors: Sequence[FileTensor]) -> list[str]:

@@ -4,12 +4,11 @@ All ranks compute the same layout of the files, and rank 0 creates them at full 
 elements at their offsets, cast in chunks, and fsyncs. Elements that several ranks hold are written once, an equal share
 by each. The files equal those of ``save_pretrained`` byte for byte.
 
-Cost: one write of the weights, spread over the ranks. Extra memory is one chunk per rank. A few tensors need an
-all-gather: in blocks of rows if shards are not rows, as a whole for transposes and for conversions that are not slices.
+Cost: one write of the weights, spread over the ranks. Extra memory is one chunk per rank. Nothing is gathered on any
+mesh, except adapters, and tensors that transformers converts by more than slices, which no common architecture has.
 """
 
 import heapq
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -20,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import staged_folder
 from ...utils.distributed import (
     all_ranks_succeed,
     all_ranks_succeed_slowly,
+    get_group_ranks,
     get_rank,
     get_world_size,
     rank_zero_decides,
@@ -51,10 +50,8 @@ from .safetensors_layout import (
 from .shard_ranges import (
     MergedWeights,
     TransferPlan,
-    gathered_block,
     own_share,
     plan_transfers,
-    row_blocks,
     whole_tensor,
 )
 from .sidecars import write_sidecars
@@ -139,7 +136,7 @@ def _export_to_url(
     started = time.monotonic()
     with all_ranks_succeed(f"preparing {without_secrets(url)}", group):
         remote = RemoteFolder(url, setting="path", error=CheckpointWriteError)
-        plan = plan_export(model, options, get_rank(group), get_world_size(group), share_bytes=upload.MIN_FILE_BYTES)
+        plan = plan_export(model, options, get_group_ranks(group), share_bytes=upload.MIN_FILE_BYTES)
     with upload.staging_folder(remote.url, plan.layout.total_bytes, options.staging_folder, group) as staging:
         weights = [file.name for file in plan.layout.files] + [INDEX_NAME] * (plan.layout.index is not None)
         rank_zero_decides(partial(upload.require_absent, remote, weights), group)  # before the weights are written
@@ -166,7 +163,7 @@ def write_hf(
     commit must fsync the directories. For ``share_bytes`` see `plan_export`.
     """
     with all_ranks_succeed(f"preparing {folder}", group):
-        plan = plan_export(model, options, get_rank(group), get_world_size(group), share_bytes=share_bytes)
+        plan = plan_export(model, options, get_group_ranks(group), share_bytes=share_bytes)
     return _write_planned(plan, model, Path(folder), options, group, gather_group)
 
 
@@ -180,9 +177,9 @@ class ExportPlan:
 
 
 def plan_export(
-    model: PreTrainedModel, options: HFExportOptions, rank: int, world_size: int, *, share_bytes: int | None = None
+    model: PreTrainedModel, options: HFExportOptions, ranks: Sequence[int], *, share_bytes: int | None = None
 ) -> ExportPlan:
-    """Plan an export, without communication. With adapters, the plan is for the base: the write adds the adapters.
+    """Plan an export by ``ranks`` of the default group, without communication. The write adds adapters to the base.
 
     If ``share_bytes`` is given and ``options`` do not limit the files, a file is about as large as a rank's share, so
     that each rank has one to describe or upload, but between ``share_bytes`` and 5 GB. Else files are as large as those
@@ -193,10 +190,10 @@ def plan_export(
     tensors = file_tensors(model, stored, file_dtypes(model, stored, options.dtype))
     limit = options.max_shard_size_bytes
     if limit is None and share_bytes is not None:
-        share = -(-sum(tensor.nbytes for tensor in tensors) // world_size)
+        share = -(-sum(tensor.nbytes for tensor in tensors) // len(ranks))
         limit = min(max(share, share_bytes), _MAX_SHARE_BYTES)
     layout = plan_layout(tensors, limit or MAX_SHARD_SIZE_BYTES, model.num_parameters())
-    return ExportPlan(stored, plan_transfers(tensors, stored, rank, world_size), layout)
+    return ExportPlan(stored, plan_transfers(tensors, stored, ranks), layout)
 
 
 @torch.no_grad()
@@ -254,13 +251,11 @@ def _write_planned(
             if rank == 0:
                 small_files = write_sidecars(model, folder, options, layout)
             for tensor, span in transfers.direct:
-                columns = math.prod(plan.stored[span.source].shape[1:])
-                part = merged.part(span.source, transfers.parts[span.source], columns)
-                if (share := own_share(span, part)) is not None:
+                for share in own_share(span, merged.part(span.source, transfers.parts[span.source])):
                     files.write(slots[tensor.key], *share)
-            if not (transfers.gathered or transfers.unmapped):
+            if not transfers.unmapped:
                 files.sync()
-        if transfers.gathered or transfers.unmapped:
+        if transfers.unmapped:
             _write_gathered(files, folder, model, plan, merged, group, gather_group)
     return [file.name for file in deal_files(layout.files, get_world_size(group))[rank]] + small_files
 
@@ -277,16 +272,6 @@ def _write_gathered(
     """Gather the tensors that need it, write an equal share of each on every rank, and sync all files."""
     stored, slots = plan.stored, plan.layout.slots
     rank, world_size = get_rank(group), get_world_size(group)
-    for source, wanted in plan.transfers.gathered.items():
-        tensor = stored[source]
-        assert isinstance(tensor, DTensor), "a plain tensor is on every rank as a whole"
-        for first, last in row_blocks(tensor, [span for _, span in wanted]):
-            block = gathered_block(tensor, first, last, gather_group)
-            block = merged.part(source, block, math.prod(tensor.shape[1:]))
-            with all_ranks_succeed(f"writing {source} to {folder}", group), as_write_error(folder):
-                for file_tensor, span in wanted:
-                    if (share := own_share(span, block)) is not None:
-                        files.write(slots[file_tensor.key], *share)
     for tensors in plan.transfers.unmapped:
         sources = sorted({source for tensor in tensors for source in tensor.sources})
         wholes = (merged.whole(source, whole_tensor(stored[source], gather_group)) for source in sources)

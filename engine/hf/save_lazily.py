@@ -18,7 +18,7 @@ from ..memory.lazy_tensor import LazyTensor
 from .dtypes import file_dtypes
 from .name_mapping import element_map, file_tensors, stored_tensors
 from .safetensors_layout import MAX_SHARD_SIZE_BYTES, plan_layout
-from .shard_ranges import overlap, plan_transfers, whole_part
+from .shard_ranges import overlap, plan_transfers, rows_part
 from .sidecars import write_sidecars
 from .tensor_origins import FileTensor, Span
 from .weight_files import WeightWriter
@@ -53,7 +53,7 @@ def write_lazily(
     sources = {key: tensor.to(dtypes[key]) for key, tensor in sources.items()}
     planned = file_tensors(model, stored, dtypes)
     layout = plan_layout(planned, options.max_shard_size_bytes or MAX_SHARD_SIZE_BYTES, model.num_parameters())
-    transfers = plan_transfers(planned, stored, 0, 1)
+    transfers = plan_transfers(planned, stored, [0])
     slots = layout.slots
     wanted: dict[str, list[tuple[FileTensor, Span]]] = {key: [] for key in stored}
     for file_tensor, span in transfers.direct:
@@ -69,15 +69,12 @@ def write_lazily(
             files.create(file)
         write_sidecars(model, folder, options, layout)
         for key, source in sources.items():
-            blocks = read(key)
-            if not all(span.within_rows(source.row_elements) for _, span in wanted[key]):
-                blocks = [(0, torch.cat([values for _, values in blocks]))]
-            for first, values in blocks:
-                part = whole_part(values, first // source.row_elements)
+            for first, values in read(key):
+                part = rows_part(values, first // source.row_elements, source.shape)
                 for file_tensor, span in wanted[key]:
-                    if (held := overlap(span, part)) is not None:
-                        files.write(slots[file_tensor.key], *held)
-                values = part = held = None  # freed before the next block is read
+                    for rows in overlap(span, part):
+                        files.write(slots[file_tensor.key], *rows)
+                values = part = rows = None  # freed before the next block is read
         for together in transfers.unmapped:
             keys = sorted({key for tensor in together for key in tensor.sources})
             flat = torch.cat([values.reshape(-1) for key in keys for _, values in read(key)])

@@ -1,176 +1,223 @@
-"""The elements of a file that each rank holds, and the tensors that need an all-gather instead.
+"""The elements of a file that each rank holds.
 
-FSDP2 shards dim 0, so a shard is a run of consecutive elements of the flattened tensor, and therefore of a file. Other
-layouts (another dim, several sharded mesh dims, strided or partial shards) need an all-gather: in blocks of rows if
-possible, else a tensor at a time.
+A rank holds a block of each model tensor: rows under FSDP2, rows or columns under tensor parallelism, experts under
+expert parallelism. In a file such a block is made of runs of elements at equal distances, which the rank reads or
+writes itself. Only conversions that are not slices need whole tensors.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from operator import attrgetter, mul, sub
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from ...utils.compat.torch_private import made_sharded
 from ...utils.distributed import gather_numbers
 from ..lora.adapters import Adapter, plain_adapters
-from ..memory.tensors import local_box
+from ..memory.tensors import Box, copy_number, local_box, local_tensor, row_major
 from .tensor_origins import FileTensor, Span
-
-BLOCK_BYTES = 64 << 20
-"""Approximate size of a block of a tensor that is gathered, or read, as a whole."""
 
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The elements ``[start, stop)`` of a flattened tensor that this rank holds."""
+    """The block of a model tensor that this rank holds."""
 
-    data: torch.Tensor  # the live local tensor (any shape and device): ``stop - start`` elements in row-major order
-    start: int  # first element
-    stop: int  # one after the last element
-    row_elements: int  # elements that stay together on one rank. The whole tensor if it is replicated
-    replica: int = 0  # number of this rank among those that hold these elements. Each writes an equal share
-    replicas: int = 1  # number of ranks that hold these elements
+    data: torch.Tensor  # the live values of the block, with any strides
+    box: Box  # where it is in the tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    replica: int = 0  # number of this rank among those that hold the block. Each writes an equal share
+    replicas: int = 1  # number of ranks that hold the block
 
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next in each dimension of the whole tensor."""
+        return row_major(self.shape)
 
-def local_part(tensor: torch.Tensor, rank: int, world_size: int) -> LocalPart | None:
-    """This rank's part of a DTensor, or of a plain tensor that all ranks have. None on all ranks if it is no run."""
-    if not isinstance(tensor, DTensor):
-        return LocalPart(tensor.detach(), 0, tensor.numel(), max(tensor.numel(), 1), rank, world_size)
-    local, mesh = tensor.to_local().detach(), tensor.device_mesh
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if type(placement) is not Replicate]
-    if len(sharded) > 1 or any(type(p) not in (Replicate, Shard) for p in tensor.placements):
-        return None
-    if sharded and tensor.placements[sharded[0]] != Shard(0):
-        return None
-    row_elements = math.prod(tensor.shape[1:]) if sharded else tensor.numel()
-    together = max(row_elements, 1)
-    if mesh.get_coordinate() is None:  # a rank outside of the mesh holds nothing
-        return LocalPart(local, 0, 0, together)
-    box = local_box(tensor)
-    assert local.shape == box.sizes, f"{tensor.placements} on {mesh} left {tuple(local.shape)} here"
-    start = box.offsets[0] * row_elements if sharded else 0
-    replica, replicas = _replica_of(mesh, [dim for dim in range(mesh.ndim) if dim not in sharded])
-    return LocalPart(local, start, start + local.numel(), together, replica, replicas)
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """First and last element of the block in the flattened whole tensor. The last is before the first if empty."""
+        first, last = (sum(map(mul, ends, self.strides)) for ends in (self.box.offsets, self.box.last))
+        return (first, last) if self.data.numel() else (0, -1)
 
 
-def _replica_of(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[int, int]:
-    """This rank's number among the ranks that differ from it only in these mesh dims, and how many these are."""
-    number, count = 0, 1
-    for dim in dims:
-        number, count = number * mesh.size(dim) + mesh.get_local_rank(dim), count * mesh.size(dim)
-    return number, count
+def local_part(tensor: torch.Tensor, ranks: Sequence[int]) -> LocalPart:
+    """This rank's part of a DTensor, or of a plain tensor that all ``ranks`` of the default group have."""
+    return LocalPart(local_tensor(tensor).detach(), local_box(tensor), tuple(tensor.shape), *copy_number(tensor, ranks))
 
 
-def overlap(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
-    """Intersect a span with a part: first element of the file tensor, and a view of the live values.
-
-    The span must fulfil `Span.within_rows`: a run of elements, or inside one row.
-    """
-    if span.contiguous:
-        start, stop = max(span.offset, part.start), min(span.offset + span.numel, part.stop)
-        if start >= stop:
-            return None
-        return span.at + start - span.offset, part.data.reshape(-1)[start - part.start : stop - part.start]
-    if not part.start <= span.offset < part.stop:
-        return None
-    flat = part.data.reshape(-1)
-    offset = flat.storage_offset() + span.offset - part.start
-    return span.at, flat.as_strided(span.shape, span.stride, offset)
+def rows_part(values: torch.Tensor, first: int, shape: Sequence[int]) -> LocalPart:
+    """A part with ``values``, the rows from ``first`` on of a tensor with this ``shape``."""
+    return LocalPart(values, Box((first, *[0] * values.ndim)[: values.ndim], tuple(values.shape)), tuple(shape))
 
 
-def own_share(span: Span, part: LocalPart) -> tuple[int, torch.Tensor] | None:
+class FileRows(NamedTuple):
+    """Runs of elements of a file tensor, at equal distances."""
+
+    at: int  # the first element
+    values: torch.Tensor  # a view of live values: each of its rows fills a run
+    pitch: int  # elements from the beginning of a run to the beginning of the next
+
+
+class _Walk(NamedTuple):
+    """A dimension of a block: ``size`` elements along dimension ``dim`` of the model tensor."""
+
+    size: int
+    dim: int
+    jump: int  # from an element to the next, along ``dim`` of the model tensor
+    step: int  # from an element to the next, in the flattened file tensor
+
+
+class _Block(NamedTuple):
+    """Elements of a span at the crossings of its walks."""
+
+    index: tuple[int, ...]  # of the first element, in the model tensor
+    at: int  # the first element, in the flattened file tensor
+    walks: tuple[_Walk, ...]  # in the order of the file
+
+    def narrow(self, walk: _Walk, first: int, size: int) -> "_Block":
+        """The same block with ``size`` elements of a walk, from its element ``first`` on."""
+        index = tuple(at + (dim == walk.dim) * first * walk.jump for dim, at in enumerate(self.index))
+        narrowed = (one if one is not walk else walk._replace(size=size) for one in self.walks)
+        return _Block(index, self.at + first * walk.step, tuple(one for one in narrowed if one.size > 1))
+
+
+def overlap(span: Span, part: LocalPart) -> Iterator[FileRows]:
+    """The elements of ``span`` that are in ``part``: their places in the file, with views of the live values."""
+    first, last = part.reach
+    if span.numel and span.offset <= last and first <= span.last:  # seldom so for experts
+        for block in _straight_blocks(span, part.shape, part.strides):
+            for held in _held(block, part):
+                yield from _file_rows(held, part)
+
+
+def own_share(span: Span, part: LocalPart) -> Iterator[FileRows]:
     """This rank's share of the `overlap`, which all replicas hold: an equal part for each."""
-    if (held := overlap(span, part)) is None:
-        return None
-    at, values = held
-    rows, row_elements = values.shape[0], math.prod(values.shape[1:])
-    first, last = (rows * number // part.replicas for number in (part.replica, part.replica + 1))
-    return at + first * row_elements, values[first:last]
+    for at, values, pitch in overlap(span, part):
+        first, last = (len(values) * number // part.replicas for number in (part.replica, part.replica + 1))
+        if first < last:
+            yield FileRows(at + first * pitch, values[first:last], pitch)
+
+
+def _straight_blocks(span: Span, shape: Sequence[int], strides: Sequence[int]) -> Iterator[_Block]:
+    """Cut a span into blocks whose walks stay in one dimension of the model tensor, as they usually do."""
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    todo = [(span.offset, span.at, list(zip(span.shape, span.stride, row_major(span.shape), strict=True)))]
+    while todo:
+        offset, at, rest = todo.pop()
+        index = tuple(offset // stride % size for size, stride in zip(shape, strides, strict=True))
+        reach, walks = list(index), list[_Walk]()
+        for number, (size, stride, step) in enumerate(rest):
+            if size == 1:
+                continue
+            dim = next((dim for dim in dims if strides[dim] <= stride), 0)
+            jump, between = divmod(stride, strides[dim])
+            if between or reach[dim] + jump * (size - 1) >= shape[dim]:
+                per_row = shape[dim] // jump
+                if not between and jump * per_row == shape[dim] and index[dim] < jump and size > per_row:
+                    cut = size - size % per_row  # whole rows
+                    inner = [(cut // per_row, stride * per_row, step * per_row), (per_row, stride, step)]
+                else:
+                    left = (shape[dim] - 1 - index[dim]) // jump + 1  # in this row
+                    cut = size // 2 if between or left >= size else left
+                    inner = [(cut, stride, step)]
+                todo.append((offset, at, [*rest[:number], *inner, *rest[number + 1 :]]))
+                if cut < size:
+                    others = [*rest[:number], (size - cut, stride, step), *rest[number + 1 :]]
+                    todo.append((offset + cut * stride, at + cut * step, others))
+                break
+            reach[dim] += jump * (size - 1)
+            walks.append(_Walk(size, dim, jump, step))
+        else:
+            yield _Block(index, at, tuple(walks))
+
+
+def _held(block: _Block, part: LocalPart) -> Iterator[_Block]:
+    """The elements of a block that are in a part, as blocks."""
+    for dim, (low, size) in enumerate(zip(*part.box, strict=True)):
+        along = sorted((walk for walk in block.walks if walk.dim == dim and walk.jump), key=attrgetter("jump"))
+        first = block.index[dim]
+        last = first + sum(walk.jump * (walk.size - 1) for walk in along)
+        if last < low or first >= low + size:
+            return
+        if low <= first and last < low + size:
+            continue
+        walk = along.pop()
+        if along:  # no range of the walk is right for every element of the others
+            for number in range(walk.size):
+                yield from _held(block.narrow(walk, number, 1), part)
+            return
+        begin = max(0, -((first - low) // walk.jump))
+        end = min(walk.size, (low + size - 1 - first) // walk.jump + 1)
+        if begin >= end:
+            return
+        block = block.narrow(walk, begin, end - begin)
+    yield block
+
+
+def _file_rows(block: _Block, part: LocalPart) -> Iterator[FileRows]:
+    """The runs of a block in the file. They are rows of a few matrices, usually of one."""
+    strides = part.data.stride()
+    offset = part.data.storage_offset() + sum(map(mul, map(sub, block.index, part.box.offsets), strides))
+    outer = [(walk.size, walk.jump * strides[walk.dim], walk.step) for walk in block.walks]
+    run, inner = 1, list[tuple[int, int]]()
+    while outer and outer[-1][2] == run:
+        size, stride, _ = outer.pop()
+        run, inner = run * size, [(size, stride), *inner]
+    if not outer:
+        sizes, steps = zip(*inner or [(1, 1)], strict=True)
+        values = part.data.as_strided(sizes, steps, offset)
+        values = values.reshape(-1) if values.is_contiguous() else values
+        yield FileRows(block.at, values, run // len(values))
+        return
+    *outer, (rows, stride, pitch) = outer
+    sizes, steps = zip((rows, stride), *inner, strict=True)
+    for numbers in product(*(range(size) for size, *_ in outer)):
+        begin = offset + sum(number * stride for number, (_, stride, _) in zip(numbers, outer, strict=True))
+        at = block.at + sum(number * step for number, (*_, step) in zip(numbers, outer, strict=True))
+        yield FileRows(at, part.data.as_strided(sizes, steps, begin), pitch)
 
 
 @dataclass(frozen=True)
 class TransferPlan:
     """How this rank gets the elements of every file tensor, to write or to read them.
 
-    Each element is in the same one of ``direct``, ``gathered`` and ``unmapped`` on every rank.
+    Each element is in the same one of ``direct`` and ``unmapped`` on every rank.
     """
 
     tensors: Sequence[FileTensor]  # every file tensor, in file order
-    parts: Mapping[str, LocalPart]  # ``state_dict`` key -> this rank's part, for the sources of ``direct``
-    direct: Sequence[tuple[FileTensor, Span]]  # spans that each rank reads or writes in its own shard
-    gathered: Mapping[str, Sequence[tuple[FileTensor, Span]]]  # source -> spans that need an all-gather (rare)
-    unmapped: Sequence[Sequence[FileTensor]]  # file tensors without spans (rarer), whose sources are converted together
+    parts: Mapping[str, LocalPart]  # ``state_dict`` key -> this rank's part
+    direct: Sequence[tuple[FileTensor, Span]]  # spans that each rank reads or writes in its own part
+    unmapped: Sequence[Sequence[FileTensor]]  # file tensors without spans (rare), whose sources are converted together
 
 
 @torch.no_grad()
 def plan_transfers(
-    tensors: Sequence[FileTensor], stored: Mapping[str, torch.Tensor], rank: int, world_size: int
+    tensors: Sequence[FileTensor], stored: Mapping[str, torch.Tensor], ranks: Sequence[int]
 ) -> TransferPlan:
-    """Plan how this rank gets the elements of ``tensors``, which are made from (or fill) the tensors ``stored``."""
-    found = {key: local_part(tensor, rank, world_size) for key, tensor in stored.items()}
-    parts = {key: part for key, part in found.items() if part is not None}
-    direct: list[tuple[FileTensor, Span]] = []
-    gathered: dict[str, list[tuple[FileTensor, Span]]] = {}
-    groups: list[tuple[set[str], list[FileTensor]]] = []
-    for tensor in tensors:
-        for span in tensor.spans or ():
-            part = parts.get(span.source)
-            if part is not None and span.within_rows(part.row_elements):
-                direct.append((tensor, span))
-            else:
-                gathered.setdefault(span.source, []).append((tensor, span))
-        if tensor.spans is None:
-            touched = [group for group in groups if not group[0].isdisjoint(tensor.sources)]
-            merged = (
-                set(tensor.sources).union(*(sources for sources, _ in touched)),
-                [other for _, others in touched for other in others] + [tensor],
-            )
-            groups = [group for group in groups if group not in touched] + [merged]
-    return TransferPlan(tensors, parts, direct, gathered, [group for _, group in groups])
+    """Plan how this rank gets the elements of ``tensors``, which are made from (or fill) the tensors ``stored``.
 
+    ``ranks`` are those that hold ``stored``, in the default group.
 
-def row_blocks(tensor: DTensor, spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """Blocks of rows ``[first, last)`` of about `BLOCK_BYTES`, to gather or to read ``tensor``.
-
-    The whole tensor is one block if its rows are not on every rank (dim 0 is sharded), or if a span needs several rows
-    at once (a transpose).
+    Raises:
+        ConfigError: a rank holds no block of a tensor (see `local_box`).
     """
-    rows, row_elements = tensor.shape[0], max(math.prod(tensor.shape[1:]), 1)
-    by_columns = all(type(p) is Replicate or (type(p) is Shard and p.dim > 0) for p in tensor.placements)
-    if not by_columns or not all(span.within_rows(row_elements) for span in spans):
-        return [(0, rows)]
-    step = max(BLOCK_BYTES // (row_elements * tensor.element_size()), 1)
-    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
-
-
-def gathered_block(tensor: DTensor, first: int, last: int, group: dist.ProcessGroup | None = None) -> LocalPart:
-    """A block of `row_blocks` as a whole on the CPU of every rank. A collective, see `whole_tensor`."""
-    mesh = tensor.device_mesh
-    replica, replicas = _replica_of(mesh, range(mesh.ndim))
-    if (first, last) != (0, tensor.shape[0]):
-        shape = torch.Size((last - first, *tensor.shape[1:]))
-        stride = torch.empty(shape, device="meta").stride()
-        tensor = made_sharded(tensor.to_local()[first:last], mesh, tensor.placements, shape, stride)
-    return replace(whole_part(whole_tensor(tensor, group), first), replica=replica, replicas=replicas)
-
-
-def whole_part(values: torch.Tensor, first: int) -> LocalPart:
-    """A part with all of ``values``: the rows of a tensor from ``first`` on."""
-    row_elements = math.prod(values.shape[1:])
-    start = first * row_elements
-    return LocalPart(values, start, start + values.numel(), max(row_elements, 1))
-
-
-def fill_block(tensor: DTensor, first: int, last: int, values: torch.Tensor) -> None:
-    """Copy this rank's part of a block of `row_blocks` (``values``, on the CPU) into ``tensor``."""
-    local = tensor.to_local().detach()
-    rows = local if (first, last) == (0, tensor.shape[0]) else local[first:last]
-    rows.copy_(local_of_whole(tensor, values))
+    direct = [(tensor, span) for tensor in tensors for span in tensor.spans or ()]
+    groups: list[tuple[set[str], list[FileTensor]]] = []
+    for tensor in (tensor for tensor in tensors if tensor.spans is None):
+        touched = [group for group in groups if not group[0].isdisjoint(tensor.sources)]
+        merged = (
+            set(tensor.sources).union(*(sources for sources, _ in touched)),
+            [other for _, others in touched for other in others] + [tensor],
+        )
+        groups = [group for group in groups if group not in touched] + [merged]
+    parts = {key: local_part(tensor, ranks) for key, tensor in stored.items()}
+    return TransferPlan(tensors, parts, direct, [group for _, group in groups])
 
 
 def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -194,26 +241,19 @@ def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
     """
     local, whole = tensor.to_local().detach().cpu(), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     offsets, sizes = local_box(tensor)
-    holders: dict[tuple[int, ...], int] = {}  # offsets and sizes of a shard -> the first rank that has it
-    for rank, box in enumerate(gather_numbers([*offsets, *sizes], group)):
-        holders.setdefault(tuple(map(int, box)), rank)
-    n_found = sum(math.prod(box[tensor.ndim :]) for box in holders)
+    holders: dict[Box, int] = {}  # block -> the first rank that has it
+    for rank, numbers in enumerate(gather_numbers([*offsets, *sizes], group)):
+        numbers = tuple(map(int, numbers))
+        holders.setdefault(Box(numbers[: tensor.ndim], numbers[tensor.ndim :]), rank)
+    n_found = sum(math.prod(box.sizes) for box in holders)
     assert n_found == tensor.numel(), f"the ranks of the group hold {n_found} of {tensor.numel()} elements"
     for box, rank in holders.items():
-        if math.prod(sizes := box[tensor.ndim :]):
+        if math.prod(box.sizes):
             own = rank == dist.get_rank(group)
-            part = local.contiguous() if own else torch.empty(sizes, dtype=tensor.dtype, device="cpu")
+            part = local.contiguous() if own else torch.empty(box.sizes, dtype=tensor.dtype, device="cpu")
             dist.broadcast(part, group=group, group_src=rank)
-            whole[tuple(slice(at, at + size) for at, size in zip(box[: tensor.ndim], sizes, strict=True))] = part
+            box.of(whole).copy_(part)
     return whole
-
-
-def local_of_whole(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The part of ``whole`` that ``tensor`` keeps on this rank."""
-    if not isinstance(tensor, DTensor):
-        return whole
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None).to_local()
 
 
 class MergedWeights:
@@ -230,21 +270,22 @@ class MergedWeights:
         }
         self._last: tuple[str, LocalPart, LocalPart] | None = None
 
-    def part(self, key: str, part: LocalPart, columns: int) -> LocalPart:
-        """``part``, whole rows of ``columns`` elements of the tensor ``key`` in the plain model, plus its adapters."""
-        if key not in self._adapters or part.start == part.stop:
+    def part(self, key: str, part: LocalPart) -> LocalPart:
+        """``part`` of the tensor ``key`` in the plain model, plus its adapters."""
+        if key not in self._adapters or not part.data.numel():
             return part
         if self._last is None or self._last[0] != key or self._last[1] is not part:
-            merged = self._added(key, part.data.reshape(-1, columns), part.start // columns)
-            self._last = key, part, replace(part, data=merged)
+            self._last = key, part, replace(part, data=self._added(key, part.data, part.box))
         return self._last[2]
 
     def whole(self, key: str, values: torch.Tensor) -> torch.Tensor:
         """``values``, the whole tensor ``key``, plus its adapters."""
-        return self._added(key, values, 0) if key in self._adapters else values
+        return self._added(key, values, local_box(values)) if key in self._adapters else values
 
-    def _added(self, key: str, rows: torch.Tensor, first: int) -> torch.Tensor:
-        merged = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    def _added(self, key: str, values: torch.Tensor, box: Box) -> torch.Tensor:
+        merged = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
+        (first, column), (rows, columns) = box
         for adapter, a, b in self._adapters[key]:
-            merged += adapter.rows(first, first + len(rows), a.to(rows.device), b.to(rows.device))
+            delta = adapter.rows(first, first + rows, a.to(values.device), b.to(values.device))
+            merged += delta[:, column : column + columns]
         return merged

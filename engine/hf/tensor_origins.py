@@ -49,10 +49,6 @@ class Span:
         """The highest element of the block in the flattened model tensor."""
         return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
-    def within_rows(self, row_elements: int) -> bool:
-        """Whether ranks that hold whole rows of ``row_elements`` elements can each handle their part of the block."""
-        return self.contiguous or self.offset // row_elements == self.last // row_elements
-
 
 @dataclass(frozen=True)
 class FileTensor(TensorSpec):

@@ -23,7 +23,7 @@ from ...utils.errors import CheckpointCorruptError
 from ...utils.files import map_window, start_writeback
 from ...utils.heartbeat import beat
 from ..memory.host_blocks import HostBlocks
-from ..memory.tensors import bytes_of, memory_of
+from ..memory.tensors import bytes_of, memory_of, row_major
 from .safetensors_layout import TensorSlot, WeightFile, read_layout
 
 WRITE_BYTES = 4 << 20
@@ -31,6 +31,9 @@ WRITE_BYTES = 4 << 20
 
 READ_BYTES = 16 << 20
 """Size of the part of a file that is mapped, or staged, at a time."""
+
+LONG_BYTES = 64 << 10
+"""Rows of this size are read one by one. Shorter ones are read with the elements between them, which is faster."""
 
 
 class WeightWriter:
@@ -54,17 +57,24 @@ class WeightWriter:
         _write_all(fd, memoryview(file.header), 0)
         os.ftruncate(fd, file.total_bytes)
 
-    def write(self, slot: TensorSlot, at: int, values: torch.Tensor) -> None:
-        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``slot``."""
+    def write(self, slot: TensorSlot, at: int, values: torch.Tensor, pitch: int | None = None) -> None:
+        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``slot``.
+
+        With ``pitch``, each row of ``values`` goes that many elements after the one before.
+        """
         if slot.file not in self._fds:
             self._fds[slot.file] = os.open(self._folder / slot.file, os.O_WRONLY)
-        offset = slot.offset + at * slot.dtype.itemsize
+        offset, done = slot.offset + at * slot.dtype.itemsize, 0
+        run, step = (n * slot.dtype.itemsize for n in _run_and_pitch(values, pitch))
         blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
         chunks = _chunks_of(values, WRITE_BYTES // slot.dtype.itemsize)
         for as_it_is, some in groupby(chunks, partial(_is_in_memory, dtype=slot.dtype)):
             for data in map(_bytes_of, some) if as_it_is else blocks.pack(some, slot.dtype):
-                _write_all(self._fds[slot.file], data, offset)
-                offset += len(data)
+                while data:
+                    row, begin = divmod(done, run)
+                    part = data[: run - begin]
+                    _write_all(self._fds[slot.file], part, offset + row * step + begin)
+                    data, done = data[len(part) :], done + len(part)
 
     def sync(self) -> None:
         """Bring everything that was written to stable storage."""
@@ -107,8 +117,24 @@ class WeightReader:
         self._files[name] = file = open(self._folder / name, "rb")  # noqa: SIM115
         return file
 
-    def read(self, slot: TensorSlot, at: int, target: torch.Tensor) -> None:
-        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``slot``."""
+    def read(self, slot: TensorSlot, at: int, target: torch.Tensor, pitch: int | None = None) -> None:
+        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``slot``.
+
+        With ``pitch``, each row of ``target`` is that many elements after the one before. Short rows are read together
+        with the elements between them.
+        """
+        run, step = _run_and_pitch(target, pitch)
+        if run < target.numel():
+            n_rows = 1 if run * slot.dtype.itemsize >= LONG_BYTES else max(1, READ_BYTES // slot.dtype.itemsize // step)
+            for first in range(0, len(target), n_rows):
+                rows, begin = target[first : first + n_rows], at + first * step
+                if len(rows) == 1:
+                    self.read(slot, begin, rows)
+                else:
+                    between = torch.empty((len(rows) - 1) * step + run, dtype=slot.dtype, device="cpu")
+                    self.read(slot, begin, between)
+                    rows.copy_(between.as_strided(rows.shape, (step, *row_major(rows.shape[1:]))))
+            return
         for piece in _chunks_of(target, READ_BYTES // slot.dtype.itemsize) if target.numel() else ():
             if _is_in_memory(piece, slot.dtype):
                 self._fill(piece, slot, at)
@@ -152,6 +178,12 @@ class WeightReader:
             if count == 0:
                 raise CheckpointCorruptError(f"{self._folder / slot.file} ends at byte {offset}; it became shorter")
             rest, offset = rest[count:], offset + count
+
+
+def _run_and_pitch(values: torch.Tensor, pitch: int | None) -> tuple[int, int]:
+    """Elements that are side by side in the file, and from the beginning of such a run to the next one."""
+    row = values[0].numel() if pitch is not None and values.numel() else values.numel()
+    return (values.numel(), values.numel()) if pitch in (None, row) else (row, pitch)  # type: ignore[return-value]
 
 
 def _is_in_memory(values: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -1,16 +1,18 @@
 """Helpers for both checkpoint formats: tensors of a model by name, and the part of each that a rank holds."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...utils.compat.torch_private import compute_local_shape_and_global_offset, root_mesh
-from ...utils.distributed import get_rank
+from ...utils.compat.torch_private import StridedShard, root_mesh
+from ...utils.distributed import get_rank, get_world_size
 from ...utils.errors import ConfigError
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -46,55 +48,150 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]  # first index in each dimension of the whole tensor
     sizes: tuple[int, ...]  # shape of the block
 
+    @property
+    def last(self) -> tuple[int, ...]:
+        """Last index in each dimension of the whole tensor."""
+        return tuple(at + size - 1 for at, size in zip(self.offsets, self.sizes, strict=True))
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The block of a tensor, a view."""
+        return whole[tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))]
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements from one index to the next in each dimension of a contiguous tensor."""
+    strides, run = list[int](), 1
+    for size in reversed(shape):
+        strides.append(run)
+        run *= size
+    return tuple(reversed(strides))
+
 
 def local_box(tensor: torch.Tensor) -> Box:
     """The block of a sharded tensor that this rank holds, or all of a plain tensor. No communication.
 
     Raises:
-        ConfigError: the ranks do not hold one block each, or FSDP2 and DTensor disagree about them.
+        ConfigError: ranks hold something else than one block each, or FSDP2 and DTensor disagree about the blocks.
     """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
-    mesh = tensor.device_mesh
-    if mesh.get_coordinate() is None:  # this rank is outside the mesh
-        return Box((0,) * tensor.dim(), (0,) * tensor.dim())
-    _require_one_block(tensor)
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def _require_one_block(tensor: DTensor) -> None:
-    """A strided shard is a block only together with the later cuts of the same dimension that it leaves room for."""
     mesh, placements = tensor.device_mesh, tensor.placements
-    for at, placement in enumerate(placements):
-        if (factor := getattr(placement, "split_factor", 1)) == 1:
+    if (coordinate := mesh.get_coordinate()) is None:  # this rank is outside the mesh
+        return Box((0,) * tensor.dim(), (0,) * tensor.dim())
+    found = cut_boxes(tensor.shape, mesh.shape, placements, np.array([coordinate]))
+    held = tuple(local_tensor(tensor).shape)
+    if found is None or found[0].sizes != held:
+        raise ConfigError(
+            f"a tensor {list(tensor.shape)} is placed as {placements} on {mesh}, and this rank holds {list(held)} of "
+            "it; expected the block that a Shard or Replicate on each dimension of the mesh gives it"
+        )
+    return found[0]
+
+
+def cut_boxes(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], coordinates: np.ndarray
+) -> list[Box] | None:
+    """The block of a tensor at each of the ``coordinates``, ``[ranks, dimensions of the mesh]``.
+
+    Rows are dealt out in runs of equal length, the last ones shorter or empty. None for an unknown class of placement.
+
+    Raises:
+        ConfigError: see `local_box`.
+    """
+    if (order := _order_of_cuts(shape, mesh_shape, placements)) is None:
+        return None
+    offsets = np.zeros((len(coordinates), len(shape)), np.int64)
+    sizes = np.tile(np.array(shape, np.int64), (len(coordinates), 1))
+    for at in order:
+        dim = placements[at].dim
+        rows = sizes[:, dim]
+        step = -(-rows // mesh_shape[at])
+        begin = np.minimum(coordinates[:, at] * step, rows)
+        length = np.minimum(step, rows - begin)
+        offsets[:, dim] = np.where(length > 0, offsets[:, dim] + begin, shape[dim])
+        sizes[:, dim] = length
+    return [Box(tuple(at), tuple(length)) for at, length in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+
+
+def _order_of_cuts(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]) -> list[int] | None:
+    """The mesh dimensions that cut a tensor, in the order of the cuts. None for an unknown class of placement.
+
+    FSDP2 cuts what tensor parallelism has left on a rank, although its dimension of the mesh comes first. DTensor says
+    so with a strided shard, whose factor is the number of pieces that later dimensions of the mesh make before it.
+    """
+    order: list[int] = []
+    for at, placement in reversed(list(enumerate(placements))):
+        if type(placement) is Replicate:
             continue
-        dim = placement.dim  # type: ignore[attr-defined]
-        later = math.prod(mesh.size(other) for other in range(at + 1, mesh.ndim) if placements[other] == Shard(dim))
-        if later != factor or (mesh.size(at) > 2 and tensor.shape[dim] % factor):
+        if type(placement) not in (Shard, StridedShard):
+            return None
+        factor, dim = getattr(placement, "split_factor", 1), placement.dim
+        if factor == 1:
+            order.insert(0, at)
+            continue
+        described = f"a tensor {list(shape)} is placed as {tuple(placements)} on a mesh {list(mesh_shape)}"
+        if factor != math.prod(mesh_shape[later] for later in order if placements[later].dim == dim):
             raise ConfigError(
-                f"a tensor {list(tensor.shape)} is placed as {placements} on {mesh}, so that a rank holds several runs "
-                "of rows; use tensor parallelism that cuts rows evenly, and shard experts one by one"
+                f"{described}, so that a rank holds several runs of rows; use tensor parallelism that cuts rows "
+                "evenly, and shard experts one by one"
             )
+        sizes = zip(mesh_shape, placements, strict=True)
+        cuts = [size for size, other in sizes if size > 1 and getattr(other, "dim", None) == dim]
+        if shape[dim] % (factor if len(cuts) < 3 else math.prod(cuts)) and (len(cuts) > 2 or mesh_shape[at] > 2):
+            raise ConfigError(
+                f"{described}: FSDP2 and DTensor cut {shape[dim]} rows differently, because {factor} does not divide "
+                "them; use tensor parallelism that cuts rows evenly, and shard experts one by one"
+            )
+        order.append(at)
+    return order
+
+
+_slices: WeakKeyDictionary[DeviceMesh, np.ndarray] = WeakKeyDictionary()
+
+
+def ranks_of(mesh: DeviceMesh, group: Sequence[int] | None = None) -> np.ndarray:
+    """Global ranks by coordinate, ``[copies, *mesh.shape]``, the slice with this rank and those with copies of it.
+
+    A tensor on a slice of a mesh is the same on all ranks that differ only in the dimensions outside of the slice,
+    unless the slice alone is the ``group`` of ranks that hold the tensor.
+    """
+    if mesh not in _slices:
+        own, root = mesh.mesh.numpy(), root_mesh(mesh).mesh.numpy()
+        inside = np.argwhere(np.isin(root, own))
+        outside = [dim for dim in range(root.ndim) if len(np.unique(inside[:, dim])) < 2]
+        order = outside + [dim for dim in range(root.ndim) if dim not in outside]
+        slices = root.transpose(order).reshape(-1, *own.shape) if root.size % own.size == 0 else own[None]
+        _slices[mesh] = slices if (slices == own).all(tuple(range(1, slices.ndim))).any() else own[None]
+    slices = _slices[mesh]
+    return mesh.mesh.numpy()[None] if group is not None and len(group) == mesh.size() else slices
+
+
+def copy_number(tensor: torch.Tensor, group: Sequence[int] | None = None) -> tuple[int, int]:
+    """This rank's number among the ranks that hold the same part of a tensor, and how many these are.
+
+    ``group`` has the global ranks that hold the tensor, in order. None: all ranks. ``(0, 0)`` on a rank without a part.
+    """
+    if not isinstance(tensor, DTensor):
+        return (get_rank(), get_world_size()) if group is None else (list(group).index(get_rank()), len(group))
+    ranks = ranks_of(tensor.device_mesh, group)
+    here = np.argwhere(ranks == get_rank())
+    if not len(here):
+        return 0, 0
+    kept = [0, *(1 + dim for dim, placement in enumerate(tensor.placements) if type(placement) is Replicate)]
+    sizes = [ranks.shape[dim] for dim in kept]
+    return int(np.ravel_multi_index(here[0][kept], sizes)), math.prod(sizes)
 
 
 def counts_here(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the first of the ranks that hold the same part of a tensor.
+    """Whether this rank is the first of the ranks that hold the same part of a tensor."""
+    number, copies = copy_number(tensor)
+    return number == 0 < copies
 
-    A tensor on a slice of a mesh is the same on all ranks that differ only in the dimensions outside of the slice.
-    """
-    if not isinstance(tensor, DTensor):
-        return get_rank() == 0
-    mesh = tensor.device_mesh
-    if mesh.get_coordinate() is None:  # outside of the mesh
-        return False
-    cut = {dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)}
-    root = root_mesh(mesh)
-    if root is not mesh and set(mesh.mesh_dim_names or ()) <= set(root.mesh_dim_names or ()):
-        cut = {root.mesh_dim_names.index(mesh.mesh_dim_names[dim]) for dim in cut}  # type: ignore[union-attr,index]
-        mesh = root
-    coordinate = mesh.get_coordinate()
-    return all(at == 0 for dim, at in enumerate(coordinate or ()) if dim not in cut)
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements share one place in memory."""
+    strides = tensor.stride()
+    return 0 in strides and any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

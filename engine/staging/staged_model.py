@@ -2,7 +2,7 @@
 
 It is the `unsharded_view` of the model with staged buffers as parameters and buffers, so that training does not change
 it. A frozen base is left out of checkpoints and is read from the live model (see `dcp.base_model`), so it must not
-change. All-gathers of the export use a separate group (``gather_group``), because training uses the group of the mesh.
+change. Adapters are gathered over a separate group (``gather_group``), because training uses the groups of the mesh.
 """
 
 import copy

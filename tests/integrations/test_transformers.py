@@ -151,6 +151,8 @@ DISTRIBUTED = [
     pytest.param("dpo", ["step:3"], DROPS, id="ddp, dpo"),
     pytest.param("grpo", ["step:7"], {"fsdp2": True}, id="fsdp2, grpo"),
     pytest.param("trainer", ["step:3"], {"fsdp2": True, "gradient_accumulation_steps": 2}, id="fsdp2, draws"),
+    pytest.param("trainer", ["step:3"], {"distributed": {"tp_size": 2}, "max_steps": 5}, id="tensor parallel"),
+    pytest.param("sft", ["step:3"], {"distributed": {"fsdp_size": 2}, "max_steps": 5}, id="sharded by transformers"),
 ]
 
 

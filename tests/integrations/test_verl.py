@@ -2,20 +2,28 @@
 
 import os
 import signal
+import sys
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("verl")
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from verl.workers.engine.fsdp import transformer_impl  # type: ignore[import-not-found]
 
+from examples.integrations.tiny import digest as digest_of
 from examples.integrations.tiny import tiny_model, tiny_tokenizer
 from examples.integrations.verl_fsdp import main
+from holdfast.utils.errors import ConfigError
 from tests.integrations.processes import run_job, run_killed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
@@ -133,3 +141,62 @@ def test_the_export_loads_and_another_number_of_ranks_goes_on(tmp_path: Path) ->
     AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_3" / "actor" / "huggingface")
     run_killed(partial(job), tmp_path, [], "", False, 2, 5, ranks=3)
     assert saved(tmp_path) == [3, 4]
+
+
+VEOMNI = [
+    *("arguments", "distributed", "distributed.parallel_state", "distributed.torch_parallelize", "models"),
+    *("models.auto", "models.checkpoint_tensor_loading", "optim", "utils", "utils.seqlen_pos_transform_utils"),
+]
+
+
+def _veomni_saves_and_loads(folder: Path) -> None:
+    """VeOmni's engine, with stand-ins for what it imports from there and with VeOmni's mesh: a flattened slice."""
+    dist.init_process_group("gloo")
+    sys.modules["veomni"] = MagicMock()
+    for name in VEOMNI:
+        sys.modules[f"veomni.{name}"] = MagicMock()
+    parallel_state: Any = sys.modules["veomni.distributed.parallel_state"]
+    parallel_state.get_parallel_state = lambda: state
+    state = SimpleNamespace(ep_enabled=False, ep_size=1)
+    from verl.workers.engine.veomni import transformer_impl as veomni_impl  # type: ignore[import-not-found]
+
+    veomni_impl.log_gpu_memory_usage = lambda *_, **__: None
+
+    import holdfast.integrations.verl  # noqa: F401
+
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp_shard", "ulysses", "cp"))
+    flat = mesh["dp_shard", "ulysses"]._flatten("dp_shard_sp")
+
+    class Engine(veomni_impl.VeOmniEngine):
+        def __init__(self) -> None:
+            self.checkpoint_config = {"save_contents": ["model", "optimizer"], "load_contents": ["model", "optimizer"]}
+            self.model_config = MagicMock(trust_remote_code=False)
+            self.model_config.get_processor.return_value = None
+            self.enable_routing_replay = self._is_offload_param = self._is_offload_optimizer = False
+
+        def _build_model_optimizer(self) -> None:
+            self.module = fully_shard(tiny_model(), mesh=flat)
+            self.optimizer = torch.optim.AdamW(self.module.parameters())
+            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
+
+        def to(self, **_: object) -> None:
+            pass
+
+    engines = [Engine(), Engine()]
+    for engine in engines:
+        engine.initialize()
+    for param in engines[0].module.parameters():
+        param.grad = param.detach() + 1
+    engines[0].optimizer.step()
+    path = str(folder / "global_step_0" / "actor")
+    engines[0].checkpoint_manager.save_checkpoint(path, None, 0, None)
+    engines[1].checkpoint_manager.load_checkpoint(path)
+    assert digest_of(engines[0].module, engines[0].optimizer) == digest_of(engines[1].module, engines[1].optimizer)
+    state.ep_enabled, state.ep_size = True, 2
+    with pytest.raises(ConfigError, match="deals the experts to 2 ranks under the same names"):
+        engines[0].initialize()
+    dist.destroy_process_group()
+
+
+def test_veomnis_engine_saves_and_loads_unless_it_deals_out_experts(tmp_path: Path) -> None:
+    assert run_job(_veomni_saves_and_loads, tmp_path, ranks=2) == [0, 0], (tmp_path / "log").read_text()

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 import trl
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DistributedConfig,
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
@@ -134,11 +136,18 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
         "per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 3, "disable_tqdm": True,
         "lr_scheduler_type": "cosine", "save_strategy": "steps" if plain else "no", "save_steps": 1,
     } | options  # fmt: skip
-    patience, lora, merges = (common.pop(name, None) for name in ("patience", "lora", "merged_sends"))
+    own = ("patience", "lora", "merged_sends", "distributed")
+    patience, lora, merges, distributed = (common.pop(name, None) for name in own)
     if "WORLD_SIZE" in os.environ:
         common["ddp_backend"] = "gloo"
     wrap = (lambda base: base) if plain else (lambda base: lambda **given: recoverable(base)(recover=recover, **given))
     given: dict[str, Any] = {"model": tiny_model(), "callbacks": [KillSteps(killer), Counter()]}
+    if distributed:
+        ParallelismConfig._validate_accelerator = lambda *_: None  # type: ignore[method-assign]  # it asks for GPUs
+        given["model"].save_pretrained(model := folder / f"model_{os.environ['RANK']}")
+        given["model"] = AutoModelForCausalLM.from_pretrained(
+            model, distributed_config=DistributedConfig(**distributed)
+        )
     if merges:
         given["callbacks"].append(MergedSends())
     if options.get("beta") or merges or kind in ("rloo", "dpo", "kto"):  # TRL reads the reference model from a folder
@@ -209,7 +218,8 @@ def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: 
         plain: use the host's own checkpoints, one per step, and start from the newest.
         options: training arguments, and ``freq_steps`` of the generations, ``recover`` for other keys of
             `RecoverConfig`,
-            ``lora`` to train only adapters, ``merged_sends`` to merge and unmerge them.
+            ``lora`` to train only adapters, ``merged_sends`` to merge and unmerge them, ``distributed`` for sizes of
+            transformers' `DistributedConfig`.
     """
     torch.set_num_threads(1)
     options = dict(options or {})
@@ -219,7 +229,7 @@ def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: 
         shard_with_fsdp2(trainer)
     has_checkpoint = any((folder / "trainer").glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=True if plain and has_checkpoint else None)
-    assert isinstance(trainer.model, FSDPModule) == fsdp2
+    assert isinstance(trainer.model, FSDPModule) == (fsdp2 or options.get("distributed", {}).get("fsdp_size", 1) > 1)
     found = ending(trainer)
     weights = None
     if options.get("lora") and fsdp2:

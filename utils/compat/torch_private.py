@@ -18,7 +18,7 @@ _REDUCE = "reduce gradients that only some ranks have"
 NAMES = privates(
     {
         "know which part of a tensor is this rank's": [
-            "torch.distributed.tensor._utils:compute_local_shape_and_global_offset(global_shape, mesh, placements)",
+            "torch.distributed.tensor.placement_types:_StridedShard(dim, split_factor)",
             "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
         ],
         "make sharded tensors of what it holds already": [
@@ -72,7 +72,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map

@@ -1,5 +1,6 @@
-"""Names of verl: the base class of checkpoint managers, and the place where its FSDP engine looks for one."""
+"""Names of verl: the base class of checkpoint managers, and the places where its FSDP engines look for one."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,5 +38,15 @@ def tracker_of(root: Path) -> Path:
 
 
 def use_manager(manager: Any) -> None:
-    """Make every new FSDP engine of this process save and load with ``manager``."""
-    transformer_impl.FSDPCheckpointManager = manager
+    """Make every new FSDP engine of this process save and load with ``manager``, also VeOmni's if it is installed."""
+    veomni: Any = sys.modules.get("verl.workers.engine.veomni.transformer_impl")  # verl imports it if it can
+    for module in (transformer_impl, veomni):
+        if module is not None:
+            module.FSDPCheckpointManager = manager
+
+
+def count_expert_ranks() -> int:
+    """Return the number of ranks that VeOmni has dealt the experts to. DTensor does not know of it."""
+    veomni: Any = sys.modules.get("veomni.distributed.parallel_state")
+    state = None if veomni is None else veomni.get_parallel_state()
+    return state.ep_size if state is not None and state.ep_enabled else 1

@@ -23,6 +23,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
     init_device_mesh,
 )
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from holdfast.engine.dcp import save
 from holdfast.engine.dcp.format import stored_properties
@@ -30,8 +31,9 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import DCPSaver
 from holdfast.engine.dcp.save_plan import agree_on, describe_state, find_shards, vote_on
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.memory.tensors import flatten, local_tensor
-from holdfast.utils.compat.torch_private import compute_local_shape_and_global_offset
+from holdfast.engine.memory.tensors import counts_here, flatten, local_box, local_tensor
+from holdfast.utils.compat.torch_private import StridedShard
+from holdfast.utils.distributed import gather_objects
 from tests.helpers import run_ranks
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -111,6 +113,10 @@ def _placed(world_size: int) -> DCPState:
         (square, [Replicate(), Shard(1)]),
         (square, [Shard(1), Replicate()]),
     ]
+    if square is not None:  # of a model with tensor parallelism: under FSDP2, and on a slice of the mesh
+        named = init_device_mesh("cpu", tuple(square.shape), mesh_dim_names=("fsdp", "tp"))
+        strided: Any = StridedShard(0, split_factor=2)
+        placements += [(named, [strided, Shard(0)]), (named["fsdp"], [Shard(0)]), (named["tp"], [Shard(1)])]
     for number, (mesh, placed) in enumerate(placements):
         for shape in ([5, 9], [1, 4], [300, 301], [0, 4]) if mesh is not None else ():
             whole = torch.arange(math.prod(shape)).to(torch.bfloat16 if number % 2 else torch.float32).view(shape)
@@ -208,6 +214,32 @@ def _boxes(rank: int, world_size: int) -> list[tuple[Any, Any]]:
                 assert ours is not None
                 found.append(((tuple(offsets), tuple(sizes)), ours.boxes[rank]))
     return found
+
+
+def _holders(rank: int, world_size: int) -> None:
+    """The first holder of each part in a plan is the rank that counts the part, also on slices of a mesh."""
+    root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    strided: Any = StridedShard(0, split_factor=2)
+    for mesh, placements in (
+        (root, [Replicate(), strided, Shard(0)]),
+        (root, [Shard(0), Replicate(), Shard(1)]),
+        (root["dp", "tp"], [strided, Shard(0)]),
+        (root["dp", "cp"]._flatten("fsdp"), [Shard(0)]),
+        (root["dp", "cp"]._flatten("fsdp"), [Replicate()]),
+        (root["cp"], [Shard(1)]),
+    ):
+        tensor = distribute_tensor(torch.arange(64).view(8, 8), mesh, placements, src_data_rank=None)
+        tensors = {"dcp.model.w": tensor}
+        structure = describe_state(tensors, None)
+        assert agree_on(vote_on(structure, tensors), None), placements
+        (shards,) = structure.shards or ()
+        assert shards is not None and shards.boxes[rank] == local_box(tensor)
+        assert counts_here(tensor) == (shards.holders[shards.number[rank]][0] == rank)
+        assert sum(gather_objects(local_box(tensor).sizes[0] * counts_here(tensor))) * local_box(tensor).sizes[1] == 64
+
+
+def test_the_first_holder_of_each_part_counts_it_on_every_mesh() -> None:
+    run_ranks(_holders, 8)
 
 
 def test_where_a_tensor_lies_is_no_part_of_the_metadata() -> None:

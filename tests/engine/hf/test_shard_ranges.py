@@ -1,6 +1,8 @@
 """Which rank writes which part, and how much memory it needs: at 1, 2 and 3 ranks, for shards of every kind."""
 
+import math
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,21 +12,89 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
-from holdfast.engine.hf import shard_ranges, weight_files
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import save_hf
+from holdfast.engine.hf.shard_ranges import LocalPart, MergedWeights, own_share
+from holdfast.engine.hf.tensor_origins import Span
+from holdfast.engine.lora.adapters import plain_view
+from holdfast.engine.memory.tensors import Box
 from tests.engine.hf.test_name_mapping import CONVERSIONS
 from tests.engine.hf_models import sharded, tiny_model
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
 WEIGHTS = "model.safetensors"
+
+
+def _spans(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    """Views of a tensor, as conversions of transformers make them."""
+    whole = torch.empty(shape, device="meta")
+    yield from (
+        whole,
+        whole.view(-1),
+        whole.t() if whole.ndim == 2 else whole.transpose(-1, 0),
+        whole[1:],
+        whole[..., ::2],
+    )
+    yield from (whole.view(-1)[2 : whole.numel() - 1], whole.view(-1)[1::3], whole[:, :1].expand(shape))
+    if shape[0] % 2 == 0:
+        yield whole.view(2, shape[0] // 2, *shape[1:]).transpose(0, 1)  # rotary halves, interleaved
+    if shape[0] % 3 == 0:
+        yield whole.view(3, -1)[1:].T
+
+
+def _box_in(shape: tuple[int, ...], draw: random.Random) -> Box:
+    begins = [draw.randrange(size) for size in shape]
+    return Box(
+        tuple(begins),
+        tuple(draw.randint(0 if draw.random() < 0.1 else 1, n - at) for n, at in zip(shape, begins, strict=True)),
+    )
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 1), (3, 4, 5), (1, 6, 2), (2, 3, 2, 4), (12, 7)])
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_every_element_of_a_span_that_is_in_a_block_is_found_once(shape: tuple[int, ...], replicas: int) -> None:
+    draw, values = random.Random(0), torch.arange(math.prod(shape)).view(shape)
+    for view in _spans(shape):
+        span = Span("w", int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), 5)
+        shown = values.as_strided(span.shape, span.stride, span.offset).reshape(-1)
+        for _ in range(30):
+            box = _box_in(shape, draw)
+            held = torch.zeros(shape, dtype=torch.bool)
+            box.of(held).fill_(True)
+            data = box.of(values)
+            if draw.random() < 0.5:
+                data = data.contiguous()
+            found = torch.full((span.numel + 9,), -1)
+            for replica in range(replicas):
+                for at, run, pitch in own_share(span, LocalPart(data, box, shape, replica, replicas)):
+                    for row in range(len(run)):
+                        place = found[at + row * pitch :][: run[row].numel()]
+                        assert (place == -1).all(), "an element is written twice"
+                        place.copy_(run[row].reshape(-1))
+            expected = torch.where(held.reshape(-1)[shown], shown, -1)
+            assert torch.equal(found[5 : 5 + span.numel], expected), (view.shape, view.stride(), box)
+            assert (found[:5] == -1).all() and (found[5 + span.numel :] == -1).all()
+
+
+def test_the_product_of_an_adapter_is_added_to_columns_too() -> None:
+    model: Any = get_peft_model(
+        tiny_model("llama"), LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
+    )
+    key = "model.layers.0.self_attn.q_proj.weight"
+    weight = plain_view(model).state_dict()[key]
+    merged, shape = MergedWeights(model), tuple(weight.shape)
+    whole = merged.part(key, LocalPart(weight, Box((0, 0), shape), shape)).data
+    assert not torch.equal(whole, weight)
+    for box in (Box((4, 0), (8, 16)), Box((0, 8), (16, 8)), Box((3, 5), (1, 2))):
+        torch.testing.assert_close(merged.part(key, LocalPart(box.of(weight), box, shape)).data, box.of(whole))
 
 
 def _columns(model: PreTrainedModel) -> PreTrainedModel:
@@ -92,7 +162,6 @@ def _values(model: PreTrainedModel) -> list[torch.Tensor]:
 
 def _saves_and_loads(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, int]]:
     """For every case: bytes that this rank wrote, and bytes of the model that it holds."""
-    shard_ranges.BLOCK_BYTES = 1000  # a few rows, so that gathered tensors come in blocks
     written = {}
     for case, (name, shard) in SHARDINGS.items():
         if case in CONVERSIONS:
@@ -169,7 +238,6 @@ def _large_model(shard: Callable[[PreTrainedModel], PreTrainedModel]) -> PreTrai
 
 
 def _memory(rank: int, world_size: int, root: Path) -> None:
-    shard_ranges.BLOCK_BYTES = weight_files.WRITE_BYTES
     for name, shard in (("rows", sharded), ("columns", _columns)):
         model = _large_model(shard)
         shard_bytes = sum(value.nbytes for value in _values(model))

@@ -173,7 +173,7 @@ def test_files_are_as_large_as_a_share_within_limits(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(save, "plan_layout", lambda tensors, limit, _: limits.append(limit))
 
     def limit(share_bytes: int, **options: Any) -> int:
-        plan_export(model, HFExportOptions(**options), 0, 4, share_bytes=share_bytes)
+        plan_export(model, HFExportOptions(**options), range(4), share_bytes=share_bytes)
         return limits.pop()
 
     total_bytes = sum(parameter.nbytes for parameter in model.parameters())

@@ -227,3 +227,29 @@ def test_a_weight_file_is_never_written_over(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         _write(tmp_path, {"w": torch.zeros(3)}, torch.float32)
     assert (tmp_path / WEIGHTS_NAME).read_text() == "precious"
+
+
+@pytest.mark.parametrize("long_bytes", [1, 16, 1 << 20])
+@pytest.mark.parametrize("run", [1, 3, 7])
+def test_rows_at_equal_distances_are_written_and_read_in_any_dtype(
+    chunks: None, maps: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: int, long_bytes: int
+) -> None:
+    monkeypatch.setattr(weight_files, "LONG_BYTES", long_bytes)
+    values = torch.arange(1.0, 71).view(10, 7)
+    layout = plan_layout([TensorSpec("w", (10, 7), torch.bfloat16, "w", 0)], 10**9, 0)
+    slot = layout.slots["w"]
+    with WeightWriter(tmp_path) as writer:
+        writer.create(layout.files[0])
+        for first in range(0, 7, run):
+            for rows in (slice(0, 4), slice(4, 10)):
+                columns = values[rows, first : first + run]
+                kept = columns.to(torch.bfloat16) if first else columns  # as it is in memory, or cast
+                writer.write(slot, rows.start * 7 + first, kept.contiguous() if first > 2 else kept, 7)
+    assert torch.equal(load_file(tmp_path / WEIGHTS_NAME)["w"].float(), values)
+    with WeightReader(tmp_path) as reader:
+        slot = reader.layout()["w"]
+        for dtype in (torch.bfloat16, torch.float32):
+            for spread in (False, True):
+                target = torch.zeros((10, 2 * run) if spread else (10, run), dtype=dtype)[:, :: 2 if spread else 1]
+                reader.read(slot, 7 - run, target, 7)
+                assert torch.equal(target.float(), values[:, 7 - run :])

@@ -1,21 +1,24 @@
 """The block of a sharded tensor on a rank, for every placement, and on a rank outside of the mesh. Its memory."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp.fingerprint import bit_sum, sample_state
 from holdfast.engine.hf.shard_ranges import local_part, whole_tensor
-from holdfast.engine.memory.tensors import counts_here, local_box, local_tensor
+from holdfast.engine.memory.tensors import counts_here, cut_boxes, local_box, local_tensor
 from holdfast.utils.compat.torch_private import made_sharded
 from holdfast.utils.distributed import gather_objects, new_background_group
 from holdfast.utils.errors import ConfigError
@@ -48,13 +51,12 @@ def _boxes(rank: int, world_size: int) -> None:
     few = distribute_tensor(torch.arange(3), init_device_mesh("cpu", (4,)), [Shard(0)])
     assert local_box(few) == ((rank,), (int(rank < 3),))
     half = DTensor.from_local(torch.ones(1, 5), DeviceMesh("cpu", [0, 1]), [Shard(0)])
-    part = local_part(half, rank, world_size)
-    assert part is not None
+    part = local_part(half, range(world_size))
     if rank < 2:
-        assert local_box(half) == ((rank, 0), (1, 5)) and (part.start, part.stop) == (5 * rank, 5 * rank + 5)
+        assert part.box == ((rank, 0), (1, 5)) and (part.replica, part.replicas) == (0, 1)
         assert sample_state({"model.w": half})["model"] != 0
     else:
-        assert local_box(half) == ((0, 0), (0, 0)) and (part.start, part.stop) == (0, 0)
+        assert part.box == ((0, 0), (0, 0)) and part.replicas == 0
         assert sample_state({"model.w": half})["model"] == 0
 
 
@@ -96,6 +98,36 @@ def _under_fsdp_and_tensor_parallelism(rank: int, world_size: int) -> None:
 
 def test_a_strided_shard_has_a_block_with_the_cut_that_it_leaves_room_for_and_is_refused_alone() -> None:
     run_ranks(_under_fsdp_and_tensor_parallelism, 4)
+
+
+def _chunk(begin: int, rows: int, parts: int, number: int) -> tuple[int, int]:
+    """First row and number of rows of a part as ``torch.chunk`` cuts, and so FSDP2."""
+    step = -(-rows // parts)
+    first = min(number * step, rows)
+    return begin + first, min(step, rows - first)
+
+
+def test_rows_that_fsdp2_and_dtensor_cut_differently_are_refused_and_no_others() -> None:
+    refused = different = 0
+    for rows, shards, parts in itertools.product(range(1, 33), range(1, 5), range(1, 4)):
+        placements = [_StridedShard(0, split_factor=parts), Shard(0)]
+        coordinates = list(itertools.product(range(shards), range(parts)))
+        by_fsdp2 = [_chunk(*_chunk(0, rows, parts, part), shards, shard) for shard, part in coordinates]
+        by_dtensor = []
+        for at in coordinates:
+            (n_rows,), (begin,) = _compute_local_shape_and_global_offset((rows,), (shards, parts), list(at), placements)
+            by_dtensor.append((begin, n_rows))
+        agree = all(a[1] == b[1] and (a == b or not a[1]) for a, b in zip(by_fsdp2, by_dtensor, strict=True))
+        different += not agree
+        if shards > 2 and rows % parts:
+            refused += 1
+            with pytest.raises(ConfigError, match=f"FSDP2 and DTensor cut {rows} rows differently, because {parts}"):
+                cut_boxes((rows,), (shards, parts), placements, np.array(coordinates))
+            continue
+        found = cut_boxes((rows,), (shards, parts), placements, np.array(coordinates))
+        assert agree and found is not None
+        assert [(box.offsets[0], box.sizes[0]) for box in found if box.sizes[0]] == [one for one in by_fsdp2 if one[1]]
+    assert refused > different > 0
 
 
 def test_each_part_counts_once_and_is_gathered_once_on_meshes_and_their_slices() -> None:
