@@ -15,6 +15,8 @@ PACKED_ATTENTION = "holdfast"
 """Name of Holdfast's attention in transformers."""
 ALL_LINEAR = "all-linear"
 """In ``target_modules``: every linear layer except the head."""
+_IMPLEMENTATIONS = {"adam": ("loop", "foreach", "fused"), "adam_bf16": ("foreach",), "sgd": ("loop", "foreach")}
+"""Values of ``optimizer.implementation`` by ``optimizer.type``. torch has no fused SGD for DTensors."""
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -25,6 +27,10 @@ class OptimizerConfig:
     type: str = "adam"
     """``adam`` (AdamW, decoupled weight decay), ``adam_bf16`` (`AdamBF16`: moments in bfloat16, 4 bytes per parameter
     instead of 8) or ``sgd``."""
+    implementation: str = "auto"
+    """Kernels of the update: ``loop`` (several for each parameter), ``foreach`` (several for all) or ``fused`` (one).
+    ``auto``: ``fused`` for ``adam`` on CUDA, else torch's default. Results of ``fused`` differ by rounding. Checkpoints
+    of one load into another. ``fused`` is for ``adam`` only, and ``adam_bf16`` has ``foreach`` only."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
@@ -49,7 +55,14 @@ class OptimizerConfig:
     """Largest global L2 norm of the gradient. Longer gradients are scaled down."""
 
     def __post_init__(self) -> None:
-        require_choice("optimizer.type", self.type, ("adam", "adam_bf16", "sgd"))
+        require_choice("optimizer.type", self.type, tuple(_IMPLEMENTATIONS))
+        require_choice("optimizer.implementation", self.implementation, ("auto", *_IMPLEMENTATIONS["adam"]))
+        if self.implementation not in ("auto", *_IMPLEMENTATIONS[self.type]):
+            raise ConfigError(
+                f"config key 'optimizer.implementation' is {self.implementation!r}, but sharded parameters have "
+                f"{' or '.join(map(repr, _IMPLEMENTATIONS[self.type]))} for optimizer.type {self.type!r}; set it to "
+                "'auto', or the type to 'adam'"
+            )
         require_choice("optimizer.lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
         require_range("optimizer.lr", self.lr, low=0.0)
         require_range("optimizer.weight_decay", self.weight_decay, low=0.0)
