@@ -4,6 +4,7 @@ Plain dataclasses, read by `holdfast.utils.config.load_config`. They check their
 a process group or model exists.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 
 from ..utils.config import require_choice, require_range
@@ -168,8 +169,9 @@ class TrainEngineConfig:
     sequences) if the architecture supports it, else the default of transformers (``sdpa`` or ``eager``). ``holdfast``:
     refuse a model that does not support it. Or an attention of transformers: ``sdpa``, ``eager``, ``flash_attention_2``
     ..."""
-    gradient_checkpointing: bool = False
-    """Recompute each block in the backward instead of keeping its activations."""
+    gradient_checkpointing: bool | str = False
+    """Recompute blocks in the backward instead of keeping their activations: ``true`` all, ``every_2`` (3, ...) every
+    second (third, ...) block. ``selective``: keep results of attention and matrix products, and recompute the rest."""
     disable_dropout: bool = True
     """Set every dropout probability to zero. RL needs log-probabilities that repeat."""
     temperature: float = 1.0
@@ -220,6 +222,12 @@ class TrainEngineConfig:
             raise ConfigError(
                 f"config key 'attn_impl' is {PACKED_ATTENTION!r}, which is for packed sequences, but 'pack_sequences' "
                 "is false; set it to true, or 'attn_impl' to null"
+            )
+        choice = self.gradient_checkpointing
+        if isinstance(choice, str) and choice != "selective" and not re.fullmatch("every_[1-9][0-9]*", choice):
+            raise ConfigError(
+                f"config key 'gradient_checkpointing' is {choice!r}; expected true, false, 'selective', or 'every_2' "
+                "(or another number)"
             )
         require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)
         require_range("temperature", self.temperature, low=1e-6)
