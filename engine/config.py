@@ -131,7 +131,18 @@ class FSDPConfig:
     each of the others and takes 4 bytes per trained parameter on every rank. ``auto``: ``last`` if that is at most 2
     GiB or 5 % of the GPU and ``grad_reduce_dtype`` is float32, and always with LoRA."""
 
+    forward_prefetch: int = 0
+    """Number of blocks whose parameters are gathered ahead in the forward. 0: as FSDP2 does by default (one, but
+    later). Each takes memory. For models that run every block in every forward."""
+    backward_prefetch: int = 0
+    """Same in the backward. 0: as FSDP2 does by default (one)."""
+    separate_reduce_scatter_group: bool = False
+    """Sum gradients in a process group of their own, at the same time as parameters are gathered. Not in every torch.
+    Its collectives have torch's time limit instead of ``timeout_s``."""
+
     def __post_init__(self) -> None:
+        require_range("fsdp.forward_prefetch", self.forward_prefetch, low=0)
+        require_range("fsdp.backward_prefetch", self.backward_prefetch, low=0)
         require_choice("fsdp.gradient_sync", self.gradient_sync, ("auto", "every", "last"))
 
 
@@ -172,6 +183,9 @@ class TrainEngineConfig:
     gradient_checkpointing: bool | str = False
     """Recompute blocks in the backward instead of keeping their activations: ``true`` all, ``every_2`` (3, ...) every
     second (third, ...) block. ``selective``: keep results of attention and matrix products, and recompute the rest."""
+    compile: bool = False
+    """Compile each block with torch.compile, which needs a C++ compiler on CPUs. The first steps take longer. Results
+    differ by rounding, checkpoints do not."""
     disable_dropout: bool = True
     """Set every dropout probability to zero. RL needs log-probabilities that repeat."""
     temperature: float = 1.0
@@ -228,6 +242,11 @@ class TrainEngineConfig:
             raise ConfigError(
                 f"config key 'gradient_checkpointing' is {choice!r}; expected true, false, 'selective', or 'every_2' "
                 "(or another number)"
+            )
+        if self.compile and choice == "selective":
+            raise ConfigError(
+                "config key 'compile' is True, but the operators that gradient_checkpointing 'selective' keeps are not "
+                "seen in compiled blocks; set it to true, false or 'every_2'"
             )
         require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)
         require_range("temperature", self.temperature, low=1e-6)

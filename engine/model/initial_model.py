@@ -23,6 +23,7 @@ from ..hf.quantized import refuse_quantized
 from ..hf.weight_files import WeightReader
 from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters
+from ..training.compilation import compile_blocks
 from ..training.head import ScoringHead, find_scoring_head
 from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers
 from ..training.packing import prepare_packing
@@ -66,6 +67,8 @@ def build_initial_model(
         cast_buffers(model, config)
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
+        if config.compile:
+            compile_blocks(model, blocks)
     shard_model(model, config, blocks, groups.meshes.fsdp)
     # Before the model has memory, because twins take as much for a moment.
     if config.pack_sequences:
