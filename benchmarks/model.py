@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig
+from holdfast.engine import FinetuneSpec, FSDPConfig, FSDPEngine, OptimizerConfig, TrainEngineConfig
 from holdfast.engine.api import Batch
 from holdfast.engine.memory.tensors import local_tensor
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
@@ -60,6 +60,7 @@ def build_engine(
     vocabulary: int | None = None,
     pack_sequences: bool = True,
     attn_impl: str | None = None,
+    gradient_sync: str = "auto",
 ) -> FSDPEngine:
     """Build the engine of this rank and train one step, so that there are moments to save."""
     config = model_config(parameters or session.options.parameters, tied=tied, vocabulary=vocabulary)
@@ -75,6 +76,7 @@ def build_engine(
             device=session.options.device,
             pack_sequences=pack_sequences,
             attn_impl=attn_impl,
+            fsdp=FSDPConfig(gradient_sync=gradient_sync),
             optimizer=OptimizerConfig(lr=1e-5),
         )
     )

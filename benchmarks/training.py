@@ -10,6 +10,7 @@ from holdfast.engine.config import PACKED_ATTENTION
 from .harness import Figure, Options, Times, interleave, over
 from .model import build_engine, ragged_batch, train
 from .ranks import Session, on_ranks
+from .steps import step_figures
 from .trl_steps import HAS_TRL, TrlSteps
 
 PACKED, PADDED = "Holdfast packed", "padded"
@@ -33,7 +34,7 @@ def train_throughput(options: Options) -> list[Figure]:
         seconds=seconds,
         note="16 sequences a rank, log-normal lengths around 40 tokens, at most 256",
     )
-    return [tokens, *_attention_figures(options), _growth_figure(options)]
+    return [tokens, *_attention_figures(options), _growth_figure(options), *step_figures(options)]
 
 
 def _measure(session: Session) -> Times:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, TrainerCallback
 
 from holdfast.engine.api import Batch
+from holdfast.utils.distributed import get_world_size
 
 if TYPE_CHECKING:
     from trl import SFTTrainer  # pyright: ignore[reportMissingImports]
@@ -17,16 +19,19 @@ HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
 class _Clock(TrainerCallback):
-    """Seconds of the last step: forward, backward, clipping and update, without collating."""
+    """Seconds of the last step: forward, backward, clipping and update, without collating. Each runs in ``around``."""
 
     def __init__(self) -> None:
         self.started = self.seconds = 0.0
+        self.around: AbstractContextManager[Any] = nullcontext()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.around.__enter__()
         self.started = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.seconds = time.perf_counter() - self.started
+        self.around.__exit__(None, None, None)
 
 
 class TrlSteps:
@@ -37,22 +42,26 @@ class TrlSteps:
 
     Args:
         config_folder: model folder.
-        batch: see `ragged_batch`. The whole batch is one step with one micro-batch.
+        batch: see `ragged_batch`. The whole batch of every rank is one step.
         padding_free: TRL's option: the batch as one row without padding.
         scratch: folder for TRL's files.
+        n_mbs: micro-batches of a step (TRL's gradient accumulation).
     """
 
-    def __init__(self, config_folder: str, batch: Batch, *, padding_free: bool, scratch: Path) -> None:
+    def __init__(self, config_folder: str, batch: Batch, *, padding_free: bool, scratch: Path, n_mbs: int = 1) -> None:
         self._clock = _Clock()
-        self._trainer = _trainer(config_folder, batch, padding_free, scratch, self._clock)
+        self._trainer = _trainer(config_folder, batch, padding_free, scratch, n_mbs, self._clock)
 
-    def step(self) -> float:
-        """Run one optimizer step and return its seconds."""
+    def step(self, around: AbstractContextManager[Any] | None = None) -> float:
+        """Run one optimizer step, in ``around`` without the start of a run, and return its seconds."""
+        self._clock.around = around or nullcontext()
         self._trainer.train()
         return self._clock.seconds
 
 
-def _trainer(config_folder: str, batch: Batch, padding_free: bool, scratch: Path, clock: _Clock) -> "SFTTrainer":
+def _trainer(
+    config_folder: str, batch: Batch, padding_free: bool, scratch: Path, n_mbs: int, clock: _Clock
+) -> "SFTTrainer":
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
@@ -60,7 +69,8 @@ def _trainer(config_folder: str, batch: Batch, padding_free: bool, scratch: Path
     rows = [ids[:length].tolist() for ids, length in zip(batch["input_ids"], lengths, strict=True)]
     args = SFTConfig(
         output_dir=str(scratch / f"trl-{padding_free}"),
-        per_device_train_batch_size=len(rows),
+        per_device_train_batch_size=len(rows) // n_mbs,
+        gradient_accumulation_steps=n_mbs,
         max_steps=1,
         padding_free=padding_free,
         max_length=None,
@@ -78,6 +88,7 @@ def _trainer(config_folder: str, batch: Batch, padding_free: bool, scratch: Path
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config_folder), dtype=torch.float32)
+    rows *= get_world_size()  # each rank takes its share
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
     trainer = SFTTrainer(
         model=model, args=args, train_dataset=dataset, processing_class=_tokenizer(), callbacks=[clock]

@@ -4,6 +4,7 @@ Plain dataclasses, read by `holdfast.utils.config.load_config`. They check their
 a process group or model exists.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 
 from ..utils.config import require_choice, require_range
@@ -15,6 +16,8 @@ PACKED_ATTENTION = "holdfast"
 """Name of Holdfast's attention in transformers."""
 ALL_LINEAR = "all-linear"
 """In ``target_modules``: every linear layer except the head."""
+_IMPLEMENTATIONS = {"adam": ("loop", "foreach", "fused"), "adam_bf16": ("foreach",), "sgd": ("loop", "foreach")}
+"""Values of ``optimizer.implementation`` by ``optimizer.type``. torch has no fused SGD for DTensors."""
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -25,6 +28,10 @@ class OptimizerConfig:
     type: str = "adam"
     """``adam`` (AdamW, decoupled weight decay), ``adam_bf16`` (`AdamBF16`: moments in bfloat16, 4 bytes per parameter
     instead of 8) or ``sgd``."""
+    implementation: str = "auto"
+    """Kernels of the update: ``loop`` (several for each parameter), ``foreach`` (several for all) or ``fused`` (one).
+    ``auto``: ``fused`` for ``adam`` on CUDA, else torch's default. Results of ``fused`` differ by rounding. Checkpoints
+    of one load into another. ``fused`` is for ``adam`` only, and ``adam_bf16`` has ``foreach`` only."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
@@ -49,7 +56,14 @@ class OptimizerConfig:
     """Largest global L2 norm of the gradient. Longer gradients are scaled down."""
 
     def __post_init__(self) -> None:
-        require_choice("optimizer.type", self.type, ("adam", "adam_bf16", "sgd"))
+        require_choice("optimizer.type", self.type, tuple(_IMPLEMENTATIONS))
+        require_choice("optimizer.implementation", self.implementation, ("auto", *_IMPLEMENTATIONS["adam"]))
+        if self.implementation not in ("auto", *_IMPLEMENTATIONS[self.type]):
+            raise ConfigError(
+                f"config key 'optimizer.implementation' is {self.implementation!r}, but sharded parameters have "
+                f"{' or '.join(map(repr, _IMPLEMENTATIONS[self.type]))} for optimizer.type {self.type!r}; set it to "
+                "'auto', or the type to 'adam'"
+            )
         require_choice("optimizer.lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine"))
         require_range("optimizer.lr", self.lr, low=0.0)
         require_range("optimizer.weight_decay", self.weight_decay, low=0.0)
@@ -117,7 +131,18 @@ class FSDPConfig:
     each of the others and takes 4 bytes per trained parameter on every rank. ``auto``: ``last`` if that is at most 2
     GiB or 5 % of the GPU and ``grad_reduce_dtype`` is float32, and always with LoRA."""
 
+    forward_prefetch: int = 0
+    """Number of blocks whose parameters are gathered ahead in the forward. 0: as FSDP2 does by default (one, but
+    later). Each takes memory. For models that run every block in every forward."""
+    backward_prefetch: int = 0
+    """Same in the backward. 0: as FSDP2 does by default (one)."""
+    separate_reduce_scatter_group: bool = False
+    """Sum gradients in a process group of their own, at the same time as parameters are gathered. Not in every torch.
+    Its collectives have torch's time limit instead of ``timeout_s``."""
+
     def __post_init__(self) -> None:
+        require_range("fsdp.forward_prefetch", self.forward_prefetch, low=0)
+        require_range("fsdp.backward_prefetch", self.backward_prefetch, low=0)
         require_choice("fsdp.gradient_sync", self.gradient_sync, ("auto", "every", "last"))
 
 
@@ -155,8 +180,12 @@ class TrainEngineConfig:
     sequences) if the architecture supports it, else the default of transformers (``sdpa`` or ``eager``). ``holdfast``:
     refuse a model that does not support it. Or an attention of transformers: ``sdpa``, ``eager``, ``flash_attention_2``
     ..."""
-    gradient_checkpointing: bool = False
-    """Recompute each block in the backward instead of keeping its activations."""
+    gradient_checkpointing: bool | str = False
+    """Recompute blocks in the backward instead of keeping their activations: ``true`` all, ``every_2`` (3, ...) every
+    second (third, ...) block. ``selective``: keep results of attention and matrix products, and recompute the rest."""
+    compile: bool = False
+    """Compile each block with torch.compile, which needs a C++ compiler on CPUs. The first steps take longer. Results
+    differ by rounding, checkpoints do not."""
     router_aux_loss_coef: float | None = None
     """For mixture-of-experts models: weight of the load-balancing loss of transformers (that of Mixtral), which is
     added to the gradient, but not to the reported loss. See `Routers.loss`. Null: none, whatever the model's
@@ -213,6 +242,17 @@ class TrainEngineConfig:
             raise ConfigError(
                 f"config key 'attn_impl' is {PACKED_ATTENTION!r}, which is for packed sequences, but 'pack_sequences' "
                 "is false; set it to true, or 'attn_impl' to null"
+            )
+        choice = self.gradient_checkpointing
+        if isinstance(choice, str) and choice != "selective" and not re.fullmatch("every_[1-9][0-9]*", choice):
+            raise ConfigError(
+                f"config key 'gradient_checkpointing' is {choice!r}; expected true, false, 'selective', or 'every_2' "
+                "(or another number)"
+            )
+        if self.compile and choice == "selective":
+            raise ConfigError(
+                "config key 'compile' is True, but the operators that gradient_checkpointing 'selective' keeps are not "
+                "seen in compiled blocks; set it to true, false or 'every_2'"
             )
         require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)
         require_range("temperature", self.temperature, low=1e-6)

@@ -23,6 +23,7 @@ from ..hf.quantized import refuse_quantized
 from ..hf.weight_files import WeightReader
 from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters
+from ..training.compilation import compile_blocks
 from ..training.expert_parallel import shard_experts
 from ..training.head import ScoringHead, find_scoring_head
 from ..training.model import build_causal_on_meta, build_on_meta, cast_buffers, refuse_dropout
@@ -77,6 +78,8 @@ def build_initial_model(
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
         require_routers(model, config)
         shard_experts(model, config, groups.meshes)
+        if config.compile:
+            compile_blocks(model, blocks)
     shard_model(model, config, blocks, groups.meshes.fsdp)
     # Before the model has memory, because twins take as much for a moment.
     sequence = groups.meshes.sequence

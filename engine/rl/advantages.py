@@ -4,10 +4,12 @@ Pure functions over padded tensors. Sums are in float64, because a group of equa
 exactly 0, not amplified rounding. Results are float32.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ...utils.errors import BatchError
 from .config import NormConfig
@@ -137,21 +139,38 @@ def gae_advantages(
         last_values: ``[B]``, the remaining value of a truncated answer, 0 for a complete one. None: 0.
 
     Returns:
-        advantages and returns (``A + V``), both ``[B, S]`` float32, 0 outside the loss mask.
+        advantages and returns (``A + V``), both ``[B, S]`` float32, 0 outside the loss mask. They are computed in
+        float64 and then rounded.
     """
-    mask = loss_mask.bool()
-    rewards, values = (torch.where(mask, x.float(), 0.0) for x in (rewards, values))
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
-    if last_values is not None:
-        next_value = last_values.float()
-    for t in range(values.shape[1] - 1, -1, -1):
-        delta = rewards[:, t] + discount * next_value - values[:, t]
-        advantage = delta + discount * gae_lambda * next_advantage
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
-        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
-    return advantages, torch.where(mask, advantages + values, 0.0)
+    mask, n_columns = loss_mask.bool(), loss_mask.shape[1]
+    rewards, values = (torch.where(mask, x, 0.0).double() for x in (rewards, values))
+    last = values.new_zeros(len(values)) if last_values is None else last_values.double()
+    places = torch.arange(n_columns, device=mask.device).where(mask, n_columns)
+    next_place = F.pad(places.flip(1).cummin(1).values.flip(1)[:, 1:], (0, 1), value=n_columns)
+    next_value = torch.cat([values, last[:, None]], dim=1).gather(1, next_place)
+    delta = (rewards + discount * next_value - values).masked_fill_(~mask, 0.0)
+    decay = torch.full_like(values, discount * gae_lambda).masked_fill_(~mask, 1.0)
+    advantages = _sum_later(delta, decay)
+    returns = torch.where(mask, advantages + values, 0.0)
+    return torch.where(mask, advantages, 0.0).float(), returns.float()
+
+
+def _sum_later(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """Solve ``y[t] = x[t] + decay[t] * y[t + 1]`` along rows ``[B, S]``.
+
+    Rows are cut into about sqrt(S) blocks as long. All blocks are summed at once, each as if nothing followed it. Then
+    ``decay[t]`` is the product from t to the end of its block, the factor of what the next block begins with.
+    """
+    n_columns = x.shape[1]
+    width = math.isqrt(n_columns) + 1
+    n_blocks = -(-n_columns // width)
+    x, decay = (F.pad(each, (0, n_blocks * width - n_columns)).view(len(x), n_blocks, width) for each in (x, decay))
+    for t in reversed(range(width - 1)):
+        x[..., t].addcmul_(decay[..., t], x[..., t + 1])
+        decay[..., t].mul_(decay[..., t + 1])
+    for block in reversed(range(n_blocks - 1)):
+        x[:, block].addcmul_(decay[:, block], x[:, block + 1, :1])
+    return x.reshape(len(x), n_blocks * width)[:, :n_columns]
 
 
 @dataclass(frozen=True)

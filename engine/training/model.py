@@ -28,6 +28,7 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import TrainEngineConfig
 from ..model.model_folder import require_model_folder
+from .checkpointing import checkpoint_activations
 from .rotary import fix_frequencies
 from .value_model import build_value_model, value_model_class
 
@@ -48,13 +49,12 @@ def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
 
     Raises:
         ConfigError: ``path`` has no ``config.json`` or contains untrusted code, or transformers has no such head or
-            attention for the architecture. Or see `fix_frequencies`.
+            attention for the architecture. Or see `fix_frequencies` and `checkpoint_activations`.
     """
     model = _construct(config, torch.float32)
     if config.disable_dropout:
         _disable_dropout(model)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model, config.gradient_checkpointing)
     return model
 
 

@@ -1,24 +1,48 @@
 """Optimizers, learning-rate schedule, and optimizer state before the first step."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ...utils.compat.torch_private import (
+    foreach_add_,
+    foreach_addcdiv_,
+    foreach_addcmul_,
+    foreach_copy_,
+    foreach_div_,
+    foreach_lerp_,
+    foreach_mul_,
+)
 from ..config import OptimizerConfig
 from ..memory.tensors import local_tensor, normal_tensors
+
+_IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
+    "auto": {},  # torch's choice: foreach on CUDA, a loop elsewhere
+    "loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 
 def build_optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter, 2019) with moments in float32 or bfloat16, or SGD, over all ``params``."""
+    params, choice = list(params), config.implementation
+    if choice == "auto" and config.type == "adam" and all(param.is_cuda for param in params):
+        choice = "fused"
+    kernels = _IMPLEMENTATIONS[choice]
     if config.type == "sgd":
-        return torch.optim.SGD(params, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+        momentum, decay = config.momentum, config.weight_decay
+        return torch.optim.SGD(params, lr=config.lr, momentum=momentum, weight_decay=decay, **kernels)
     betas = (config.beta1, config.beta2)
-    adam = AdamBF16 if config.type == "adam_bf16" else torch.optim.AdamW
-    return adam(params, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+    if config.type == "adam_bf16":
+        return AdamBF16(params, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        params, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **kernels
+    )
 
 
 def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -81,6 +105,10 @@ def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Para
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+_CPU_BUCKET, _GPU_BUCKET = 1 << 18, 1 << 22
+"""Most elements of the parameters that `AdamBF16` updates together: they fit a CPU's cache, or keep a GPU busy. An
+update takes about 30 bytes of memory for each."""
+
 
 class AdamBF16(torch.optim.Optimizer):
     """AdamW (Loshchilov & Hutter, 2019) over float32 parameters, sharded or not, with moments stored in bfloat16.
@@ -89,6 +117,9 @@ class AdamBF16(torch.optim.Optimizer):
     are rounded to bfloat16 at random, so that the mean is right. With rounding to nearest, a second moment that ``beta2
     = 0.999`` reduces by 0.1 % would never fall, because neighbouring bfloat16 numbers are 0.4 to 0.8 % apart. The
     random bits depend only on the step and the parameter's index, so a resumed run repeats them.
+
+    Parameters are updated in buckets, with a fixed number of operators for each bucket. Only the random numbers take
+    two operators per parameter.
     """
 
     def __init__(
@@ -108,28 +139,44 @@ class AdamBF16(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        numbered = enumerate((group, param) for group in self.param_groups for param in group["params"])
-        for number, (group, param) in numbered:
-            if param.grad is not None:
-                self._update(number, group, param)
+        numbers = {param: number for number, param in enumerate(p for g in self.param_groups for p in g["params"])}
+        for group in self.param_groups:
+            for params in _buckets([param for param in group["params"] if param.grad is not None]):
+                self._update(group, params, [numbers[param] for param in params])
         return loss
 
-    def _update(self, number: int, group: dict[str, Any], param: nn.Parameter) -> None:
-        state = self.state[param]
-        if not state:
-            state.update(initial_state(param))
-        state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), group["betas"]
-        weights, grad = local_tensor(param), local_tensor(param.grad).float()  # type: ignore[arg-type]
-        first, second = (local_tensor(state[name]) for name in MOMENTS)
-        mean = first.float().lerp_(grad, 1 - beta1)
-        square = second.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        generator = torch.Generator(weights.device).manual_seed(step * 1_000_003 + number)
-        first.copy_(round_at_random(mean, generator))
-        second.copy_(round_at_random(square, generator))
-        scale = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        weights.mul_(1 - group["lr"] * group["weight_decay"])
-        weights.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step))
+    def _update(self, group: dict[str, Any], params: list[nn.Parameter], numbers: list[int]) -> None:
+        for param in params:
+            if not self.state[param]:
+                self.state[param].update(initial_state(param))
+        states, (beta1, beta2), lr = [self.state[param] for param in params], group["betas"], group["lr"]
+        foreach_add_([state["step"] for state in states], 1)
+        steps = [int(state["step"]) for state in states]
+        weights = [local_tensor(param) for param in params]
+        grads = [local_tensor(param.grad).float() for param in params]  # type: ignore[arg-type]
+        moments = [local_tensor(state[name]) for name in MOMENTS for state in states]
+
+        sizes = [tensor.numel() for tensor in weights]
+        buffer = torch.empty((2, sum(sizes)), dtype=torch.float32, device=weights[0].device)
+        views = [part.view_as(like) for row in buffer for part, like in zip(row.split(sizes), weights, strict=True)]
+        means, squares = views[: len(params)], views[len(params) :]
+        foreach_copy_(views, moments)
+        foreach_lerp_(means, grads, 1 - beta1)
+        buffer[1].mul_(beta2)
+        foreach_addcmul_(squares, grads, grads, 1 - beta2)
+
+        noise, generator = torch.empty_like(buffer, dtype=torch.int32), torch.Generator(buffer.device)
+        for step, number, *parts in zip(steps, numbers, *(row.split(sizes) for row in noise), strict=True):
+            generator.manual_seed(step * 1_000_003 + number)
+            for part in parts:
+                part.random_(0, 1 << 16, generator=generator)
+        rounded = [part for pair in zip(buffer, noise, strict=True) for part in round_at_random(*pair).split(sizes)]
+        foreach_copy_(moments, [part.view_as(like) for part, like in zip(rounded, moments, strict=True)])
+
+        foreach_div_(squares, [1 - beta2**step for step in steps])
+        buffer[1].sqrt_().add_(group["eps"])
+        foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        foreach_addcdiv_(weights, means, squares, [-lr / (1 - beta1**step) for step in steps])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, then convert the moments, which torch made float32, back to bfloat16."""
@@ -144,11 +191,26 @@ def initial_state(param: nn.Parameter) -> dict[str, torch.Tensor]:
     return {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
 
-def round_at_random(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Round a float32 tensor to one of the two neighbouring bfloat16 numbers, with the nearer one more likely.
+def _buckets(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Cut a list into parts on one device with at most this many local elements, or one larger parameter."""
+    bucket, n_elements = list[nn.Parameter](), 0
+    for param in params:
+        size, limit = local_tensor(param).numel(), _GPU_BUCKET if param.is_cuda else _CPU_BUCKET
+        if bucket and (n_elements + size > limit or param.device != bucket[0].device):
+            yield bucket
+            bucket, n_elements = [], 0
+        bucket.append(param)
+        n_elements += size
+    if bucket:
+        yield bucket
 
-    NaN and infinities stay. A number whose neighbour would be infinite is rounded to nearest.
+
+def round_at_random(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Round float32 numbers to one of the two neighbouring bfloat16 numbers, with the nearer one more likely.
+
+    ``noise`` are random int32 numbers below 2 ** 16. They are overwritten. NaN and infinities stay. A number whose
+    neighbour would be infinite is rounded to nearest.
     """
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, generator=generator, device=values.device)
-    rounded = ((values.contiguous().view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
-    return torch.where(values.isfinite() & rounded.isfinite(), rounded, values).to(torch.bfloat16)
+    rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    both_are_finite = (values - rounded).isfinite()
+    return torch.where(both_are_finite, rounded, values).to(torch.bfloat16)

@@ -13,6 +13,7 @@ from ...utils.compat.transformers_private import unsplit_classes
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from .model import COMPUTE_DTYPES
+from .prefetch import set_overlap
 
 zero_filled: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = WeakKeyDictionary()
 """Parameters of each sharded model whose gradient on this rank is all zeros. See `fill_missing_gradients`."""
@@ -33,6 +34,7 @@ def shard_model(
         if isinstance(module, blocks) and not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    set_overlap(model, config.fsdp)
     if mesh.size() > 1:
         filled = zero_filled[model] = set()
         for module in model.modules():

@@ -120,11 +120,11 @@ SPLITS = {
 def _gradients_of_every_cut(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     results = {}
-    for packed in (True, False):
+    for packed, checkpointing in ((True, "selective"), (False, True)):
         engine = make_engine(
             folder,
             pack_sequences=packed,
-            gradient_checkpointing=not packed,
+            gradient_checkpointing=checkpointing,
             optimizer=OptimizerConfig(type="sgd", lr=0.0),
         )
         engine.config.optimizer.gradient_clipping = 1e9

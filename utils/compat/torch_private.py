@@ -39,6 +39,9 @@ NAMES = privates(
             f"{_GROUP}:FSDPParam.unsharded_accumulated_grad",
         ],
         "clip a gradient": ["torch:_foreach_norm", "torch:_foreach_mul_"],
+        "update moments in bfloat16": [
+            f"torch:_foreach_{name}_" for name in ("add", "addcdiv", "addcmul", "copy", "div", "lerp", "mul")
+        ],
         "switch dropout off": ["torch.nn.modules.dropout:_DropoutNd"],
         "follow conversions of weights": [
             "torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__",
@@ -66,6 +69,12 @@ NAMES = privates(
 )
 require("torch", NAMES)
 
+from torch import _foreach_add_ as foreach_add_
+from torch import _foreach_addcdiv_ as foreach_addcdiv_
+from torch import _foreach_addcmul_ as foreach_addcmul_
+from torch import _foreach_copy_ as foreach_copy_
+from torch import _foreach_div_ as foreach_div_
+from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _foreach_mul_ as foreach_mul_
 from torch import _foreach_norm as foreach_norm
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION

@@ -1,8 +1,11 @@
 """Advantages against straight loops in float64, and the groups that break naive formulas."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.engine.rl import NormConfig
 from holdfast.engine.rl.advantages import gae_advantages, grpo_advantages, normalise, rewards_at_last_token
@@ -165,6 +168,40 @@ def test_gae_equals_its_definition_and_steps_over_masked_tokens(discount: float,
     advantages, returns = gae_advantages(torch.tensor(rewards), polluted, torch.tensor(mask), discount, lam, given)
     np.testing.assert_allclose(advantages.numpy(), expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(returns.numpy(), expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (1, 2), (2, 3), (2, 4), (3, 700), (0, 5), (2, 0)])
+def test_gae_of_rows_of_every_length_is_rounded_once(shape: tuple[int, int]) -> None:
+    """Within one unit in the last place of float32, also where 700 terms are summed without a decay."""
+    values = RNG.normal(size=shape).astype(np.float32)
+    rewards, last = RNG.normal(size=shape).astype(np.float32), RNG.normal(size=shape[0]).astype(np.float32)
+    mask = RNG.random(shape) < 0.7
+    for discount, lam in ((1.0, 1.0), (0.99, 0.95)):
+        rewards64, values64, last64 = (array.astype(np.float64) for array in (rewards, values, last))
+        exact = gae_by_loop(rewards64, values64, mask, discount, lam, last64)
+        r, v, m, end = (torch.tensor(array) for array in (rewards, values, mask, last))
+        found = gae_advantages(r, v, m, discount, lam, end)
+        for tensor, expected in zip(found, exact, strict=True):
+            assert tensor.shape == shape and tensor.dtype == torch.float32
+            np.testing.assert_allclose(tensor.numpy(), expected, rtol=2**-23, atol=1e-12)
+
+
+def test_gae_takes_far_fewer_operators_than_a_row_has_tokens() -> None:
+    counts = {}
+    for n_tokens in (100, 10_000):
+        rewards, values = torch.randn(2, 2, n_tokens)
+        with Operators() as operators:
+            gae_advantages(rewards, values, torch.ones(2, n_tokens), 0.99, 0.95)
+        counts[n_tokens] = operators.count
+    assert counts[10_000] < 12 * counts[100] and counts[10_000] < 2000, counts
+
+
+class Operators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_gae_without_discount_returns_the_reward_at_every_action() -> None:

@@ -4,10 +4,13 @@ import math
 import struct
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from holdfast.engine import MicroBatchSpec, OptimizerConfig, SaveLoadMeta
 from holdfast.engine.training.optimizer import (
@@ -25,11 +28,19 @@ from tests.helpers import run_ranks
 CONFIG = OptimizerConfig(type="adam_bf16", lr=1e-2, weight_decay=0.1, gradient_clipping=1e9)
 
 
+def noise_for(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, generator=generator)
+
+
+def rounded_with(seed: int, values: torch.Tensor) -> torch.Tensor:
+    return round_at_random(values, noise_for(values, torch.Generator().manual_seed(seed)))
+
+
 def test_a_number_is_rounded_to_a_neighbour_and_is_right_in_the_mean() -> None:
     values = torch.cat([torch.randn(50), torch.tensor([0.0, 1.0, -3e-30, 1e30])]).repeat(2000, 1)
-    rounded = round_at_random(values, torch.Generator().manual_seed(0))
+    rounded = rounded_with(0, values)
     assert rounded.dtype == torch.bfloat16
-    assert torch.equal(round_at_random(rounded.float(), torch.Generator().manual_seed(1)), rounded), "exact stays exact"
+    assert torch.equal(rounded_with(1, rounded.float()), rounded), "exact stays exact"
     exact = values[0].double()
     assert bool(((rounded.double() - exact).abs() <= exact.abs() * 2**-7).all())
     assert torch.allclose(rounded.double().mean(0), exact, rtol=4 * 2**-7 / 2000**0.5)
@@ -59,7 +70,7 @@ def test_every_edge_of_float32_is_rounded_to_a_neighbour_and_nan_stays_nan() -> 
     bits = torch.tensor(patterns, dtype=torch.int64).to(torch.int32)
     values = [struct.unpack("<f", struct.pack("<I", pattern))[0] for pattern in patterns]
     for seed in range(200):
-        rounded = round_at_random(bits.view(torch.float32), torch.Generator().manual_seed(seed)).double().tolist()
+        rounded = rounded_with(seed, bits.view(torch.float32)).double().tolist()
         for pattern, value, found in zip(patterns, values, rounded, strict=True):
             allowed = allowed_roundings(value)
             assert found in allowed or (math.isnan(value) and math.isnan(found)), f"{pattern:#010x} became {found}"
@@ -79,6 +90,75 @@ def test_steps_are_those_of_adamw_as_near_as_bfloat16_is() -> None:
     assert (params[0] - params[1]).norm().item() / moved < 0.01
     state = optimizers[0].state[params[0]]
     assert {state[name].dtype for name in MOMENTS} == {torch.bfloat16} and params[0].dtype == torch.float32
+
+
+def update_alone(number: int, step: int, param: torch.Tensor, grad: torch.Tensor, moments: list[torch.Tensor]) -> None:
+    """The update of one parameter, written out, with the numbers of `CONFIG`."""
+    first, second = (moment.float() for moment in moments)
+    first.lerp_(grad, 1 - CONFIG.beta1)
+    second.mul_(CONFIG.beta2).addcmul_(grad, grad, value=1 - CONFIG.beta2)
+    generator = torch.Generator().manual_seed(step * 1_000_003 + number)
+    for moment, exact in zip(moments, (first, second), strict=True):
+        moment.copy_(round_at_random(exact, noise_for(exact, generator)))
+    scale = (second / (1 - CONFIG.beta2**step)).sqrt_().add_(CONFIG.eps)
+    param.mul_(1 - CONFIG.lr * CONFIG.weight_decay).addcdiv_(first, scale, value=-CONFIG.lr / (1 - CONFIG.beta1**step))
+
+
+def test_parameters_are_updated_together_as_each_would_be_alone_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the buckets: one ends before 7, which then counts another number of steps. One parameter is empty."""
+    shapes = [(5, 3), (7,), (0, 4), (), (40, 2), (6, 6), (3,)]
+    for limit in (1, 20, 1000):
+        monkeypatch.setattr("holdfast.engine.training.optimizer._CPU_BUCKET", limit)
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        params[5] = nn.Parameter(torch.randn(6, 6).t())  # not contiguous
+        optimizer = build_optimizer(params, CONFIG)
+        expected = [param.detach().clone() for param in params]
+        moments = [[torch.zeros_like(param, dtype=torch.bfloat16) for _ in MOMENTS] for param in expected]
+        counts = [0] * len(params)
+        for step in range(4):
+            for number, param in enumerate(params):
+                param.grad = None if number == 1 and step == 2 else torch.randn(param.shape) * 10.0 ** (step - 2)
+                if param.grad is not None:
+                    counts[number] += 1
+                    update_alone(number, counts[number], expected[number], param.grad, moments[number])
+            optimizer.step()
+        for number, param in enumerate(params):
+            state = optimizer.state[param]
+            assert torch.equal(param, expected[number]) and int(state["step"]) == counts[number]
+            for name, moment in zip(MOMENTS, moments[number], strict=True):
+                assert torch.equal(state[name], moment), (limit, number, name)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute something on tensors with more than one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        computed = [tensor for tensor in tree_leaves((result, args)) if isinstance(tensor, torch.Tensor)]
+        if not func.is_view and "empty" not in str(func) and any(tensor.numel() > 1 for tensor in computed):
+            self.names.append(str(func))
+        return result
+
+
+def test_more_parameters_take_no_more_operators_but_for_their_random_numbers() -> None:
+    counts = {}
+    for n_params in (10, 100):
+        params = [nn.Parameter(torch.randn(8, 4)) for _ in range(n_params)]
+        optimizer = build_optimizer(params, CONFIG)
+        materialize_state(optimizer)
+        for param in params:
+            param.grad = torch.randn_like(param)
+        with Kernels() as kernels:
+            optimizer.step()
+        drawn = [name for name in kernels.names if "random" in name]
+        assert len(drawn) == 2 * n_params
+        counts[n_params] = len(kernels.names) - len(drawn)
+    assert counts[10] == counts[100] <= 30, counts
 
 
 def test_a_second_moment_falls_when_gradients_do() -> None:

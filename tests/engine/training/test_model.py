@@ -6,6 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -164,19 +167,74 @@ def test_blocks_are_the_repeated_layers_unless_others_are_named(name: str, tmp_p
         block_classes(model, ["ModuleList", "NoSuchLayer"])
 
 
+CHOICES: tuple[bool | str, ...] = (False, True, "selective", "every_2", "every_1", "every_3")
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gradient_checkpointing_gives_the_same_gradients(name: str, tmp_path: Path) -> None:
     ids = torch.arange(12).reshape(2, 6)
-    gradients = []
-    for checkpointing in (False, True):
-        pair = build(tmp_path, name, make_config(name), gradient_checkpointing=checkpointing)
+    gradients: dict[bool | str, dict[str, Any]] = {}
+    for choice in CHOICES[:4]:
+        pair = build(tmp_path, name, make_config(name), gradient_checkpointing=choice)
         model: Any = fill(*pair, spread=0.2).train()
-        assert model.is_gradient_checkpointing == checkpointing
+        assert model.is_gradient_checkpointing == bool(choice)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({key: param.grad for key, param in model.named_parameters()})
-    assert gradients[0].keys() == gradients[1].keys()
-    for key, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][key]), key
+        gradients[choice] = {key: param.grad for key, param in model.named_parameters()}
+    for choice in gradients:
+        assert gradients[choice].keys() == gradients[False].keys(), "the names of the plain model"
+        for key, gradient in gradients[False].items():
+            assert torch.equal(gradient, gradients[choice][key]), (choice, key)
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of the memory that operators allocate inside the block, and that still exists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def n_bytes(self) -> int:
+        return sum(n_bytes for reference, n_bytes in self._storages.values() if not reference.expired())
+
+
+def kept_bytes(model: Any) -> int:
+    """Bytes that a forward leaves behind for the backward."""
+    ids = torch.arange(64)[None] % 15
+    with Storages() as storages:
+        loss = model(input_ids=ids, use_cache=False).logits.sum()
+    n_bytes = storages.n_bytes()
+    loss.backward()
+    return n_bytes
+
+
+def test_each_choice_of_blocks_keeps_fewer_activations(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 192}
+    config = LlamaConfig(**sizes)
+    counts: dict[bool | str, float] = {}
+    for choice in CHOICES:
+        counts[choice] = kept_bytes(fill(*build(tmp_path, "llama", config, gradient_checkpointing=choice)).train())
+    shares = {choice: count / counts[False] for choice, count in counts.items()}
+    assert shares[True] == pytest.approx(shares["every_1"], rel=0.01) and shares[True] < 0.2, shares
+    assert shares["every_2"] == pytest.approx((1 + shares[True]) / 2, abs=0.05)
+    assert shares["every_2"] == pytest.approx(shares["every_3"], rel=0.01), "blocks 0 and 2, or 0 and 3"
+    assert shares[True] < shares["selective"] < 0.7
+
+
+def test_a_choice_of_blocks_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for choice in ("every_0", "every_", "some", "every_2x"):
+        with pytest.raises(ConfigError, match=f"'gradient_checkpointing' is '{choice}'; expected true, false"):
+            TrainEngineConfig(gradient_checkpointing=choice)
+    monkeypatch.setattr("holdfast.engine.training.checkpointing.GradientCheckpointingLayer", nn.Bilinear)
+    with pytest.raises(ConfigError, match="is 'every_2', but LlamaForCausalLM has no blocks"):
+        build(tmp_path, "llama", make_config("llama"), gradient_checkpointing="every_2")
 
 
 def test_drawn_weights_have_the_spread_of_the_model_and_repeat(tmp_path: Path) -> None:

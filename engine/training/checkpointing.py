@@ -1,0 +1,45 @@
+"""Activation checkpointing: blocks that compute their activations again in the backward, or some of them.
+
+Blocks are not wrapped, so names of parameters stay as they are.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...utils.errors import ConfigError
+
+_PRODUCTS = {"mm", "addmm", "_grouped_mm"}
+"""Operators of linear layers and experts. Scores of an attention are a ``bmm``, and would take tokens x tokens."""
+
+
+def checkpoint_activations(model: PreTrainedModel, choice: bool | str) -> None:
+    """Set up what ``gradient_checkpointing`` of `TrainEngineConfig` says.
+
+    Raises:
+        ConfigError: single blocks of this model cannot be chosen (``every_N``).
+    """
+    if choice is False:
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if choice == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    model.gradient_checkpointing_enable(options)
+    if isinstance(choice, str) and choice != "selective":
+        blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not blocks:
+            raise ConfigError(
+                f"config key 'gradient_checkpointing' is {choice!r}, but {type(model).__name__} has no blocks that can "
+                "be checkpointed one by one; set it to true or false"
+            )
+        for number, block in enumerate(blocks):
+            block.gradient_checkpointing = number % int(choice.removeprefix("every_")) == 0
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operator.name().partition("::")[2].partition(".")[0]
+    kept = name in _PRODUCTS or "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

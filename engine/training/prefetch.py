@@ -1,0 +1,38 @@
+"""Keys of `FSDPConfig` that let collectives of FSDP2 overlap more with computation. Their speed was never measured."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...utils.errors import ConfigError
+from ..config import FSDPConfig
+
+_GROUP = "set_separate_reduce_scatter_group"
+
+
+def set_overlap(model: nn.Module, config: FSDPConfig) -> None:
+    """Set what the keys say for a sharded model whose blocks run in the order of its modules, each in every forward.
+
+    Collective with ``separate_reduce_scatter_group``.
+
+    Raises:
+        ConfigError: this torch has no separate group.
+    """
+    root, *blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, following in _with_following([root, *blocks], config.forward_prefetch):
+        module.set_modules_to_forward_prefetch(following)
+    for module, following in _with_following([root, *reversed(blocks)], config.backward_prefetch):
+        module.set_modules_to_backward_prefetch(following)
+    if config.separate_reduce_scatter_group:
+        if not hasattr(root, _GROUP):
+            raise ConfigError(
+                f"config key 'fsdp.separate_reduce_scatter_group' is True, but FSDPModule.{_GROUP} does not exist in "
+                "this torch; set it to false, or install a newer torch"
+            )
+        getattr(root, _GROUP)()
+
+
+def _with_following(modules: Sequence[FSDPModule], count: int) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
+    for number, module in enumerate(modules if count else []):
+        yield module, list(modules[number + 1 : number + 1 + count])
