@@ -28,6 +28,7 @@ TESTS = (
     "tests/engine/lora/test_checkpoints.py",
     "tests/engine/servers/test_publish.py",
     "tests/engine/test_fsdp_engine.py",
+    "tests/engine/test_meshes.py",
     "tests/engine/training/test_microbatch.py",
     "tests/utils/test_devices.py",
     "tests/utils/test_rng.py",
@@ -37,6 +38,7 @@ WITHOUT = (
     "tests/simulated_cuda/test_quick.py",
     # Expects no CUDA.
     "tests/engine/test_fsdp_engine.py::test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone",
+    "tests/engine/test_meshes.py::test_gradients_are_summed_once_a_step_if_their_whole_sum_is_small",
 )
 TIER = "not slow and not matrix and not vllm and not peers"
 
