@@ -10,7 +10,9 @@ import pytest
 
 from tests.limits import stretched
 
-pytest_plugins = ["tests.faults.tally"]
+SIMULATED_DEVICES = bool(os.environ.get("HOLDFAST_SIMULATED_CUDA"))
+
+pytest_plugins = ["tests.faults.tally", *(["tests.simulated_cuda.reports"] if SIMULATED_DEVICES else [])]
 
 # Processes in a shell's background ignore Ctrl-C, and so would all processes that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -22,7 +24,7 @@ _PATH = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if STARTUP not in _PATH:  # a process of pytest-xdist inherits it from the first one
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *_PATH]))
 
-if os.environ.get("HOLDFAST_SIMULATED_CUDA"):  # this process, too
+if SIMULATED_DEVICES:  # this process, too
     import torch  # noqa: F401  (may have the device installed at its import, in a process that read the above)
 
     from tests.simulated_cuda.device import install

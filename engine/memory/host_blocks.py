@@ -84,8 +84,6 @@ def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.devic
     if device.type != "cuda":
         target.copy_(source)
         return device, None
-    if target.is_cuda and source.dtype != target.dtype:
-        source = source.to(device, non_blocking=True)  # else torch casts on the host
     target.copy_(source, non_blocking=True)
     event: Any = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))

@@ -104,6 +104,13 @@ class Staging(LiveReader):
             self._hook.remove()
             self._hook = self._optimizer = None
 
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Wait for copies from a device if `release` was not called, because the buffers may be unpinned next."""
+        for copy in self._copies:
+            if isinstance(copy, _DeviceCopy) and not is_finalizing():
+                with suppress(RuntimeError):  # of a device that failed, or in a fork of the process
+                    copy.drop()
+
     def _wait_before_steps_of(self, optimizer: torch.optim.Optimizer) -> None:
         if self._optimizer is None or self._optimizer() is not optimizer:
             if self._hook is not None:

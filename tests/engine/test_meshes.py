@@ -90,7 +90,7 @@ def _steps(rank: int, world_size: int, folder: str, replicas: int, sync: str) ->
         assert stats["loss"] == pytest.approx(expected, rel=1e-6)
         assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5)
         for name, param in ref.named_parameters():
-            torch.testing.assert_close(gradients[name], param.grad, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(gradients[name].cpu(), param.grad, rtol=1e-5, atol=1e-6, msg=name)
     assert summed[0] == summed[1] and (replicas == 1 or summed[0] > 1), "replicas are summed once a step"
     assert scattered[1] == (1 if sync == "last" else 3) * scattered[0]
     assert replicas == world_size or scattered[0] > 0

@@ -28,6 +28,7 @@ TESTS = (
     "tests/engine/lora/test_checkpoints.py",
     "tests/engine/servers/test_publish.py",
     "tests/engine/test_fsdp_engine.py",
+    "tests/engine/test_meshes.py",
     "tests/engine/training/test_microbatch.py",
     "tests/utils/test_devices.py",
     "tests/utils/test_rng.py",
@@ -37,16 +38,19 @@ WITHOUT = (
     "tests/simulated_cuda/test_quick.py",
     # Expects no CUDA.
     "tests/engine/test_fsdp_engine.py::test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone",
+    "tests/engine/test_meshes.py::test_gradients_are_summed_once_a_step_if_their_whole_sum_is_small",
 )
 TIER = "not slow and not matrix and not vllm and not peers"
 
 
-def run_pytest(mode: str, *arguments: str, quiet: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(
+    mode: str, *arguments: str, tier: str = TIER, quiet: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run pytest in ``mode``, with more variables in its environment. The result has its output if ``quiet``."""
     path = os.pathsep.join(filter(None, [str(ROOT / "tests" / "startup"), os.environ.get("PYTHONPATH", "")]))
     devices = {"HOLDFAST_SIMULATED_CUDA": mode, "HOLDFAST_GPU_TESTS_DEVICE": "cuda", "PYTHONPATH": path}
     env = os.environ | devices | variables
-    command = [sys.executable, "-m", "pytest", "-m", TIER, "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-m", tier, "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=quiet)
 
 
@@ -54,6 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulated_cuda", description=__doc__)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--processes", default="2")
+    parser.add_argument("--tier", default=TIER, help="pytest's -m")
     parser.add_argument("tests", nargs="*", default=TESTS, help="files instead of all that are known to show something")
     given = parser.parse_args()
     try:
@@ -62,7 +67,7 @@ def main() -> int:
         print(f"no simulated CUDA devices here: {error}", file=sys.stderr)
         return 1
     options = ["-n", given.processes, "--dist", "loadfile", *(f"--deselect={test}" for test in WITHOUT)]
-    return max(run_pytest(mode, *options, *given.tests).returncode for mode in given.modes)
+    return max(run_pytest(mode, *options, *given.tests, tier=given.tier).returncode for mode in given.modes)
 
 
 if __name__ == "__main__":

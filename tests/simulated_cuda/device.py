@@ -27,6 +27,8 @@ from torch.distributed import distributed_c10d
 from tests.simulated_cuda.build import NAME, built_library
 
 VARIABLE = "HOLDFAST_SIMULATED_CUDA"
+REPORTS = "HOLDFAST_SIMULATED_CUDA_REPORTS"
+"""Variable for a folder in which each process reports races and memory that is unregistered during a copy."""
 MODES = {
     "late-copies": (True, False, False),
     "late-kernels": (False, True, False),
@@ -45,7 +47,7 @@ _C: Any = None
 
 
 def install(mode: str | None = None) -> None:
-    """Give this process the device. Later calls only set the mode.
+    """Give this process the device. Later calls set the mode, and forget the races and the reports of this process.
 
     Args:
         mode: one of `MODES`. Default: ``HOLDFAST_SIMULATED_CUDA``, or ``late-copies``.

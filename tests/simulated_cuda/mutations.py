@@ -129,6 +129,14 @@ MUTATIONS = (
         "buffers_are_unpinned_when_the_copy_is_done_and_never_before",
     ),
     Mutation(
+        "buffers of a dropped staging are unpinned after the copy",
+        STAGED_STATE,
+        "                    copy.drop()\n\n    def _wait",
+        "                    pass\n\n    def _wait",
+        COPIES,
+        "buffers_that_are_dropped_are_unpinned_when_their_copy_is_done",
+    ),
+    Mutation(
         "no copy is under way if a snapshot cannot begin",
         STAGED_STATE,
         "            if self._watch is not None:\n"

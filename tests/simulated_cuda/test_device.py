@@ -1,6 +1,8 @@
 """The simulated device itself: it shows bugs, blames no correct program, and computes as the CPU does."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -44,6 +46,23 @@ def test_races_between_streams_are_found_and_name_both_lines(name: str, in_mode:
     assert bool(found) == (name in BETWEEN_STREAMS), found
     for race in found:
         assert race.count("bugs.py:") == 2 and " on stream " in race, race
+
+
+def test_a_process_reports_bugs_at_once_until_they_are_forgotten(
+    in_mode: InMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(device.REPORTS, str(tmp_path))
+    in_mode("races")
+    for bug in BUGS.values():
+        bug.run(True)
+    assert not list(tmp_path.iterdir())
+    BUGS["memory is unregistered while it is copied to"].run(False)
+    BUGS["a result is used before another stream has made it"].run(False)
+    report = tmp_path / str(os.getpid())
+    first, *others = report.read_text().splitlines()
+    assert first.startswith("host memory is unregistered") and others == device.races()
+    device.install()
+    assert not report.exists()
 
 
 def test_a_copy_to_pageable_memory_is_done_when_it_returns(in_mode: InMode) -> None:

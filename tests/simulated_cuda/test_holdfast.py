@@ -183,6 +183,17 @@ def test_buffers_are_unpinned_when_the_copy_is_done_and_never_before(on: torch.d
     assert device.counts()["unregistered"] == before["unregistered"] + 1
 
 
+def test_buffers_that_are_dropped_are_unpinned_when_their_copy_is_done(on: torch.device) -> None:
+    """A user drops an engine without a call of ``destroy``."""
+    gc.collect()
+    state, before = trained(on), device.counts()
+    staging = Staging(state.model)
+    staging.stage(state)
+    del staging, state
+    gc.collect()
+    assert device.counts()["unregistered"] == before["unregistered"] + 1
+
+
 def test_refused_memory_is_one_error_and_the_next_snapshot_is_taken(
     faults: Callable[[str, int], None], on: torch.device
 ) -> None:

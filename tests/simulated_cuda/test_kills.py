@@ -1,5 +1,7 @@
 """A job of two ranks on simulated devices, killed at random moments, ends with the bytes of an undisturbed run.
 
+    python -m tests.simulated_cuda --tier slow tests/simulated_cuda/test_kills.py
+
 ``HOLDFAST_KILLS=20 HOLDFAST_SEED=7`` sets the number of kills and the moments.
 """
 

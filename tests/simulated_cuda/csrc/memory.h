@@ -8,6 +8,7 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "reports.h"
 #include "streams.h"
 
 namespace simulated {
@@ -244,7 +245,10 @@ inline int host_unregister(uintptr_t address) {
   pinned.erase(found);
   ++n_unregistered;
   forget_reached(copies);
-  if (!copies.empty() && !device_lost) ++n_unregistered_in_use;
+  if (!copies.empty() && !device_lost) {
+    ++n_unregistered_in_use;
+    report("host memory is unregistered before the end of a copy is known");
+  }
   for (auto& copy : copies) run_until(copy->stream, copy);
   return kSuccess;
 }

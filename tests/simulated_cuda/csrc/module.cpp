@@ -52,6 +52,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     clocks.clear();
     host_clock.clear();
     races.clear();
+    forget_reports();
     freed_accesses.clear();
     for (auto& [pointer, block] : blocks) block.accesses.clear();
     late_copies = copies;

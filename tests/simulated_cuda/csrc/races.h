@@ -18,6 +18,11 @@ namespace simulated {
 
 inline std::vector<std::string> races;
 
+inline void found_race(const std::string& race) {
+  races.push_back(race);
+  report(race);
+}
+
 // The line of Python that is running, outside of torch.
 inline std::string python_line() {
   if (!Py_IsInitialized()) return "no Python";
@@ -68,7 +73,7 @@ inline void find_uses_of_freed_memory(const Block& block, const Access& access) 
   std::erase_if(freed_accesses[block.stream], [&](const FreedAccess& freed) {
     if (is_ordered(freed.access, block.stream)) return true;
     if (block.number <= freed.n_allocations || is_ordered(freed.access, access.stream)) return false;
-    races.push_back(
+    found_race(
         "memory " + described(freed.access) + " is freed without record_stream, and may be the memory " +
         described(access) + ", without a wait between them");
     return true;
@@ -100,7 +105,7 @@ class Operation {
     auto& earlier = found->second.accesses;
     for (auto& other : earlier)
       if ((writes || other.writes) && overlap(access, other) && !is_ordered(other, stream_))
-        races.push_back("memory " + described(other) + ", and " + described(access) + ", without a wait between them");
+        found_race("memory " + described(other) + ", and " + described(access) + ", without a wait between them");
     std::erase_if(earlier, [&](const Access& other) {  // a race with these would also be one with this access
       return covers(access, other) && is_ordered(other, stream_) &&
           (writes || (!other.writes && other.stream == stream_));
