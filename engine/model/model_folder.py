@@ -86,7 +86,7 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
     ignored = [*_OTHER_FILES, *([] if config.trust_remote_code else ["*.py"])]
     if config.init_from_scratch:
         ignored.append("*.safetensors")
-    commit = rank_zero_decides(lambda: _from_hub(path, config.revision, allow_patterns=["config.json"]).name, group)
+    commit = rank_zero_decides(lambda: fetch_config(path, config.revision).name, group)
     downloading = is_first_of_its_node(group)
     all_ranks_succeed_slowly(
         f"downloading {path}", lambda: downloading and _from_hub(path, commit, ignore_patterns=ignored), group
@@ -96,6 +96,11 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
     if get_rank(group) == 0:
         logger.info("%s is %s", path, folder)
     return folder
+
+
+def fetch_config(path: str, revision: str | None = None) -> Path:
+    """Snapshot in the cache with the ``config.json`` of a model on the hub. Raises ConfigError if there is none."""
+    return _from_hub(path, revision, allow_patterns=["config.json"])
 
 
 def find_source_folder(config: Any) -> Path | None:

@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 ALWAYS_AFFORDABLE_BYTES = 2 << 30
 """Size of a whole gradient that ``auto`` always accepts."""
-_AFFORDABLE_SHARE = 0.05
+AFFORDABLE_SHARE = 0.05
 """Share of the memory of a GPU that ``auto`` accepts."""
 
 
@@ -47,7 +47,7 @@ def syncs_last(model: nn.Module, config: TrainEngineConfig, groups: ProcessGroup
     n_bytes = dtype.itemsize * sum(param.numel() // groups.meshes.n_parts(param) for param in trained)
     limit = ALWAYS_AFFORDABLE_BYTES
     if groups.device.type == "cuda":
-        limit = max(limit, int(_AFFORDABLE_SHARE * torch.cuda.get_device_properties(groups.device).total_memory))
+        limit = max(limit, int(AFFORDABLE_SHARE * torch.cuda.get_device_properties(groups.device).total_memory))
     limit = min(limit for (limit,) in gather_numbers([limit], groups.control))
     affordable = dtype == torch.float32 and (config.use_lora or n_bytes <= limit)
     last = choice == "last" or (choice == "auto" and affordable)

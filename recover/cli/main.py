@@ -18,7 +18,7 @@ from ...utils.errors import CheckpointCorruptError, HoldfastError
 from .output import DAMAGED, FAILED, INTERRUPTED
 
 _COMMANDS = {
-    **{name: name for name in ("convert", "diff", "export", "ls", "mirror", "show", "top", "verify", "why")},
+    **{name: name for name in ("convert", "diff", "export", "ls", "mirror", "plan", "show", "top", "verify", "why")},
     **dict.fromkeys(("pin", "resume-from", "rm", "unpin"), "manage"),
 }
 """Name of a command -> its module in this package. The function of ``resume-from`` is ``resume_from_command``."""

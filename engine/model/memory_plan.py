@@ -1,0 +1,260 @@
+"""How much device memory a training step takes on each rank, computed from a model's config.
+
+Weights, gradients and moments follow from shapes and mesh. Activations follow from a forward on fake tensors, which
+have shapes but no memory: autograd tells what each block keeps for its backward. Attention counts as flash attention
+does: queries, keys, values, output, and one float32 per query.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from ...utils.compat.transformers_private import set_attention
+from ...utils.errors import ConfigError
+from ..config import TrainEngineConfig
+from ..lora.build import add_adapters
+from ..parallel_strategy import ParallelStrategy
+from ..training.gradient_sync import AFFORDABLE_SHARE, ALWAYS_AFFORDABLE_BYTES
+from ..training.model import COMPUTE_DTYPES, UNUSABLE, build_on_meta, cast_buffers, describe_unusable
+from ..training.sharding import block_classes
+
+_PROBE = "holdfast_plan"
+"""Name of an attention in transformers that computes nothing and keeps what flash attention keeps."""
+_MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 4}
+"""Bytes of optimizer state per trained parameter. SGD has none without momentum."""
+_LOGIT_BYTES = 3 * (128 << 20)
+"""Chunks of float32 logits that exist at a time (see `logprobs`): logits, probabilities, their gradient."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP2 gathers together (a block, or everything outside of the blocks), and what they keep.
+
+    Attributes:
+        dense, experts: elements of the parameters, which several ranks can share in different ways.
+        dense_bytes, expert_bytes: the same in bytes, as they are stored.
+        trained: elements of the trained dense parameters.
+        trained_experts: elements of the trained experts.
+        kept: bytes per token that the backward needs and that every rank of a tensor-parallel group has.
+        kept_in_parts: bytes per token that these ranks share.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    dense_bytes: int = 0
+    expert_bytes: int = 0
+    trained: int = 0
+    trained_experts: int = 0
+    kept: float = 0.0
+    kept_in_parts: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model, before it is spread over ranks. The result of `measure_model`."""
+
+    blocks: tuple[Unit, ...]
+    rest: Unit
+    hidden_size: int
+    vocab_size: int
+    key_value_heads: int
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(unit.dense + unit.experts for unit in (*self.blocks, self.rest))
+
+    @property
+    def n_trained(self) -> int:
+        """Number of trained parameters."""
+        return sum(unit.trained + unit.trained_experts for unit in (*self.blocks, self.rest))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the device of one rank in a training step. Shards are taken to be even.
+
+    Attributes:
+        weights: shards of the parameters, float32 if trained, else in their dtype.
+        gradients: shards of the gradients, or with ``gradient_sync: last`` the whole sum of a step.
+        moments: shards of the optimizer's state.
+        gathered: parameters that FSDP2 has gathered at a time, and the gradients that it is reducing.
+        activations: what the backward of a micro-batch needs.
+        head: logits of a chunk with their gradient, and the gradient of the last hidden states.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    gathered: int
+    activations: int
+    head: int
+
+    @property
+    def peak(self) -> int:
+        """The sum of all parts."""
+        return sum(asdict(self).values())
+
+
+def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
+    """Build the model of ``config.path``, a local folder, on fake tensors, and run it on ``tokens`` tokens.
+
+    Takes about a second, and reads no weights.
+
+    Raises:
+        ConfigError: see `build_on_meta`. Or the forward of this architecture depends on values.
+    """
+    with FakeTensorMode():
+        model, dtype = build_on_meta(replace(config, gradient_checkpointing=False)), COMPUTE_DTYPES[config.dtype]
+        blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
+        cast_buffers(model, config)
+        set_attention(model, _PROBE, instead_of="sdpa")
+        if config.use_lora:
+            add_adapters(model, config, config.path, dict.fromkeys(dict(model.named_parameters()), dtype))
+        stored = {id(param): param.element_size() for param in model.parameters()}
+        for param in model.parameters():
+            param.data = param.data.to(dtype)  # as FSDP2 gathers them
+        units = {module: index for index, module in enumerate(m for m in model.modules() if isinstance(m, blocks))}
+        try:
+            kept = _kept_bytes(model, units, tokens)
+        except UNUSABLE as error:
+            raise ConfigError(
+                f"the activations of {type(model).__name__} cannot be computed from its config alone: "
+                f"{describe_unusable(error)}"
+            ) from error
+        text, seen = model.config.get_text_config(decoder=True), set[int]()
+        sizes = [_unit(module, kept[index], stored, seen) for module, index in units.items()]
+        rest = _unit(model, kept[-1], stored, seen)
+        heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1)
+        return ModelSizes(tuple(sizes), rest, text.hidden_size, text.vocab_size, heads)
+
+
+def plan_step(
+    sizes: ModelSizes, config: TrainEngineConfig, strategy: ParallelStrategy, tokens: int, memory: int | None = None
+) -> MemoryPlan:
+    """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a row).
+
+    Args:
+        sizes: of `measure_model`, with the same settings of LoRA and dtype.
+        config: the engine's settings.
+        strategy: the mesh, for a number of ranks.
+        tokens: in a micro-batch.
+        memory: bytes of the device, on which ``gradient_sync: auto`` depends.
+    """
+    assert config.optimizer is not None
+    c, t, e = strategy.cp_size, strategy.tp_size, strategy.ep_size
+    shards = strategy.world_size // strategy.replicate_size // t
+    expert_shards = shards if e == 1 else shards * t  # t alone does not cut experts
+    units, local_tokens = (*sizes.blocks, sizes.rest), -(-tokens // c)
+
+    def sharded(dense: int, experts: int) -> int:
+        return dense // (shards * t) + experts // expert_shards
+
+    def whole(dense: int, experts: int) -> int:
+        return dense // t + experts // e
+
+    item, reduced = (COMPUTE_DTYPES[dtype].itemsize for dtype in (config.dtype, config.grad_reduce_dtype))
+    trained = sharded(sum(unit.trained for unit in units), sum(unit.trained_experts for unit in units))
+    summed = reduced * sum(whole(unit.trained, unit.trained_experts) for unit in units)
+    sync = config.fsdp.gradient_sync
+    if sync == "auto":
+        affordable = max(ALWAYS_AFFORDABLE_BYTES, int(AFFORDABLE_SHARE * (memory or 0)))
+        sync = "last" if reduced == 4 and (config.use_lora or summed <= affordable) else "every"
+    momentum = config.optimizer.type != "sgd" or config.optimizer.momentum > 0
+
+    kept = [local_tokens * (unit.kept + unit.kept_in_parts / t) for unit in units]
+    again = 0.0
+    if config.gradient_checkpointing:  # only inputs of blocks are kept, and one block at a time runs again
+        again = max(kept[:-1], default=0.0)
+        kept = [kept[-1], local_tokens * item * sizes.hidden_size * len(sizes.blocks)]
+    gathered = [item * whole(unit.dense, unit.experts) for unit in units]
+    *of_blocks, of_rest = gathered
+    blocks = sum(sorted(of_blocks)[-2:] if config.fsdp.reshard_after_forward else of_blocks)  # the next one, too
+    in_block = max((whole(unit.trained, unit.trained_experts) for unit in sizes.blocks), default=0)
+    in_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
+    in_head = min(sizes.vocab_size * sizes.hidden_size // t, in_rest)
+    logits = min(_LOGIT_BYTES, 12 * local_tokens * sizes.vocab_size // t) + 4 * local_tokens * sizes.hidden_size
+    last = sync == "last" and strategy.world_size > 1
+    gradients = summed if last else 4 * trained
+    reducing = reduced * in_rest + (reduced * in_rest if last else item * in_rest + reduced * in_rest // shards)
+    moments = [  # (gradients, gathered, activations, head) in the backward of the head, the last block and the rest
+        (gradients, of_rest + item * in_head + (0 if config.fsdp.reshard_after_forward else blocks), sum(kept), logits),
+        (gradients, of_rest + item * in_head + blocks + (item + reduced) * in_block, sum(kept) + again, 0),
+        (4 * trained, of_rest + reducing, 0.0, 0),
+    ]
+    worst = max(moments, key=sum)
+    return MemoryPlan(
+        weights=sharded(sum(unit.dense_bytes for unit in units), sum(unit.expert_bytes for unit in units)),
+        gradients=worst[0],
+        moments=_MOMENT_BYTES[config.optimizer.type] * trained * momentum,
+        gathered=worst[1],
+        activations=int(worst[2]),
+        head=worst[3],
+    )
+
+
+def _unit(module: nn.Module, kept: tuple[float, float], stored: dict[int, int], seen: set[int]) -> Unit:
+    """Sum up the parameters of ``module`` that are not yet ``seen``."""
+    sums = dict.fromkeys(("dense", "experts", "dense_bytes", "expert_bytes", "trained", "trained_experts"), 0)
+    for name, param in module.named_parameters():
+        if id(param) in seen:
+            continue
+        seen.add(id(param))
+        is_expert = ".experts." in f".{name}"
+        sums["experts" if is_expert else "dense"] += param.numel()
+        sums["expert_bytes" if is_expert else "dense_bytes"] += param.numel() * stored[id(param)]
+        sums["trained_experts" if is_expert else "trained"] += param.numel() * param.requires_grad
+    return Unit(**sums, kept=kept[0], kept_in_parts=kept[1])
+
+
+def _kept_bytes(model: PreTrainedModel, units: dict[nn.Module, int], tokens: int) -> dict[int, tuple[float, float]]:
+    """Bytes per token that autograd keeps in each unit (-1: outside of them), of hidden states and of all others."""
+    width = model.config.get_text_config(decoder=True).hidden_size
+    known = {param.untyped_storage()._cdata for param in model.parameters()}
+    kept: dict[int, list[float]] = {index: [0.0, 0.0] for index in (-1, *units.values())}
+    held, current = [], [-1]
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            known.add(storage._cdata)
+            held.append(tensor)  # so that no other storage gets its number
+            kept[current[-1]][tensor.shape[-1:] != (width,)] += storage.nbytes() / tokens
+        return tensor
+
+    def leave(*_: Any) -> None:
+        current.pop()
+
+    for module, index in units.items():
+        module.register_forward_pre_hook(lambda *_, index=index: current.append(index))
+        module.register_forward_hook(leave)
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.base_model(input_ids=ids, position_ids=ids.clone(), use_cache=False)
+    return {index: (hidden, others) for index, (hidden, others) in kept.items()}
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+
+def _attend(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    return _FlashAttention.apply(query, key, value).transpose(1, 2), None  # type: ignore[union-attr]
+
+
+def _no_mask(**_: Any) -> None:
+    return None
+
+
+AttentionInterface.register(_PROBE, _attend)
+AttentionMaskInterface.register(_PROBE, _no_mask)

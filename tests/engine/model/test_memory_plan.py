@@ -1,0 +1,123 @@
+"""The memory of a step that is computed from a config is the memory that a step takes."""
+
+import copy
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from transformers import GptOssConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from holdfast.engine import FSDPConfig, MicroBatchSpec, ParallelStrategy, TrainEngineConfig
+from holdfast.engine.model.memory_plan import measure_model, plan_step
+from tests.engine.test_fsdp_engine import loss_tokens, make_engine
+from tests.helpers import run_ranks
+from tests.tiers import slow_but
+
+pytestmark = pytest.mark.timeout(150)
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256}
+MODELS: dict[str, PretrainedConfig] = {
+    "qwen3": Qwen3Config(**HEADS, intermediate_size=768, num_hidden_layers=6, vocab_size=8000),
+    "qwen3_tied": Qwen3Config(
+        **HEADS, intermediate_size=1024, num_hidden_layers=8, vocab_size=600, tie_word_embeddings=True
+    ),
+    "llama": LlamaConfig(**HEADS, intermediate_size=1024, num_hidden_layers=4, vocab_size=20000),
+    "qwen3_moe": Qwen3MoeConfig(
+        **HEADS, moe_intermediate_size=256, num_hidden_layers=4, vocab_size=4000, num_experts=8, num_experts_per_tok=2
+    ),
+    "wide": Qwen3Config(**HEADS | {"hidden_size": 512}, intermediate_size=2048, num_hidden_layers=3, vocab_size=600),
+}
+"""The largest part differs: logits, activations, the head's gradient, experts, a block."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that operators touched and that still exist. ``peak`` is their maximum."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, Any] = {}
+        self._add(tensors)
+
+    def _add(self, values: Any) -> None:
+        for value in tree_flatten(values)[0]:
+            if isinstance(value, torch.Tensor):
+                storage = (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._add((out, args, kwargs))
+        living = {key: storage for key, ref in self._storages.items() if (storage := ref()) is not None}
+        self._storages = {key: self._storages[key] for key in living}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in living.values()))
+        return out
+
+
+def _loss(output: Any, mb: Any) -> torch.Tensor:
+    return -(output.logprobs * mb["loss_mask"]).sum() / mb["loss_mask"].sum()
+
+
+def _measured_and_planned(rank: int, world_size: int, folder: str, tokens: int, changes: Any) -> tuple[int, int]:
+    settings = {"init_from_scratch": True, "dtype": "bfloat16", **changes}
+    engine = make_engine(folder, mb_spec=MicroBatchSpec(max_tokens_per_mb=tokens), **settings)
+    ids = torch.randint(0, 500, (4, tokens // 2))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
+    engine.train_batch(batch, _loss, loss_tokens)
+    states = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    with LiveBytes([*engine.model.parameters(), *states]) as live:
+        assert engine.train_batch(batch, _loss, loss_tokens)["n_mbs"] == 2
+    sizes = measure_model(engine.config, tokens)
+    plan = plan_step(sizes, engine.config, ParallelStrategy().for_world(world_size), tokens)
+    assert sizes.n_parameters == sum(param.numel() for param in engine.model.parameters())
+    return live.peak, plan.peak
+
+
+SETTINGS = {
+    "plain": {"fsdp": FSDPConfig(gradient_sync="every")},
+    "sync_last": {"fsdp": FSDPConfig(gradient_sync="last")},
+    "checkpointing": {"fsdp": FSDPConfig(gradient_sync="every"), "gradient_checkpointing": True},
+    "gathered": {"fsdp": FSDPConfig(gradient_sync="every", reshard_after_forward=False)},
+    "lora": {"use_lora": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    slow_but([("qwen3_moe", "checkpointing")], [(model, setting) for model in MODELS for setting in SETTINGS]),
+)
+def test_the_planned_peak_of_a_step_is_within_a_tenth_of_the_measured_one(
+    tmp_path: Path, model: str, setting: str
+) -> None:
+    config = copy.deepcopy(MODELS[model])
+    config.dtype = torch.bfloat16  # of frozen weights
+    config.save_pretrained(tmp_path)
+    tokens = 128 if model == "llama" else 1024
+    for measured, planned in run_ranks(_measured_and_planned, 2, str(tmp_path), tokens, SETTINGS[setting]):
+        assert planned == pytest.approx(measured, rel=0.1)
+
+
+def test_more_ranks_of_any_kind_need_less_memory_on_each(tmp_path: Path) -> None:
+    MODELS["qwen3_moe"].save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path))
+    sizes = measure_model(config, 4096)
+
+    def peak(**kinds: int) -> int:
+        return plan_step(sizes, config, ParallelStrategy(**kinds), 4096).peak
+
+    alone = peak(data_parallel_size=1)
+    assert peak(data_parallel_size=8) < alone
+    assert peak(data_parallel_size=8, replicate_size=2) > peak(data_parallel_size=8)
+    assert peak(data_parallel_size=4, context_parallel_size=2) < peak(data_parallel_size=8)
+    assert peak(data_parallel_size=4, tensor_parallel_size=2) < peak(data_parallel_size=8)
+    assert peak(data_parallel_size=8, expert_parallel_size=4) < peak(data_parallel_size=8)
+
+
+def test_an_architecture_with_attention_sinks_is_planned_or_refused_in_words(tmp_path: Path) -> None:
+    GptOssConfig(**HEADS, num_hidden_layers=2, vocab_size=100, num_local_experts=4).save_pretrained(tmp_path)
+    assert measure_model(TrainEngineConfig(path=str(tmp_path)), 256).n_parameters > 0

@@ -1,0 +1,63 @@
+"""`holdfast plan` answers from a config alone, and says what to change."""
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from tests.recover.cli.commands import answer, holdfast
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of Qwen3-8B, without weights."""
+    folder = tmp_path_factory.mktemp("models") / "Qwen3-8B"
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
+    Qwen3Config(**sizes, num_attention_heads=32, num_key_value_heads=8, head_dim=128).save_pretrained(folder)
+    return folder
+
+
+def test_a_plan_names_parts_peak_disk_and_changes_that_make_it_fit(qwen3_8b: Path) -> None:
+    found = answer("plan", qwen3_8b, "--gpus", "8")
+    assert found["parameters"] == 8_190_735_360
+    per_gpu = found["bytes_per_gpu"]
+    assert per_gpu["weights"] == pytest.approx(4 * found["parameters"] / 8, rel=1e-3)
+    assert per_gpu["moments"] == pytest.approx(8 * found["parameters"] / 8, rel=1e-3)
+    assert found["bytes_on_disk"]["generation"] == pytest.approx(12 * found["parameters"], rel=1e-3)
+    assert not found["fits"] and found["fits_after_changes"]
+    assert found["changes"][0]["change"] == "gradient_checkpointing: true"
+    again = answer("plan", qwen3_8b, "--gpus", "8", "--checkpointing")
+    assert again["fits"] and again["changes"] == []
+    assert again["bytes_per_gpu"]["peak"] == found["changes"][0]["peak_bytes"]
+
+
+def test_a_server_beside_it_takes_its_share_unless_they_take_turns(qwen3_8b: Path) -> None:
+    options = ("plan", qwen3_8b, "--checkpointing", "--colocate", "vllm:0.4")
+    assert answer(*options)["bytes_per_gpu"]["usable"] == 46 * 10**9
+    assert answer(*options, "--offload")["bytes_per_gpu"]["usable"] == 78 * 10**9
+
+
+def test_the_table_says_whether_it_fits(qwen3_8b: Path) -> None:
+    code, out, _ = holdfast("plan", qwen3_8b, "--lora", "16", "--checkpointing", "--gpus", "1")
+    assert code == 0
+    assert "8.23B parameters, 1 GPUs (d1), 16384 tokens" in out and "of 78 GB: fits" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "much"], "'much' is no size; expected for instance 80GB"),
+        (["--colocate", "vllm"], "'vllm' is no server with its share of the memory"),
+        (["--backend", "fsdp:d4"], "data_parallel_size is 4, but 8 rank(s) have joined"),
+    ],
+)
+def test_bad_arguments_end_in_one_message(qwen3_8b: Path, options: list[str], message: str) -> None:
+    code, _, err = holdfast("plan", qwen3_8b, *options)
+    assert code == 2 and message in " ".join(err.split())
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    code, _, err = holdfast("plan", tmp_path)
+    assert code == 2 and "expected a folder with the config.json" in err
