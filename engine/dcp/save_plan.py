@@ -46,20 +46,16 @@ class TensorStructure:
     properties: TensorProperties  # torch's description in ``.metadata``, with the dtype
     mesh: Any = None  # of a DTensor: `ranks_of` its mesh, as nested tuples
     placements: tuple[Placement, ...] = ()  # of a DTensor: on each dimension of ``mesh``
-    n_sharing: int = 1  # number of consecutive ranks that have the same own tensor, which the first of them writes
+    sharing: int = 1  # number of consecutive ranks that have the same own tensor, which the first of them writes
 
     @property
     def is_own(self) -> bool:
         """Whether every rank, or every data rank, has such a tensor under its own name."""
         return OWN in self.name
 
-    def key_of(self, global_rank: int) -> str:
-        """Key of the own tensor of a rank."""
-        return rank_key(global_rank // self.n_sharing)
-
     def name_of(self, global_rank: int) -> str:
         """Full name of the tensor on a rank."""
-        return self.name.replace(OWN, self.key_of(global_rank))
+        return self.name.replace(OWN, rank_key(global_rank // self.sharing))
 
 
 OWN = "\0rank\0"
@@ -137,19 +133,16 @@ class Structure:
     def digest(self) -> bytes:
         """16 bytes, the same on ranks with the same structure. The number of the rank itself has no influence."""
         described = [
-            (t.name, t.n_sharing, t.shape, repr(stored_properties(t.properties)), t.mesh, repr(t.placements))
+            (t.name, t.sharing, t.shape, repr(stored_properties(t.properties)), t.mesh, repr(t.placements))
             for t in self.tensors
         ]
         return xxhash.xxh3_128_digest(repr((self.ranks, described)).encode())
 
 
-def describe_state(
-    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, ranks_with_same_data: int = 1
-) -> Structure:
-    """The structure of this rank's state."""
+def describe_state(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, n_peers: int = 1) -> Structure:
+    """The structure of this rank's state. ``n_peers`` is `DCPState.ranks_with_same_data`."""
     ranks = get_group_ranks(group)
-    meshes: dict[DeviceMesh, Any] = {}
-    found = []
+    meshes, found = dict[DeviceMesh, Any](), list[TensorStructure]()
     for name, tensor in tensors.items():
         mesh, placements = None, ()
         if isinstance(tensor, DTensor):
@@ -157,12 +150,12 @@ def describe_state(
             if tensor.device_mesh not in meshes:
                 meshes[tensor.device_mesh] = _nested(ranks_of(tensor.device_mesh, ranks).tolist())
             mesh = meshes[tensor.device_mesh]
-        n_sharing = ranks_with_same_data if name.startswith(f"{ROOT}.{GENERATORS}.") else 1
-        own = rank_key(get_rank() // n_sharing)
+        sharing = n_peers if name.startswith(f"{ROOT}.{GENERATORS}.") else 1
+        own = rank_key(get_rank() // sharing)
         if name.startswith(tuple(f"{ROOT}.{key}.{own}" for key in RANK_KEYED)):
             name = name.replace(own, OWN, 1)
         properties = TensorProperties.create_from_tensor(local_tensor(tensor))
-        found.append(TensorStructure(name, tuple(tensor.shape), properties, mesh, placements, n_sharing))
+        found.append(TensorStructure(name, tuple(tensor.shape), properties, mesh, placements, sharing))
     return Structure(tuple(ranks), get_rank(group), tuple(found))
 
 
@@ -216,12 +209,11 @@ class RankSavePlan:
 def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
     """Plan the file of this rank without communication. All ranks must have the same ``structure`` (see `agree_on`)."""
     writers = _Writers(structure)
-    names, n_bytes = [], 0
+    names, n_bytes, metadata = [], 0, b""
     for number in writers.written_by(structure.rank):
         tensor = structure.tensors[number]
         names.append(tensor.name_of(structure.ranks[structure.rank]))
         n_bytes += archive_of(writers.box_of(number, structure.rank)[1], tensor.properties.dtype).bytes
-    metadata = b""
     if structure.rank == 0:
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(values), is_coordinator=True)
@@ -290,11 +282,8 @@ class _Writers:
 
     def written_by(self, rank: int) -> Iterator[int]:
         for number, shards in enumerate(self._shards):
-            if shards is None:
-                writes = self._structure.ranks[rank] % self._structure.tensors[number].n_sharing == 0
-            else:
-                writes = self._chosen.get((number, shards.number[rank]), rank) == rank
-            if writes:
+            is_first = self._structure.ranks[rank] % self._structure.tensors[number].sharing == 0
+            if is_first if shards is None else self._chosen.get((number, shards.number[rank]), rank) == rank:
                 yield number
 
     def box_of(self, number: int, rank: int) -> Box:
@@ -342,7 +331,7 @@ def _as_received(
             its_paths[name] = paths[name]
         elif tensor.is_own:
             root, kind, key, *rest = paths[tensor.name_of(own)]
-            its_paths[name] = (root, kind, keys.setdefault(id(key), tensor.key_of(its)), *rest)
+            its_paths[name] = (root, kind, keys.setdefault(id(key), rank_key(its // tensor.sharing)), *rest)
     return pickle.loads(pickle.dumps((names, its_paths)))
 
 
