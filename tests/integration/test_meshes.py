@@ -13,7 +13,6 @@ from examples.grpo_job import GRPOConfig, split_rows
 from holdfast.utils.config import load_config
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.metrics import read_stats
-from tests.engine.meshes import allow_every_mesh_in_jobs
 from tests.integration import sft_runs
 from tests.integration.killed_jobs import finish, finish_killed, last_generation, stats_of
 
@@ -26,11 +25,6 @@ MESHES = {
     "t2": ("backend=fsdp:d1t2",),
 }
 """Overrides of the GRPO example for two trainers."""
-
-
-@pytest.fixture(autouse=True)
-def _every_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    allow_every_mesh_in_jobs(monkeypatch)
 
 
 def grpo_config(*overrides: str) -> GRPOConfig:
