@@ -90,12 +90,17 @@ class ParallelStrategy:
         else:
             sizes, experts = _sizes_of(match["sizes"] or "", "dptce", found), {}
         e, t = (max(sizes.get(name, 1), experts.get(name, 1)) for name in "et")
-        pipeline, both = max(sizes.get("p", 1), experts.get("p", 1)) > 1, e > 1 and t > 1
-        if pipeline or both or experts.get("t", 1) > 1:
+        refused = {
+            "pipeline": max(sizes.get("p", 1), experts.get("p", 1)) > 1,
+            "expert tensor": experts.get("t", 1) > 1,
+            "expert and tensor": e > 1 and t > 1,
+        }
+        if any(refused.values()):
+            kind = max(refused, key=refused.__getitem__)  # the first
             instead = f"fsdp:d{prod(sizes.get(name, 1) for name in 'dptc')}" if "d" in sizes else "fsdp"
             raise ConfigError(
-                f"{found}, with {'pipeline' if pipeline else 'expert and tensor'} parallelism, which is not supported; "
-                f"set config key 'backend' to {instead!r}: FSDP2 alone then shards the model over the same ranks"
+                f"{found}, with {kind} parallelism, which is not supported; set config key 'backend' to {instead!r}: "
+                "FSDP2 alone then shards the model over the same ranks"
             )
         return cls(sizes.get("d"), sizes.get("c", 1), sizes.get("t", 1), e, replicate_size=replicate_size)
 

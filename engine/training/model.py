@@ -187,18 +187,6 @@ def _disable_dropout(model: PreTrainedModel) -> None:
         _zero_dropout_attributes(module)
 
 
-def first_dropout(model: PreTrainedModel) -> str | None:
-    """Name of the first module, or attribute of one or of its config, with a dropout probability above 0."""
-    for name, module in model.named_modules():
-        if isinstance(module, Dropout) and module.p > 0:
-            return name
-        for thing in (module, getattr(module, "config", None)):
-            for key, value in vars(thing).items() if module is not model and thing is not None else ():
-                if "drop" in key and isinstance(value, float) and value > 0:
-                    return f"{name}.{key}"
-    return None
-
-
 def _zero_dropout_attributes(thing: object) -> None:
     for name in _probabilities(thing):
         setattr(thing, name, 0.0)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
+from .context_parallel import filled_row, own_part
 from .meshes import Meshes
 from .microbatch import MicroBatch
 from .unsharded import unsharded_class
@@ -27,11 +28,8 @@ class Routers:
     """The routers of an engine's model. Does nothing for a model without experts."""
 
     def __init__(self, model: PreTrainedModel, config: TrainEngineConfig, meshes: Meshes) -> None:
-        self._packed, self._coef, self._n_parts = (
-            config.pack_sequences,
-            config.router_aux_loss_coef,
-            meshes.strategy.cp_size,
-        )
+        self._packed, self._coef = config.pack_sequences, config.router_aux_loss_coef
+        self._sequence, self._n_parts = meshes.sequence, meshes.strategy.cp_size
         self._n_experts: list[int] = []  # of each layer
         self._records = False
         self._top_k = 1
@@ -54,7 +52,7 @@ class Routers:
     def recording(self, mb: MicroBatch, share: float) -> Iterator[None]:
         """Record a forward of the model on ``mb``, unless its share of the loss is 0."""
         if self._n_experts and share:
-            self._mask, self._records = _real_tokens(mb, self._packed), True
+            self._mask, self._records = self._real_tokens(mb), True
         try:
             yield
         finally:
@@ -89,6 +87,14 @@ class Routers:
         stats = {ROUTER_STATS[0]: torch.stack([load.max() / load.mean() for load in layers]).mean()}
         return stats if self._coef is None else stats | {ROUTER_STATS[1]: sums[-2] / sums[-1]}
 
+    def _real_tokens(self, mb: MicroBatch) -> torch.Tensor:
+        """``[rows]`` int64 for the rows that this rank's layers see: 1 for a token of ``mb``, 0 for others."""
+        device = mb.position_ids.device
+        if not self._packed:
+            return (torch.arange(max(mb.lengths), device=device) < mb.cu_seqlens.diff()[:, None]).reshape(-1).long()
+        n_rows = filled_row(mb, self._sequence).n_tokens
+        return own_part((torch.arange(n_rows, device=device) < mb.n_tokens).long(), self._sequence)
+
     def _count_choices(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             if not self._records:
@@ -118,14 +124,6 @@ def require_routers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
         f"config key 'router_aux_loss_coef' is {config.router_aux_loss_coef}, but transformers knows no routers in "
         f"{unsharded_class(model).__name__}; set it to null"
     )
-
-
-def _real_tokens(mb: MicroBatch, packed: bool) -> torch.Tensor:
-    """``[rows]`` int64 for the rows that layers see: 1 for a token of ``mb``, 0 for filling or padding."""
-    device = mb.position_ids.device
-    if packed:
-        return (torch.arange(max(mb.row_tokens, mb.n_tokens), device=device) < mb.n_tokens).long()
-    return (torch.arange(max(mb.lengths), device=device) < mb.cu_seqlens.diff()[:, None]).reshape(-1).long()
 
 
 def _number_of_experts(module: nn.Module) -> int:

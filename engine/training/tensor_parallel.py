@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 from ...utils.compat.transformers_private import apply_parallel_plan, tensor_parallel_plan
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
-from .model import first_dropout
 
 _PARTIAL = "replicated_with_grad_allreduce"
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "packed_colwise", "packed_rowwise")
@@ -161,15 +160,9 @@ def _refusal(
 
 
 def require_cuttable(config: TrainEngineConfig, model: PreTrainedModel, size: int) -> None:
-    """Raise ConfigError if ``config`` trains adapters, or ``model`` has a dropout probability above 0."""
+    """Raise ConfigError if ``config`` trains adapters, which are not cut."""
     if config.use_lora:
         raise _refusal(size, "with config key 'use_lora' true: adapters are not cut")
-    if (name := first_dropout(model)) is not None:
-        raise _refusal(
-            size,
-            f"but {name!r} drops activations, each rank other ones",
-            "; set config key 'disable_dropout' to true, or tensor_parallel_size to 1",
-        )
 
 
 def tensor_mesh_of(model: nn.Module) -> DeviceMesh | None:

@@ -261,7 +261,7 @@ def _refusals(rank: int, world_size: int, dense: str, moe: str) -> None:
             {"backend": "fsdp", "router_aux_loss_coef": 0.1},
             "router_aux_loss_coef' is 0.1, but transformers knows",
         ),
-        (moe, {"backend": "fsdp:t2e2"}, "with expert and tensor parallelism, which is not supported yet"),
+        (moe, {"backend": "fsdp:t2e2"}, "with expert and tensor parallelism, which is not supported;"),
     ):
         with patch.object(torch.nn.Module, "to_empty") as memory, pytest.raises(ConfigError, match=re.escape(words)):
             make_engine(folder, **{"backend": "fsdp:e2", **changes})

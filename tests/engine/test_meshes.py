@@ -289,7 +289,7 @@ def _refusals(rank: int, world_size: int, folder: str) -> None:
     engine = make_engine(folder, backend="fsdp:d2", optimizer=None)
     engine.destroy()
     for strategy, words in (
-        (ParallelStrategy(context_parallel_size=2), "with context parallelism, which is not supported yet"),
+        (ParallelStrategy(context_parallel_size=2), r"was given \{.*'c': 2.*\}, but config keys .* say \{'d': 2"),
         (ParallelStrategy(data_parallel_size=1), r"was given \{'d': 1, .* say \{'d': 2, 'r': 1"),
     ):
         with pytest.raises(ConfigError, match=words):

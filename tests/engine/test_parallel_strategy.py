@@ -15,9 +15,9 @@ from holdfast.utils.errors import ConfigError
         ("fsdp:d8", {"d": 8, "r": 1, "c": 1, "t": 1, "e": 1}),
         ("fsdp:d4t2c2", {"d": 4, "r": 1, "c": 2, "t": 2, "e": 1}),
         ("fsdp[actor]:c2d4p1", {"d": 4, "r": 1, "c": 2, "t": 1, "e": 1}),
-        ("archon:d4t2e8", {"d": 4, "r": 1, "c": 1, "t": 2, "e": 8}),
+        ("archon:d8e8", {"d": 8, "r": 1, "c": 1, "t": 1, "e": 8}),
         ("megatron:(attn:d2c4|ffn:d1e8)", {"d": 2, "r": 1, "c": 4, "t": 1, "e": 8}),
-        ("megatron:(attn:d4p1t2|ffn:d1p1t1e8)", {"d": 4, "r": 1, "c": 1, "t": 2, "e": 8}),
+        ("megatron:(attn:d4p1c2|ffn:d1p1t1e8)", {"d": 4, "r": 1, "c": 2, "t": 1, "e": 8}),
         ("fsdp:t2", {"r": 1, "c": 1, "t": 2, "e": 1}),
     ],
 )
@@ -40,12 +40,12 @@ def test_areals_notation_is_parsed(backend: str, sizes: dict[str, int]) -> None:
         ("fsdp:(attn:d4|ffn:d2c2)", "expected each of d, p, t, e at most once in 'd2c2'"),
         ("fsdp:(attn:d4|ffn:d1e8)", "with 4 ranks for attention and 8 for experts"),
         ("megatron:d2p2t1", "'megatron:d2p2t1', with pipeline parallelism, .* to 'fsdp:d4'"),
-        ("megatron:(attn:d4p2t2|ffn:d2p2t1e4)", "with expert and pipeline parallelism, .* to 'fsdp:d16'"),
+        ("megatron:(attn:d4p2t2|ffn:d2p2t1e4)", "with pipeline parallelism, .* to 'fsdp:d16'"),
         ("megatron:(attn:d4|ffn:d2t2)", "with expert tensor parallelism, .* to 'fsdp:d4'"),
         ("fsdp:p2", "with pipeline parallelism, .* to 'fsdp'"),
         ("fsdp:d4e3", "expert_parallel_size is 3, with 4 ranks in a replica; expected one of \\[1, 2, 4\\]"),
         ("fsdp:d4t2e1", None),
-        ("fsdp:d3t2e3", "expert_parallel_size is 3, with 6 ranks in a replica; expected one of \\[1, 2, 6\\]"),
+        ("fsdp:d6e4", "expert_parallel_size is 4, with 6 ranks in a replica; expected one of \\[1, 2, 3, 6\\]"),
     ],
 )
 def test_a_backend_that_does_not_fit_says_what_would(backend: str, message: str | None) -> None:

@@ -376,7 +376,7 @@ def _refusals(rank: int, world_size: int, folders: dict[str, str]) -> None:
     refused(folders["few heads"], sizes + r"which does not divide the 1 heads of 'model.layers.0.self_attn.k_proj'")
     refused(folders["gpt2"], sizes + "but transformers has no plan for the layers of GPT2LMHeadModel; set it to 1")
     refused(folders["qwen3"], sizes + "with config key 'use_lora' true: .* set it to 1", use_lora=True, lora_rank=2)
-    dropout = sizes + "but 'model.attention_dropout' .* 'disable_dropout' to true"
+    dropout = "'disable_dropout' is false, and .* has {'attention_dropout': 0.1}, .* set it to true"
     refused(folders["dropout"], dropout, disable_dropout=False)
     engine_with(folders["dropout"], "fsdp:d1t2")
 
