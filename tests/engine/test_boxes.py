@@ -35,7 +35,7 @@ from tests.helpers import run_ranks
 pytestmark = pytest.mark.timeout(180)
 
 
-def by_transformers(**sizes: int) -> Callable[[Path], Any]:
+def by_transformers(**sizes: Any) -> Callable[[Path], Any]:
     """Build a model that transformers shards itself."""
 
     def build(folder: Path) -> Any:
