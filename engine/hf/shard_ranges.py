@@ -83,7 +83,7 @@ class _Block(NamedTuple):
     def narrow(self, walk: _Walk, first: int, size: int) -> "_Block":
         """The same block with ``size`` elements of a walk, from its element ``first`` on."""
         index = tuple(at + (dim == walk.dim) * first * walk.jump for dim, at in enumerate(self.index))
-        narrowed = (one if one is not walk else walk._replace(size=size) for one in self.walks)
+        narrowed = (one if one is not walk else _Walk(size, *walk[1:]) for one in self.walks)
         return _Block(index, self.at + first * walk.step, tuple(one for one in narrowed if one.size > 1))
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, DistributedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DistributedConfig
 
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp.base_model import sums_of
@@ -27,6 +26,7 @@ from holdfast.engine.hf.save import save_hf
 from holdfast.engine.hf.shard_ranges import whole_tensor
 from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.engine.staging.background_save import BackgroundSave
+from holdfast.utils.compat.torch_private import TorchDispatchMode, tree_leaves
 from holdfast.utils.distributed import gather_objects, new_background_group
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from tests.engine.hf_models import sharded, tiny_config
@@ -35,21 +35,21 @@ from tests.helpers import run_ranks
 pytestmark = pytest.mark.timeout(180)
 
 
-def by_transformers(**sizes: int) -> Callable[[Path], PreTrainedModel]:
+def by_transformers(**sizes: Any) -> Callable[[Path], Any]:
     """Build a model that transformers shards itself."""
 
-    def build(folder: Path) -> PreTrainedModel:
+    def build(folder: Path) -> Any:
         config = DistributedConfig(**sizes)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config)
 
     return build
 
 
-def plain(folder: Path) -> PreTrainedModel:
+def plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def replicated(folder: Path) -> PreTrainedModel:
+def replicated(folder: Path) -> Any:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     return fully_shard(plain(folder), mesh=mesh)
 
@@ -57,7 +57,7 @@ def replicated(folder: Path) -> PreTrainedModel:
 COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
 
-def by_hand(folder: Path) -> PreTrainedModel:
+def by_hand(folder: Path) -> Any:
     """Shard as torchtitan does: a flattened slice of a mesh for FSDP, experts along their columns."""
     ranks = dist.get_world_size()
     mesh, model = init_device_mesh("cpu", (1, ranks // 2, 2), mesh_dim_names=("dp", "cp", "tp")), plain(folder)
@@ -75,7 +75,7 @@ def by_hand(folder: Path) -> PreTrainedModel:
     return fully_shard(model, mesh=fsdp)
 
 
-LAYOUTS: dict[str, tuple[int, Callable[[Path], PreTrainedModel]]] = {
+LAYOUTS: dict[str, tuple[int, Callable[[Path], Any]]] = {
     "alone": (1, plain),
     "fsdp2": (2, lambda folder: sharded(plain(folder))),
     "tp2": (2, by_transformers(tp_size=2)),
@@ -87,7 +87,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[Path], PreTrainedModel]]] = {
     "tp4": (4, by_transformers(tp_size=4)),
     "by hand": (4, by_hand),
 }
-EXPERTS: dict[str, tuple[int, Callable[[Path], PreTrainedModel]]] = {
+EXPERTS: dict[str, tuple[int, Callable[[Path], Any]]] = {
     "fsdp2": LAYOUTS["fsdp2"],
     "ep2": (2, by_transformers(fsdp_size=2, ep_size=2)),
     "fsdp4": LAYOUTS["fsdp4"],
@@ -119,12 +119,12 @@ class Bytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            leaves = torch.utils._pytree.tree_leaves(args)
+            leaves = tree_leaves(args)
             self.total += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
 
-def build(folder: Path, layout: tuple[int, Callable[[Path], PreTrainedModel]]) -> tuple[PreTrainedModel, DCPState]:
+def build(folder: Path, layout: tuple[int, Callable[[Path], Any]]) -> tuple[Any, DCPState]:
     model = layout[1](folder)
     return model, DCPState(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
@@ -170,7 +170,8 @@ def _save(folder: Path, out: Path, layout: str) -> dict[str, Any]:
         save_hf(model, out / "hf")
     held = sum(local_tensor(tensor).nbytes for tensor in model.state_dict().values())
     assert moved.total < held / 2, "no weight goes to another rank"
-    background = BackgroundSave(model, new_background_group(None, 60), 60)
+    group: Any = new_background_group(None, 60)
+    background = BackgroundSave(model, group, 60)
     for kind in ("dcp", "hf"):
         background.begin(SaveLoadMeta(str(out / f"later_{kind}"), kind, with_optim=kind == "dcp"), state)
         background.wait()

@@ -175,7 +175,7 @@ def _veomni_saves_and_loads(folder: Path) -> None:
             self.enable_routing_replay = self._is_offload_param = self._is_offload_optimizer = False
 
         def _build_model_optimizer(self) -> None:
-            self.module = fully_shard(tiny_model(), mesh=flat)
+            self.module: Any = fully_shard(tiny_model(), mesh=flat)
             self.optimizer = torch.optim.AdamW(self.module.parameters())
             self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
 

@@ -232,7 +232,8 @@ def _holders(rank: int, world_size: int) -> None:
         tensors = {"dcp.model.w": tensor}
         structure = describe_state(tensors, None)
         assert agree_on(vote_on(structure, tensors), None), placements
-        (shards,) = structure.shards or ()
+        assert structure.shards is not None
+        (shards,) = structure.shards
         assert shards is not None and shards.boxes[rank] == local_box(tensor)
         assert counts_here(tensor) == (shards.holders[shards.number[rank]][0] == rank)
         assert sum(gather_objects(local_box(tensor).sizes[0] * counts_here(tensor))) * local_box(tensor).sizes[1] == 64
