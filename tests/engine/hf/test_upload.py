@@ -20,7 +20,7 @@ from holdfast.engine.api import HFExportOptions
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.hf import save, shard_ranges, upload
+from holdfast.engine.hf import save, upload
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.safetensors_layout import WeightFile
 from holdfast.engine.hf.save import deal_files, plan_export, save_hf
@@ -104,7 +104,6 @@ def test_an_export_to_s3_has_the_bytes_of_one_to_a_folder(server: S3Server, s3_u
 
 
 def _of_every_kind(rank: int, world_size: int, root: Path) -> None:
-    shard_ranges.BLOCK_BYTES = 1000
     url = shelf_url(root / "shelf")
     for case, (name, shard) in KINDS.items():
         if (conversion := case.partition(" ")[0]) in CONVERSIONS:
@@ -393,7 +392,6 @@ def test_a_password_the_backend_takes_for_path_is_refused_unshown(
 
 
 def _memory(rank: int, world_size: int, root: Path) -> list[tuple[str, int]]:
-    shard_ranges.BLOCK_BYTES = 4 << 20
     model, url, peaks = large_model(sharded), shelf_url(root), []
     for dtype in (torch.float32, torch.bfloat16):
         export = f"{url}/{dtype}"

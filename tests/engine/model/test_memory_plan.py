@@ -20,7 +20,8 @@ from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(150)
 
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256}
+WIDE: dict[str, Any] = HEADS | {"hidden_size": 512}
 MODELS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**HEADS, intermediate_size=768, num_hidden_layers=6, vocab_size=8000),
     "qwen3_tied": Qwen3Config(
@@ -30,7 +31,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
         **HEADS, moe_intermediate_size=256, num_hidden_layers=4, vocab_size=4000, num_experts=8, num_experts_per_tok=2
     ),
-    "wide": Qwen3Config(**HEADS | {"hidden_size": 512}, intermediate_size=2048, num_hidden_layers=3, vocab_size=600),
+    "wide": Qwen3Config(**WIDE, intermediate_size=2048, num_hidden_layers=3, vocab_size=600),
 }
 """The largest part differs: logits, activations, the head's gradient, experts, a block."""
 

@@ -18,7 +18,6 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp.state import DCPState
-from holdfast.engine.hf import shard_ranges
 from holdfast.engine.hf.save import save_hf
 from holdfast.engine.staging import background_save as background_save
 from holdfast.engine.staging.background_job import JobState
@@ -135,7 +134,6 @@ def test_written_values_are_the_staged_ones_while_training_goes_on(tmp_path: Pat
 
 def _every_sharding(rank: int, world_size: int, root: Path) -> None:
     """Gathered spans, fused experts, tied weights and conversions, while other collectives run in the same world."""
-    shard_ranges.BLOCK_BYTES = 1000
     dist.barrier()
     n_fds = psutil.Process().num_fds()
     gate = Gate()

@@ -14,8 +14,16 @@ pytestmark = pytest.mark.timeout(120)
 def qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of Qwen3-8B, without weights."""
     folder = tmp_path_factory.mktemp("models") / "Qwen3-8B"
-    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
-    Qwen3Config(**sizes, num_attention_heads=32, num_key_value_heads=8, head_dim=128).save_pretrained(folder)
+    config = Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+    )
+    config.save_pretrained(folder)
     return folder
 
 
