@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -57,6 +58,8 @@ class _Collectives(TorchDispatchMode):
         self.count = self.n_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # comes again as operators on local tensors
         if func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in str(func):
             sides = [[t.nbytes for t in tree_leaves(side) if isinstance(t, torch.Tensor)] for side in args[:2]]
             self.count, self.n_bytes = self.count + 1, self.n_bytes + max(map(sum, sides))

@@ -158,8 +158,8 @@ def gae_advantages(
 def _sum_later(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
     """Solve ``y[t] = x[t] + decay[t] * y[t + 1]`` along rows ``[B, S]``.
 
-    Rows are cut into about sqrt(S) blocks as long. All blocks are summed at once, each as if nothing followed it. Then
-    ``decay[t]`` is the product from t to the end of its block, the factor of what the next block begins with.
+    Rows are cut into blocks of about sqrt(S) columns. All blocks are summed at once, each as if nothing followed it.
+    Then ``decay[t]`` is the product from t to the end of its block, the factor of the first sum of the next block.
     """
     n_columns = x.shape[1]
     width = math.isqrt(n_columns) + 1

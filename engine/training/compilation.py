@@ -6,6 +6,7 @@ the number of graphs does not grow with the rows: there is a set for rows of sev
 (a dummy), each with and without gradients.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ _BACKEND = "inductor"
 
 def compile_blocks(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
     """Compile the forward of the blocks at its first call. Call it before `shard_model`."""
-    attention = AttentionInterface()[PACKED_ATTENTION]
-    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(attention))
+    _keep_attention_out()
     compiled: dict[type[nn.Module], type[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, blocks):
@@ -28,6 +28,12 @@ def compile_blocks(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Non
             if cls not in compiled:
                 compiled[cls] = _compiled_class(cls)
             module.__class__ = compiled[cls]  # type: ignore[assignment]
+
+
+@cache
+def _keep_attention_out() -> None:
+    attention = AttentionInterface()[PACKED_ATTENTION]
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(attention))
 
 
 def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
