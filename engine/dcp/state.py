@@ -31,15 +31,7 @@ from ...utils.plain_values import pack_json, unpack_json
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng
 from ..api import Stateful
 from ..lora.adapters import adapter_settings, check_settings, describe_adapters, restore_merged
-from ..memory.tensors import (
-    by_clean_name,
-    clean_name,
-    first_names,
-    flatten,
-    is_expanded,
-    local_tensor,
-    normal_tensors,
-)
+from ..memory.tensors import by_clean_name, clean_name, first_names, flatten, is_expanded, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
 from . import optimizer_state as optim
 from .base_model import BASE, BASE_SAMPLE, BaseFolder, FrozenBase, check_own_base, describe_base, sample_base

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from ...utils.compat.torch_private import storage_id, without_memory
 from ...utils.compat.transformers_private import set_attention
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
@@ -108,7 +108,7 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
     Raises:
         ConfigError: see `build_on_meta`. Or the forward of this architecture depends on values.
     """
-    with FakeTensorMode():
+    with without_memory():
         model, dtype = build_on_meta(replace(config, gradient_checkpointing=False)), COMPUTE_DTYPES[config.dtype]
         blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         cast_buffers(model, config)
@@ -214,16 +214,15 @@ def _unit(module: nn.Module, kept: tuple[float, float], stored: dict[int, int], 
 def _kept_bytes(model: PreTrainedModel, units: dict[nn.Module, int], tokens: int) -> dict[int, tuple[float, float]]:
     """Bytes per token that autograd keeps in each unit (-1: outside of them), of hidden states and of all others."""
     width = model.config.get_text_config(decoder=True).hidden_size
-    known = {param.untyped_storage()._cdata for param in model.parameters()}
+    known = {storage_id(param) for param in model.parameters()}
     kept: dict[int, list[float]] = {index: [0.0, 0.0] for index in (-1, *units.values())}
     held, current = [], [-1]
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            known.add(storage._cdata)
-            held.append(tensor)  # so that no other storage gets its number
-            kept[current[-1]][tensor.shape[-1:] != (width,)] += storage.nbytes() / tokens
+        if storage_id(tensor) not in known:
+            known.add(storage_id(tensor))
+            held.append(tensor)  # so that no other storage gets its id
+            kept[current[-1]][tensor.shape[-1:] != (width,)] += tensor.untyped_storage().nbytes() / tokens
         return tensor
 
     def leave(*_: Any) -> None:

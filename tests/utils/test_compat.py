@@ -9,7 +9,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel
 
 from holdfast.utils.compat import (
     Private,
@@ -41,12 +40,10 @@ LISTS = {
     "torch": torch_private.NAMES,
     "transformers": transformers_private.NAMES,
     "transformers, Trainer": trainer_private.NAMES,
-    "transformers, matrices cut over ranks": transformers_private.PARALLEL if HAS_PLANS else [],
+    "transformers, meshes": transformers_private.PARALLEL if HAS_PLANS else [],
     "ray": ray_private.NAMES,
     "peft": peft_private.NAMES,
 }
-if hasattr(PreTrainedModel, "_resolve_parallel_plans"):  # from 5.23 on
-    LISTS["transformers, experts"] = transformers_private.EXPERT_NAMES
 NAMES = [(library.split(",")[0], name) for library, names in LISTS.items() for name in names]
 
 

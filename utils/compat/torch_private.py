@@ -1,6 +1,7 @@
 """Private names of torch: contents of modules, parts of sharded tensors, and DCP's file records."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ NAMES = privates(
             "torch.utils._pytree:tree_leaves(tree)",
             "torch:ops.aten.clone.default._schema.is_mutable",
         ],
+        "compute the memory of a step without memory": ["torch._subclasses.fake_tensor:FakeTensorMode()"],
         "let an output be used as its logits": ["torch.utils._pytree:tree_map(func, tree)"],
         "tell whether tensors share memory": ["torch:UntypedStorage._cdata"],
         "notice that a tensor was written to while it was copied": ["torch:Tensor._version"],
@@ -258,6 +260,13 @@ def n_writes(tensor: torch.Tensor) -> int:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return an id that is equal for tensors in the same memory, also on the meta device, while one of them lives."""
     return tensor.untyped_storage()._cdata
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Compute shapes only: tensors in the block have no memory, whatever their device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    return FakeTensorMode()
 
 
 def writes_in_place(operator: Any) -> bool:

@@ -41,26 +41,17 @@ NAMES = privates(
     }
 )
 require("transformers", NAMES)
-EXPERT_NAMES = privates(
-    {
-        "split experts over ranks": [
-            "transformers:PreTrainedModel._resolve_parallel_plans(distributed_config)",
-            "transformers.distributed.expert_parallel:"
-            "apply_expert_parallelism(model, ep_mesh, tp_mesh, plan, ep_implementation)",
-        ]
-    }
-)
-"""Names that only expert parallelism needs. The first transformers with them is 5.23."""
-
 PARALLEL = privates(
     {
-        "cut matrices over ranks (transformers has it from 5.23 on)": [
+        "share a model's matrices or experts between ranks (transformers has it from 5.23 on)": [
             "transformers:PreTrainedModel._resolve_parallel_plans(distributed_config)",
             "transformers.distributed.tensor_parallel:apply_tensor_parallelism(model, tp_mesh, tp_plan)",
+            "transformers.distributed.expert_parallel:"
+            "apply_expert_parallelism(model, ep_mesh, tp_mesh, plan, ep_implementation)",
         ],
     }
 )
-"""Names that only a mesh with tensor parallelism needs, so that older releases work without it."""
+"""Names that only meshes with tensor or expert parallelism need, so that older releases work without them."""
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -209,7 +200,7 @@ def plan_experts(model: PreTrainedModel, n_ranks: int) -> dict[str, str]:
     Raises:
         UnsupportedVersionError: this transformers cannot split experts.
     """
-    require("transformers", EXPERT_NAMES)
+    require("transformers", PARALLEL)
     from transformers.distributed import DistributedConfig
 
     if not model.ep_plan:

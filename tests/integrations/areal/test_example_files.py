@@ -48,7 +48,7 @@ REFUSED = {
     "terminal_bench/config_tb_sglang": REMOVED,
     "terminal_bench/config_tb_vllm_npu": REMOVED,
     "vlm/qwen3_5_35b_a3b_megatron_geometry3k_grpo_awex_colocate": OFFLOAD,
-    "vlm/qwen3_6_35b_a3b_megatron_geometry3k_grpo": "with expert and pipeline parallelism",
+    "vlm/qwen3_6_35b_a3b_megatron_geometry3k_grpo": "with pipeline parallelism",
 }
 
 
