@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 HAS_PLANS = hasattr(PreTrainedModel, "_resolve_parallel_plans")
 """Whether transformers is new enough (5.23) for tensor parallelism."""
@@ -23,6 +23,25 @@ def tiny_qwen3(
         head_dim=8,
         max_position_embeddings=max_length,
         tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+def tiny_qwen3_moe() -> Qwen3MoeConfig:
+    """A Qwen3-MoE whose matrices, experts and rows two or four ranks can share."""
+    return Qwen3MoeConfig(
+        vocab_size=16,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,

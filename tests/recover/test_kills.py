@@ -18,7 +18,7 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import GenerationStore
 from holdfast.utils.rng import seed_rng
 from tests.engine.meshes import mesh_options
-from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.models import tiny_qwen3_moe, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import (
     Tiny,
@@ -124,7 +124,7 @@ def test_ranks_of_a_mesh_that_are_killed_end_with_the_bytes_of_a_run_that_was_no
 ) -> None:
     draw_delay, killed = random.Random(5), str(tmp_path / "killed")
     for name in ("killed", "whole"):
-        write_model_folder(tmp_path / name / "model", tiny_qwen3())
+        write_model_folder(tmp_path / name / "model", tiny_qwen3_moe())
     for victims in [(0,), (3,), (1, 2), (0, 1, 2, 3)]:
         with pytest.raises(AssertionError, match="died without a word"):
             run_ranks(_train, 4, killed, mesh, 10_000, victims, draw_delay.uniform(0, 0.6), timeout_s=30)

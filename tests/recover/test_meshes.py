@@ -17,7 +17,7 @@ from holdfast.engine.dcp.format import read_layout
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError, PeerError
 from holdfast.utils.rng import capture_rng, derive_rng, rng_digest, seed_rng
 from tests.engine.meshes import mesh_options
-from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.models import tiny_qwen3_moe, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import (
     SPEC,
@@ -44,8 +44,8 @@ RANKS |= {"fsdp:d2t2": 4, "fsdp:d1c2t2": 4, "fsdp:d4e2": 4}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "qwen3"
-    write_model_folder(folder, tiny_qwen3())
+    folder = tmp_path_factory.mktemp("models") / "qwen3_moe"
+    write_model_folder(folder, tiny_qwen3_moe())
     return str(folder)
 
 
