@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields, replace
-from math import prod
+from math import lcm, prod
 
 from ..utils.config import require_range
 from ..utils.errors import ConfigError
@@ -115,6 +115,11 @@ class ParallelStrategy:
                 f"config key 'backend' to 'fsdp:d{world_size}', or to 'fsdp' for any number"
             )
         return replace(self, data_parallel_size=d)
+
+    @property
+    def multiple_of(self) -> int:
+        """The number of ranks must be a multiple of this if ``data_parallel_size`` is None: r lcm(c t, e)."""
+        return self.replicate_size * lcm(self.cp_size * self.tp_size, self.ep_size)
 
     @property
     def sizes(self) -> dict[str, int]:

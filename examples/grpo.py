@@ -217,7 +217,7 @@ def start_workers(config: GRPOConfig, parts: Parts, attempt: Attempt) -> tuple[W
         rollout = start(TaskWorker, args=sampler, name="rollout", process_group=False, resources=each)
         each = WorkerResources(config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer)
         sizes = {"world_size": config.n_trainers, "min_world_size": config.min_trainers}
-        ranks = {**sizes, "multiple_of": config.ranks_with_same_data, "strategy": config.strategy}
+        ranks = {**sizes, "multiple_of": config.actor.parallel_strategy.multiple_of, "strategy": config.strategy}
         trainer = start(parts.worker, args=(config,), name="trainer", resources=each, **ranks)
         return rollout.result(), trainer.result()
     finally:

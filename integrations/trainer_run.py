@@ -13,6 +13,7 @@ import torch
 
 from ..engine.api import FinetuneSpec, Stateful, StepInfo
 from ..recover import RecoverConfig, RecoverHandler
+from ..recover.engines import HostEngine
 from ..utils.compat.trainer_private import evaluation_loaders, history_of, is_exportable, restore_history, restore_state
 from ..utils.compat.trl_private import forget_buffer, restore_kept
 from ..utils.distributed import control_group, get_world_size
@@ -213,17 +214,25 @@ class TrainerRun:
 
     def _engines(self) -> Any:
         trainer, args = self._trainer, self._trainer.args
-        trained = (trainer.model, trainer.optimizer, trainer.lr_scheduler)
+        trained = HostEngine(
+            trainer.model, trainer.optimizer, trainer.lr_scheduler, ranks_with_same_data=self._ranks_with_same_samples
+        )
         if getattr(args, "sync_ref_model", False) and getattr(trainer, "ref_model", None) is not None:
-            return {"model": trained, "ref_model": (trainer.ref_model,)}
+            reference = HostEngine(trainer.ref_model, ranks_with_same_data=self._ranks_with_same_samples)
+            return {"model": trained, "ref_model": reference}
         return trained
 
     def _cut(self) -> dict[str, int]:
-        """Arguments that assign samples to batches and ranks. Ranks that share matrices have the same samples."""
-        args, shared = self._trainer.args, self._trainer.get_tp_size()
+        """Arguments that assign samples to batches and ranks."""
+        args = self._trainer.args
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
         cut = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-        return cut | {"world_size": get_world_size() // shared}
+        return cut | {"world_size": get_world_size() // self._ranks_with_same_samples}
+
+    @property
+    def _ranks_with_same_samples(self) -> int:
+        trainer = self._trainer
+        return trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
 
     # Current place of the run
 

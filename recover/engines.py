@@ -79,7 +79,7 @@ class RankEngines:
 
 
 def _ranks_with_same_data(engine: Any) -> int:
-    if isinstance(engine, DCPState):
+    if isinstance(engine, DCPState | HostEngine):
         return engine.ranks_with_same_data
     data_ranks = getattr(engine, "data_parallel_world_size", None)  # a custom engine may not have it
     return 1 if data_ranks is None else get_world_size() // data_ranks
@@ -115,14 +115,17 @@ class HostEngine:
     optimizer: torch.optim.Optimizer | None = None  # None saves the model alone
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     control_group: dist.ProcessGroup | None = None  # gloo group of the ranks. None means the group of the handler
+    ranks_with_same_data: int = 1  # see `DCPState`
 
     def dcp_state(self, with_optim: bool = True) -> DCPState:
         """Return the state to save. For a model with adapters, without the base weights found in its folder."""
         group = self.control_group
         left_out = names_from_folder(self.model, group) if has_adapters(self.model) else False
+        options: dict[str, Any] = {"trainable_only": left_out, "group": group}
+        options["ranks_with_same_data"] = self.ranks_with_same_data
         if not with_optim:
-            return DCPState(self.model, trainable_only=left_out, group=group)
-        return DCPState(self.model, self.optimizer, self.lr_scheduler, trainable_only=left_out, group=group)
+            return DCPState(self.model, **options)
+        return DCPState(self.model, self.optimizer, self.lr_scheduler, **options)
 
 
 def as_engine(thing: Any) -> Any:

@@ -101,7 +101,8 @@ class Attempt:
             world_size: number of ranks.
             min_world_size: smallest usable number of ranks, taken if the cluster cannot hold all of them for
                 ``recover.shrink_after_s``. The group's ``world_size`` is the actual number. None requires all ranks.
-            multiple_of: the actual number of ranks is a multiple of this: the ranks with the same data, c times t.
+            multiple_of: the actual number of ranks is a multiple of this (see
+                `ParallelStrategy.multiple_of`).
             resources: resources of each rank. None means one CPU.
             strategy: how Ray distributes the ranks over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
             stall_timeout_s: see `WorkerGroup`. Doubled each time that a group of this name made no progress and was

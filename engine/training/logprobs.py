@@ -120,7 +120,8 @@ def _over_all_words(scores: torch.Tensor, targets: torch.Tensor, words: int, gro
     shift = total - highest
     weight = shift.exp()
     here = (targets >= 0) & (targets < words)
-    sums = torch.stack([weight, weight * (entropy - shift), torch.where(here, target_log_p + shift, 0.0)])
+    part = torch.where(weight > 0, weight * (entropy - shift), 0.0)  # 0 * inf, if no word here is possible
+    sums = torch.stack([weight, part, torch.where(here, target_log_p + shift, 0.0)])
     dist.all_reduce(sums, group=group)
     weights, entropies, target = sums
     log_weights = weights.log()

@@ -79,7 +79,10 @@ class Meshes:
 
 
 def open_meshes(strategy: ParallelStrategy, device: torch.device, timeout: timedelta) -> Meshes:
-    """Make the meshes over the default group, on all of its ranks. ``strategy`` is for its number of ranks."""
+    """Make the meshes over the default group, on all of its ranks. ``strategy`` is for its number of ranks.
+
+    Engines with the same strategy share them, and so the ``timeout`` of the first one.
+    """
     assert dist.group.WORLD is not None
     known = _known.setdefault(dist.group.WORLD, {})
     if (key := (device.type, strategy)) not in known:

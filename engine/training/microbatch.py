@@ -8,6 +8,7 @@ is deterministic. Cost: one copy of the batch and one small collective.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isclose
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from ..config import MicroBatchSpec
 from ..memory.tensors import bytes_of, memory_of
 from .batch import join_trajectories, sequence_lengths, validate_batch
 from .partition import partition_within, split_until, warn_of_long_rows
+
+_ROUNDING = 1e-3
+"""Relative difference between the numbers of ranks with the same data that counts as rounding."""
 
 
 @dataclass(frozen=True)
@@ -191,20 +195,19 @@ def split_and_weigh(
 
 
 def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None, ranks_with_same_data: int) -> WeighedBatch:
-    def cut() -> tuple[float, float, float]:
-        n_mbs, weight = cutter.cut()
-        return n_mbs, weight, cutter.digest() if ranks_with_same_data > 1 else 0.0
+    def cut() -> tuple[float, ...]:
+        return *cutter.cut(), *(cutter.fingerprint() if ranks_with_same_data > 1 else (0.0, 0.0))
 
-    rows = gather_numbers_of("cutting the batch into micro-batches", cut, 3, group)
-    for rank, (*_, digest) in enumerate(rows):
+    rows = gather_numbers_of("cutting the batch into micro-batches", cut, 4, group)
+    for rank, (_, _, bits, magnitude) in enumerate(rows):
         head = rank - rank % ranks_with_same_data
-        if digest != rows[head][2]:
+        if bits != rows[head][2] or not isclose(magnitude, rows[head][3], rel_tol=_ROUNDING):
             raise BatchError(
                 f"ranks {head} and {rank} share their data ({ranks_with_same_data} ranks do), but were given different "
                 "batches; give both the same, for instance engine.broadcast_batch(batch)"
             )
     cutter.cut_further(max(int(n_mbs) for n_mbs, *_ in rows))
-    total, announced = sum(weight for _, weight, _ in rows[::ranks_with_same_data]), rows[get_rank(group)][1]
+    total, announced = sum(row[1] for row in rows[::ranks_with_same_data]), rows[get_rank(group)][1]
     return WeighedBatch(cutter.micro_batches, cutter.weights, total, sum(cutter.weights) - announced)
 
 
@@ -252,13 +255,20 @@ class _Cutter:
         self._pack(partition_within(self._unit_lengths, self._spec))
         return len(self._bins), sum(self.weights)
 
-    def digest(self) -> float:
-        """53 bits of a hash of the tokens and masks, which a float holds."""
-        digest = xxhash.xxh3_64()
-        for key in ("input_ids", "attention_mask", "loss_mask"):
-            if key in self._batch:
-                digest.update(memory_of(bytes_of(self._batch[key].cpu().contiguous())))
-        return float(digest.intdigest() >> 11)
+    def fingerprint(self) -> tuple[float, float]:
+        """53 bits of a hash of all integers in the batch, and the sum of the magnitudes of all other numbers.
+
+        The others may differ by rounding where ranks computed them (log-probabilities, advantages).
+        """
+        bits, magnitude = xxhash.xxh3_64(), 0.0
+        for key in sorted(self._batch):
+            value = self._batch[key].cpu()
+            if value.is_floating_point():
+                magnitude += float(value.nan_to_num().abs().sum(dtype=torch.float64))
+            else:
+                bits.update(key.encode())
+                bits.update(memory_of(bytes_of(value.contiguous())))
+        return float(bits.intdigest() >> 11), magnitude
 
     def cut_further(self, n_mbs: int) -> None:
         """Cut into ``n_mbs``, rounded up as the spec requires. Add dummies if there are too few sequences."""

@@ -5,7 +5,7 @@ block that activation checkpointing runs again in the backward counts once. Noth
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,16 +29,19 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel, config: TrainEngineConfig, meshes: Meshes) -> None:
         self._packed, self._coef = config.pack_sequences, config.router_aux_loss_coef
-        self._sequence, self._n_parts = meshes.sequence, meshes.strategy.cp_size
+        self._sequence = meshes.sequence
         self._n_experts: list[int] = []  # of each layer
+        self._layers: dict[nn.Module, int] = {}  # modules with experts -> number of the layer
+        self._places = _routers(model) if self._coef is not None else {}
         self._records = False
         self._top_k = 1
         for module in model.modules():
             if n_experts := _number_of_experts(module):
-                module.register_forward_pre_hook(self._count_choices(len(self._n_experts)))
+                self._layers[module] = len(self._n_experts)
                 self._n_experts.append(n_experts)
-        for module, index in _routers(model).items() if self._coef is not None else ():
-            module.register_forward_hook(self._keep_logits(index))
+                module.register_forward_pre_hook(self._count_choices)
+        for module in self._places:
+            module.register_forward_hook(self._keep_logits)
         self.start_step(torch.device("cpu"))
 
     def start_step(self, device: torch.device) -> None:
@@ -46,13 +49,13 @@ class Routers:
         self._loads = [torch.zeros(n + 1, dtype=torch.int64, device=device) for n in self._n_experts]
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # of loss x share, and of shares
         self._logits: list[torch.Tensor] = []  # of the last forward, a layer each
-        self._mask = torch.empty(0)
+        self._mask, self._own_share = torch.empty(0), 1.0
 
     @contextmanager
     def recording(self, mb: MicroBatch, share: float) -> Iterator[None]:
         """Record a forward of the model on ``mb``, unless its share of the loss is 0."""
         if self._n_experts and share:
-            self._mask, self._records = self._real_tokens(mb), True
+            (self._mask, self._own_share), self._records = self._real_tokens(mb), True
         try:
             yield
         finally:
@@ -67,15 +70,15 @@ class Routers:
         even if the router itself uses a sigmoid, a bias or groups. The loss is no mean over tokens, so it depends a
         little on how the batch was cut.
         """
-        if not self._logits:
+        logits, self._logits, share = tuple(self._logits), [], share * self._own_share
+        if not logits or share == 0:
             return 0.0
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        logits, self._logits = tuple(self._logits), []
         loss = load_balancing_loss_func(logits, logits[0].shape[-1], self._top_k, self._mask)  # type: ignore[arg-type]
         assert isinstance(loss, torch.Tensor) and self._coef is not None
         self._sums += torch.stack([loss.detach().double() * share, torch.full_like(self._sums[0], share)])
-        return loss * (self._coef * share / self._n_parts)  # ranks that share a row have a part of the tokens each
+        return loss * (self._coef * share)
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """`ROUTER_STATS` of the step over all ranks, on the device. Collective."""
@@ -87,33 +90,34 @@ class Routers:
         stats = {ROUTER_STATS[0]: torch.stack([load.max() / load.mean() for load in layers]).mean()}
         return stats if self._coef is None else stats | {ROUTER_STATS[1]: sums[-2] / sums[-1]}
 
-    def _real_tokens(self, mb: MicroBatch) -> torch.Tensor:
-        """``[rows]`` int64 for the rows that this rank's layers see: 1 for a token of ``mb``, 0 for others."""
+    def _real_tokens(self, mb: MicroBatch) -> tuple[torch.Tensor, float]:
+        """``[rows]`` int64 for the rows that this rank's layers see: 1 for a token of ``mb``, 0 for others. And the
+        share of these tokens in ``mb``, which is below 1 if ranks share the row."""
         device = mb.position_ids.device
         if not self._packed:
-            return (torch.arange(max(mb.lengths), device=device) < mb.cu_seqlens.diff()[:, None]).reshape(-1).long()
-        n_rows = filled_row(mb, self._sequence).n_tokens
-        return own_part((torch.arange(n_rows, device=device) < mb.n_tokens).long(), self._sequence)
+            real = torch.arange(max(mb.lengths), device=device) < mb.cu_seqlens.diff()[:, None]
+            return real.reshape(-1).long(), 1.0
+        places = own_part(torch.arange(filled_row(mb, self._sequence).n_tokens), self._sequence)  # on the host
+        n_own = int((places < mb.n_tokens).sum())
+        return (torch.arange(len(places), device=device) < n_own).long(), n_own / mb.n_tokens
 
-    def _count_choices(self, layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            if not self._records:
-                return
-            chosen: torch.Tensor = args[1]  # [tokens, top k]
-            self._top_k = chosen.shape[-1]
-            n_experts = self._n_experts[layer]  # a larger number stands for no expert
-            counted = self._mask.repeat_interleave(self._top_k)
-            self._loads[layer].scatter_add_(0, chosen.reshape(-1).clamp(max=n_experts), counted)
+    # One hook for all layers, outside of graphs: torch.compile would make a graph for each hook.
 
-        return hook
+    @torch.compiler.disable
+    def _count_choices(self, module: nn.Module, args: Any) -> None:
+        if not self._records:
+            return
+        chosen: torch.Tensor = args[1]  # [tokens, top k]
+        layer, self._top_k = self._layers[module], chosen.shape[-1]
+        n_experts = self._n_experts[layer]  # a larger number stands for no expert
+        counted = self._mask.repeat_interleave(self._top_k)
+        self._loads[layer].scatter_add_(0, chosen.reshape(-1).clamp(max=n_experts), counted)
 
-    def _keep_logits(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._records:
-                logits = output[index] if isinstance(output, tuple) else output
-                self._logits.append(logits.reshape(-1, logits.shape[-1]))
-
-        return hook
+    @torch.compiler.disable
+    def _keep_logits(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._records:
+            logits = output[self._places[module]] if isinstance(output, tuple) else output
+            self._logits.append(logits.reshape(-1, logits.shape[-1]))
 
 
 def require_routers(model: PreTrainedModel, config: TrainEngineConfig) -> None:

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from ...utils.compat.transformers_private import apply_parallel_plan, tensor_parallel_plan
@@ -89,14 +88,15 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 def _share_inputs(layers: list[nn.Module], mesh: DeviceMesh) -> None:
     """Let layers with the same input (q, k and v) sum its gradient over the ranks once, instead of once for each."""
-    known = WeakTensorKeyDictionary()
+    last: list[torch.Tensor] = []  # the input of the layers before, and its DTensor, until its gradient is there
 
     def shared(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         if isinstance(hidden := args[0], DTensor) or not (torch.is_grad_enabled() and hidden.requires_grad):
             return None
-        if hidden not in known:
-            known[hidden] = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
-        return known[hidden], *args[1:]
+        if not last or last[0] is not hidden:
+            last[:] = hidden, DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+            hidden.register_hook(lambda _: last.clear())
+        return last[1], *args[1:]
 
     for layer in layers:
         layer.register_forward_pre_hook(shared)
@@ -160,9 +160,11 @@ def _refusal(
 
 
 def require_cuttable(config: TrainEngineConfig, model: PreTrainedModel, size: int) -> None:
-    """Raise ConfigError if ``config`` trains adapters, which are not cut."""
+    """Raise ConfigError if ``config`` trains adapters, or compiles blocks."""
     if config.use_lora:
         raise _refusal(size, "with config key 'use_lora' true: adapters are not cut")
+    if config.compile:
+        raise _refusal(size, "with config key 'compile' true, which cannot compile matrices that are cut")
 
 
 def tensor_mesh_of(model: nn.Module) -> DeviceMesh | None:

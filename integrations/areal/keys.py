@@ -96,7 +96,7 @@ _ENGINE = {
     "peft_type": Fate("same", "`lora` alone"),
     "backend": Fate(
         "same",
-        "`megatron:` and `archon:` are read like `fsdp:`. `p` must be 1. The job must have d c t ranks",
+        "`megatron:` and `archon:` are read like `fsdp:`. `p` must be 1, and `e` or `t`. The job must have d c t ranks",
     ),
     "megatron.enable_mtp": _refused("multi-token prediction is not trained here", False),
     "megatron.moe_router_bias_update_rate": _refused("the bias of routers is not updated here", 0.0),

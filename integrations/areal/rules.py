@@ -14,7 +14,7 @@ Rule = Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
 
 
 def mesh_of_this_engine(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`backend` with pipeline parallelism (`p` above 1), or with sizes that do not fit together: refused."""
+    """`backend` with pipeline parallelism (`p` above 1), or with `e` and `t` both above 1: refused."""
     if backend := keys.get("backend"):
         ParallelStrategy.from_backend(str(backend))
     else:

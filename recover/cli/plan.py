@@ -141,7 +141,7 @@ def _options(case: _Case) -> Iterator[tuple[str, _Case]]:
         ranks = larger["c"] * larger["t"]
         if name == "e" and not any(unit.experts for unit in sizes.blocks):
             continue
-        if config.use_lora or case.gpus % ranks or (name != "e" and sizes.key_value_heads % ranks):
+        if (config.use_lora and name != "c") or case.gpus % ranks or (name != "e" and sizes.key_value_heads % ranks):
             continue
         shape = "".join(f"{key}{larger[key]}" for key in "cte" if larger[key] > 1)
         backend = f"fsdp:d{case.gpus // ranks}{shape}"

@@ -25,7 +25,7 @@ from holdfast.engine.training.model_output import ModelOutput, model_output
 from holdfast.utils.errors import BatchError, ConfigError
 from tests.engine.architectures.released import tiny_config
 from tests.engine.lora.engines import lora_engine, train, trained_state, write_base
-from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.models import HAS_PLANS, tiny_qwen3, write_model_folder
 from tests.engine.rl.test_actor import make_actor, share_of
 from tests.engine.rl.test_algorithms import CASES, actor_settings, whole_batch
 from tests.engine.test_fsdp_engine import (
@@ -116,14 +116,37 @@ def _steps(rank: int, world_size: int, folder: str, mesh: str) -> None:
         check_gradients(gradients, ref)
 
 
+COMBINED = {"d1c2t2": 4, "d1c2e2": 2}
+"""Meshes whose ranks also share matrices or experts."""
 STEPS = [(model, mesh) for model in MODELS for mesh in MESHES]
+if HAS_PLANS:
+    STEPS += [("qwen3", "d1c2t2"), ("qwen3_moe", "d1c2e2")]
 
 
 @pytest.mark.parametrize(("model", "mesh"), slow_but([("qwen3", "d1c2"), ("gemma3", "d1c2")], STEPS))
 def test_ranks_that_share_rows_take_the_steps_of_the_unsharded_model(
     folders: Callable[[str], str], model: str, mesh: str
 ) -> None:
-    run_ranks(_steps, MESHES[mesh], folders(model), mesh, timeout_s=240)
+    run_ranks(_steps, (MESHES | COMBINED)[mesh], folders(model), mesh, timeout_s=240)
+
+
+def _balance(rank: int, world_size: int, folder: str, mesh: str) -> None:
+    engine = engine_on(folder, mesh, optimizer=SGD, pad_to_maximum=True, router_aux_loss_coef=0.5)
+    engine.config.mb_spec = MicroBatchSpec(max_tokens_per_mb=64)
+    ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_router_logits=True)
+    batch = make_batch((5, 4))  # the last ranks have no token of the row
+    aux = ref(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).aux_loss
+    stats = engine.train_batch(batch, nll, loss_tokens)
+    assert stats["update_successful"] == 1 and stats["expert_load_max_over_mean"] >= 1
+    # Each part balances its own tokens, so the loss is that of the row only up to that.
+    assert stats["router_aux_loss"] == pytest.approx(float(aux), rel=0.3)
+
+
+@pytest.mark.parametrize("mesh", slow_but(["d1c2"], ["d1c2", "d1c4"]))
+def test_experts_are_balanced_over_the_real_tokens_of_each_part_of_a_row(
+    folders: Callable[[str], str], mesh: str
+) -> None:
+    run_ranks(_balance, MESHES[mesh], folders("qwen3_moe"), mesh)
 
 
 def with_rewards(batch: Batch) -> Batch:
@@ -213,6 +236,7 @@ def test_updates_of_a_policy_and_their_statistics_are_those_of_one_rank(
                 for key, tensor in stats.items():
                     torch.testing.assert_close(found[name][key], tensor, rtol=1e-5, atol=2e-6, msg=f"{name}: {key}")
             else:
+                assert found[name].keys() | {"n_tokens"} == stats.keys() | {"n_tokens"}
                 expected_stats = {key: stats[key] for key in found[name]}
                 assert found[name] == pytest.approx(expected_stats, rel=1e-4, abs=1e-6), name
 

@@ -1,5 +1,6 @@
 """Matrices cut over ranks give the steps, checkpoints and refusals of whole ones."""
 
+import gc
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -204,6 +205,23 @@ def _collectives(rank: int, world_size: int, folder: str) -> None:
 
 def test_the_ranks_sum_each_activation_and_its_gradient_once(folders: dict[str, Path]) -> None:
     run_ranks(_collectives, 2, str(folders["llama"]))
+
+
+def _nothing_stays(rank: int, world_size: int, folder: str) -> None:
+    for checkpointing in (False, True):
+        engine = engine_with(folder, "fsdp:d1t2", optimizer=SGD, gradient_checkpointing=checkpointing)
+        engine.config.mb_spec = MicroBatchSpec(n_mbs=2)
+        counts = []
+        for _ in range(4):
+            engine.train_batch(make_batch(), nll, loss_tokens)
+            gc.collect()
+            counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+        assert counts[-1] == counts[-2] == counts[-3], counts
+        engine.destroy()
+
+
+def test_a_step_leaves_no_activation_behind(folders: dict[str, Path]) -> None:
+    run_ranks(_nothing_stays, 2, str(folders["qwen3"]))
 
 
 def _counts(rank: int, world_size: int, folder: str, backend: str, replicas: int) -> None:

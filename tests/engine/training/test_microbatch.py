@@ -282,6 +282,6 @@ def _batches_of_two_data_ranks(rank: int, world_size: int, differs: str) -> None
     assert len(weighed.micro_batches) == 2
 
 
-@pytest.mark.parametrize("differs", ["", "input_ids", "loss_mask"])
+@pytest.mark.parametrize("differs", ["", "input_ids", "loss_mask", "logprobs"])
 def test_ranks_with_the_same_data_count_once_and_are_told_of_different_batches(differs: str) -> None:
     run_ranks(_batches_of_two_data_ranks, 4, differs)
