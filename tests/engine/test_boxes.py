@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import AutoModelForCausalLM, DistributedConfig
+from transformers import AutoModelForCausalLM
 
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.dcp.base_model import sums_of
@@ -30,15 +30,18 @@ from holdfast.utils.compat.torch_private import TorchDispatchMode, tree_leaves
 from holdfast.utils.distributed import gather_objects, new_background_group
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from tests.engine.hf_models import sharded, tiny_config
+from tests.engine.models import NEEDS_PLANS
 from tests.helpers import run_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), NEEDS_PLANS]
 
 
 def by_transformers(**sizes: Any) -> Callable[[Path], Any]:
     """Build a model that transformers shards itself."""
 
     def build(folder: Path) -> Any:
+        from transformers import DistributedConfig  # newer than the oldest supported release
+
         config = DistributedConfig(**sizes)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config)
 

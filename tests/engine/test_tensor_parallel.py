@@ -29,7 +29,7 @@ from holdfast.engine.training.logprobs import score_tokens, token_logprobs
 from holdfast.engine.training.microbatch import split_batch
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError
-from tests.engine.models import HAS_PLANS, tiny_qwen3, write_model_folder
+from tests.engine.models import NEEDS_PLANS, tiny_qwen3, write_model_folder
 from tests.engine.rl.test_actor import global_batch, make_actor, share_of
 from tests.engine.test_fsdp_engine import (
     capture_gradients,
@@ -48,7 +48,7 @@ from tests.tiers import slow_but
 
 pytestmark = [
     pytest.mark.timeout(240),
-    pytest.mark.skipif(not HAS_PLANS, reason="this transformers is too old for tensor parallelism"),
+    NEEDS_PLANS,
 ]
 
 SGD = OptimizerConfig(type="sgd", lr=0.0, gradient_clipping=1e9)

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("trl")
 
 from holdfast.engine.dcp.format import read_layout
+from tests.engine.models import NEEDS_PLANS
 from tests.integrations.processes import run_killed
 
 pytestmark = pytest.mark.timeout(300)
@@ -151,8 +152,16 @@ DISTRIBUTED = [
     pytest.param("dpo", ["step:3"], DROPS, id="ddp, dpo"),
     pytest.param("grpo", ["step:7"], {"fsdp2": True}, id="fsdp2, grpo"),
     pytest.param("trainer", ["step:3"], {"fsdp2": True, "gradient_accumulation_steps": 2}, id="fsdp2, draws"),
-    pytest.param("trainer", ["step:3"], {"distributed": {"tp_size": 2}, "max_steps": 5}, id="tensor parallel"),
-    pytest.param("sft", ["step:3"], {"distributed": {"fsdp_size": 2}, "max_steps": 5}, id="sharded by transformers"),
+    pytest.param(
+        "trainer", ["step:3"], {"distributed": {"tp_size": 2}, "max_steps": 5}, id="tensor parallel", marks=NEEDS_PLANS
+    ),
+    pytest.param(
+        "sft",
+        ["step:3"],
+        {"distributed": {"fsdp_size": 2}, "max_steps": 5},
+        id="sharded by transformers",
+        marks=NEEDS_PLANS,
+    ),
 ]
 
 

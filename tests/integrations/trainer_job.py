@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    DistributedConfig,
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
@@ -145,6 +144,8 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
     if distributed:
         ParallelismConfig._validate_accelerator = lambda *_: None  # type: ignore[method-assign]  # it asks for GPUs
         given["model"].save_pretrained(model := folder / f"model_{os.environ['RANK']}")
+        from transformers import DistributedConfig  # newer than the oldest supported release
+
         given["model"] = AutoModelForCausalLM.from_pretrained(
             model, distributed_config=DistributedConfig(**distributed)
         )

@@ -18,7 +18,7 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import GenerationStore
 from holdfast.utils.rng import seed_rng
 from tests.engine.meshes import mesh_options
-from tests.engine.models import tiny_qwen3_moe, write_model_folder
+from tests.engine.models import HAS_PLANS, tiny_qwen3_moe, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import (
     Tiny,
@@ -112,7 +112,7 @@ def _train(
     return digest({"default": engine.dcp_state()}), first
 
 
-MESHES = [("fsdp:d4", 2), ("fsdp:d2c2", 1), ("fsdp:d2t2", 1), ("fsdp:d4e2", 1)]
+MESHES = [("fsdp:d4", 2), ("fsdp:d2c2", 1), *([("fsdp:d2t2", 1), ("fsdp:d4e2", 1)] if HAS_PLANS else [])]
 """Backend and replicas of four ranks."""
 
 
