@@ -35,13 +35,16 @@ class Routers:
         self._places = _routers(model) if self._coef is not None else {}
         self._records = False
         self._top_k = 1
+        # One hook for all layers, outside of graphs: torch.compile would make a graph for each hook.
+        count: Any = torch.compiler.disable(self._count_choices)
+        keep: Any = torch.compiler.disable(self._keep_logits)
         for module in model.modules():
             if n_experts := _number_of_experts(module):
                 self._layers[module] = len(self._n_experts)
                 self._n_experts.append(n_experts)
-                module.register_forward_pre_hook(self._count_choices)
+                module.register_forward_pre_hook(count)
         for module in self._places:
-            module.register_forward_hook(self._keep_logits)
+            module.register_forward_hook(keep)
         self.start_step(torch.device("cpu"))
 
     def start_step(self, device: torch.device) -> None:
@@ -101,9 +104,6 @@ class Routers:
         n_own = int((places < mb.n_tokens).sum())
         return (torch.arange(len(places), device=device) < n_own).long(), n_own / mb.n_tokens
 
-    # One hook for all layers, outside of graphs: torch.compile would make a graph for each hook.
-
-    @torch.compiler.disable
     def _count_choices(self, module: nn.Module, args: Any) -> None:
         if not self._records:
             return
@@ -113,7 +113,6 @@ class Routers:
         counted = self._mask.repeat_interleave(self._top_k)
         self._loads[layer].scatter_add_(0, chosen.reshape(-1).clamp(max=n_experts), counted)
 
-    @torch.compiler.disable
     def _keep_logits(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._records:
             logits = output[self._places[module]] if isinstance(output, tuple) else output

@@ -40,7 +40,6 @@ def tiny_qwen3_moe() -> Qwen3MoeConfig:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=128,
