@@ -40,6 +40,10 @@ WITHOUT = (
     "tests/engine/test_fsdp_engine.py::test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone",
     "tests/engine/test_meshes.py::test_gradients_are_summed_once_a_step_if_their_whole_sum_is_small",
 )
+RACES_ON_PURPOSE = (
+    "tests/gpu/test_checkpoints.py::test_a_write_between_a_snapshot_and_the_next_step_fails_that_snapshot",
+)
+"""Left out of the mode that reports races: the product has to notice this one."""
 TIER = "not slow and not matrix and not vllm and not peers"
 
 
@@ -67,7 +71,11 @@ def main() -> int:
         print(f"no simulated CUDA devices here: {error}", file=sys.stderr)
         return 1
     options = ["-n", given.processes, "--dist", "loadfile", *(f"--deselect={test}" for test in WITHOUT)]
-    return max(run_pytest(mode, *options, *given.tests, tier=given.tier).returncode for mode in given.modes)
+    codes = []
+    for mode in given.modes:
+        left_out = [f"--deselect={test}" for test in RACES_ON_PURPOSE if mode == "races"]
+        codes.append(run_pytest(mode, *options, *left_out, *given.tests, tier=given.tier).returncode)
+    return max(codes)
 
 
 if __name__ == "__main__":

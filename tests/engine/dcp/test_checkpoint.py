@@ -77,7 +77,7 @@ def train_step(state: Any, step: int) -> None:
 
 def whole(state: DCPState) -> dict[str, torch.Tensor]:
     tensors = state.live_tensors()
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors.items()}
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone().cpu() for n, t in tensors.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
