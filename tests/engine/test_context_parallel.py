@@ -85,10 +85,6 @@ def share(engine: Any) -> slice:
     return slice(8) if engine.data_parallel_world_size == 1 else (slice(0, 1), slice(1, 8))[engine.data_parallel_rank]
 
 
-def whole_on_cpu(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in whole(engine).items()}
-
-
 def check_gradients(found: dict[str, torch.Tensor], expected: Any) -> None:
     given = {name: param.grad for name, param in expected.named_parameters() if param.grad is not None}
     largest = max(float(grad.abs().max()) for grad in given.values())
@@ -220,7 +216,7 @@ def _updates(rank: int, world_size: int, folder: str, mesh: str) -> dict[str, An
         found[name] = {key: value for key, value in found[name].items() if key not in ("n_mbs", "num_micro_batches")}
         if engine.data_parallel_world_size > 1:
             found[name].pop("n_tokens")  # of a rank
-        found[f"{name}, weights"] = whole_on_cpu(engine)
+        found[f"{name}, weights"] = whole(engine)
     return found
 
 
@@ -286,7 +282,7 @@ def _saves(rank: int, world_size: int, folder: str, out: Path, mesh: str) -> dic
         engine.save(meta)
         engine.save(later, blocking=False)
         engine.wait_for_save()
-    return {"whole": whole_on_cpu(engine), "fingerprint": fingerprint(engine)}
+    return {"whole": whole(engine), "fingerprint": fingerprint(engine)}
 
 
 def _loads(rank: int, world_size: int, folder: str, out: Path, mesh: str) -> dict[str, Any]:
@@ -296,7 +292,7 @@ def _loads(rank: int, world_size: int, folder: str, out: Path, mesh: str) -> dic
         engine.load(metas(out, kind)[0])
         hf.load(metas(out, kind)[1])
         assert same(weights(hf), weights(engine))
-    return {"whole": whole_on_cpu(engine), "fingerprint": fingerprint(engine)}
+    return {"whole": whole(engine), "fingerprint": fingerprint(engine)}
 
 
 LOADS = [(one, other) for one in ("d2c1", *MESHES) for other in ("d2c1", *MESHES) if one != other]

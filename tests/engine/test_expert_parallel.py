@@ -85,7 +85,7 @@ def _steps(rank: int, world_size: int, folder: str, replicas: int, e: int, sync:
         for name, param in ref.named_parameters():
             if param.grad is not None:
                 limit = 1e-5 * float(param.grad.abs().max())
-                torch.testing.assert_close(gradients[name], param.grad, rtol=0, atol=max(limit, 1e-8), msg=name)
+                torch.testing.assert_close(gradients[name].cpu(), param.grad, rtol=0, atol=max(limit, 1e-8), msg=name)
     assert fingerprint(engine) == fingerprint(plain)
 
 
@@ -114,7 +114,7 @@ def lopsided(rank: int, world_size: int, folder: str, e: int) -> None:
     gradients = capture_gradients(engine)
     stats = engine.train_batch(share(rank, world_size), nll, loss_tokens)
     for name, param in ref.named_parameters():
-        torch.testing.assert_close(gradients[name], param.grad, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(gradients[name].cpu(), param.grad, rtol=1e-5, atol=1e-7, msg=name)
     assert stats["expert_load_max_over_mean"] >= 2, "half of the experts get everything"
     last = gradients["model.layers.3.mlp.experts.down_proj"]
     assert last[:8].abs().max() > 0 and not last[8:].any()
@@ -183,7 +183,7 @@ def _balance(rank: int, world_size: int, folder: str, e: int) -> None:
         assert [int(each.sum()) for each in engine._routers._loads] == [n_choices] * 2 and not engine._routers._logits
         for name, param in ref.named_parameters():
             limit = 1e-5 * float(param.grad.abs().max())
-            torch.testing.assert_close(gradients[name], param.grad, rtol=0, atol=max(limit, 1e-8), msg=name)
+            torch.testing.assert_close(gradients[name].cpu(), param.grad, rtol=0, atol=max(limit, 1e-8), msg=name)
         one_row = rows(share(rank, world_size), slice(0, 1) if world_size == 1 else slice(-1, None))
         one_row["loss_mask"] = one_row["loss_mask"] * (rank > 0 or world_size == 1)  # a dummy on rank 0
         again = engine.train_batch(one_row, nll, loss_tokens)

@@ -102,7 +102,7 @@ def capture_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 def whole(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     tensors = engine.dcp_state().live_tensors()
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors.items()}
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone().cpu() for n, t in tensors.items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -126,7 +126,7 @@ def check_step(engine: Any, batch: Batch, loss_fn: Any, ref: PreTrainedModel, ex
     assert stats["loss"] == pytest.approx(expected, rel=1e-6)
     assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5)
     for name, grad in grads.items():
-        difference = (gradients[name] - grad).abs().max() / grad.abs().max()
+        difference = (gradients[name].cpu() - grad).abs().max() / grad.abs().max()
         assert difference < 1e-5, f"{name}: {difference}"
 
 

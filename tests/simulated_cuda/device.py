@@ -97,6 +97,10 @@ def counts() -> dict[str, int]:
     return _C.counts()
 
 
+_operators = torch.library.Library("aten", "IMPL")
+"""Operators that torch has for CUDA alone. They last as long as this object."""
+
+
 def _load() -> ModuleType:
     spec = importlib.util.spec_from_file_location(NAME, built_library())
     assert spec is not None and spec.loader is not None
@@ -124,6 +128,18 @@ def _index(device: Any = None) -> int:
         return _C.current_device()
     index = device if isinstance(device, int) else torch.device(device).index
     return _C.current_device() if index is None else index
+
+
+def _histogram(values: torch.Tensor, bins: int, low: float, high: float) -> torch.Tensor:
+    """``torch.histc``, which counts integers on CUDA, but not on CPUs."""
+    places = ((values.double() - low) * (bins / (high - low))).long().clamp(0, bins - 1)
+    inside = (values >= low) & (values <= high)
+    return values.new_zeros(bins).scatter_add_(0, places.flatten(), inside.flatten().to(values.dtype))
+
+
+def _set_device(index: int) -> None:
+    torch.cuda.init()  # as THCPModule_setDevice_wrap does, on which `FakeTensor` relies
+    _C.set_device(index)
 
 
 class _Runtime:
@@ -157,7 +173,7 @@ def _install_core() -> None:
         "_cuda_isInBadFork": lambda: False,
         "_cuda_getDeviceCount": _device_count,
         "_cuda_getDevice": _C.current_device,
-        "_cuda_setDevice": _C.set_device,
+        "_cuda_setDevice": _set_device,
         "_cuda_exchangeDevice": _C.exchange_device,
         "_cuda_maybeExchangeDevice": _C.exchange_device,
         "_cuda_synchronize": lambda: torch.accelerator.synchronize(_C.current_device()),
@@ -171,6 +187,7 @@ def _install_core() -> None:
     }
     for name, function in core.items():
         setattr(torch._C, name, function)
+    _operators.impl("histc", lambda values, bins=100, low=0, high=0: _histogram(values, bins, low, high), "CUDA")
     python: dict[str, Any] = {
         "_cudart": _Runtime,
         "_exchange_device": _C.exchange_device,
