@@ -7,7 +7,7 @@ its use, instead of a failure in the middle of a run. A test checks that no othe
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -45,8 +45,8 @@ def require(library: str, names: Iterable[Private]) -> None:
             found = _find(private.name)
         except (ImportError, AttributeError):
             raise _unsupported(library, private, "is not there") from None
-        parameters = () if private.parameters is None else inspect.signature(found).parameters
-        if lacking := [name for name in private.parameters or () if name not in parameters]:
+        called_with = private.parameters or ()
+        if lacking := [name for name in called_with if name not in (_parameters(found) or called_with)]:
             raise _unsupported(library, private, f"has no parameter {lacking[0]!r}")
 
 
@@ -68,6 +68,14 @@ def _find(name: str) -> Any:
     owner, _, attribute = name.rpartition("." if "." in name.partition(":")[2] else ":")
     found = pkgutil.resolve_name(owner)
     return None if attribute in getattr(found, "__annotations__", {}) else getattr(found, attribute)
+
+
+def _parameters(found: Any) -> Collection[str] | None:
+    """Names of the parameters. None if they are not known, as of some classes that are written in C++."""
+    try:
+        return inspect.signature(found).parameters
+    except ValueError:
+        return None
 
 
 def _unsupported(library: str, private: Private, problem: str) -> UnsupportedVersionError:
