@@ -1,5 +1,6 @@
 """Model of the benchmarks: a Qwen3 of about the requested size, sharded by the engine, in the middle of training."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from holdfast.engine.api import Batch
 from holdfast.engine.memory.tensors import local_tensor
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 
+from .harness import Options
 from .ranks import Session
 
 HEAD_DIM = 64
@@ -30,7 +32,7 @@ def model_config(parameters: int, *, tied: bool = False, vocabulary: int | None 
         num_attention_heads=width // HEAD_DIM,
         num_key_value_heads=width // HEAD_DIM,
         head_dim=HEAD_DIM,
-        max_position_embeddings=1024,
+        max_position_embeddings=8192,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
@@ -47,6 +49,28 @@ def _count(width: int, vocabulary: int, tied: bool) -> int:
     return (1 if tied else 2) * vocabulary * width + _layers(width) * 16 * width * width
 
 
+@dataclass(frozen=True)
+class TrainingSize:
+    """Sizes for measurements of training steps, which keep the device busy.
+
+    Attributes:
+        parameters: most parameters of a model.
+        longer: factor for the lengths of sequences.
+        dtype: dtype of the computation.
+    """
+
+    parameters: int
+    longer: int
+    dtype: str
+
+
+def training_size(options: Options, parameters: int, longer: int = 4) -> TrainingSize:
+    """Return ``parameters`` in float32 for a CPU. For a GPU, 20 times as many in bfloat16, and ``longer`` sequences."""
+    if options.device == "cpu" or options.quick:
+        return TrainingSize(min(options.parameters, parameters), 1, "float32")
+    return TrainingSize(min(options.parameters, 20 * parameters), longer, "bfloat16")
+
+
 def checkpoint_bytes(parameters: int) -> int:
     """Estimate the size of a checkpoint: float32 weights and two moments."""
     return 12 * parameters
@@ -61,6 +85,7 @@ def build_engine(
     pack_sequences: bool = True,
     attn_impl: str | None = None,
     gradient_sync: str = "auto",
+    dtype: str = "float32",
 ) -> FSDPEngine:
     """Build the engine of this rank and train one step, so that there are moments to save."""
     config = model_config(parameters or session.options.parameters, tied=tied, vocabulary=vocabulary)
@@ -72,7 +97,7 @@ def build_engine(
         TrainEngineConfig(
             path=str(folder),
             init_from_scratch=True,
-            dtype="float32",
+            dtype=dtype,
             device=session.options.device,
             pack_sequences=pack_sequences,
             attn_impl=attn_impl,

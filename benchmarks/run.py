@@ -23,6 +23,7 @@ from .model import checkpoint_bytes
 from .recovering import recover
 from .report import show, write_report
 from .saving import save, save_stall
+from .steps import steps
 from .training import train_throughput
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "bytes": bytes_written,
     "recover": recover,
     "train": train_throughput,
+    "steps": steps,
     "logits": logits,
     "growth": growth,
 }

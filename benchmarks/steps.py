@@ -1,4 +1,4 @@
-"""Training steps beside a plain FSDP2 loop and TRL: tokens per second, collectives and bytes, by micro-batches.
+"""`steps`: a training step beside a plain FSDP2 loop and TRL: tokens per second, collectives, bytes, by micro-batches.
 
 All rows have one length, so that packing changes nothing and only the step itself is compared.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,7 +19,7 @@ from holdfast.engine import MicroBatchSpec
 from holdfast.engine.api import Batch
 
 from .harness import Figure, Options, Times, interleave, over
-from .model import build_engine, ragged_batch, train
+from .model import build_engine, ragged_batch, train, training_size
 from .ranks import Session, on_ranks
 from .trl_steps import HAS_TRL, TrlSteps
 
@@ -30,23 +30,25 @@ _PARAMETERS = 12_000_000
 _ROWS, _TOKENS = 16, 64
 
 
-def step_figures(options: Options) -> list[Figure]:
+def steps(options: Options) -> list[Figure]:
     """Measure a step of ``options.ranks`` ranks with one and with eight micro-batches."""
-    return [figure for n_mbs in N_MBS for figure in _figures(n_mbs, on_ranks(_measure, options, n_mbs))]
+    return [figure for n_mbs in N_MBS for figure in _figures(options, n_mbs, on_ranks(_measure, options, n_mbs))]
 
 
-def _figures(n_mbs: int, times: Times) -> list[Figure]:
+def _figures(options: Options, n_mbs: int, times: Times) -> list[Figure]:
     where, seconds = f"n_mbs_{n_mbs}", times["seconds"]
-    note = f"{_ROWS} rows of {_TOKENS} tokens a rank, n_mbs {n_mbs}, {_PARAMETERS / 1e6:g}M parameters at most"
+    size = training_size(options, _PARAMETERS, longer=16)
+    note = f"{_ROWS} rows of {size.longer * _TOKENS} tokens a rank in {size.dtype}, n_mbs {n_mbs}"
+    note += f", {size.parameters / 1e6:g}M parameters at most"
     note += "; TRL uses DDP here" if HAS_TRL else "; TRL is not installed (pip install 'holdfast[bench]')"
     title, ours = "tokens a second / those of a plain FSDP2 loop", over(PLAIN, seconds, inverse=True)
-    figures = [Figure(f"train.speed.{where}", title, "higher", ours, {}, seconds, note)]
+    figures = [Figure(f"steps.speed.{where}", title, "higher", ours, {}, seconds, note)]
     for what, unit in (("collectives", 1), ("bytes", 1e6)):
         counts = {way: f"{values[0] / unit:.4g}" for way, values in times[what].items()}
         absolute = ", ".join(f"{way} {count}" for way, count in counts.items())
         title = f"{what} of a step / those of a plain FSDP2 loop"
         note = f"{'MB of their tensors: ' if what == 'bytes' else ''}{absolute}"
-        figures.append(Figure(f"train.{what}.{where}", title, "lower", over(PLAIN, times[what]), note=note))
+        figures.append(Figure(f"steps.{what}.{where}", title, "lower", over(PLAIN, times[what]), note=note))
     return figures
 
 
@@ -70,24 +72,25 @@ class _Collectives(TorchDispatchMode):
 
 
 def _measure(session: Session, n_mbs: int) -> Times:
-    parameters = min(session.options.parameters, _PARAMETERS)
+    size = training_size(session.options, _PARAMETERS, longer=16)
     engines = {
-        way: build_engine(session, parameters=parameters, gradient_sync=sync)
+        way: build_engine(session, parameters=size.parameters, dtype=size.dtype, gradient_sync=sync)
         for way, sync in ((EVERY, "every"), (LAST, "last"))
     }
-    batch, folder = ragged_batch(engines[LAST], [_TOKENS] * _ROWS), engines[LAST].config.path
-    steps: dict[str, Callable[[], object]] = {PLAIN: _PlainLoop(session, folder, batch, n_mbs).step}
+    batch, folder = ragged_batch(engines[LAST], [size.longer * _TOKENS] * _ROWS), engines[LAST].config.path
+    calls: dict[str, Callable[[], object]] = {PLAIN: _PlainLoop(session, folder, batch, n_mbs, size.dtype).step}
     for way, engine in engines.items():
         engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
-        steps[way] = partial(train, engine, batch)
+        calls[way] = partial(train, engine, batch)
     ways: dict[str, Callable[[], dict[str, float]]] = {}
-    for way, step in steps.items():
+    for way, step in calls.items():
         step()  # makes the optimizer's state
         with _Collectives() as collectives:
             step()
         ways[way] = partial(_timed, session, step, collectives.counts())
     if HAS_TRL:
-        trl = TrlSteps(folder, batch, padding_free=False, scratch=session.options.scratch, n_mbs=n_mbs)
+        bf16 = size.dtype == "bfloat16"
+        trl = TrlSteps(folder, batch, padding_free=False, scratch=session.options.scratch, n_mbs=n_mbs, bf16=bf16)
         trl.step()
         trl.step(collectives := _Collectives())
         counts = collectives.counts()
@@ -105,14 +108,15 @@ def _timed(session: Session, step: Callable[[], object], counts: dict[str, float
 class _PlainLoop:
     """A step as in FSDP2's tutorial: each block sharded, the loss of transformers, torch's clipping and AdamW."""
 
-    def __init__(self, session: Session, folder: str, batch: Batch, n_mbs: int) -> None:
+    def __init__(self, session: Session, folder: str, batch: Batch, n_mbs: int, dtype: str) -> None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
         self._model = model.to(session.device).train()
         mesh = init_device_mesh(session.device.type, (session.world_size,))
+        precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
         for block in self._model.model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self._model, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(self._model, mesh=mesh, mp_policy=precision)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5)
         parts = [batch[key].to(session.device).chunk(n_mbs) for key in ("input_ids", "attention_mask")]
         self._micro_batches = list(zip(*parts, strict=True))

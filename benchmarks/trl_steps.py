@@ -37,8 +37,8 @@ class _Clock(TrainerCallback):
 class TrlSteps:
     """``SFTTrainer`` on one batch, with the engine's model, optimizer and precision. Everything else is TRL's default.
 
-    Precision (float32) and activations are set as in the engine of these benchmarks. TRL's defaults would compute in
-    bfloat16 and recompute every activation, which is slow on a CPU.
+    Precision and activations are set as in the engine of these benchmarks. TRL's defaults would compute in bfloat16 and
+    recompute every activation, which is slow on a CPU.
 
     Args:
         config_folder: model folder.
@@ -46,11 +46,21 @@ class TrlSteps:
         padding_free: TRL's option: the batch as one row without padding.
         scratch: folder for TRL's files.
         n_mbs: micro-batches of a step (TRL's gradient accumulation).
+        bf16: compute in bfloat16 (with autocast).
     """
 
-    def __init__(self, config_folder: str, batch: Batch, *, padding_free: bool, scratch: Path, n_mbs: int = 1) -> None:
+    def __init__(
+        self,
+        config_folder: str,
+        batch: Batch,
+        *,
+        padding_free: bool,
+        scratch: Path,
+        n_mbs: int = 1,
+        bf16: bool = False,
+    ) -> None:
         self._clock = _Clock()
-        self._trainer = _trainer(config_folder, batch, padding_free, scratch, n_mbs, self._clock)
+        self._trainer = _trainer(config_folder, batch, padding_free, scratch, n_mbs, bf16, self._clock)
 
     def step(self, around: AbstractContextManager[Any] | None = None) -> float:
         """Run one optimizer step, in ``around`` without the start of a run, and return its seconds."""
@@ -60,7 +70,7 @@ class TrlSteps:
 
 
 def _trainer(
-    config_folder: str, batch: Batch, padding_free: bool, scratch: Path, n_mbs: int, clock: _Clock
+    config_folder: str, batch: Batch, padding_free: bool, scratch: Path, n_mbs: int, bf16: bool, clock: _Clock
 ) -> "SFTTrainer":
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
@@ -76,7 +86,7 @@ def _trainer(
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
         gradient_checkpointing=False,
-        bf16=False,
+        bf16=bf16,
         learning_rate=1e-5,
         use_cpu=not torch.cuda.is_available(),
         report_to=[],

@@ -40,16 +40,18 @@ PRELOAD = (
 
 SIMULATED_DEVICES = bool(os.environ.get("HOLDFAST_SIMULATED_CUDA"))
 """Whether this process and all that it starts have simulated CUDA devices (see `tests.simulated_cuda`)."""
+ON_DEVICES = SIMULATED_DEVICES or bool(os.environ.get("HOLDFAST_SHARED_GPU"))
+"""Whether ranks of `run_ranks` have these devices, or share a real one (see `tests.gpu.shared_gpu`)."""
 
 
 def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
-        if SIMULATED_DEVICES:
+        if ON_DEVICES:
             torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
-            CUDA_BACKEND if SIMULATED_DEVICES else "gloo",
+            CUDA_BACKEND if ON_DEVICES else "gloo",
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,

@@ -114,7 +114,7 @@ def lopsided(rank: int, world_size: int, folder: str, e: int) -> None:
     gradients = capture_gradients(engine)
     stats = engine.train_batch(share(rank, world_size), nll, loss_tokens)
     for name, param in ref.named_parameters():
-        torch.testing.assert_close(gradients[name].cpu(), param.grad, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(gradients[name].cpu(), param.grad, rtol=1e-4, atol=1e-6, msg=name)
     assert stats["expert_load_max_over_mean"] >= 2, "half of the experts get everything"
     last = gradients["model.layers.3.mlp.experts.down_proj"]
     assert last[:8].abs().max() > 0 and not last[8:].any()

@@ -273,7 +273,7 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
     other.train_batch(batch, nll, loss_tokens)
     assert same(whole(other), after)
     from_hf = make_engine(f"{out}/hf", optimizer=None)
-    weights = {n: t.full_tensor() for n, t in from_hf.model.state_dict().items()}
+    weights = {n: t.full_tensor().cpu() for n, t in from_hf.model.state_dict().items()}
     assert all(torch.equal(weights[n.removeprefix("model.")], t) for n, t in saved.items() if n.startswith("model."))
     with pytest.raises(ConfigError, match="'torch'; expected one of 'dcp', 'hf'"):
         engine.save(SaveLoadMeta(f"{out}/x", "torch", with_optim=True))

@@ -192,6 +192,7 @@ def test_updates_are_those_of_whole_matrices_and_equal_on_all_ranks(folders: dic
 def _collectives(rank: int, world_size: int, folder: str) -> None:
     engine = engine_with(folder, "fsdp:d1t2", optimizer=SGD)
     (batch,) = split_batch(make_batch(), MicroBatchSpec(n_mbs=1), engine.control_group, ranks_with_same_data=2)
+    batch = batch.to(engine.device)
     for recomputes in (False, True):
         if recomputes:
             engine.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -323,7 +324,7 @@ def _scores(rank: int, world_size: int) -> None:
         for name, one, other in zip(("logprobs", "entropy", "hidden", "weight", "bias"), expected, found, strict=True):
             assert one is not None and other is not None
             one = one[own] if name in ("weight", "bias") else one
-            assert (other - one).abs().max() < 5e-6 * one.abs().max(), name
+            assert (other - one).abs().max() < 2e-5 * one.abs().max(), name
 
 
 def test_scores_of_a_part_of_the_words_are_those_of_all_words() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from shutil import rmtree
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -22,8 +23,17 @@ from benchmarks.model import (
     weight_tensors,
 )
 from benchmarks.ranks import Session
-from holdfast.engine import FSDPEngine, StepInfo
+from holdfast.engine import (
+    FSDPEngine,
+    MicroBatchSpec,
+    OptimizerConfig,
+    ParallelStrategy,
+    StepInfo,
+    TrainEngineConfig,
+)
 from holdfast.engine.dcp.state import flatten, local_tensor
+from holdfast.engine.model.memory_plan import measure_model, plan_step
+from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig, count_loss_tokens
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import HoldfastError
@@ -221,3 +231,105 @@ def torn_snapshot(session: Session) -> Torn:
     errors = session.all(error)
     engine.destroy()
     return Torn(errors, sorted(path.name for path in config.recover_root.glob("global_step_*")))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Training steps of one configuration.
+
+    Attributes:
+        losses: losses of all steps.
+        tokens_per_s: of the timed steps, on all ranks.
+        peak: most bytes that torch had allocated on the device, 0 on the CPU.
+        planned: peak that `plan_step` computes.
+    """
+
+    losses: list[float]
+    tokens_per_s: float
+    peak: int
+    planned: int
+
+
+def training_steps(
+    session: Session, folder: str, rows: int, length: int, ways: dict[str, dict[str, Any]]
+) -> dict[str, Steps]:
+    """Train a model from scratch with each of these configurations, in turn, in micro-batches of half a batch."""
+    return {way: _training_steps(session, folder, rows, length, changes) for way, changes in ways.items()}
+
+
+def _training_steps(session: Session, folder: str, rows: int, length: int, changes: dict[str, Any]) -> Steps:
+    tokens, device = rows * length // 2, session.options.device
+    settings = {"dtype": "bfloat16", "init_from_scratch": True, "optimizer": OptimizerConfig(lr=1e-4)}
+    settings["mb_spec"] = MicroBatchSpec(max_tokens_per_mb=tokens)
+    config = TrainEngineConfig(path=folder, device=device, **settings | changes)
+    engine = FSDPEngine(config)
+    engine.create_process_group()
+    engine.initialize(None, SPEC)
+    batch = dense_batch(engine, rows, length)
+    batch["input_ids"] = torch.randint(0, 1000, (rows, length), generator=torch.Generator().manual_seed(session.rank))
+    losses: list[float] = []
+
+    def step() -> None:
+        losses.append(engine.train_batch(batch, _nll, count_loss_tokens)["loss"])
+
+    for _ in range(2):
+        step()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = [session.seconds(step) for _ in range(session.options.rounds)]
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    sizes = measure_model(config, tokens)
+    planned = plan_step(sizes, config, ParallelStrategy().for_world(session.world_size), tokens).peak
+    engine.destroy()
+    return Steps(losses, session.world_size * rows * length / median(seconds), peak, planned)
+
+
+def _nll(output: Any, mb: Any) -> torch.Tensor:
+    return -(output.logprobs * mb["loss_mask"]).sum() / mb["loss_mask"].sum()
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """A GRPO step of a policy on the device, without sampling.
+
+    Attributes:
+        logp_s: seconds of `PPOActor.compute_logp`.
+        update_s: seconds of `PPOActor.ppo_update`.
+        moved: whether the update changed the log-probabilities in the direction of the rewards.
+        tokens: tokens of the batch on all ranks.
+    """
+
+    logp_s: float
+    update_s: float
+    moved: bool
+    tokens: int
+
+
+def policy_update(session: Session, folder: str, rows: int, length: int) -> PolicyUpdate:
+    """Reward every second answer of a batch and take one GRPO update."""
+    config = PPOActorConfig(
+        path=folder,
+        device=session.options.device,
+        dtype="bfloat16",
+        init_from_scratch=True,
+        group_size=rows,
+        ppo_n_minibatches=2,
+        reward_norm=NormConfig(mean_level="group", std_level="group"),
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=rows * length // 2),
+        optimizer=OptimizerConfig(lr=1e-5),
+    )
+    engine = FSDPEngine(config)
+    engine.create_process_group()
+    engine.initialize(None, SPEC)
+    actor = PPOActor(config, engine)
+    batch = dense_batch(engine, rows, length)
+    batch["loss_mask"][:, : length // 2] = 0
+    batch["logprobs"] = actor.compute_logp(batch)
+    batch["rewards"] = torch.arange(rows).remainder(2).float()
+    batch = actor.compute_advantages(batch)
+    times = [(session.seconds(lambda: actor.compute_logp(batch)), session.seconds(lambda: actor.ppo_update(batch)))]
+    times += [(session.seconds(lambda: actor.compute_logp(batch)), session.seconds(lambda: actor.ppo_update(batch)))]
+    gain = ((actor.compute_logp(batch) - batch["logprobs"]) * batch["loss_mask"]).sum(1)
+    moved = bool(gain[1::2].mean() > gain[::2].mean())
+    engine.destroy()
+    return PolicyUpdate(times[-1][0], times[-1][1], all(session.all(moved)), session.world_size * rows * length)

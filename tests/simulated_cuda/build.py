@@ -1,11 +1,13 @@
-"""Compile the extension, once per version of torch and of its sources (half a minute), into ``.simulated_cuda/``."""
+"""Compile extensions in C++, once per version of torch and of the sources (half a minute), into ``.simulated_cuda``."""
 
 import fcntl
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -13,7 +15,7 @@ NAME = "simulated_cuda"
 SOURCES = Path(__file__).parent / "csrc"
 CACHE = Path(__file__).parents[2] / ".simulated_cuda"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
-_DEFINES = (f"TORCH_EXTENSION_NAME={NAME}", "USE_C10D", "USE_DISTRIBUTED", "USE_C10D_GLOO")
+_DEFINES = ("USE_C10D", "USE_DISTRIBUTED", "USE_C10D_GLOO")
 _LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 
 
@@ -22,16 +24,21 @@ class BuildError(RuntimeError):
 
 
 def built_library() -> Path:
-    """The extension for this torch. Compiles it if needed. Processes that need it at the same time compile it once.
+    """The simulated device for this torch. Compiles it if needed.
 
     Raises:
         BuildError: torch has CUDA, the platform is not Linux, there is no g++, or torch's private names differ.
     """
     if torch.version.cuda or torch.version.hip:
         raise BuildError(f"torch {torch.__version__} is built for real devices; a simulated one needs a CPU build")
+    return compiled(NAME, SOURCES / "module.cpp")
+
+
+def compiled(name: str, source: Path) -> Path:
+    """The extension of ``source`` and its neighbours. Processes that need it at the same time compile it once."""
     if sys.platform != "linux":
         raise BuildError(f"it is for Linux, not {sys.platform}")
-    library = CACHE / _digest() / f"{NAME}.so"
+    library = CACHE / _digest(source.parent) / f"{name}.so"
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -39,24 +46,33 @@ def built_library() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             partial = library.with_suffix(".partial")
-            _compile(partial)
+            _compile(name, source, partial)
             partial.rename(library)
     return library
 
 
-def _digest() -> str:
+def load(name: str, library: Path) -> ModuleType:
+    """Import a compiled extension."""
+    spec = importlib.util.spec_from_file_location(name, library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _digest(folder: Path) -> str:
     digest = hashlib.sha256(f"{torch.__version__} {sys.version} {_FLAGS} {_DEFINES}".encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(path for path in folder.iterdir() if path.is_file()):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(target: Path) -> None:
+def _compile(name: str, source: Path, target: Path) -> None:
     root = Path(torch.__file__).parent
     includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    command = ["g++", *_FLAGS, *(f"-D{name}" for name in _DEFINES)]
+    command = ["g++", *_FLAGS, *(f"-D{define}" for define in (f"TORCH_EXTENSION_NAME={name}", *_DEFINES))]
     command += [argument for folder in includes for argument in ("-isystem", str(folder))]
-    command += [str(SOURCES / "module.cpp"), "-o", str(target)]
+    command += [str(source), "-o", str(target)]
     command += [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -14,17 +14,15 @@ It cannot show speed, overlap, limits of real memory, the numbers of a GPU's ker
 driver, kernels that the CPU lacks (flash attention), or CUDA graphs. A collective reads its inputs when it is called.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.simulated_cuda.build import NAME, built_library
+from tests.simulated_cuda.build import NAME, built_library, load
 
 VARIABLE = "HOLDFAST_SIMULATED_CUDA"
 REPORTS = "HOLDFAST_SIMULATED_CUDA_REPORTS"
@@ -61,7 +59,7 @@ def install(mode: str | None = None) -> None:
     if mode not in MODES:
         raise ValueError(f"{VARIABLE} is {mode!r}; expected one of {', '.join(MODES)}")
     if _C is None:
-        _C = _load()
+        _C = load(NAME, built_library())
         _install_core()
         _install_streams()
         _install_storage()
@@ -99,14 +97,6 @@ def counts() -> dict[str, int]:
 
 _operators = torch.library.Library("aten", "IMPL")
 """Operators that torch has for CUDA alone. They last as long as this object."""
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(NAME, built_library())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _visible() -> list[int]:

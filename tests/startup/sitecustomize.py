@@ -3,8 +3,9 @@
 pytest's ``filterwarnings`` apply only to its own process. `tests.conftest` puts this folder on ``PYTHONPATH``, which
 ranks, Ray's workers and whole jobs inherit.
 
-With ``HOLDFAST_SIMULATED_CUDA`` such a process also gets simulated CUDA devices, as soon as it has imported torch. With
-``HOLDFAST_MUTATION`` one module of Holdfast has another text.
+With ``HOLDFAST_SIMULATED_CUDA`` such a process also gets simulated CUDA devices, as soon as it has imported torch, and
+with ``HOLDFAST_SHARED_GPU`` its ranks share a real one. With ``HOLDFAST_MUTATION`` one module of Holdfast has another
+text.
 """
 
 import importlib
@@ -33,7 +34,10 @@ def _install(module: str) -> None:
 
 
 class _DevicesAfterTorch(MetaPathFinder):
-    """Installs the simulated devices at the end of the import of torch."""
+    """Calls ``install`` of a module of the tests at the end of the import of torch."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name != "torch":
@@ -45,7 +49,7 @@ class _DevicesAfterTorch(MetaPathFinder):
 
         def load_and_install(module: ModuleType) -> None:
             load(module)
-            _install("tests.simulated_cuda.device")
+            _install(self._module)
 
         spec.loader.exec_module = load_and_install  # type: ignore[method-assign]
         return spec
@@ -54,4 +58,6 @@ class _DevicesAfterTorch(MetaPathFinder):
 if os.environ.get("HOLDFAST_MUTATION"):
     _install("tests.simulated_cuda.mutated")
 if os.environ.get("HOLDFAST_SIMULATED_CUDA"):
-    sys.meta_path.insert(0, _DevicesAfterTorch())
+    sys.meta_path.insert(0, _DevicesAfterTorch("tests.simulated_cuda.device"))
+elif os.environ.get("HOLDFAST_SHARED_GPU"):
+    sys.meta_path.insert(0, _DevicesAfterTorch("tests.gpu.shared_gpu"))

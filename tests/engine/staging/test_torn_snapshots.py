@@ -20,7 +20,7 @@ from holdfast.engine.staging.staged_state import Staging
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import PeerError, TornSnapshotError
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.helpers import SIMULATED_DEVICES, run_ranks
+from tests.helpers import ON_DEVICES, run_ranks
 from tests.recover.runs import SPEC, make_batch, make_engine, names, square_loss, step_info, token_count
 
 pytestmark = pytest.mark.timeout(100)
@@ -252,7 +252,7 @@ def _torn_saves(rank: int, world_size: int, model: str, root: Path) -> None:
     engine.destroy()
 
 
-@pytest.mark.skipif(SIMULATED_DEVICES, reason="holds copies on the host; tests/simulated_cuda has those of a device")
+@pytest.mark.skipif(ON_DEVICES, reason="holds copies on the host; tests/simulated_cuda has those of a device")
 def test_a_save_in_the_background_is_never_torn_either(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     run_ranks(_torn_saves, 1, str(tmp_path / "model"), tmp_path)
