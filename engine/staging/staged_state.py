@@ -43,7 +43,7 @@ class Staging(LiveReader):
         super().__init__(model)
         self._buffers: HostBuffers | None = None  # with what was staged last
         self._kept = set[HostBuffers]()
-        self._following = dict[str, torch.Tensor]()  # live tensors that only a step changes
+        self._following = dict[str, int]()  # storages of tensors that only a step changes, which the copies keep
         self._copies: list[_Copy] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: RemovableHandle | None = None
@@ -79,7 +79,8 @@ class Staging(LiveReader):
         if later and state.optimizer is not None:
             self._wait_before_steps_of(state.optimizer)
         self._copies = copy_to_host(later, buffers, overlapped=True)
-        self.reads_live, self._following = bool(self._copies), later
+        self.reads_live = bool(self._copies)
+        self._following = {name: storage_id(local_tensor(tensor)) for name, tensor in later.items()}
         return _nest(live, buffers)
 
     def finish(self) -> None:
@@ -107,8 +108,8 @@ class Staging(LiveReader):
 
         Their set is added to those that the reader has ``kept``.
         """
-        common, buffers = live.keys() & self._following.keys(), self._buffers
-        following = {name: live[name] for name in common if _share_memory(live[name], self._following[name])}
+        buffers, storages = self._buffers, {name: storage_id(local_tensor(tensor)) for name, tensor in live.items()}
+        following = {name: live[name] for name, storage in self._following.items() if storages.get(name) == storage}
         if not following or buffers is None:
             return {}
         try:
@@ -274,7 +275,3 @@ def _not_offloaded(state: DCPState, values: Mapping[str, Any]) -> dict[str, torc
     """Dotted name -> tensor, for the `DCPState.state_dict` of ``state``, without copies in host memory."""
     copies = host_copies(state.model)
     return {name: tensor for name, tensor in flatten(values) if copies.get(name) is not tensor}
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return storage_id(local_tensor(one)) == storage_id(local_tensor(other))
