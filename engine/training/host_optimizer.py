@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...utils.compat.torch_private import like_sharded
+from ...utils.compat.torch_private import like_sharded, step_without_hooks
 from ..memory.pinned import host_copies_of
 from ..memory.tensors import local_tensor, normal_tensors
 
@@ -23,6 +23,8 @@ BLOCK_BYTES = 256 << 20
 class StateOnHost(torch.optim.Optimizer):
     """First base of the classes of `on_host`."""
 
+    _device_class: type[torch.optim.Optimizer]
+
     @normal_tensors()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient."""
@@ -32,25 +34,26 @@ class StateOnHost(torch.optim.Optimizer):
                 loss = closure()
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         grads = {param: param.grad for param in params}
+        step_block = step_without_hooks(self._device_class)  # hooks see one step
         try:
             for block in _blocks(params):
                 for param in params:
                     param.grad = None
                 for param in block:
                     param.grad = grads[param]
-                self._update_block(block, super().step)
+                self._update_block(block, step_block)
         finally:
             for param in params:
                 param.grad = grads[param]
         _wait_for({param.device for param in params})
         return loss
 
-    def _update_block(self, block: Sequence[nn.Parameter], step: Callable[[], Any]) -> None:
+    def _update_block(self, block: Sequence[nn.Parameter], step: Callable[[torch.optim.Optimizer], Any]) -> None:
         kept = {param: dict(self.state[param]) for param in block if self.state.get(param)}
         for param, state in kept.items():
             self.state[param].update({name: _moved(value, param.device) for name, value in state.items()})
         try:
-            step()
+            step(self)
         finally:
             for param in block:
                 self.state[param].update(_back(self.state[param], kept.get(param, {})))
@@ -59,7 +62,7 @@ class StateOnHost(torch.optim.Optimizer):
 @cache
 def on_host(optimizer: type[torch.optim.Optimizer]) -> Any:
     """The class of ``optimizer`` with its state in host memory."""
-    return type(optimizer.__name__, (StateOnHost, optimizer), {})
+    return type(optimizer.__name__, (StateOnHost, optimizer), {"_device_class": optimizer})
 
 
 def to_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,13 @@ KINDS: Mapping[str, dict[str, Any]] = {
     "d2t2, params on the host": {"backend": "fsdp:d2t2", "fsdp": FSDPConfig(offload_params=True)},
     "params on the host": {"fsdp": FSDPConfig(offload_params=True)},
     "optimizer on the host": {"optimizer": OptimizerConfig(lr=1e-2, offload=True)},
+    "t2, optimizer on the host": {"backend": "fsdp:t2", "optimizer": OptimizerConfig(lr=1e-2, offload=True)},
+    "d2e2, optimizer on the host": {"backend": "fsdp:d2e2", "optimizer": OptimizerConfig(lr=1e-2, offload=True)},
     "bfloat16": {"dtype": "bfloat16", "optimizer": OptimizerConfig(type="adam_bf16", lr=1e-2, offload=True)},
 }
 
-RANKS = dict.fromkeys(KINDS, (1, 2, 4)) | dict.fromkeys(("c2", "t2", "d2e2", "d2e2, params on the host"), (2,))
+RANKS = dict.fromkeys(KINDS, (1, 2, 4))
+RANKS |= {kind: (2,) for kind in KINDS if kind.startswith(("c2", "t2", "d2e2"))}
 RANKS |= {"r2": (2, 4)} | dict.fromkeys(("d2c2", "d2t2", "d2t2, params on the host"), (4,))
 
 
@@ -110,8 +114,9 @@ def step(engine: FSDPEngine) -> Any:
 
 def _three_rounds(rank: int, world_size: int, base: str, kind: str) -> None:
     before = storages()
-    # The optimizer on the host is compared with a plain one.
-    plain = {"optimizer": OptimizerConfig(lr=1e-2)} if kind == "optimizer on the host" else {}
+    options = KINDS[kind].get("optimizer", OptimizerConfig())
+    # An optimizer on the host is compared with a plain one.
+    plain = {"optimizer": replace(options, offload=False)} if options.offload else {}
     twin, engine = make_engine(base, kind, **plain), make_engine(base, kind)
     for number in range(3):
         assert step(engine) == step(twin)
