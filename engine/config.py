@@ -54,6 +54,8 @@ class OptimizerConfig:
     """Final rate of ``linear`` and ``cosine``, as a share of ``lr``."""
     gradient_clipping: float = 1.0
     """Largest global L2 norm of the gradient. Longer gradients are scaled down."""
+    offload: bool = False
+    """Keep the optimizer's state in host memory. A step brings it to the GPU in blocks, and changes the same bits."""
 
     def __post_init__(self) -> None:
         require_choice("optimizer.type", self.type, tuple(_IMPLEMENTATIONS))
@@ -126,6 +128,9 @@ class FSDPConfig:
     replicate_size: int = 1
     """Copies of the sharded model (HSDP): each is sharded over the number of ranks divided by this, and only gradients
     travel between copies. It must divide the number of ranks. See docs/gpus-and-nodes.md."""
+    offload_params: bool = False
+    """Keep parameters, gradients and optimizer state in host memory. Each block is copied to the GPU when it is
+    computed, and the step runs on the CPU. For models that do not fit otherwise, because it is slow."""
     gradient_sync: str = "auto"
     """Micro-batches that sum gradients over ranks: ``every``, or the ``last`` of a step, which saves a reduction in
     each of the others and takes 4 bytes per trained parameter on every rank. ``auto``: ``last`` if that is at most 2
@@ -271,6 +276,11 @@ class TrainEngineConfig:
                 "set that, or leave this out"
             )
 
+        if self.fsdp.offload_params and self.optimizer is not None and self.optimizer.offload:
+            raise ConfigError(
+                "config keys 'fsdp.offload_params' and 'optimizer.offload' are both true, but the first already keeps "
+                "the optimizer's state in host memory and steps there; leave out one of them"
+            )
         _ = self.parallel_strategy  # raises if it cannot be
 
     @property
@@ -291,6 +301,13 @@ class TrainEngineConfig:
                 f"say {own.sizes}; leave out the argument, or set backend to 'fsdp' and replicate_size to 1"
             )
         return argument
+
+    @property
+    def parts_on_host(self) -> tuple[str, ...]:
+        """The tags of `FSDPEngine.offload` that are always in host memory."""
+        if self.fsdp.offload_params:
+            return ("weights", "optimizer")
+        return ("optimizer",) if self.optimizer is not None and self.optimizer.offload else ()
 
     @property
     def row_tokens(self) -> int:

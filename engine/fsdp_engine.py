@@ -51,6 +51,8 @@ from .model.model_folder import find_model_folder
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights, ServerConnection
 from .staging.background_save import BackgroundSave
+from .staging.offload import TAGS, WEIGHTS, Offload, Offloadable
+from .staging.staged_model import exportable_model
 from .training.batch import join_trajectories, split_like
 from .training.counters import EngineCounters
 from .training.gradient_sync import accumulating, drop_partial, syncs_last
@@ -68,7 +70,7 @@ from .training.routers import Routers
 logger = get_logger(__name__)
 
 
-class FSDPEngine:
+class FSDPEngine(Offloadable):
     """An AReaL-style training engine.
 
     Example, on every rank::
@@ -110,8 +112,7 @@ class FSDPEngine:
             parallel_strategy: the mesh. None takes config keys ``backend`` and ``fsdp.replicate_size``.
 
         Raises:
-            ConfigError: on every rank. The mesh does not fit the number of ranks, or is not supported yet, or the
-                config has another one. Or see `open_process_groups`.
+            ConfigError: on every rank. The mesh does not fit the ranks or the config. Or see `open_process_groups`.
         """
         if self._groups is None:
             strategy = self.config.mesh_of(parallel_strategy)
@@ -145,7 +146,8 @@ class FSDPEngine:
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         self._max_model_len = longest_sequence(model, self.config.max_model_len)
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
-        self.dcp_state(with_optim=False)  # records the bits of frozen weights, which every start reproduces
+        state = self.dcp_state(self.optimizer is not None)  # records the bits of frozen weights, before they change
+        self._offload = Offload(state, groups.device, groups.control, self.config.parts_on_host)
         what, seconds = describe_parameters(model), time.monotonic() - started
         logger.info("initialized %s in %.2f s: %s", self.config.path, seconds, what)
 
@@ -160,7 +162,7 @@ class FSDPEngine:
             self._drop_model()
 
     def _drop_model(self) -> None:
-        self._model = self._scoring_head = self.optimizer = self.lr_scheduler = self._routers = None
+        self._model = self._scoring_head = self._routers = self._offload = self.optimizer = self.lr_scheduler = None
         background, self._background = self._background, None
         if background is not None:
             background.close()
@@ -223,6 +225,7 @@ class FSDPEngine:
         """
         optimizer, routers = self._require_optimizer(), self._routers
         assert routers is not None
+        self._require_onloaded(*TAGS)
         self.train()
         weighed = self._cut(batch, loss_weight_fn)
         optimizer.zero_grad()
@@ -245,11 +248,7 @@ class FSDPEngine:
         return stats
 
     def _clip_and_step(
-        self,
-        loss: torch.Tensor,
-        weight: float = 1.0,
-        correction: float = 0.0,
-        more: Mapping[str, torch.Tensor] | None = None,
+        self, loss: torch.Tensor, weight: float, correction: float, more: Mapping[str, torch.Tensor]
     ) -> dict[str, float]:
         optimizer = self._require_optimizer()
         assert self.config.optimizer is not None
@@ -265,6 +264,7 @@ class FSDPEngine:
     @torch.no_grad()
     def eval_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
         """The loss that `train_batch` would report, over all ranks, in evaluation mode: a scalar on the CPU."""
+        self._require_onloaded(WEIGHTS)
         self.eval()
         weighed = self._cut(batch, loss_weight_fn)
         losses = [self._weighted_loss(mb, share, loss_fn).double() for mb, share in weighed.shares(self.device)]
@@ -291,6 +291,7 @@ class FSDPEngine:
             ``[batch, seqlen]`` float32 on the device of ``batch``, 0 at padding. For a list, one tensor per batch in
             the list.
         """
+        self._require_onloaded(WEIGHTS)
         self.eval()
         post_fn = post_fn or (lambda output, _: output if self.config.is_critic else output.logprobs)
         how = self.config.row_tokens, self._max_model_len, self._meshes.ranks_with_same_data
@@ -360,10 +361,7 @@ class FSDPEngine:
         """Whether there is a model."""
         return self._model is not None
 
-    @property
-    def cpu_group(self) -> dist.ProcessGroup:
-        """The `control_group`."""
-        return self.control_group
+    cpu_group = control_group
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
@@ -420,7 +418,8 @@ class FSDPEngine:
             ``grad_norm`` (before clipping), ``lr``, ``update_skipped`` and ``update_successful`` (0 or 1).
         """
         self._require_optimizer()
-        stats = self._clip_and_step(torch.zeros((), dtype=torch.float64, device=self.device))
+        self._require_onloaded(*TAGS)
+        stats = self._clip_and_step(torch.zeros((), dtype=torch.float64, device=self.device), 1.0, 0.0, {})
         return {name: value for name, value in stats.items() if name != "loss"}
 
     def set_lr(self, lr: float) -> None:
@@ -479,13 +478,14 @@ class FSDPEngine:
             self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
             self._background.begin(meta, self.dcp_state(self.optimizer is not None), self.base_dtype)
             return
+        model, group = exportable_model(self.model), self.control_group
         match meta.weight_format:
             case "dcp":
-                save_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
+                save_dcp(meta.path, self.dcp_state(meta.with_optim), group)
             case "hf":
-                export_hf(self.model, meta.path, meta.hf_options(self.base_dtype), group=self.control_group)
+                export_hf(model, meta.path, meta.hf_options(self.base_dtype), group=group)
             case _:
-                save_adapters(self.model, meta.path, meta.hf_options(None), group=self.control_group)
+                save_adapters(model, meta.path, meta.hf_options(None), group=group)
 
     def wait_for_save(self) -> None:
         """Wait until a background save is committed. Its failure is raised on every rank.
@@ -504,6 +504,7 @@ class FSDPEngine:
             OSError: a file cannot be read. The message says if the model is now half loaded (`load_hf`).
         """
         require_adapters_for(self.config, meta, loads=True)
+        self._require_onloaded(*TAGS)
         match meta.weight_format:
             case "dcp":
                 load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
@@ -535,7 +536,7 @@ class FSDPEngine:
             CheckpointWriteError: any rank could not write. No server was notified.
             PublishError: too few servers confirmed. WorkerLost: because a server's worker was lost.
         """
-        return self._servers.publish(self, meta)
+        return self._servers.publish(self, exportable_model(self.model), meta)
 
     def _require_groups(self) -> Any:
         if self._groups is None:

@@ -20,6 +20,10 @@ class UnsupportedVersionError(HoldfastError, ImportError):
     """The installed version of a library does not work with Holdfast."""
 
 
+class EngineOffloadedError(HoldfastError, RuntimeError):
+    """A method needs weights or optimizer state that `FSDPEngine.offload` has moved to host memory."""
+
+
 class BatchError(HoldfastError, ValueError):
     """A batch has keys, shapes or contents that cannot be trained on."""
 

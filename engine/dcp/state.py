@@ -31,6 +31,7 @@ from ...utils.plain_values import pack_json, unpack_json
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng
 from ..api import Stateful
 from ..lora.adapters import adapter_settings, check_settings, describe_adapters, restore_merged
+from ..memory.offloaded import MODEL, require_onloaded, with_host_copies
 from ..memory.tensors import by_clean_name, clean_name, first_names, flatten, is_expanded, local_tensor, normal_tensors
 from ..training.optimizer import materialize_state
 from . import optimizer_state as optim
@@ -148,7 +149,7 @@ class DCPState(TorchStateful):
 
     @normal_tensors()
     def state_dict(self) -> dict[str, Any]:
-        """Live tensors, nested, under these names:
+        """Live tensors, or the host copies of offloaded ones, nested, under these names:
 
         - ``model``, and ``module_state`` if there is any (see `module_state`).
         - ``adapters``, if PEFT has put some in (see `lora.adapters`).
@@ -163,9 +164,9 @@ class DCPState(TorchStateful):
             ConfigError: a value cannot be saved so that it comes back unchanged.
         """
         if self._frozen_base is not None and self._stored is None:
-            self._frozen_base.drop_changed(self._frozen(), self.group)
-        tensors = self._model_tensors()
-        state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in tensors.items()}}
+            self._frozen_base.drop_changed(with_host_copies(self.model, self._frozen(), MODEL), self.group)
+        tensors = {name: tensor.detach() for name, tensor in self._model_tensors().items()}
+        state: dict[str, Any] = {"model": with_host_copies(self.model, tensors, MODEL)}
         if own := module_state(self.model):
             state["module_state"] = {rank_key(get_rank()): pack_module_state(own)}
         if settings := adapter_settings(self.model):
@@ -173,13 +174,14 @@ class DCPState(TorchStateful):
         if frozen := self.frozen_parameters():
             sums = None if self._frozen_base is None or self._stored is not None else self._frozen_base.sums
             state[BASE] = describe_base(frozen, self.base, describe_adapters(self.model))
-            state[BASE_SAMPLE] = {rank_key(get_rank()): sample_base(frozen, sums)}
+            state[BASE_SAMPLE] = {rank_key(get_rank()): sample_base(with_host_copies(self.model, frozen, MODEL), sums)}
         if self.optimizer is None:
             return state
         materialize_state(self.optimizer)
         params = self._parameters()
         optim.check_entries(self.optimizer, params)
-        state["optim"] = {"state": optim.tensor_entries(self.optimizer, params)}
+        entries = with_host_copies(self.model, optim.tensor_entries(self.optimizer, params), optim.PREFIX)
+        state["optim"] = {"state": entries}
         state["param_groups"] = pack_json(optim.describe_groups(self.optimizer, params), "param_groups")
         if plain := optim.plain_entries(self.optimizer, params):
             state["optim_plain"] = pack_json(plain, "optimizer state")
@@ -280,8 +282,10 @@ class DCPState(TorchStateful):
             check_rng(rng)
         return values
 
-    def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Dotted name -> live (sharded) tensor that is loaded in place: parameters, buffers and optimizer state."""
+    def live_tensors(self, *, readable: bool = True) -> dict[str, torch.Tensor]:
+        """Dotted name -> tensor that is loaded in place. EngineOffloadedError if it must be ``readable`` and is not."""
+        if readable:
+            require_onloaded(self.model)
         live = {f"model.{name}": tensor for name, tensor in self._model_tensors().items()}
         if self.optimizer is not None:
             materialize_state(self.optimizer)

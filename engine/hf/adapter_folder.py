@@ -26,6 +26,7 @@ from ...utils.files import fsync_file, walk_files
 from ...utils.remote import FETCH_FIRST, require_local
 from ..api import HFExportOptions
 from ..lora.adapters import adapted_layers, plain_adapters
+from ..memory.offloaded import require_onloaded
 from ..memory.tensors import clean_name
 from ..memory.weight_changes import changing_weights
 from ..training.weights import keep_own_shard
@@ -42,7 +43,6 @@ def save_adapters(
     options: HFExportOptions,
     *,
     group: dist.ProcessGroup | None = None,
-    gather_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the adapters of a model as a new PEFT folder. Every rank of ``group`` calls this.
 
@@ -53,7 +53,6 @@ def save_adapters(
         path: the folder to create, not a URL (ConfigError). It must not exist, or be empty (CheckpointExistsError).
         options: ``dtype``, ``tokenizer`` and ``processor`` are used. Without a dtype the adapters stay as they are.
         group: control group.
-        gather_group: see `whole_tensor`.
 
     Raises:
         CheckpointMismatchError: see `adapter_tensors`.
@@ -62,7 +61,7 @@ def save_adapters(
     """
     folder = require_local(path, "saving adapters", "give a local folder, and upload it then")
     with staged_folder(folder, group) as staging:
-        write_adapters(model, staging, options, group=group, gather_group=gather_group)
+        write_adapters(model, staging, options, group=group)
 
 
 def write_adapters(
@@ -71,12 +70,11 @@ def write_adapters(
     options: HFExportOptions,
     *,
     group: dist.ProcessGroup | None = None,
-    gather_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
     """Write the files of `save_adapters` into a folder that the caller commits. Returns the files to describe."""
     with all_ranks_succeed(f"preparing {folder}", group):
         tensors = adapter_tensors(model)
-    whole = {name: whole_tensor(tensor, gather_group) for name, tensor in tensors.items()}
+    whole = {name: whole_tensor(tensor, group) for name, tensor in tensors.items()}
     with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
         if get_rank(group) != 0:
             return []
@@ -113,6 +111,7 @@ def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Name in a PEFT folder -> live (sharded) tensor. CheckpointMismatchError if trained tensors cannot be stored."""
+    require_onloaded(model)
     config = _peft_config(model)
     if config.is_prompt_learning:
         raise CheckpointMismatchError(
@@ -180,6 +179,7 @@ def load_adapters(
     """
     folder = require_local(path, "loading", FETCH_FIRST)
     with all_ranks_succeed(f"reading {folder}", group):
+        require_onloaded(model)
         adapters = _named_adapters(model)
         values = _read(folder, model, adapters)
     with changing_weights(model), torch.no_grad():

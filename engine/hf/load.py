@@ -22,6 +22,7 @@ from ...utils.compat.transformers_private import set_conversions
 from ...utils.distributed import all_ranks_succeed, get_group_ranks, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.remote import FETCH_FIRST, require_local
+from ..memory.offloaded import require_onloaded
 from ..memory.tensors import is_expanded, local_box, local_tensor
 from ..memory.weight_changes import changing_weights
 from ..model.model_folder import read_raw_config
@@ -78,6 +79,7 @@ def load_hf(
     rank, world_size = get_rank(group), get_world_size(group)
     with WeightReader(folder) as reader:
         with all_ranks_succeed(f"checking {folder}", group):
+            require_onloaded(model)
             slots = reader.layout()
             refuse_quantized(folder, slots)
             shapes = {name: slot.shape for name, slot in slots.items()}

@@ -36,6 +36,7 @@ from ...utils.logging import get_logger
 from ...utils.remote import RemoteFolder, local_folder, without_secrets
 from ..api import HFExportOptions
 from ..lora.adapters import plain_adapters, plain_view, transformers_model
+from ..memory.offloaded import require_onloaded
 from ..training.unsharded import unsharded_class
 from . import upload
 from .dtypes import file_dtypes, unknown_keys
@@ -67,7 +68,6 @@ def save_hf(
     path: str | os.PathLike[str],
     *,
     group: dist.ProcessGroup | None = None,
-    gather_group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     processor: Any = None,
@@ -88,7 +88,6 @@ def save_hf(
             merged weights W + s B A are written.
         path: the folder to create, or a URL. A ``file://`` URL is a folder.
         group: control group of CPU tensors (gloo). None takes the default group.
-        gather_group: for a `staged_model`: the group for tensors that need an all-gather. None takes their mesh.
         dtype: see `HFExportOptions`, as for the other options below.
         tokenizer: saved with the weights.
         processor: saved with the weights.
@@ -107,7 +106,7 @@ def save_hf(
         PeerError: another rank failed.
     """
     options = HFExportOptions(dtype, tokenizer, processor, base_model_path, max_shard_size_bytes, staging_folder)
-    export_hf(model, path, options, group=group, gather_group=gather_group)
+    export_hf(model, path, options, group=group)
 
 
 def export_hf(
@@ -116,14 +115,13 @@ def export_hf(
     options: HFExportOptions,
     *,
     group: dist.ProcessGroup | None = None,
-    gather_group: dist.ProcessGroup | None = None,
 ) -> None:
     """`save_hf` with its options in one object."""
     if (folder := local_folder(path)) is None:
-        _export_to_url(model, os.fspath(path), options, group, gather_group)
+        _export_to_url(model, os.fspath(path), options, group)
         return
     with staged_folder(folder, group) as staging:
-        write_hf(model, staging, options, group=group, gather_group=gather_group)
+        write_hf(model, staging, options, group=group)
 
 
 def _export_to_url(
@@ -131,7 +129,6 @@ def _export_to_url(
     url: str,
     options: HFExportOptions,
     group: dist.ProcessGroup | None,
-    gather_group: dist.ProcessGroup | None,
 ) -> None:
     started = time.monotonic()
     with all_ranks_succeed(f"preparing {without_secrets(url)}", group):
@@ -140,7 +137,7 @@ def _export_to_url(
     with upload.staging_folder(remote.url, plan.layout.total_bytes, options.staging_folder, group) as staging:
         weights = [file.name for file in plan.layout.files] + [INDEX_NAME] * (plan.layout.index is not None)
         rank_zero_decides(partial(upload.require_absent, remote, weights), group)  # before the weights are written
-        names = _write_planned(plan, model, staging, options, group, gather_group)
+        names = _write_planned(plan, model, staging, options, group)
         rank_zero_decides(partial(upload.begin, remote, staging), group)
         all_ranks_succeed_slowly(f"uploading to {remote.url}", partial(upload.put_files, remote, staging, names), group)
         rank_zero_decides(partial(upload.commit_upload, remote, staging), group)
@@ -154,7 +151,6 @@ def write_hf(
     options: HFExportOptions,
     *,
     group: dist.ProcessGroup | None = None,
-    gather_group: dist.ProcessGroup | None = None,
     share_bytes: int | None = None,
 ) -> list[str]:
     """Write and fsync the files of `save_hf` in an empty folder that every rank sees and that the caller commits.
@@ -164,7 +160,7 @@ def write_hf(
     """
     with all_ranks_succeed(f"preparing {folder}", group):
         plan = plan_export(model, options, get_group_ranks(group), share_bytes=share_bytes)
-    return _write_planned(plan, model, Path(folder), options, group, gather_group)
+    return _write_planned(plan, model, Path(folder), options, group)
 
 
 @dataclass(frozen=True)
@@ -199,6 +195,7 @@ def plan_export(
 @torch.no_grad()
 def exportable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """`stored_tensors` of a model with or without adapters. CheckpointMismatchError if files cannot hold a tensor."""
+    require_onloaded(model)
     inside = {id(param) for param in transformers_model(model).parameters()}
     if beside := [name for name, param in model.named_parameters() if id(param) not in inside]:
         raise CheckpointMismatchError(
@@ -238,10 +235,9 @@ def _write_planned(
     folder: Path,
     options: HFExportOptions,
     group: dist.ProcessGroup | None,
-    gather_group: dist.ProcessGroup | None,
 ) -> list[str]:
     rank, layout, transfers = get_rank(group), plan.layout, plan.transfers
-    merged, model = MergedWeights(model, gather_group), plain_view(model)
+    merged, model = MergedWeights(model, group), plain_view(model)
     slots, small_files = layout.slots, list[str]()
     with WeightWriter(folder) as files:
         with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder):
@@ -256,7 +252,7 @@ def _write_planned(
             if not transfers.unmapped:
                 files.sync()
         if transfers.unmapped:
-            _write_gathered(files, folder, model, plan, merged, group, gather_group)
+            _write_gathered(files, folder, model, plan, merged, group)
     return [file.name for file in deal_files(layout.files, get_world_size(group))[rank]] + small_files
 
 
@@ -267,14 +263,13 @@ def _write_gathered(
     plan: ExportPlan,
     merged: MergedWeights,
     group: dist.ProcessGroup | None,
-    gather_group: dist.ProcessGroup | None,
 ) -> None:
     """Gather the tensors that need it, write an equal share of each on every rank, and sync all files."""
     stored, slots = plan.stored, plan.layout.slots
     rank, world_size = get_rank(group), get_world_size(group)
     for tensors in plan.transfers.unmapped:
         sources = sorted({source for tensor in tensors for source in tensor.sources})
-        wholes = (merged.whole(source, whole_tensor(stored[source], gather_group)) for source in sources)
+        wholes = (merged.whole(source, whole_tensor(stored[source], group)) for source in sources)
         flat = torch.cat([whole.reshape(-1) for whole in wholes])
         with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), as_write_error(folder):
             elements = element_map(model, {source: stored[source].shape for source in sources}, tensors)
@@ -295,6 +290,7 @@ def full_state_dict(model: torch.nn.Module, *, group: dist.ProcessGroup | None =
     Returns:
         On rank 0, ``state_dict`` keys -> whole tensors in new memory, which tied tensors share. ``{}`` on other ranks.
     """
+    require_onloaded(model)
     gathered: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
     owners = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

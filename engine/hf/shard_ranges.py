@@ -263,9 +263,9 @@ class MergedWeights:
     one rank's part of one tensor.
     """
 
-    def __init__(self, model: nn.Module, gather_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._adapters: Mapping[str, list[tuple[Adapter, torch.Tensor, torch.Tensor]]] = {
-            key: [(one, whole_tensor(one.a, gather_group), whole_tensor(one.b, gather_group)) for one in adapters]
+            key: [(one, whole_tensor(one.a, group), whole_tensor(one.b, group)) for one in adapters]
             for key, adapters in plain_adapters(model).items()
         }
         self._last: tuple[str, LocalPart, LocalPart] | None = None

@@ -9,7 +9,7 @@ copy and the call of `WriteWatch.stop` by the training thread are also reported.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress, starmap
 from threading import Lock
@@ -66,6 +66,11 @@ def wait_for_readers(model: nn.Module) -> None:
     for reader in [reader for reader in _READERS if reader.reads_live]:
         if share_modules(reader.model, model):
             reader.wait()
+
+
+def readers_of(model: nn.Module) -> list[LiveReader]:
+    """The readers that were made for ``model``."""
+    return [reader for reader in _READERS if reader.model is model]
 
 
 def is_changing(model: nn.Module) -> bool:
@@ -127,6 +132,21 @@ class WriteWatch:
                 owners = [name for name, copy in of_dtype for _ in range(_count(copy))]
                 self._written |= set(compress(owners, differs.tolist()))
         return sorted(self._written)
+
+
+def changed_since(live: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of the live tensors of which a few elements differ from their copy on the CPU."""
+    of_device = defaultdict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]](list)
+    for name, tensor in live.items():
+        of_device[tensor.device].append((name, tensor, local_tensor(copies[name])))
+    changed = set[str]()
+    for device, watched in of_device.items():
+        watch = WriteWatch(watched)
+        if device.type == "cuda":
+            watch.fetch_samples()
+            torch.cuda.current_stream(device).synchronize()
+        changed |= set(watch.written())
+    return changed
 
 
 def _version(tensor: torch.Tensor, local: torch.Tensor) -> int:

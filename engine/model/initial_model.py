@@ -6,6 +6,7 @@ Every step that is not itself a collective ends on all ranks together, so that a
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
@@ -94,7 +95,8 @@ def build_initial_model(
         )
     head = None if config.is_critic else find_scoring_head(model, groups.device, groups.control)
     with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
-        unfilled = give_memory(model, skeleton, groups.device)
+        params_on = torch.device("cpu") if config.fsdp.offload_params else None
+        unfilled = give_memory(model, skeleton, groups.device, params_on)
         base = plain_view(model)
         if config.init_from_scratch or config.is_critic:
             unfilled += draw_weights(base, skeleton, config.seed, blocks)

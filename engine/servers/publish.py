@@ -22,7 +22,7 @@ from ..hf.adapter_folder import require_adapters
 from ..hf.versions import delete_old, version_path, write_version
 from .api import ServerReport, server_stats
 from .fleet import ServerFleet
-from .probe import PROBE_NAME, probe_weights
+from .probe import PROBE_NAME, WeightsProbe, probe_weights
 
 logger = get_logger(__name__)
 
@@ -121,33 +121,47 @@ class ServerConnection:
         self._servers: Sequence[InferenceServer] | ServerFleet = ()
         self._own: ServerFleet | None = None
         self._meta: WeightUpdateMeta | None = None
+        self._probe: WeightsProbe | None = None  # of offloaded weights
 
     def connect(self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta) -> None:
         """Publish to ``servers`` as ``meta`` says, from now on."""
         self.close()
         self._servers, self._meta = servers, meta
 
-    def publish(self, engine: Any, meta: WeightUpdateMeta | None) -> PublishedWeights:
-        """Publish the weights of an `FSDPEngine`. ``meta`` replaces the one of `connect`.
+    def publish(self, engine: Any, model: PreTrainedModel, meta: WeightUpdateMeta | None) -> PublishedWeights:
+        """Publish ``model``, the weights of an `FSDPEngine`. ``meta`` replaces the one of `connect`.
 
-        If a server checks contents, the folder gets a `WeightsProbe`, which costs one forward.
+        If a server checks contents, the folder gets a `WeightsProbe`, which costs one forward. The one of an offloaded
+        engine is from `before_offload`.
         """
         meta = meta or self._meta
         if meta is None:
             raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
         group, version = engine.control_group, engine.get_version() if meta.version is None else meta.version
+        fleet = self._open(group)
+        seconds: dict[str, float] = {}
+        with timed(seconds, "probe"):
+            probe = self._probe if "weights" in engine.offloaded else self._compute_probe(engine, fleet)
+        extra = {} if probe is None else {PROBE_NAME: probe.encode()}
+        folder = str(engine.model_folder)
+        done = publish_weights(model, meta, version, fleet, group, folder, engine.base_dtype, extra)
+        total_s = seconds["probe"] + done.seconds["total"]
+        return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
+
+    def before_offload(self, engine: Any) -> None:
+        """Compute the probe for a publication of the weights while they are offloaded, if servers are connected."""
+        connected = self._meta is not None
+        self._probe = self._compute_probe(engine, self._open(engine.control_group)) if connected else None
+
+    def _open(self, group: dist.ProcessGroup) -> ServerFleet:
         with all_ranks_succeed("connecting the inference servers", group):
             fleet = self._own or open_fleet(self._servers, group)
         self._own = None if fleet is self._servers else fleet
-        seconds: dict[str, float] = {}
-        with timed(seconds, "probe"):
-            probe = probe_weights(engine) if rank_zero_decides(fleet.may_check_content, group) else None
-        extra = {} if probe is None else {PROBE_NAME: probe.encode()}
-        done = publish_weights(
-            engine.model, meta, version, fleet, group, str(engine.model_folder), engine.base_dtype, extra
-        )
-        total_s = seconds["probe"] + done.seconds["total"]
-        return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
+        return fleet
+
+    def _compute_probe(self, engine: Any, fleet: ServerFleet) -> WeightsProbe | None:
+        wanted = rank_zero_decides(fleet.may_check_content, engine.control_group)
+        return probe_weights(engine) if wanted else None
 
     def close(self) -> None:
         """Disconnect from the servers. A fleet of the user goes on."""

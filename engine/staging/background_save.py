@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from ...utils.distributed import all_ranks_succeed, drop_group, new_background_group
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
-from ..api import SaveLoadMeta
+from ..api import HFExportOptions, SaveLoadMeta
 from ..dcp.save import save_dcp
 from ..dcp.state import DCPState, StagedState
 from ..hf.adapter_folder import save_adapters
 from ..hf.save import export_hf
 from .background_job import BackgroundJob, Task
-from .staged_model import staged_model
+from .staged_model import reading_base, staged_model
 from .staged_state import Staging
 
 logger = get_logger(__name__)
@@ -56,11 +56,12 @@ class BackgroundSave:
                 write = partial(save_dcp, meta.path, staged, self._background_group)
             else:
                 model = staged_model(self._model, values["model"])
-                export = partial(export_hf, model, meta.path, meta.hf_options(base_dtype))
+                export, options = export_hf, meta.hf_options(base_dtype)
                 if meta.weight_format == "peft":
-                    export = partial(save_adapters, model, meta.path, meta.hf_options(None))
-                write = partial(self._export, export, meta.path)
+                    export, options = save_adapters, meta.hf_options(None)
+                write = partial(self._export, export, model, meta.path, options)
         self._job = BackgroundJob("background save", [Task("save", partial(_logging_failure, write))], daemon=False)
+        self._job.call_at_end(self._staging.done)
         self._job.start()
 
     def wait(self) -> None:
@@ -78,11 +79,12 @@ class BackgroundSave:
             last.callback(self._staging.release)
             self.wait()
 
-    def _export(self, export: Callable[..., None], path: str) -> None:
+    def _export(self, export: Callable[..., None], model: PreTrainedModel, path: str, options: HFExportOptions) -> None:
         with all_ranks_succeed(f"staging {without_secrets(path)}", self._background_group):
             self._staging.finish()
         group = self._background_group
-        export(group=group, gather_group=group)
+        with reading_base(model):
+            export(model, path, options, group=group)
 
 
 def _logging_failure(write: Callable[[], None]) -> None:

@@ -1,13 +1,16 @@
-"""A model with the weights that were staged: the source of an export in the background.
+"""A model with the weights that were staged or offloaded: the source of an export.
 
-It is the `unsharded_view` of the model with staged buffers as parameters and buffers, so that training does not change
-it. A frozen base is left out of checkpoints and is read from the live model (see `dcp.base_model`), so it must not
-change. Adapters are gathered over a separate group (``gather_group``), because training uses the groups of the mesh.
+It is the `unsharded_view` of the model with buffers in host memory as parameters and buffers, so that training does not
+change it. A frozen base is left out of checkpoints and is read from the live model (see `dcp.base_model`), so it must
+not change. When it is offloaded, its copies take its place, but never during an export that reads it.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from threading import Lock
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -15,10 +18,14 @@ from torch import nn
 from ...utils.compat.torch_private import buffers_of, parameters_of, replace_members
 from ..hf.dtypes import own_dtypes
 from ..lora.adapters import transformers_model
+from ..memory.offloaded import weights_on_host
 from ..memory.tensors import clean_name
 from ..training.unsharded import unsharded_view
 
 M = TypeVar("M", bound=nn.Module)
+
+_reads_base: WeakKeyDictionary[nn.Module, Lock] = WeakKeyDictionary()
+"""Views with frozen parameters of a live model. A view is locked while it is exported."""
 
 
 @torch.no_grad()
@@ -29,16 +36,49 @@ def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
     have computed anything since the staging.
     """
     own_dtypes(transformers_model(model))  # learned now, not during training
-    live = [*model.named_parameters(), *model.named_buffers()]
+    weights, live = {**weights_on_host(model), **weights}, [*model.named_parameters(), *model.named_buffers()]
     staged = {id(tensor): weights[clean_name(name)] for name, tensor in live if clean_name(name) in weights}
     view = unsharded_view(model)
-    for module in view.modules():
-        parameters, buffers = (
-            {name: staged.get(id(tensor), tensor) for name, tensor in members.items()}
-            for members in (parameters_of(module), buffers_of(module))
-        )
-        replace_members(module, parameters=parameters, buffers=buffers)
+    _replace_tensors(view, staged)
+    if any(id(param) not in staged for param in model.parameters()):
+        _reads_base[view] = Lock()
     inner = transformers_model(view)
     configs = {name: copy.deepcopy(inner.__dict__.get(name)) for name in ("config", "generation_config")}
     inner.__dict__.update({name: config for name, config in configs.items() if config is not None})
     return view
+
+
+def exportable_model(model: M) -> M:
+    """The model for an export that is written at once: a `staged_model` if ``model`` is offloaded, else itself."""
+    return staged_model(model, {}) if weights_on_host(model) else model
+
+
+@contextmanager
+def reading_base(view: nn.Module) -> Iterator[None]:
+    """Wrap the export of a `staged_model`. An offload of its base waits for the end."""
+    with _reads_base.get(view) or nullcontext():
+        yield
+
+
+def offload_base(copies: Mapping[int, torch.Tensor], reader: Callable[[object], None]) -> None:
+    """Give every view the copy of each frozen parameter of its base. Call it before the base is freed.
+
+    Args:
+        copies: id of a live tensor -> copy in host memory.
+        reader: called with each view, which reads the copies as long as it lives.
+    """
+    for view, lock in list(_reads_base.items()):
+        if not any(id(param) in copies for param in view.parameters()):
+            continue
+        with lock:
+            reader(view)
+            _replace_tensors(view, copies)
+
+
+def _replace_tensors(view: nn.Module, of_id: Mapping[int, torch.Tensor]) -> None:
+    for module in view.modules():
+        parameters, buffers = (
+            {name: of_id.get(id(tensor), tensor) for name, tensor in members.items()}
+            for members in (parameters_of(module), buffers_of(module))
+        )
+        replace_members(module, parameters=parameters, buffers=buffers)

@@ -2,17 +2,14 @@
 
 Snapshots in the background are written from such a copy, so that training may change the parameters meanwhile. Buffers
 are reused because a first copy into fresh memory takes 6-10 times as long (page faults). For CUDA they are pinned and
-filled on a separate stream. The pinned memory of torch is rounded up to a power of two for every tensor, to as much as
-twice the need, and torch never returns it. So the buffers are one anonymous mapping per device, which is registered
-with CUDA and freed with the last tensor in it. Cost: host memory of one shard.
+filled on a separate stream (see `memory.pinned`). Cost: host memory of one shard. Tensors that are offloaded already
+have a copy in such buffers, which is taken as it is.
 
 Usually only ``optimizer.step`` changes parameters and moments. A state that promises this
 (`DCPState.changes_only_in_step`) is copied during the next forward and backward, and the step waits for the rest. Other
 code that changes them must use `changing_weights`, which also waits. Without it the copy fails.
 """
 
-import mmap
-import os
 import sys
 import weakref
 from collections import defaultdict
@@ -23,26 +20,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ...utils.compat.torch_private import like_sharded, same_layout
+from ...utils.compat.torch_private import storage_id
 from ...utils.errors import TornSnapshotError
 from ..dcp.state import DCPState
+from ..memory.offloaded import host_copies
 from ..memory.tensors import flatten, local_tensor, normal_tensors
-from ..memory.weight_changes import LiveReader, WriteWatch, is_changing, wait_for_readers
+from ..memory.weight_changes import LiveReader, WriteWatch, changed_since, is_changing, readers_of, wait_for_readers
+from .host_buffers import HostBuffers
 
 
 class Staging(LiveReader):
     """The buffers of a training state, and the copy into them that is under way.
 
-    One copy at a time: readers of the last copy must be done before `stage` is called again. While `reads_live` is
-    true, the copy may still read live tensors: call `wait` before you change them.
+    One copy at a time: readers of the last copy must be done before `stage` is called again. Call `done` when they are,
+    so that an offload can use the buffers. While `reads_live` is true, the copy may still read live tensors: call
+    `wait` before you change them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: HostBuffers | None = None  # with what was staged last
+        self._kept = set[HostBuffers]()
+        self._following = dict[str, int]()  # storages of tensors that only a step changes, which the copies keep
         self._copies: list[_Copy] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: RemovableHandle | None = None
@@ -50,33 +51,37 @@ class Staging(LiveReader):
     @normal_tensors()
     def prepare(self, state: DCPState, *, model_only: bool = False) -> None:
         """Allocate the buffers for `stage`, because pinning memory takes seconds per shard. Raises as `stage` does."""
-        live = (state.model_only() if model_only else state).state_dict()
-        self._buffers |= _buffers_for(dict(flatten(live)), self._buffers)
+        assert self._buffers is None, "prepare comes first"
+        buffers = HostBuffers.take(self.model, self)
+        self.done()
+        self._kept.add(buffers)
+        buffers.fit(_not_offloaded(state, (state.model_only() if model_only else state).state_dict()))
 
     @normal_tensors()
     def stage(self, state: DCPState, *, model_only: bool = False) -> dict[str, Any]:
         """Start a copy of ``state``. Return the nested dict of `DCPState.state_dict` with buffers in place of tensors.
 
         On return, everything is copied except tensors that only ``optimizer.step`` changes: `finish` waits for these.
-        With ``model_only`` the other buffers are kept for the next time. Raises ConfigError (see
-        `DCPState.state_dict`), and OSError or RuntimeError if there is no memory for the buffers, or if the device
-        failed.
+        Raises ConfigError (see `DCPState.state_dict`), and OSError or RuntimeError if there is no memory for the
+        buffers, or if the device failed.
         """
         self.wait()
+        self.done()
         live = (state.model_only() if model_only else state).state_dict()
-        tensors = dict(flatten(live))
-        kept, self._buffers = self._buffers, _buffers_for(tensors, self._buffers)
+        tensors = _not_offloaded(state, live)
+        self._buffers = HostBuffers.take(self.model, self)
+        self._kept.add(self._buffers)
+        HostBuffers.read_offloaded(self.model, self)
+        buffers = self._buffers.fit(tensors)
         later = {} if is_changing(state.model) else state.changed_in_step(tensors)
-        for copy in _copies({name: tensor for name, tensor in tensors.items() if name not in later}, self._buffers):
+        for copy in copy_to_host({n: tensor for n, tensor in tensors.items() if n not in later}, buffers):
             copy.finish()
         if later and state.optimizer is not None:
             self._wait_before_steps_of(state.optimizer)
-        self._copies = _copies(later, self._buffers, overlapped=True)
+        self._copies = copy_to_host(later, buffers, overlapped=True)
         self.reads_live = bool(self._copies)
-        values = _nest(live, self._buffers)
-        if model_only:
-            self._buffers = kept | self._buffers
-        return values
+        self._following = {name: storage_id(local_tensor(tensor)) for name, tensor in later.items()}
+        return _nest(live, buffers)
 
     def finish(self) -> None:
         """Wait until everything that was staged last is in its buffers. Raises the error of the copy.
@@ -92,14 +97,39 @@ class Staging(LiveReader):
         """Block until the live tensors may be changed. On CUDA only the stream waits. Raises no error of the copy."""
         for copy in self._copies:
             copy.release_live()
-        self.reads_live = False
+        self.reads_live, self._following = False, {}
+
+    def done(self) -> None:
+        """Tell that nothing reads any more what was staged last. Any thread may call this."""
+        HostBuffers.release(self.model, self)
+
+    def lend(self, live: Mapping[str, torch.Tensor], reader: object, kept: set[HostBuffers]) -> dict[str, torch.Tensor]:
+        """Return the buffers that equal ``live`` tensors, by name, after the copy, for one more ``reader``.
+
+        Their set is added to those that the reader has ``kept``.
+        """
+        buffers, storages = self._buffers, {name: storage_id(local_tensor(tensor)) for name, tensor in live.items()}
+        following = {name: live[name] for name, storage in self._following.items() if storages.get(name) == storage}
+        if not following or buffers is None:
+            return {}
+        try:
+            self.finish()
+        except Exception:  # the save reports it
+            return {}
+        same = {name: buffers.tensors[name] for name in following.keys() - changed_since(following, buffers.tensors)}
+        if same:
+            buffers.read(reader)
+            kept.add(buffers)
+        return same
 
     def release(self) -> None:
         """Give up the buffers. Nothing may read them any more."""
         self.wait()
         for copy in self._copies:
             copy.drop()
-        self._copies, self._buffers = [], {}
+        self.done()
+        self._copies, self._buffers = [], None
+        self._kept.clear()
         if self._hook is not None:
             self._hook.remove()
             self._hook = self._optimizer = None
@@ -196,7 +226,12 @@ class _DeviceCopy:
 _Copy = _HostCopy | _DeviceCopy
 
 
-def _copies(
+def stagings_of(model: nn.Module) -> list[Staging]:
+    """The stagings of ``model``."""
+    return [reader for reader in readers_of(model) if isinstance(reader, Staging)]
+
+
+def copy_to_host(
     live: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], *, overlapped: bool = False
 ) -> list[_Copy]:
     """Start a copy of each live tensor to the buffer with its name, per device and on the host."""
@@ -229,87 +264,14 @@ def _refuse_torn(written: Sequence[str]) -> None:
 
 def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
     return {
-        key: _nest(value, buffers, f"{prefix}{key}.") if isinstance(value, Mapping) else buffers[f"{prefix}{key}"]
+        key: _nest(value, buffers, f"{prefix}{key}.")
+        if isinstance(value, Mapping)
+        else buffers.get(f"{prefix}{key}", value)
         for key, value in live.items()
     }
 
 
-def _buffers_for(live: Mapping[str, torch.Tensor], kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A buffer for each live tensor: the one with its name in ``kept`` if it fits, else a new one."""
-    fitting = {name: kept[name] for name, tensor in live.items() if _fits(kept.get(name), tensor)}
-    new = host_copies_of({name: local_tensor(tensor) for name, tensor in live.items() if name not in fitting})
-    for name, buffer in new.items():
-        fitting[name] = like_sharded(buffer, tensor) if isinstance(tensor := live[name], DTensor) else buffer
-    return fitting
-
-
-def _fits(buffer: torch.Tensor | None, live: torch.Tensor) -> bool:
-    if isinstance(buffer, DTensor) and isinstance(live, DTensor):
-        return same_layout(buffer, live)
-    if buffer is None or isinstance(buffer, DTensor) or isinstance(live, DTensor):
-        return False
-    return buffer.shape == live.shape and buffer.dtype == live.dtype
-
-
-_ALIGNMENT_BYTES = 512  # as torch aligns on a GPU. No dtype and no cache line needs more
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
-_WIPE_ON_FORK = 18
-"""MADV_WIPEONFORK of Linux >= 4.14 (``include/uapi/asm-generic/mman-common.h``), which Python does not define."""
-
-
-class _Mapping(mmap.mmap):
-    """Anonymous memory that can be pinned."""
-
-    _pinned: tuple[int, torch.device, int] | None = None
-
-    def pin(self, address: int, device: torch.device) -> None:
-        """Lock the mapping into memory and register it with CUDA, so that copies to it are asynchronous."""
-        with torch.cuda.device(device):  # any other device would get a useless context
-            cudart: Any = torch.cuda.cudart()
-            result = int(cudart.cudaHostRegister(address, len(self), _PORTABLE))
-        if result:
-            with suppress(RuntimeError):  # the refusal stays CUDA's last error, which the next kernel would raise
-                torch.ones(1, device=device)
-            raise RuntimeError(
-                f"CUDA cannot pin {len(self)} bytes of host memory to stage snapshots in (cudaError {result}); make "
-                "room, or have nothing written in the background (recover.async_save: false, save(blocking=True))"
-            )
-        self._pinned = address, device, os.getpid()
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Unpin before the unmap, but not in a fork of the process that pinned it, nor at the end of the process."""
-        if self._pinned is not None and not is_finalizing() and self._pinned[2] == os.getpid():
-            address, device, _ = self._pinned
-            with torch.cuda.device(device):
-                cudart: Any = torch.cuda.cudart()
-                cudart.cudaHostUnregister(address)
-
-
-def host_copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous CPU tensors with the names, shapes and dtypes of ``tensors``, without their values.
-
-    Copies of tensors on one device share a mapping, which lives as long as any of them. Raises OSError if there is no
-    memory, and RuntimeError if CUDA cannot pin it.
-    """
-    of_device = defaultdict[torch.device, dict[str, torch.Tensor]](dict)
-    for name, tensor in tensors.items():
-        of_device[tensor.device][name] = tensor
-    return {name: copy for device, some in of_device.items() for name, copy in _in_one_mapping(some, device).items()}
-
-
-def _in_one_mapping(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    places, total = dict[str, int](), 0
-    for name, tensor in tensors.items():
-        places[name] = total
-        total += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    mapping = _Mapping(-1, max(total, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # an older kernel
-        # Without this a fork copies pinned pages. With MADV_DONTFORK a child that reads them would die.
-        mapping.madvise(_WIPE_ON_FORK)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    if device.type == "cuda":
-        mapping.pin(memory.data_ptr(), device)
-    return {
-        name: memory[places[name] : places[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for name, tensor in tensors.items()
-    }
+def _not_offloaded(state: DCPState, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Dotted name -> tensor, for the `DCPState.state_dict` of ``state``, without copies in host memory."""
+    copies = host_copies(state.model)
+    return {name: tensor for name, tensor in flatten(values) if copies.get(name) is not tensor}

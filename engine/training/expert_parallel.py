@@ -19,7 +19,7 @@ from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from ..parallel_strategy import divisors
 from .meshes import Meshes
-from .sharding import mixed_precision
+from .sharding import fsdp_options
 
 
 def shard_experts(model: PreTrainedModel, config: TrainEngineConfig, meshes: Meshes) -> None:
@@ -39,10 +39,7 @@ def shard_experts(model: PreTrainedModel, config: TrainEngineConfig, meshes: Mes
     _check(model, config, modules, plan, meshes.expert.size(), shards)
     split_experts(model, meshes.expert, meshes.alone, plan)
     for module in modules.values():
-        reshard = config.fsdp.reshard_after_forward
-        sharded = fully_shard(
-            module, mesh=meshes.expert_fsdp, mp_policy=mixed_precision(config), reshard_after_forward=reshard
-        )
+        sharded = fully_shard(module, **fsdp_options(config, meshes.expert_fsdp))
         # These gradients are sums over the tokens of e ranks already, so the divisor is not the number of shards.
         sharded.set_gradient_divide_factor(float(meshes.fsdp.size()))
         if shards > 1:  # with one shard FSDP2 divides by itself, and would divide twice

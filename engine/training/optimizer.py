@@ -19,6 +19,7 @@ from ...utils.compat.torch_private import (
 )
 from ..config import OptimizerConfig
 from ..memory.tensors import local_tensor, normal_tensors
+from .host_optimizer import StateOnHost, on_host, to_host
 
 _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "auto": {},  # torch's choice: foreach on CUDA, a loop elsewhere
@@ -33,16 +34,14 @@ def build_optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> 
     params, choice = list(params), config.implementation
     if choice == "auto" and config.type == "adam" and all(param.is_cuda for param in params):
         choice = "fused"
-    kernels = _IMPLEMENTATIONS[choice]
+    kind: Any = {"sgd": torch.optim.SGD, "adam_bf16": AdamBF16, "adam": torch.optim.AdamW}[config.type]
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    options |= {} if config.type == "adam_bf16" else _IMPLEMENTATIONS[choice]
     if config.type == "sgd":
-        momentum, decay = config.momentum, config.weight_decay
-        return torch.optim.SGD(params, lr=config.lr, momentum=momentum, weight_decay=decay, **kernels)
-    betas = (config.beta1, config.beta2)
-    if config.type == "adam_bf16":
-        return AdamBF16(params, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(
-        params, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay, **kernels
-    )
+        options["momentum"] = config.momentum
+    else:
+        options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
+    return (on_host(kind) if config.offload else kind)(params, **options)
 
 
 def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -79,7 +78,8 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad and not optimizer.state.get(param):
-                optimizer.state[param].update(_initial_state(optimizer, group, param))
+                state = _initial_state(optimizer, group, param)
+                optimizer.state[param].update(to_host(state) if isinstance(optimizer, StateOnHost) else state)
 
 
 def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Parameter) -> dict[str, torch.Tensor]:

@@ -68,7 +68,8 @@ def clip_grad_norm(
 
     ``loss`` is this rank's part of the loss, a scalar on the device. ``weight`` is the divisor of loss and gradient,
     the same on every rank, and ``correction`` its excess on this rank (see `WeighedBatch`). One all-reduce carries
-    everything. Norms are combined as in torch's ``clip_grad_norm_``.
+    everything. Norms are combined as in torch's ``clip_grad_norm_``. With ``fsdp.offload_params`` gradients are in host
+    memory, and this waits for the device.
 
     Returns:
         ``[2 + n]`` float64 on the device. They are the loss over all ranks, the gradient norm before clipping, and for
@@ -80,9 +81,10 @@ def clip_grad_norm(
         "a gradient was not reduced; after an error in a backward, call initialize again"
     )
     local = [grad.to_local() for grad in grads]  # type: ignore[union-attr]
-    zero = loss.new_zeros((), dtype=local[0].dtype)
+    zero = local[0].new_zeros(())
     counted = [counts_here(grad) for grad in grads]  # type: ignore[arg-type]
     norms = torch.stack([n if here else zero for n, here in zip(foreach_norm(local, 2.0), counted, strict=True)])
+    norms = norms.to(loss.device)
     n_grads, filled = len(grads), zero_filled.get(model, set())
     missing = [index for index, param in enumerate(params) if param in filled]
     n_without = norms.new_zeros(n_grads, dtype=torch.float64)
@@ -93,7 +95,8 @@ def clip_grad_norm(
     dist.all_reduce(sums)
     factor = weight / (weight + sums[-1])  # exactly 1 without a correction
     norm = torch.linalg.vector_norm(sums[:n_grads].to(norms.dtype).sqrt()) * factor.to(norms.dtype)
-    foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0) * factor.to(norms.dtype))
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) * factor.to(norms.dtype)
+    foreach_mul_(local, scale.to(local[0].device))
     return torch.stack([sums[-2] * factor, norm.double(), *(sums[n_grads + index] for index in missing)])
 
 

@@ -1,11 +1,12 @@
 """Shard a model in place with FSDP2."""
 
 from collections import Counter
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from ...utils.compat.torch_private import fill_missing_gradients
@@ -29,11 +30,11 @@ def shard_model(
     ``config.grad_reduce_dtype``. A parameter that only some ranks reach in a backward (an expert, a vision tower) gets
     their gradients, if all ranks run forward and backward through the same blocks.
     """
-    policy, reshard = mixed_precision(config), config.fsdp.reshard_after_forward
+    options = fsdp_options(config, mesh)
     for module in reversed(list(model.modules())):  # inner blocks first, as fully_shard requires
         if isinstance(module, blocks) and not isinstance(module, FSDPModule):
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(module, **options)
+    fully_shard(model, **options)
     set_overlap(model, config.fsdp)
     if mesh.size() > 1:
         filled = zero_filled[model] = set()
@@ -42,13 +43,17 @@ def shard_model(
                 fill_missing_gradients(module, filled)
 
 
-def mixed_precision(config: TrainEngineConfig) -> MixedPrecisionPolicy:
-    """Compute in ``config.dtype``, and sum gradients in ``config.grad_reduce_dtype``."""
-    return MixedPrecisionPolicy(
+def fsdp_options(config: TrainEngineConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    """Arguments of ``fully_shard``: compute in ``config.dtype``, sum gradients in ``config.grad_reduce_dtype``."""
+    precision = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPES[config.dtype],
         reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype],
         cast_forward_inputs=False,  # some blocks need float32 inputs: rotary angles, a residual stream
     )
+    options = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": config.fsdp.reshard_after_forward}
+    if config.fsdp.offload_params:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    return options
 
 
 def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:

@@ -243,7 +243,7 @@ def sum_partial_gradients(model: nn.Module) -> None:
     params = [param for name in cut.partial for param in model.get_submodule(name).parameters(recurse=False)]
     parts = [param.grad.to_local() for param in params if isinstance(param.grad, DTensor)]
     if parts:
-        whole = torch.cat([part.flatten() for part in parts])
+        whole = torch.cat([part.flatten() for part in parts]).to(cut.mesh.device_type)  # from `fsdp.offload_params`
         dist.all_reduce(whole, group=cut.mesh.get_group())
         for part, values in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
             part.copy_(values.view_as(part))

@@ -23,9 +23,11 @@ from ...utils.errors import ConfigError
 from .unsharded import unsharded_class
 
 
-def give_memory(model: PreTrainedModel, skeleton: PreTrainedModel, device: torch.device) -> list[str]:
-    """Allocate this rank's shard on ``device`` (uninitialised) and compute every buffer that the model's code can
-    compute.
+def give_memory(
+    model: PreTrainedModel, skeleton: PreTrainedModel, device: torch.device, params_on: torch.device | None = None
+) -> list[str]:
+    """Allocate this rank's shard (uninitialised) on ``params_on``, or on ``device`` with the buffers, and compute every
+    buffer that the model's code can compute.
 
     ``model`` is on meta and sharded. ``skeleton``, the same model unsharded, has its buffers overwritten. Returns the
     names of persistent buffers that only a checkpoint can fill. They are NaN or 0.
@@ -33,8 +35,11 @@ def give_memory(model: PreTrainedModel, skeleton: PreTrainedModel, device: torch
     Raises:
         ConfigError: nothing computes a non-persistent buffer.
     """
-    model.to_empty(device=device)
+    model.to_empty(device=params_on or device)
     model.tie_weights()  # _apply may have untied weights
+    for module in model.modules() if params_on not in (None, device) else ():
+        members = buffers_of(module)
+        members.update({key: None if held is None else held.to(device) for key, held in members.items()})
     first, second = (_initialized_buffers(skeleton, garbage) for garbage in (0, 1))
     unfilled = []
     for name, module in model.named_modules():

@@ -4,7 +4,7 @@ Read at AReaL cbff54d (August 2026). A key has one of four fates:
 
 - ``same``: the key of that name here means the same.
 - ``renamed``: another key here means the same.
-- ``ignored``: the key changes neither the result nor whether the job fits into memory.
+- ``ignored``: the key changes neither the result nor whether the job fits into memory, or the caller does what it says.
 - ``refused``: the key changes one of them, and Holdfast has nothing like it. A value without effect is accepted.
 
 docs/areal.md shows this table, and `load_areal` reads by it.
@@ -28,7 +28,7 @@ class Fate:
     value: Any = NOTHING  # value of ``to`` when the AReaL key is true. `NOTHING` copies the value of the AReaL key
     neutral: tuple[Any, ...] = ()  # values without an effect, which are neither refused nor worth a warning
     absent: Any = NOTHING  # AReaL's default for an absent key, where it differs and the result depends on it
-    of: str = ""  # for a refused key outside of a section: the class that it is refused for
+    of: str = ""  # for a refused or ignored key outside of a section: the class that it is for
 
 
 def _ignored(why: str, *neutral: Any) -> Fate:
@@ -46,7 +46,6 @@ PUBLISHING = "weights go to servers as `WeightUpdateMeta` says"
 SPEED = "speed only"
 FLOAT16 = "for float16, which is not trained in here"
 STATISTICS = "statistics only"
-ON_DEVICE = "weights and optimizer stay on the device here, where the job may not fit"
 FP8 = "there is no training in fp8 here"
 TREE = "there is no tree training here, without which the job may not fit"
 ROUTER = "routers of experts compute in `dtype` here"
@@ -83,9 +82,11 @@ _ENGINE = {
     ),
     "fsdp.wrap_policy": _ignored("null: the model's own blocks, as here", None),
     "fsdp.wrap_policy.transformer_layer_cls_to_wrap": SAME,
-    "fsdp.offload_params": _refused(ON_DEVICE, False),
-    "fsdp.per_layer_optim_step": _refused(ON_DEVICE, False),
-    "offload": _refused(ON_DEVICE, False),
+    "fsdp.offload_params": SAME,
+    "fsdp.per_layer_optim_step": Fate(
+        "renamed", "any optimizer. Not together with `fsdp.offload_params`", to="optimizer.offload", value=True
+    ),
+    "offload": _refused("`fsdp.offload_params` or `optimizer.offload` says it here", False),
     "fsdp.memory_efficient_load": _ignored("weights are always read shard by shard", False),
     "fsdp.optim_step_prefetch_layers": _ignored(SPEED, 1),
     "fsdp.shard_vision_across_sp": _refused("ranks share rows of text alone here", False),
@@ -111,7 +112,7 @@ _ENGINE = {
     "megatron.exp_avg_sq_dtype": _refused(MOMENTS, "float32", "fp32"),
     "megatron.enable_fp32_lm_head": _refused("the head computes in `dtype` here", False),
     "megatron": _ignored(MEGATRON),
-    "archon.offload_params": _refused(ON_DEVICE, False),
+    "archon.offload_params": Fate("renamed", to="fsdp.offload_params", value=True),
     "archon.attn_type": _refused(TREE, "varlen", "sdpa"),
     "archon.fp8_config.mode": _refused(FP8, "disabled"),
     "archon.moe_router_dtype": _refused(ROUTER, None),
@@ -247,7 +248,12 @@ FILE: Mapping[str, Fate] = {
     "seed": Fate("renamed", "in each engine's section and in `rollout`, unless it has one", to="seed"),
     "gconfig.n_samples": Fate("renamed", "in the actor's section, unless it has one", to="group_size"),
     "allocation_mode": Fate("renamed", "in each engine's section, unless it has one: the part after `+`", to="backend"),
-    "enable_offload": _refused(ON_DEVICE, False, of="TrainEngineConfig"),
+    "enable_offload": Fate(
+        "ignored",
+        "your loop calls `engine.offload()` before rollouts and `engine.onload()` after them",
+        neutral=(False,),
+        of="TrainEngineConfig",
+    ),
     "defaults": _refused(
         "the files that it names are not read here. Write all keys into one file", ["_self_"], of="TrainEngineConfig"
     ),

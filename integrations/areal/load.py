@@ -167,8 +167,11 @@ class _Reader:
                 continue
             if fate.kind == "renamed" and fate.to in own and fate.to not in found:
                 keys[fate.to] = value
-            elif fate.kind == "refused" and fate.of in _names(cls) and value not in fate.neutral:
-                self._refuse(key, "set" if OmegaConf.is_dict(value) else value, fate)
+            elif fate.of in _names(cls) and value not in fate.neutral:
+                if fate.kind == "refused":
+                    self._refuse(key, "set" if OmegaConf.is_dict(value) else value, fate)
+                if key not in self._without_effect.get(fate.why, ()):
+                    self._note(fate.why, [key])
 
     def _refuse(self, key: str, value: Any, fate: Fate) -> None:
         advice = f"; expected {' or '.join(map(repr, fate.neutral))}, or no such key" if fate.neutral else ""
@@ -221,6 +224,8 @@ def _set(keys: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for parent in parents:
         keys = keys.setdefault(parent, {})
+        if keys is None:  # the file has null for the section
+            return
     keys[last] = value
 
 

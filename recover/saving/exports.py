@@ -23,7 +23,7 @@ from ...engine.fsdp_engine import FSDPEngine
 from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.save import exportable_tensors, write_hf
 from ...engine.lora.adapters import adapted_layers, transformers_model
-from ...engine.staging.staged_model import staged_model
+from ...engine.staging.staged_model import exportable_model, reading_base, staged_model
 from ...utils.distributed import all_ranks_succeed
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.files import as_write_error, commit_folder, remove_or_log
@@ -146,6 +146,7 @@ class _Session(Protocol):
     def staged_weights(self, name: str, state: DCPState) -> Mapping[str, torch.Tensor]: ...
     def enter_background(self) -> dist.ProcessGroup | None: ...
     def finish_staging(self, names: Iterable[str]) -> None: ...
+    def written(self) -> None: ...
 
 
 def capture_export(session: _Session, target: RankEngines, staged: bool) -> ExportCapture:
@@ -154,9 +155,9 @@ def capture_export(session: _Session, target: RankEngines, staged: bool) -> Expo
     assert request is not None, "an export is due, but none was ever to be"
     name = request.name(target)
     state, engine = target.state(name), target.engines[name]
-    model = state.model
+    model = exportable_model(state.model)
     if staged:
-        model = staged_model(model, session.staged_weights(name, state))
+        model = staged_model(state.model, session.staged_weights(name, state))
     path, dtype = (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
     base = path if path is not None and path.is_dir() else None
     if request.adapters == "peft":
@@ -170,12 +171,14 @@ def write_export(session: _Session, holder: Any, folder: str, in_background: boo
     """Write the captured export of this rank, under the same conditions as `RankSession.write_snapshot`."""
     capture, session.export = session.export, None
     assert capture is not None, "nothing was captured"
-    group, gather_group = capture.group, None
+    group = capture.group
     if in_background:
-        group = gather_group = session.enter_background()
+        group = session.enter_background()
         with all_ranks_succeed("preparing the export", group):
             session.finish_staging([capture.name])
-    capture.write(capture.model, Path(folder), capture.options, group=group, gather_group=gather_group)
+    with reading_base(capture.model):
+        capture.write(capture.model, Path(folder), capture.options, group=group)
+    session.written()
 
 
 def _check_export(holder: Any, request: ExportRequest) -> None:
@@ -184,7 +187,7 @@ def _check_export(holder: Any, request: ExportRequest) -> None:
     state = target.state(name)
     look: Any = adapter_tensors if request.adapters == "peft" else exportable_tensors
     try:
-        look(state.model)
+        look(exportable_model(state.model))
     except CheckpointMismatchError as error:
         other = "; set recover.hf_adapters to 'peft' for a folder of PEFT" if adapted_layers(state.model) else ""
         if request.adapters == "peft":

@@ -284,6 +284,7 @@ class RankSession:
         if in_background:  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
             with all_ranks_succeed("finishing the snapshot", group):
                 self.finish_staging(staged)
+        self.written()
         return replace(capture.part, entries=entries, samples=samples)
 
     def restore_rng(self, holder: Any) -> None:
@@ -320,6 +321,12 @@ class RankSession:
         """Wait until the copies of these engines are complete, and check that nothing changed meanwhile."""
         for name in names:
             self._stagings[name][1].finish()
+
+    def written(self) -> None:
+        """Tell that a capture was written. After the last one nothing reads the staging buffers."""
+        if self.snapshot is None and self.export is None:
+            for _, staging in self._stagings.values():
+                staging.done()
 
 
 def capture_process(stateful: Mapping[str, Stateful], ranks_with_same_data: int = 1) -> tuple[bytes, RngState]:

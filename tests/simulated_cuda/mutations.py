@@ -16,6 +16,9 @@ from tests.simulated_cuda.mutated import VARIABLE
 
 STAGED_STATE = "holdfast.engine.staging.staged_state"
 WEIGHT_CHANGES = "holdfast.engine.memory.weight_changes"
+OFFLOAD = "holdfast.engine.staging.offload"
+HOST_OPTIMIZER = "holdfast.engine.training.host_optimizer"
+PINNED = "holdfast.engine.memory.pinned"
 HOST_BLOCKS = "holdfast.engine.memory.host_blocks"
 DCP_READER = "holdfast.engine.dcp.reader"
 HF_FILES = "holdfast.engine.hf.weight_files"
@@ -99,16 +102,16 @@ MUTATIONS = (
     Mutation(
         "what is not left to the step is copied on return",
         STAGED_STATE,
-        "self._buffers):\n            copy.finish()",
-        "self._buffers):\n            pass",
+        "buffers):\n            copy.finish()",
+        "buffers):\n            pass",
         COPIES,
         "everything_is_copied_on_return_without_a_promise",
     ),
     Mutation(
         "a second snapshot waits for the first",
         STAGED_STATE,
-        "        self.wait()\n        live = (state.model_only() if model_only else state).state_dict()",
-        "        live = (state.model_only() if model_only else state).state_dict()",
+        "        self.wait()\n        self.done()\n        live = (",
+        "        self.done()\n        live = (",
         COPIES,
         "a_second_snapshot_of_the_same_step_waits_for_the_first",
     ),
@@ -123,8 +126,8 @@ MUTATIONS = (
     Mutation(
         "buffers are given up after the copy",
         STAGED_STATE,
-        "            copy.drop()\n        self._copies",
-        "            pass\n        self._copies",
+        "            copy.drop()\n        self.done()\n        self._copies",
+        "            pass\n        self.done()\n        self._copies",
         COPIES,
         "buffers_are_unpinned_when_the_copy_is_done_and_never_before",
     ),
@@ -168,8 +171,48 @@ MUTATIONS = (
     ),
     Mutation("readers are waited for", WEIGHT_CHANGES, "reader.wait()", "pass", COPIES, STAGED),
     Mutation(
-        "buffers are pinned",
+        "an offload waits for its copies",
+        OFFLOAD,
+        "torch.cuda.synchronize(self._device)",
+        "pass",
+        COPIES,
+        "an_offloaded_state_comes_back_with_the_values_of_its_step",
+    ),
+    Mutation(
+        "an onload waits for its copies",
+        OFFLOAD,
+        "torch.cuda.current_stream(self._device).synchronize()",
+        "pass",
+        COPIES,
+        "an_offloaded_state_comes_back_with_the_values_of_its_step",
+    ),
+    Mutation(
+        "a snapshot is complete when its buffers are lent",
         STAGED_STATE,
+        "        try:\n            self.finish()\n        except",
+        "        try:\n            pass\n        except",
+        COPIES,
+        "an_engine_leaves_with_the_snapshot_that_is_being_copied",
+    ),
+    Mutation(
+        "an optimizer on the host waits for its state",
+        HOST_OPTIMIZER,
+        "torch.cuda.current_stream(device).synchronize()",
+        "pass",
+        COPIES,
+        "an_optimizer_on_the_host_steps_as_one_on_the_device",
+    ),
+    Mutation(
+        "samples of live tensors are there when they are compared",
+        WEIGHT_CHANGES,
+        "torch.cuda.current_stream(device).synchronize()",
+        "pass",
+        COPIES,
+        "an_engine_leaves_with_the_snapshot_that_is_being_copied",
+    ),
+    Mutation(
+        "buffers are pinned",
+        PINNED,
         "mapping.pin(memory.data_ptr(), device)",
         "pass",
         COPIES,
@@ -177,7 +220,7 @@ MUTATIONS = (
     ),
     Mutation(
         "buffers are unpinned",
-        STAGED_STATE,
+        PINNED,
         "cudart.cudaHostUnregister(address)",
         "pass",
         COPIES,
@@ -185,7 +228,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a refusal to pin is an error",
-        STAGED_STATE,
+        PINNED,
         "        if result:",
         "        if False:",
         COPIES,

@@ -19,11 +19,14 @@ from holdfast.engine.hf import weight_files
 from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan_layout
 from holdfast.engine.hf.weight_files import WeightReader, WeightWriter
 from holdfast.engine.memory.host_blocks import HostBlocks
+from holdfast.engine.memory.offloaded import host_copies
 from holdfast.engine.memory.tensors import flatten
 from holdfast.engine.memory.weight_changes import WriteWatch
+from holdfast.engine.staging.offload import Offload
 from holdfast.engine.staging.staged_state import Staging
+from holdfast.engine.training import host_optimizer
 from holdfast.engine.training.microbatch import MicroBatch, weigh
-from holdfast.utils.errors import TornSnapshotError
+from holdfast.utils.errors import EngineOffloadedError, TornSnapshotError
 from holdfast.utils.rng import capture_rng, derive_rng, restore_rng
 from tests.simulated_cuda import device
 
@@ -223,6 +226,86 @@ def test_no_copy_is_under_way_after_a_snapshot_that_could_not_begin(
         with pytest.raises(RuntimeError, match="no pinned memory"):
             staging.stage(state)
     staging.release()
+
+
+def test_an_offloaded_state_comes_back_with_the_values_of_its_step(on: torch.device) -> None:
+    """The step before is still under way, and the memory is given away as soon as it is free."""
+    state, twin = trained(on), trained(on)
+    offload = Offload(state, on, None)  # type: ignore[arg-type]
+    for seed in range(3):
+        step(state, seed)
+        step(twin, seed)
+        offload.offload({"weights", "optimizer"})
+        held = [tensor for tensor in state.live_tensors(readable=False).values() if tensor.is_cuda and tensor.dim()]
+        assert [tensor for tensor in held if tensor.untyped_storage().nbytes()] == []
+        taken = torch.full((1 << 16,), 9.0, device=on)
+        copies = {name: tensor.clone() for name, tensor in flatten(state.state_dict()) if tensor.dim()}
+        assert differing(copies, {name: tensor for name, tensor in values_of(twin).items() if tensor.dim()}) == []
+        del taken
+        offload.onload({"weights", "optimizer"})
+        for copy in host_copies_in(offload):
+            copy.fill_(7)  # as the next snapshot may
+        step(state, seed + 10)
+        step(twin, seed + 10)
+        assert differing(values_of(state), values_of(twin)) == []
+
+
+def host_copies_in(offload: Offload) -> list[torch.Tensor]:
+    return [tensor for buffers in offload._kept for tensor in buffers.tensors.values()]
+
+
+def test_an_engine_leaves_with_the_snapshot_that_is_being_copied(on: torch.device) -> None:
+    state, twin = trained(on), trained(on)
+    offload, staging = Offload(state, on, None), Staging(state.model)  # type: ignore[arg-type]
+    staged = dict(flatten(staging.stage(state)))
+    offload.offload({"weights", "optimizer"})
+    lent = host_copies(state.model)["model.0.weight"]
+    assert lent.data_ptr() == staged["model.0.weight"].data_ptr()
+    torch.full((1 << 16,), 9.0, device=on)
+    staging.finish()
+    assert differing(staged, values_of(twin)) == []
+    offload.onload({"weights", "optimizer"})
+    step(state, 1)
+    step(twin, 1)
+    assert differing(values_of(state), values_of(twin)) == []
+    staging.release()
+
+
+def test_an_engine_that_does_not_fit_stays_away(faults: Callable[[str, int], None], on: torch.device) -> None:
+    state, twin = trained(on), trained(on)
+    offload = Offload(state, on, None)  # type: ignore[arg-type]
+    offload.offload({"weights", "optimizer"})
+    faults("allocation", 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        offload.onload({"weights", "optimizer"})
+    assert all(
+        not t.untyped_storage().nbytes() for t in state.live_tensors(readable=False).values() if t.is_cuda and t.dim()
+    )
+    with pytest.raises(EngineOffloadedError):
+        offload.require_onloaded("weights")
+    offload.onload({"weights", "optimizer"})
+    assert differing(values_of(state), values_of(twin)) == []
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_an_optimizer_on_the_host_steps_as_one_on_the_device(
+    on: torch.device, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_optimizer, "BLOCK_BYTES", block_bytes)
+    state, twin = trained(on), trained(on)
+    state.optimizer = host_optimizer.on_host(torch.optim.AdamW)(state.model.parameters(), lr=0.1)
+    twin.optimizer = torch.optim.AdamW(twin.model.parameters(), lr=0.1)
+    for seed in range(3):
+        step(state, seed)
+        step(twin, seed)
+        moments = [tensor for name, tensor in state.live_tensors().items() if name.startswith("optim")]
+        assert len(moments) > 9 and not any(tensor.is_cuda for tensor in moments)
+        assert differing({n: t.clone() for n, t in flatten(state.state_dict())}, values_of(twin)) == []
+    expected = values_of(state)
+    save_dcp(tmp_path / "saved", state)
+    step(state)
+    load_dcp(tmp_path / "saved", state)
+    assert differing(values_of(state), expected) == []
 
 
 SIZES = ([7], [3] * 7, [8] * 6, [1, 8, 2, 20, 3, 4, 0, 5, 8, 8])

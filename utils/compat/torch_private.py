@@ -1,5 +1,6 @@
 """Private names of torch: contents of modules, parts of sharded tensors, and DCP's file records."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,6 +40,7 @@ NAMES = privates(
             f"{_GROUP}:FSDPParam.unsharded_param",
             f"{_GROUP}:FSDPParam.unsharded_accumulated_grad",
         ],
+        "step through an optimizer block by block": ["torch.optim:Optimizer._patch_step_function"],
         "clip a gradient": ["torch:_foreach_norm", "torch:_foreach_mul_"],
         "update moments in bfloat16": [
             f"torch:_foreach_{name}_" for name in ("add", "addcdiv", "addcmul", "copy", "div", "lerp", "mul")
@@ -255,6 +257,11 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def n_writes(tensor: torch.Tensor) -> int:
     """Return torch's count of writes to a tensor or its views. Inference tensors are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """Return ``cls.step`` without its hooks, which torch wraps around it with the first instance of ``cls``."""
+    return inspect.unwrap(cls.step, stop=lambda function: not getattr(function, "hooked", False))
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -137,7 +137,7 @@ def _from_staged_values(root: Path, url: str) -> None:
                 collective(*args, group=group, **others)
 
             patch.setattr(dist, name, call)
-        save_hf(staged, f"{url}/staged", group=own, gather_group=own, **SPLIT)
+        save_hf(staged, f"{url}/staged", group=own, **SPLIT)
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.memory.pinned import host_copies_of
 from holdfast.engine.memory.tensors import flatten, local_tensor
-from holdfast.engine.staging.staged_state import Staging, host_copies_of
+from holdfast.engine.staging.staged_state import Staging
 from holdfast.recover import RecoverConfig, RecoverHandler
 from tests.engine.hf_models import tiny_model
 from tests.recover.runs import SPEC, step_info
@@ -185,4 +186,5 @@ def test_a_handler_takes_memory_when_it_loads_and_none_at_dumps(
 
 def memory_of(handler: RecoverHandler) -> dict[str, int]:
     stagings = [staging for _, staging in handler._sessions.own._stagings.values()]
-    return {name: local_tensor(buffer).data_ptr() for staging in stagings for name, buffer in staging._buffers.items()}
+    kept = [buffers.tensors for staging in stagings for buffers in staging._kept]
+    return {name: local_tensor(buffer).data_ptr() for tensors in kept for name, buffer in tensors.items()}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.engine import OptimizerConfig
+from holdfast.engine.training import host_optimizer
 from holdfast.engine.training.optimizer import build_optimizer, build_scheduler, lr_factor, materialize_state
 from holdfast.utils.errors import ConfigError
 
@@ -147,3 +148,17 @@ def test_state_that_exists_is_left_alone() -> None:
     before = {id(p): describe(state) for p, state in optimizer.state.items()}
     materialize_state(optimizer)
     assert {id(p): describe(state) for p, state in optimizer.state.items()} == before
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam_bf16", "sgd"])
+def test_hooks_see_one_step_of_an_optimizer_on_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_optimizer, "BLOCK_BYTES", 1)
+    build_optimizer(make_params(), OptimizerConfig(type=kind))  # torch wraps hooks around the steps of its class
+    params, calls = make_params(), list[str]()
+    optimizer = build_optimizer(params, OptimizerConfig(type=kind, offload=True))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    before = [param.detach().clone() for param in params]
+    step(optimizer, params, 0)
+    assert calls == ["before", "after"]
+    assert not any(torch.equal(param, old) for param, old in zip(params[:2], before[:2], strict=True))

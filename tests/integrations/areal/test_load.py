@@ -156,10 +156,7 @@ def test_all_that_has_no_effect_is_named_in_one_warning(tmp_path: Path, caplog: 
         ({"backend": "fsdp:d4p2t2"}, "'backend' is 'fsdp:d4p2t2', with pipeline parallelism"),
         ({"backend": "fsdp:d1p8"}, "section 'actor' .*'backend' is 'fsdp:d1p8', with pipeline parallelism"),
         ({"backend": "megatron:(attn:d4t2|ffn:d2e4)"}, "with expert and tensor parallelism"),
-        ({"fsdp": {"offload_params": True}}, "'actor.fsdp.offload_params' .* is True: .* stay on the device here"),
-        ({"fsdp": {"per_layer_optim_step": True}}, "'actor.fsdp.per_layer_optim_step'"),
         ({"offload": True}, "'actor.offload' .* expected False"),
-        ({"archon": {"offload_params": True}}, "'actor.archon.offload_params'"),
         ({"enable_tree_training": True}, "'actor.enable_tree_training' .* no tree training"),
         ({"archon": {"attn_type": "tree"}}, "'actor.archon.attn_type' .* expected 'varlen' or 'sdpa'"),
         ({"megatron": {"fp8_config": {"mode": "e4m3"}}}, "'actor.megatron.fp8_config' .* no training in fp8"),
@@ -225,7 +222,6 @@ def test_values_without_effect_of_keys_that_are_refused_are_accepted(
 
 def test_keys_outside_of_sections_that_change_what_every_engine_computes_are_refused(tmp_path: Path) -> None:
     for extra, message in [
-        ({"enable_offload": True}, "'enable_offload' .* may not fit"),
         ({"defaults": ["../gsm8k@_global_", "_self_"]}, "'defaults' .* are not read here"),
         ({"allocation_mode": "sglang:d2+d2p2"}, "'backend' is 'fsdp:d2p2', with pipeline parallelism"),
         ({"allocation_mode": "megatron:(attn:d2t4|ffn:d1e8)"}, "with expert and tensor parallelism"),
@@ -239,6 +235,22 @@ def test_keys_outside_of_sections_that_change_what_every_engine_computes_are_ref
     for mode, size in [("sglang:d4+eval", None), ("vllm:d2", None), ("sglang:d4|fsdp:d4", 4)]:
         loaded = load_areal(TrainEngineConfig, write(tmp_path, actor={"path": "m"}, allocation_mode=mode))
         assert loaded.parallel_strategy == ParallelStrategy(data_parallel_size=size)
+
+
+def test_keys_of_offload_are_kept_or_are_for_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for keys, on_host in [
+        ({"fsdp": {"offload_params": True}, "optimizer": None}, ("weights", "optimizer")),
+        ({"archon": {"offload_params": True}}, ("weights", "optimizer")),
+        ({"fsdp": {"per_layer_optim_step": True}, "optimizer": {"lr": 0.1}}, ("optimizer",)),
+        ({"optimizer": None, "fsdp": {"per_layer_optim_step": True}}, ()),
+    ]:
+        path = write(tmp_path, actor={"path": "m", **keys}, enable_offload=True)
+        assert load_areal(TrainEngineConfig, path).parts_on_host == on_host
+        assert "enable_offload (your loop calls `engine.offload()`" in caplog.text
+        caplog.clear()
+    both = {"offload_params": True, "per_layer_optim_step": True}
+    with pytest.raises(ConfigError, match="are both true"):
+        load_areal(TrainEngineConfig, write(tmp_path, actor={"path": "m", "fsdp": both, "optimizer": {"lr": 0.1}}))
 
 
 def test_rollouts_are_read_from_their_sections(tmp_path: Path) -> None:
