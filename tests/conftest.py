@@ -32,6 +32,13 @@ if SIMULATED_DEVICES:  # this process, too
     install()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those for GPUs. The others compare with values of the CPU."""
+    for_gpus = "gpu" in config.option.markexpr or SIMULATED_DEVICES or bool(os.environ.get("HOLDFAST_SHARED_GPU"))
+    if not for_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Stretch the time limits of all tests."""
     of_all = config.getoption("timeout")

@@ -19,6 +19,7 @@ from ..config import TrainEngineConfig
 from ..lora.build import add_adapters
 from ..parallel_strategy import ParallelStrategy
 from ..training.gradient_sync import AFFORDABLE_SHARE, ALWAYS_AFFORDABLE_BYTES
+from ..training.logprobs import chunk_elements
 from ..training.model import COMPUTE_DTYPES, UNUSABLE, build_on_meta, cast_buffers, describe_unusable
 from ..training.sharding import block_classes
 
@@ -26,8 +27,6 @@ _PROBE = "holdfast_plan"
 """Name of an attention in transformers that computes nothing and keeps what flash attention keeps."""
 _MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 4}
 """Bytes of optimizer state per trained parameter. SGD has none without momentum."""
-_LOGIT_BYTES = 3 * (128 << 20)
-"""Chunks of float32 logits that exist at a time (see `logprobs`): logits, probabilities, their gradient."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,9 @@ def plan_step(
     in_block = max((whole(unit.trained, unit.trained_experts) for unit in sizes.blocks), default=0)
     in_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
     in_head = min(sizes.vocab_size * sizes.hidden_size // t, in_rest)
-    logits = min(_LOGIT_BYTES, 12 * local_tokens * sizes.vocab_size // t) + 4 * local_tokens * sizes.hidden_size
+    words = sizes.vocab_size // t
+    logits = (item + 4) * min(chunk_elements(words, config.logprobs_chunk_size), local_tokens * words)
+    logits += 4 * local_tokens * sizes.hidden_size
     last = sync == "last" and strategy.world_size > 1
     gradients = summed if last else 4 * trained
     reducing = reduced * in_rest + (reduced * in_rest if last else item * in_rest + reduced * in_rest // shards)

@@ -5,8 +5,7 @@ has them whole: it computes ``[T]`` scores from hidden states, forward in chunks
 words, and computes the logits of a chunk twice. `token_logprobs` starts from given logits and keeps no copy.
 
 Both compute in float32 with ``z = logits / temperature``: ``log p = z[token] - logsumexp(z)``, ``H = -sum(p log p)``,
-``d log p / dz = onehot - p`` and ``dH / dz = -p (log p + H)``. In the last two, log p is kept above -inf, so that a
-logit of -inf gives 0 instead of NaN.
+``d log p / dz = onehot - p`` and ``dH / dz = -p (log p + H)``. ``-p log p`` is 0 for a logit of -inf (``entr``).
 """
 
 from collections.abc import Iterator
@@ -16,10 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
 
-_CHUNK_ELEMENTS = 1 << 25
-"""Number of float32 logits at a time: 128 MiB."""
-_LOWEST = -1e30
-"""Lower limit for log p where it is multiplied by a p of 0."""
+CHUNK_ELEMENTS = 1 << 26
+"""Number of logits at a time: 128 MiB in bfloat16, and 256 MiB for their float32 copy."""
 
 
 def token_logprobs(
@@ -37,7 +34,7 @@ def token_logprobs(
         input_ids: ``[T]`` packed tokens.
         cu_seqlens: ``[n + 1]`` boundaries of the sequences.
         temperature: divisor of the sampler's logits.
-        chunk_size: rows of logits upcast at a time. None: limited by `_CHUNK_ELEMENTS`.
+        chunk_size: rows of logits upcast at a time. None: limited by `CHUNK_ELEMENTS`.
 
     Returns:
         logprobs and entropy, both ``[T]`` float32, aligned with the token they describe, 0 at the first token of every
@@ -66,6 +63,7 @@ def score_tokens(
     chunk_size: int | None = None,
     first_word: int = 0,
     group: dist.ProcessGroup | None = None,
+    uses: "Uses | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log p(target)`` and the entropy for the logits ``hidden @ weight.T + bias``, which never exist whole.
 
@@ -77,8 +75,22 @@ def score_tokens(
     If ``weight`` and ``bias`` are for some words, from ``first_word`` on, and the ranks of ``group`` have the others,
     each rank gets the scores over all words, and the whole gradient of ``hidden``. Two all-reduces of ``[T]`` numbers
     forward, one of ``[T, H]`` backward.
+
+    If both results are stacked for their way through a model, give ``uses`` to this function and to `columns`.
     """
-    return _OfHead.apply(hidden, weight, bias, targets - first_word, temperature, chunk_size, group)
+    return _OfHead.apply(hidden, weight, bias, targets - first_word, temperature, chunk_size, group, uses or Uses())
+
+
+class Uses:
+    """Whether the loss of a backward depends on entropies. `columns` finds out, before `score_tokens` needs to know."""
+
+    entropy = True
+
+
+def columns(scores: torch.Tensor, uses: Uses) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split ``scores [T, 2]`` into log-probabilities and entropies. An unused column gets a gradient of zeros, so that
+    only ``uses`` shows that it costs nothing."""
+    return _Columns.apply(scores, uses)
 
 
 def next_tokens(input_ids: torch.Tensor) -> torch.Tensor:
@@ -99,17 +111,27 @@ def _chunks(length: int, width: int, elements: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-def _chunk_elements(words: int, chunk_size: int | None) -> int:
-    return _CHUNK_ELEMENTS if chunk_size is None else chunk_size * words
+def chunk_elements(words: int, chunk_size: int | None) -> int:
+    """Most logits at a time, for ``chunk_size`` tokens (None: the default) with ``words`` logits each."""
+    return CHUNK_ELEMENTS if chunk_size is None else chunk_size * words
 
 
-def _score(z: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``[t]`` log p(target), entropy and logsumexp of ``z [t, V]``, float32. Overwrites ``z``."""
-    total = z.logsumexp(dim=-1)
-    log_p = z.sub_(total[:, None])
-    target_log_p = log_p.gather(1, targets[:, None]).squeeze(1)
-    log_p.clamp_(min=_LOWEST)
-    return target_log_p, -torch.linalg.vecdot(log_p.exp(), log_p), total
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits if temperature == 1 else logits.to(torch.float32, copy=True).div_(temperature)
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``[3, t]`` float32: log p(target), entropy and logsumexp of ``logits [t, V] / temperature``."""
+    z = _scaled(logits, temperature)
+    highest = z.amax(dim=-1).float()
+    highest = torch.where(highest > -torch.inf, highest, 0.0)
+    below = torch.sub(z, highest[:, None], out=None if z is logits else z)
+    below_target = below.gather(1, targets[:, None]).squeeze(1)
+    weights = below.exp_()
+    total = weights.sum(dim=-1)
+    log_total = total.log()
+    entropy = log_total + torch.special.entr(weights, out=weights).sum(dim=-1) / total
+    return torch.stack([below_target - log_total, entropy, highest + log_total])
 
 
 def _over_all_words(scores: torch.Tensor, targets: torch.Tensor, words: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -128,32 +150,36 @@ def _over_all_words(scores: torch.Tensor, targets: torch.Tensor, words: int, gro
     return torch.stack([target - log_weights, entropies / weights + log_weights, highest + log_weights])
 
 
-def _grad_z(
-    z: torch.Tensor,
+def _grad_logits(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
     scores: tuple[torch.Tensor, torch.Tensor],
     grads: tuple[torch.Tensor | None, torch.Tensor | None],
-    targets: torch.Tensor,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of ``z [t, v]`` float32, for any words of any tokens. Overwrites ``z``.
+    """Write the gradient of ``logits [t, v]``, for any words of any tokens, to ``out``, which may be ``logits``.
 
     ``scores`` are ``[t]`` entropy and logsumexp over all words, ``grads`` the ``[t]`` gradients of log p(target) and
     entropy (None for 0). ``targets`` ``[t]`` lie outside ``[0, v)`` if the target is not among these words.
     """
     entropy, total = scores
-    grad_logprobs, grad_entropy = grads
-    log_p = z.sub_(total[:, None])
+    grad_logprobs, grad_entropy = (None if grad is None else (grad / temperature)[:, None] for grad in grads)
+    inside = ((targets >= 0) & (targets < logits.shape[1]))[:, None]
+    places = targets.clamp(0, logits.shape[1] - 1)[:, None]
+    z = _scaled(logits, temperature)
+    own = out if out.dtype == torch.float32 else None
+    p = torch.sub(z, total[:, None], out=own if z is logits else z).exp_()
     if grad_entropy is None:
         assert grad_logprobs is not None  # else no backward would be needed
-        grad = log_p.exp_().mul_(-grad_logprobs[:, None])
-    else:
-        p = log_p.exp()
-        factor = log_p.clamp_(min=_LOWEST).add_(entropy[:, None]).mul_(-grad_entropy[:, None])
-        grad = p.mul_(factor if grad_logprobs is None else factor.sub_(grad_logprobs[:, None]))
+        others = p.scatter_add_(1, places, -inside.float())
+        return torch.mul(others, -grad_logprobs, out=out)
+    p_log_p = torch.special.entr(p)
+    common = grad_entropy * entropy[:, None]
+    grad = p.mul_(-common if grad_logprobs is None else -(common + grad_logprobs)).addcmul_(p_log_p, grad_entropy)
     if grad_logprobs is not None:
-        inside = (targets >= 0) & (targets < grad.shape[1])
-        places = targets.clamp(0, grad.shape[1] - 1)
-        grad.scatter_add_(1, places[:, None], torch.where(inside, grad_logprobs, 0.0)[:, None])
-    return grad
+        grad.scatter_add_(1, places, torch.where(inside, grad_logprobs, 0.0))
+    return out.copy_(grad)
 
 
 def _rows_of(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
@@ -168,9 +194,9 @@ class _OfLogits(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_size: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-        ctx.temperature, ctx.elements = temperature, _chunk_elements(logits.shape[1], chunk_size)
+        ctx.temperature, ctx.elements = temperature, chunk_elements(logits.shape[1], chunk_size)
         for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
-            scores[:, rows] = torch.stack(_score(logits[rows].float() / temperature, targets[rows]))
+            scores[:, rows] = _score(logits[rows], targets[rows], temperature)
         ctx.save_for_backward(logits, targets, scores)
         ctx.set_materialize_grads(False)
         return scores[0].clone(), scores[1].clone()
@@ -183,10 +209,27 @@ class _OfLogits(torch.autograd.Function):
         logits, targets, (_, entropy, total) = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
-            grads = (_rows_of(grad_logprobs, rows), _rows_of(grad_entropy, rows))
-            z = logits[rows].float() / ctx.temperature
-            grad_logits[rows] = _grad_z(z, (entropy[rows], total[rows]), grads, targets[rows]) / ctx.temperature
+            scores = entropy[rows], total[rows]
+            grads = _rows_of(grad_logprobs, rows), _rows_of(grad_entropy, rows)
+            _grad_logits(logits[rows], targets[rows], ctx.temperature, scores, grads, out=grad_logits[rows])
         return grad_logits, None, None, None
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, uses: Uses) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.uses = uses
+        ctx.set_materialize_grads(False)
+        return scores[:, 0].clone(), scores[:, 1].clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        ctx.uses.entropy = grads[1] is not None
+        given = [grad for grad in grads if grad is not None]
+        if not given:
+            return None, None
+        return torch.stack([torch.zeros_like(given[0]) if grad is None else grad for grad in grads], dim=-1), None
 
 
 class _OfHead(torch.autograd.Function):
@@ -202,13 +245,14 @@ class _OfHead(torch.autograd.Function):
         temperature: float,
         chunk_size: int | None,
         group: dist.ProcessGroup | None,
+        uses: Uses,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
-        ctx.temperature, ctx.elements, ctx.group = temperature, _chunk_elements(len(weight), chunk_size), group
+        ctx.temperature, ctx.elements = temperature, chunk_elements(len(weight), chunk_size)
+        ctx.group, ctx.uses = group, uses
         own_targets = targets.clamp(0, len(weight) - 1)
         for rows in _chunks(len(hidden), len(weight), ctx.elements):
-            z = linear(hidden[rows], weight, bias).float().div_(temperature)
-            scores[:, rows] = torch.stack(_score(z, own_targets[rows]))
+            scores[:, rows] = _score(linear(hidden[rows], weight, bias), own_targets[rows], temperature)
         if group is not None:
             scores = _over_all_words(scores, targets, len(weight), group)
         ctx.save_for_backward(hidden, weight, bias, targets, scores)
@@ -219,20 +263,19 @@ class _OfHead(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, (_, entropy, total) = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grads = grad_logprobs, grad_entropy if ctx.uses.entropy else None
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         for words in _chunks(len(weight), len(hidden), ctx.elements):
             part = None if bias is None else bias[words]
-            z = linear(hidden, weight[words], part).float().div_(ctx.temperature)
-            grad = _grad_z(z, (entropy, total), (grad_logprobs, grad_entropy), targets - words.start)
-            grad = grad.div_(ctx.temperature)
+            logits, own = linear(hidden, weight[words], part), targets - words.start
+            grad = _grad_logits(logits, own, ctx.temperature, (entropy, total), grads, out=logits)
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0)
-            grad = grad.to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight[words] = grad.T @ hidden
             if grad_hidden is not None:
@@ -241,4 +284,4 @@ class _OfHead(torch.autograd.Function):
             if ctx.group is not None:
                 dist.all_reduce(grad_hidden, group=ctx.group)
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

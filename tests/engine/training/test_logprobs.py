@@ -32,7 +32,7 @@ def by_loops(logits: np.ndarray, tokens: list[int], temperature: float) -> tuple
 def test_token_logprobs_equal_loops_whatever_the_chunk(
     chunk_elements: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, 7, generator=generator, dtype=torch.float64) * 3
     tokens = torch.randint(0, 7, (9,), generator=generator)
@@ -47,7 +47,7 @@ def test_token_logprobs_equal_loops_whatever_the_chunk(
 def test_token_logprobs_gradient_equals_that_of_log_softmax(
     chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     generator = torch.Generator().manual_seed(1)
     raw = torch.randn(9, 7, generator=generator) * 2
     tokens = torch.randint(0, 7, (9,), generator=generator)
@@ -72,7 +72,7 @@ def test_token_logprobs_gradient_equals_that_of_log_softmax(
 def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
     chunk_elements: int, asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     generator = torch.Generator().manual_seed(2)
     hidden, weight = torch.randn(9, 4, generator=generator), torch.randn(7, 4, generator=generator)
     bias = torch.randn(7, generator=generator)
@@ -103,7 +103,7 @@ def test_chunks_of_a_head_in_bfloat16_cost_no_precision(monkeypatch: pytest.Monk
     torch.log_softmax(exact[0] @ exact[1].T, -1).gather(1, targets[:, None]).sum().backward()
     errors = {}
     for chunk_elements in (1 << 25, 600):
-        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk_elements)
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
         inputs = [tensor.clone().requires_grad_() for tensor in made]
         logprobs, _ = score_tokens(inputs[0], inputs[1], None, targets)
         logprobs.sum().backward()

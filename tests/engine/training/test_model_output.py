@@ -1,6 +1,7 @@
 """Inputs of loss functions: log-probabilities without logits, equal to those from logits, and logits on request."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def _of(logprobs: torch.Tensor, entropy: torch.Tensor, mb: Batch) -> torch.Tenso
 
 
 def _gradients_both_ways(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    logprobs_module._CHUNK_ELEMENTS = 40  # several chunks of tokens and of words
+    logprobs_module.CHUNK_ELEMENTS = 40  # several chunks of tokens and of words
     differences = {}
     for packed in (True, False):
         engine = make_engine(
@@ -111,12 +112,37 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func.overloadpacket._qualified_op_name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_loss_without_entropies_computes_no_gradient_of_them(engine: FSDPEngine) -> None:
+    def of_logprobs(output: Any, mb: Batch) -> torch.Tensor:
+        assert torch.isfinite(output.entropy).all(), "a loss may look at entropies"
+        return -(output.logprobs * mb["loss_mask"]).sum() / mb["loss_mask"].sum()
+
+    counts = []
+    for loss_fn in (of_logprobs, from_output):
+        with Operators() as operators:
+            engine.train_batch(make_batch(), loss_fn, loss_tokens)
+        counts.append(operators.count["aten::special_entr"])
+    assert counts == [1, 2], "in the forward, and with the second loss in the backward"
+
+
 @pytest.mark.slow
 def test_no_tensor_of_tokens_times_words_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words, tokens = 5000, 300
     write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=words))
     engine = make_engine(tmp_path / "model")
-    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 1 << 16)
+    monkeypatch.setattr(logprobs_module, "CHUNK_ELEMENTS", 1 << 16)
     batch = make_batch((100, 100, 100))
     largest = {}
     for name, loss_fn in (("logits", from_logits), ("output", from_output)):

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 VARIABLE = "HOLDFAST_SHARED_GPU"
+NAME = "shared_gpu"
+SOURCE = Path(__file__).with_name("collectives.cpp")
 
 
 def install() -> None:
@@ -25,7 +27,7 @@ def install() -> None:
         if made is None:
             from tests.simulated_cuda.build import compiled, load
 
-            made = load("shared_gpu", compiled("shared_gpu", Path(__file__).with_name("collectives.cpp")))
+            made = load(NAME, compiled(NAME, SOURCE))
         return made.collectives(dist.ProcessGroupGloo(store, rank, size, options._timeout), rank, size)
 
     class _OfNccl(type):
