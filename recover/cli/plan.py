@@ -189,7 +189,8 @@ def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
         print_table(("change, one after the other", "saves>", "peak>"), lines)
     if not (found["fits"] or found["fits_after_changes"]):
         click.echo(
-            "No change of the mesh, the optimizer or checkpointing is enough: use more GPUs, fewer tokens or LoRA.\n"
+            "No change of the mesh, the optimizer or checkpointing is enough: use more GPUs, fewer tokens or LoRA, or "
+            "keep state in host memory (optimizer.offload, fsdp.offload_params), which this does not compute.\n"
         )
     rows = [
         ("host memory of a node for snapshots", size_text(found["bytes_in_host_memory_per_node"])),
