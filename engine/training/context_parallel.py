@@ -9,17 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from .logprobs import next_tokens
 from .microbatch import MicroBatch
 
 Group = dist.ProcessGroup | None
 """The ranks that share a row. None: this rank has it alone."""
-
-
-def filled_row(mb: MicroBatch, group: Group) -> MicroBatch:
-    """The row of a micro-batch, filled up so that the ranks of the group get parts of the same length."""
-    return mb.row(1 if group is None else dist.get_world_size(group))
 
 
 def own_part(row: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
@@ -32,9 +28,10 @@ def own_targets(mb: MicroBatch, group: Group) -> torch.Tensor:
 
     The row is shifted before it is cut, because the last token of a part is followed by the first one of the next.
     """
-    if group is None:
-        return next_tokens(mb.data["input_ids"])
-    return own_part(next_tokens(filled_row(mb, group).data["input_ids"]), group)
+    ids = mb.data["input_ids"]
+    if group is not None:
+        ids = F.pad(ids, (0, mb.row_size(dist.get_world_size(group)) - mb.n_tokens))
+    return own_part(next_tokens(ids), group)
 
 
 def gather_parts(part: torch.Tensor, group: Group) -> torch.Tensor:
