@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig, full_state_dict
+from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig, fsdp_engine, full_state_dict
 from holdfast.engine.api import Batch
 from holdfast.engine.model import initial_model
 from holdfast.engine.rl.config import PPOActorConfig
@@ -18,6 +18,7 @@ from holdfast.engine.rl.losses import masked_mean
 from holdfast.engine.rl.policy_losses import policy_inputs, ppo
 from holdfast.engine.training import attention
 from holdfast.engine.training.attention import packed_row
+from holdfast.engine.training.batch import join_trajectories
 from holdfast.engine.training.context_parallel import heads_to_tokens
 from holdfast.engine.training.logprobs import token_logprobs
 from holdfast.engine.training.microbatch import split_batch
@@ -269,6 +270,32 @@ def _adapters(rank: int, world_size: int, folder: str) -> None:
 
 def test_adapters_are_trained_by_ranks_that_share_rows(tmp_path: Path) -> None:
     run_ranks(_adapters, 2, str(write_base(tmp_path / "base")))
+
+
+def _broadcasts(rank: int, world_size: int, folder: str) -> None:
+    engine, alone = engine_on(folder, "d1c2", optimizer=None), engine_on(folder, "d2c1", optimizer=None)
+    batch, head = a_batch(), rank == 0
+    listed, peers = [rows(batch, slice(3)), rows(batch, slice(3, 8))], rows(batch, slice(2))
+    with patch.object(fsdp_engine, "join_trajectories", side_effect=join_trajectories) as joins:
+        assert same(engine.broadcast_batch(listed if head else None), batch)
+    assert joins.call_count == head, "the head joins its list once"
+    assert same(engine.broadcast_batch(batch if head else peers), batch)
+    assert same(alone.broadcast_batch(listed), batch)
+    bad: tuple[Any, ...] = (
+        (None, "got None on the first of"),
+        ([], "is empty"),
+        ([batch, peers["input_ids"]], "a Tensor"),
+    )
+    for given, words in bad:
+        for each in (engine, alone):
+            with pytest.raises(BatchError, match=words):
+                each.broadcast_batch(batch if each is engine and not head else given)
+
+
+def test_the_head_gives_its_batch_to_all_ranks_with_its_data_or_all_of_them_raise(
+    folders: Callable[[str], str],
+) -> None:
+    run_ranks(_broadcasts, 2, folders("qwen3"))
 
 
 # Checkpoints
