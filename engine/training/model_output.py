@@ -10,10 +10,11 @@ from ...utils.compat.torch_private import tree_map
 from ...utils.errors import BatchError
 from ..config import TrainEngineConfig
 from .attention import packed_row
-from .context_parallel import gather_parts, own_part, own_targets
+from .context_parallel import own_targets
 from .head import ScoringHead, scoring
 from .logprobs import align_with_tokens, score_logits, token_logprobs
 from .microbatch import MicroBatch
+from .rank_parts import gather_parts, own_part
 
 
 class ModelOutput:

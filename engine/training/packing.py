@@ -24,8 +24,8 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
-from .context_parallel import gather_parts, own_part
 from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
+from .rank_parts import gather_parts, own_part
 from .rotary import length_boundaries, move_boundary
 from .unsharded import unsharded_class
 

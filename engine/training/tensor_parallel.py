@@ -16,11 +16,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from ...utils.compat.transformers_private import apply_parallel_plan, tensor_parallel_plan
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
+from .rank_parts import gather_parts, sum_gradient
 
 _PARTIAL = "replicated_with_grad_allreduce"
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "packed_colwise", "packed_rowwise")
@@ -202,37 +203,7 @@ def words_of(head: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None, int, d
 
 def _whole_logits(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     weight, bias, _, group = words_of(head)
-    return _Gathered.apply(nn.functional.linear(_Shared.apply(hidden, group), weight, bias), group)
-
-
-class _Shared(torch.autograd.Function):
-    """A tensor that all ranks of a group have. Its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The last dimension of all ranks of a group, in their order. Each keeps its own part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.rank, ctx.size = dist.get_rank(group), part.shape[-1]
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.narrow(-1, ctx.rank * ctx.size, ctx.size), None
+    return gather_parts(F.linear(sum_gradient(hidden, group), weight, bias), group, dim=-1)
 
 
 @torch.no_grad()
