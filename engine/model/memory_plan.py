@@ -18,7 +18,7 @@ from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from ..lora.build import add_adapters
 from ..parallel_strategy import ParallelStrategy
-from ..training.gradient_sync import AFFORDABLE_SHARE, ALWAYS_AFFORDABLE_BYTES
+from ..training.gradient_sync import choose_last
 from ..training.model import COMPUTE_DTYPES, UNUSABLE, build_on_meta, cast_buffers, describe_unusable
 from ..training.sharding import block_classes
 
@@ -134,7 +134,7 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
 
 
 def plan_step(
-    sizes: ModelSizes, config: TrainEngineConfig, strategy: ParallelStrategy, tokens: int, memory: int | None = None
+    sizes: ModelSizes, config: TrainEngineConfig, strategy: ParallelStrategy, tokens: int, memory: int = 0
 ) -> MemoryPlan:
     """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a row).
 
@@ -143,7 +143,7 @@ def plan_step(
         config: the engine's settings.
         strategy: the mesh, for a number of ranks.
         tokens: in a micro-batch.
-        memory: bytes of the device, on which ``gradient_sync: auto`` depends.
+        memory: bytes of the GPU, on which ``gradient_sync: auto`` depends. 0: a CPU.
     """
     assert config.optimizer is not None
     c, t, e = strategy.cp_size, strategy.tp_size, strategy.ep_size
@@ -160,10 +160,6 @@ def plan_step(
     item, reduced = (COMPUTE_DTYPES[dtype].itemsize for dtype in (config.dtype, config.grad_reduce_dtype))
     trained = sharded(sum(unit.trained for unit in units), sum(unit.trained_experts for unit in units))
     summed = reduced * sum(whole(unit.trained, unit.trained_experts) for unit in units)
-    sync = config.fsdp.gradient_sync
-    if sync == "auto":
-        affordable = max(ALWAYS_AFFORDABLE_BYTES, int(AFFORDABLE_SHARE * (memory or 0)))
-        sync = "last" if reduced == 4 and (config.use_lora or summed <= affordable) else "every"
     momentum = config.optimizer.type != "sgd" or config.optimizer.momentum > 0
 
     kept = [local_tokens * (unit.kept + unit.kept_in_parts / t) for unit in units]
@@ -178,7 +174,7 @@ def plan_step(
     in_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
     in_head = min(sizes.vocab_size * sizes.hidden_size // t, in_rest)
     logits = min(_LOGIT_BYTES, 12 * local_tokens * sizes.vocab_size // t) + 4 * local_tokens * sizes.hidden_size
-    last = sync == "last" and strategy.world_size > 1
+    last = choose_last(config, summed, memory) and strategy.world_size > 1
     gradients = summed if last else 4 * trained
     reducing = reduced * in_rest + (reduced * in_rest if last else item * in_rest + reduced * in_rest // shards)
     moments = [  # (gradients, gathered, activations, head) in the backward of the head, the last block and the rest
