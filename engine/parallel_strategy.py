@@ -106,7 +106,7 @@ class ParallelStrategy:
 
     def for_world(self, world_size: int) -> "ParallelStrategy":
         """Fill in ``data_parallel_size``. Raises ConfigError if the strategy is for another number of ranks."""
-        per_data_rank = self.cp_size * self.tp_size
+        per_data_rank = self.ranks_with_same_data
         d = self.data_parallel_size or max(1, world_size // per_data_rank)
         if (needed := d * per_data_rank) != world_size:
             each = f" ({per_data_rank} for each data rank)" if per_data_rank > 1 else ""
@@ -117,9 +117,14 @@ class ParallelStrategy:
         return replace(self, data_parallel_size=d)
 
     @property
+    def ranks_with_same_data(self) -> int:
+        """Number of ranks with the same data, c t. They are consecutive, and the first is their head."""
+        return self.cp_size * self.tp_size
+
+    @property
     def multiple_of(self) -> int:
         """The number of ranks must be a multiple of this if ``data_parallel_size`` is None: r lcm(c t, e)."""
-        return self.replicate_size * lcm(self.cp_size * self.tp_size, self.ep_size)
+        return self.replicate_size * lcm(self.ranks_with_same_data, self.ep_size)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -157,7 +162,7 @@ class ParallelStrategy:
         """Number of ranks. Raises ConfigError if ``data_parallel_size`` is None."""
         if self.data_parallel_size is None:
             raise ConfigError("data_parallel_size is None, so any number of ranks may fit; see `for_world`")
-        return self.data_parallel_size * self.cp_size * self.tp_size
+        return self.data_parallel_size * self.ranks_with_same_data
 
 
 def _sizes_of(text: str, known: str, found: str) -> dict[str, int]:

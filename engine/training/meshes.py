@@ -62,8 +62,8 @@ class Meshes:
 
     @property
     def ranks_with_same_data(self) -> int:
-        """Number of ranks with the same data, c t. They are consecutive, and the first is their head."""
-        return self.strategy.cp_size * self.strategy.tp_size
+        """As in `ParallelStrategy`."""
+        return self.strategy.ranks_with_same_data
 
     @property
     def is_head(self) -> bool:
