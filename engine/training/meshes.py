@@ -133,5 +133,4 @@ def _mesh(device_type: str, sizes: dict[str, int], timeout: timedelta) -> tuple[
 
 def _own_group(rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
     """Make a group of each row of ranks, and return the one with this rank."""
-    groups = [dist.new_group(row, timeout=timeout) for row in rows.tolist()]  # elsewhere no group, but a number
-    return next(group for group in groups if isinstance(group, dist.ProcessGroup))
+    return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]  # type: ignore[return-value]
