@@ -18,8 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...utils.compat.torch_private import fsdp_mesh_of
 from ...utils.compat.transformers_private import attention_of, build_from_config
 from ...utils.distributed import get_rank
+from .meshes import is_cut
 from .rotary import fix_frequencies
-from .tensor_parallel import cut_over_ranks, is_cut, tensor_mesh_of
+from .tensor_parallel import cut_over_ranks, tensor_mesh_of
 from .unsharded import unsharded_class
 from .weights import give_memory
 

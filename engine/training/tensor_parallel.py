@@ -173,14 +173,6 @@ def tensor_mesh_of(model: nn.Module) -> DeviceMesh | None:
     return None if (cut := _cuts.get(model)) is None else cut.mesh
 
 
-def is_cut(tensor: torch.Tensor, mesh: DeviceMesh | None) -> bool:
-    """Whether the ranks of `Meshes.tensor` hold different parts of a tensor."""
-    if mesh is None or not isinstance(tensor, DTensor):
-        return False
-    name, names = (mesh.mesh_dim_names or ("",))[0], tensor.device_mesh.mesh_dim_names or ()
-    return name in names and not isinstance(tensor.placements[names.index(name)], Replicate)
-
-
 def has_own_forward(head: nn.Linear) -> bool:
     """Whether something other than `cut_over_ranks` has replaced the forward of a head."""
     forward = vars(head).get("forward")

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from ...utils.distributed import all_agree, collective_broke
 from ...utils.errors import ConfigError
 from ..memory.tensors import local_tensor
+from .meshes import is_cut
 from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
-from .tensor_parallel import is_cut, sum_partial_gradients, tensor_mesh_of
+from .tensor_parallel import sum_partial_gradients, tensor_mesh_of
 from .unsharded import unsharded_class
 from .weights import keep_own_shard
 

@@ -26,6 +26,7 @@ from holdfast.engine.api import Batch
 from holdfast.engine.memory.tensors import counts_here, local_tensor
 from holdfast.engine.training import tensor_parallel
 from holdfast.engine.training.logprobs import score_tokens, token_logprobs
+from holdfast.engine.training.meshes import is_cut
 from holdfast.engine.training.microbatch import split_batch
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError
@@ -179,7 +180,7 @@ def _updates(rank: int, world_size: int, folder: str) -> None:
         common = [
             local_tensor(tensor)
             for tensor in engine.dcp_state().live_tensors().values()
-            if not tensor_parallel.is_cut(tensor, tensor_parallel.tensor_mesh_of(engine.model))
+            if not is_cut(tensor, engine._meshes.tensor)
         ]
         ours, theirs = gather_objects([tensor.tolist() for tensor in common])
         assert len(ours) > 20 and ours == theirs, "weights and moments that every rank has stay equal"
