@@ -23,7 +23,7 @@ from .context_parallel import own_targets
 from .logprobs import score_tokens, token_logprobs
 from .microbatch import MicroBatch
 from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
-from .tensor_parallel import has_own_forward, words_of
+from .tensor_parallel import has_own_forward, plain_head, words_of
 from .unsharded import unsharded_class
 
 logger = get_logger(__name__)
@@ -103,13 +103,8 @@ def find_scoring_head(
 
 
 def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
-    try:
-        head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        return None
-    return None if has_own_forward(head) or count_forward_hooks(head) else head
+    head = plain_head(model)
+    return None if head is None or has_own_forward(head) or count_forward_hooks(head) else head
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         ConfigError: transformers has no plan for the architecture, or one that is not supported, or the number of ranks
             does not divide rows, columns or heads.
     """
-    size, name, head = mesh.size(), type(model).__name__, _plain_head(model)
+    size, name, head = mesh.size(), type(model).__name__, plain_head(model)
     modules: dict[str, nn.Module] = dict(model.named_modules())
     parameters = dict(model.named_parameters())  # a tied weight has one name
     plan = tensor_parallel_plan(model, size)
@@ -103,7 +103,8 @@ def _share_inputs(layers: list[nn.Module], mesh: DeviceMesh) -> None:
         layer.register_forward_pre_hook(shared)
 
 
-def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
+def plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The language-model head, if its class computes what `nn.Linear` does."""
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
