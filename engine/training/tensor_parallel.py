@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from ...utils.compat.transformers_private import apply_parallel_plan, tensor_parallel_plan
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
+from ..parallel_strategy import divisors
 from .rank_parts import gather_parts, sum_gradient
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -150,8 +151,7 @@ def _require_even(sizes: dict[str, int], ranks: int) -> None:
     """FSDP2 would hold other rows of a weight than its DTensor says if the parts had several sizes."""
     for what, number in sizes.items():
         if number % ranks:
-            most = math.gcd(*sizes.values())
-            fitting = [size for size in range(1, most + 1) if most % size == 0]
+            fitting = divisors(math.gcd(*sizes.values()))
             raise _refusal(ranks, f"which does not divide the {number} {what}; expected one of {fitting}", "")
 
 

@@ -261,7 +261,7 @@ def _refusals(rank: int, world_size: int, dense: str, moe: str) -> None:
             {"backend": "fsdp", "router_aux_loss_coef": 0.1},
             "router_aux_loss_coef' is 0.1, but transformers knows",
         ),
-        (moe, {"backend": "fsdp:t2e2"}, "with expert and tensor parallelism, which is not supported;"),
+        (moe, {"backend": "fsdp:t2e2"}, "expert_parallel_size is 2 and tensor_parallel_size 2, which are not"),
     ):
         with patch.object(torch.nn.Module, "to_empty") as memory, pytest.raises(ConfigError, match=re.escape(words)):
             make_engine(folder, **{"backend": "fsdp:e2", **changes})

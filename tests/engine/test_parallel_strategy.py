@@ -82,8 +82,8 @@ def test_sizes_are_checked_against_each_other_and_the_world() -> None:
 def test_a_config_with_an_unsupported_mesh_is_refused_before_anything_starts() -> None:
     for backend, message in (
         ("fsdp:d4p2", "'backend' is 'fsdp:d4p2', with pipeline parallelism, which is not supported; .* 'fsdp:d8'"),
-        ("fsdp:d4t2e4", "with expert and tensor parallelism, .* 'fsdp:d8'"),
-        ("fsdp:t2e2", "with expert and tensor parallelism, .* 'fsdp'"),
+        ("fsdp:d4t2e4", "size is 4 and tensor_parallel_size 2, which are not supported together; .* 'backend' with"),
+        ("fsdp:t2e2", "size is 2 and tensor_parallel_size 2, which are not supported together; .* 'backend' with"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrainEngineConfig(backend=backend)
