@@ -138,6 +138,8 @@ def plan_step(
 ) -> MemoryPlan:
     """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a row).
 
+    ``gradient_checkpointing: selective`` is counted like ``false``: an upper bound.
+
     Args:
         sizes: of `measure_model`, with the same settings of LoRA and dtype.
         config: the engine's settings.
@@ -163,10 +165,12 @@ def plan_step(
     momentum = config.optimizer.type != "sgd" or config.optimizer.momentum > 0
 
     kept = [local_tokens * (unit.kept + unit.kept_in_parts / t) for unit in units]
-    again = 0.0
-    if config.gradient_checkpointing:  # only inputs of blocks are kept, and one block at a time runs again
-        again = max(kept[:-1], default=0.0)
-        kept = [kept[-1], local_tokens * item * sizes.hidden_size * len(sizes.blocks)]
+    again, choice = 0.0, config.gradient_checkpointing
+    if choice and choice != "selective":  # only inputs of blocks are kept, and one block at a time runs again
+        step, needed = 1 if choice is True else int(choice.removeprefix("every_")), kept[:-1]
+        kept[:-1:step] = [local_tokens * item * sizes.hidden_size] * len(needed[::step])
+        for number, block in list(enumerate(needed))[::step]:  # the backward has freed all blocks after it
+            again = max(again, block - sum(kept[number + 1 : -1]))
     gathered = [item * whole(unit.dense, unit.experts) for unit in units]
     *of_blocks, of_rest = gathered
     blocks = sum(sorted(of_blocks)[-2:] if config.fsdp.reshard_after_forward else of_blocks)  # the next one, too

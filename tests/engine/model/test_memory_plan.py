@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ SETTINGS = {
     "plain": {"fsdp": FSDPConfig(gradient_sync="every")},
     "sync_last": {"fsdp": FSDPConfig(gradient_sync="last")},
     "checkpointing": {"fsdp": FSDPConfig(gradient_sync="every"), "gradient_checkpointing": True},
+    "every_2": {"fsdp": FSDPConfig(gradient_sync="every"), "gradient_checkpointing": "every_2"},
     "gathered": {"fsdp": FSDPConfig(gradient_sync="every", reshard_after_forward=False)},
     "lora": {"use_lora": True},
 }
@@ -117,6 +119,15 @@ def test_more_ranks_of_any_kind_need_less_memory_on_each(tmp_path: Path) -> None
     assert peak(data_parallel_size=4, context_parallel_size=2) < peak(data_parallel_size=8)
     assert peak(data_parallel_size=4, tensor_parallel_size=2) < peak(data_parallel_size=8)
     assert peak(data_parallel_size=8, expert_parallel_size=4) < peak(data_parallel_size=8)
+
+
+def test_fewer_blocks_that_run_again_need_more_memory_and_selective_counts_as_none(tmp_path: Path) -> None:
+    MODELS["qwen3"].save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path))
+    sizes, alone = measure_model(config, 4096), ParallelStrategy().for_world(1)
+    choices = (True, "every_1", "every_2", "every_9", False, "selective")
+    peaks = [plan_step(sizes, replace(config, gradient_checkpointing=each), alone, 4096).peak for each in choices]
+    assert peaks[0] == peaks[1] < peaks[2] < peaks[3] < peaks[4] == peaks[5]
 
 
 def test_an_architecture_with_attention_sinks_is_planned_or_refused_in_words(tmp_path: Path) -> None:
