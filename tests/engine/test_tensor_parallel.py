@@ -163,20 +163,18 @@ def test_cut_matrices_take_the_steps_of_the_unsharded_model(
 
 def _updates(rank: int, world_size: int, folder: str) -> None:
     batch = make_batch()
-    for kind in ("adam", "adam_bf16"):
-        optimizer = OptimizerConfig(type=kind, lr=1e-2, gradient_clipping=0.5)
-        engine = engine_with(folder, "fsdp:d1t2", optimizer=optimizer)
-        foreach = engine_with(folder, "fsdp:d1t2", optimizer=optimizer)
-        plain = engine_with(folder, "fsdp:d2", optimizer=optimizer)
-        for group in foreach.optimizer.param_groups:
-            group["foreach"] = kind == "adam"
+    for kind, kernels in (("adam", ("loop", "foreach")), ("adam_bf16", ("foreach",))):
+        options: dict[str, Any] = {"type": kind, "lr": 1e-2, "gradient_clipping": 0.5}
+        configs = [OptimizerConfig(**options, implementation=name) for name in kernels]
+        engine, *others = (engine_with(folder, "fsdp:d1t2", optimizer=config) for config in configs)
+        plain = engine_with(folder, "fsdp:d2", optimizer=configs[0])
         for step in range(3):
             stats = engine.train_batch(batch, nll, loss_tokens)
-            assert foreach.train_batch(batch, nll, loss_tokens) == stats
+            assert all(each.train_batch(batch, nll, loss_tokens) == stats for each in others)
             other = plain.train_batch(rows(batch, slice(rank * 4, rank * 4 + 4)), nll, loss_tokens)
             assert stats["loss"] == pytest.approx(other["loss"], rel=1e-3 if kind == "adam_bf16" else 1e-5), step
             assert stats["n_tokens"] == batch["attention_mask"].sum()
-        assert same(whole(engine), whole(foreach))
+        assert all(same(whole(engine), whole(each)) for each in others)
         common = [
             local_tensor(tensor)
             for tensor in engine.dcp_state().live_tensors().values()
