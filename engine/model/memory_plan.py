@@ -6,6 +6,7 @@ does: queries, keys, values, output, and one float32 per query.
 """
 
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -129,8 +130,9 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
         text, seen = model.config.get_text_config(decoder=True), set[int]()
         sizes = [_unit(module, kept[index], stored, seen) for module, index in units.items()]
         rest = _unit(model, kept[-1], stored, seen)
-        heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1)
-        return ModelSizes(tuple(sizes), rest, text.hidden_size, text.vocab_size, heads)
+        layers = getattr(text, "per_layer_config", [text])  # their numbers may differ, or transformers has no such view
+        heads = [getattr(e, "num_key_value_heads", None) or getattr(e, "num_attention_heads", 1) for e in layers]
+        return ModelSizes(tuple(sizes), rest, text.hidden_size, text.vocab_size, gcd(*heads))
 
 
 def plan_step(

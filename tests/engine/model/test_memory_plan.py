@@ -11,10 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from transformers import GptOssConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from holdfast.engine import FSDPConfig, MicroBatchSpec, ParallelStrategy, TrainEngineConfig
 from holdfast.engine.model.memory_plan import measure_model, plan_step
+from tests.engine.architectures.released import tiny_config
 from tests.engine.test_fsdp_engine import loss_tokens, make_engine
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
@@ -130,6 +131,15 @@ def test_fewer_blocks_that_run_again_need_more_memory_and_selective_counts_as_no
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3] < peaks[4] == peaks[5]
 
 
-def test_an_architecture_with_attention_sinks_is_planned_or_refused_in_words(tmp_path: Path) -> None:
-    GptOssConfig(**HEADS, num_hidden_layers=2, vocab_size=100, num_local_experts=4).save_pretrained(tmp_path)
-    assert measure_model(TrainEngineConfig(path=str(tmp_path)), 256).n_parameters > 0
+PLANNED = {
+    "openai/gpt-oss-20b": "sinks of the attention",
+    "google/gemma-3-1b-it": "a buffer from a number",
+    "google/gemma-4-26B-A4B": "other key-value heads in some layers",
+    "microsoft/Phi-4-mini-instruct": "frequencies from a list",
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_released_architectures_are_planned(tmp_path: Path, name: str) -> None:
+    tiny_config(name).save_pretrained(tmp_path)
+    assert measure_model(TrainEngineConfig(path=str(tmp_path)), 64).n_parameters > 0
