@@ -15,6 +15,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from holdfast.engine import FSDPConfig, MicroBatchSpec, ParallelStrategy, TrainEngineConfig
 from holdfast.engine.model.memory_plan import measure_model, plan_step
+from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.released import tiny_config
 from tests.engine.test_fsdp_engine import loss_tokens, make_engine
 from tests.helpers import run_ranks
@@ -143,3 +144,9 @@ PLANNED = {
 def test_released_architectures_are_planned(tmp_path: Path, name: str) -> None:
     tiny_config(name).save_pretrained(tmp_path)
     assert measure_model(TrainEngineConfig(path=str(tmp_path)), 64).n_parameters > 0
+
+
+def test_an_architecture_whose_forward_depends_on_values_is_refused(tmp_path: Path) -> None:
+    tiny_config("microsoft/Phi-3.5-MoE-instruct").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="activations of PhimoeForCausalLM cannot be computed from its config alone"):
+        measure_model(TrainEngineConfig(path=str(tmp_path)), 64)
