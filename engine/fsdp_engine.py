@@ -343,16 +343,18 @@ class FSDPEngine(Offloadable):
         Raises:
             BatchError: on all of these ranks. The head gave none, or its list cannot be joined.
         """
+        own: Batch = {}
 
         def joined() -> Batch:
             if batch is None:
                 raise BatchError("broadcast_batch got None on the first of the ranks with the same data; give it there")
-            return join_trajectories(batch)
+            own.update(join_trajectories(batch))
+            return own
 
         if self._meshes.peers is None:
             return joined()
-        on_cpu = rank_zero_decides(lambda: {key: value.cpu() for key, value in joined().items()}, self._meshes.peers)
-        return joined() if self._meshes.is_head else on_cpu
+        received = rank_zero_decides(lambda: {key: value.cpu() for key, value in joined().items()}, self._meshes.peers)
+        return own or received
 
     # AReaL's names.
 

@@ -79,34 +79,28 @@ class ParallelStrategy:
         if not isinstance(backend, str) or (match := _BACKEND.fullmatch(backend)) is None:
             raise ConfigError(f"{found}; expected fsdp, megatron or archon, with sizes as in 'fsdp:d8'")
         if by_part := _BY_PART.fullmatch(match["sizes"] or ""):
-            sizes, experts = (
-                _sizes_of(by_part["attention"], "dptc", found),
-                _sizes_of(by_part["experts"], "dpte", found),
-            )
+            sizes = _sizes_of(by_part["attention"], "dptc", found)
+            experts = _sizes_of(by_part["experts"], "dpte", found)
             if (ranks := prod(sizes.values())) != (others := prod(experts.values())):
                 raise ConfigError(
                     f"{found}, with {ranks} ranks for attention and {others} for experts; expected as many"
                 )
         else:
             sizes, experts = _sizes_of(match["sizes"] or "", "dptce", found), {}
-        e, t = (max(sizes.get(name, 1), experts.get(name, 1)) for name in "et")
-        refused = {
-            "pipeline": max(sizes.get("p", 1), experts.get("p", 1)) > 1,
-            "expert tensor": experts.get("t", 1) > 1,
-            "expert and tensor": e > 1 and t > 1,
-        }
-        if any(refused.values()):
-            kind = max(refused, key=refused.__getitem__)  # the first
+        has_pipeline = max(sizes.get("p", 1), experts.get("p", 1)) > 1
+        if has_pipeline or experts.get("t", 1) > 1:
+            kind = "pipeline" if has_pipeline else "expert tensor"
             instead = f"fsdp:d{prod(sizes.get(name, 1) for name in 'dptc')}" if "d" in sizes else "fsdp"
             raise ConfigError(
                 f"{found}, with {kind} parallelism, which is not supported; set config key 'backend' to {instead!r}: "
                 "FSDP2 alone then shards the model over the same ranks"
             )
+        e = sizes.get("e") or experts.get("e", 1)
         return cls(sizes.get("d"), sizes.get("c", 1), sizes.get("t", 1), e, replicate_size=replicate_size)
 
     def for_world(self, world_size: int) -> "ParallelStrategy":
         """Fill in ``data_parallel_size``. Raises ConfigError if the strategy is for another number of ranks."""
-        per_data_rank = self.cp_size * self.tp_size
+        per_data_rank = self.ranks_with_same_data
         d = self.data_parallel_size or max(1, world_size // per_data_rank)
         if (needed := d * per_data_rank) != world_size:
             each = f" ({per_data_rank} for each data rank)" if per_data_rank > 1 else ""
@@ -117,9 +111,14 @@ class ParallelStrategy:
         return replace(self, data_parallel_size=d)
 
     @property
+    def ranks_with_same_data(self) -> int:
+        """Number of ranks with the same data, c t. They are consecutive, and the first is their head."""
+        return self.cp_size * self.tp_size
+
+    @property
     def multiple_of(self) -> int:
         """The number of ranks must be a multiple of this if ``data_parallel_size`` is None: r lcm(c t, e)."""
-        return self.replicate_size * lcm(self.cp_size * self.tp_size, self.ep_size)
+        return self.replicate_size * lcm(self.ranks_with_same_data, self.ep_size)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -157,7 +156,7 @@ class ParallelStrategy:
         """Number of ranks. Raises ConfigError if ``data_parallel_size`` is None."""
         if self.data_parallel_size is None:
             raise ConfigError("data_parallel_size is None, so any number of ranks may fit; see `for_world`")
-        return self.data_parallel_size * self.cp_size * self.tp_size
+        return self.data_parallel_size * self.ranks_with_same_data
 
 
 def _sizes_of(text: str, known: str, found: str) -> dict[str, int]:

@@ -150,12 +150,6 @@ class GRPOConfig:
         return self.ft_spec
 
     @property
-    def ranks_with_same_data(self) -> int:
-        """Number of consecutive trainers that get the same rows of a batch."""
-        mesh = self.actor.parallel_strategy
-        return mesh.cp_size * mesh.tp_size
-
-    @property
     def stats_folder(self) -> Path:
         """Folder of ``stats.jsonl``, TensorBoard events, ``attempts.jsonl`` and ``processes.json``."""
         return self.recover.trial_root / "stats"
@@ -226,7 +220,7 @@ def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_siz
 
 def split_rows(batch: Batch, config: GRPOConfig, n_ranks: int, n_samples: int) -> list[tuple[Batch]]:
     """Split a batch evenly by prompts, into one argument tuple per rank. Ranks with the same data get the same rows."""
-    n_prompts, sharing = len(batch["input_ids"]) // n_samples, config.ranks_with_same_data
+    n_prompts, sharing = len(batch["input_ids"]) // n_samples, config.actor.parallel_strategy.ranks_with_same_data
     n_shares = n_ranks // sharing
     ends = [share * n_prompts // n_shares * n_samples for share in range(n_shares + 1)]
     shares = [({key: tensor[start:end] for key, tensor in batch.items()},) for start, end in pairwise(ends)]

@@ -6,6 +6,7 @@ does: queries, keys, values, output, and one float32 per query.
 """
 
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from ..lora.build import add_adapters
 from ..parallel_strategy import ParallelStrategy
-from ..training.gradient_sync import AFFORDABLE_SHARE, ALWAYS_AFFORDABLE_BYTES
+from ..training.gradient_sync import choose_last
 from ..training.logprobs import chunk_elements
 from ..training.model import COMPUTE_DTYPES, UNUSABLE, build_on_meta, cast_buffers, describe_unusable
 from ..training.sharding import block_classes
@@ -128,21 +129,24 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
         text, seen = model.config.get_text_config(decoder=True), set[int]()
         sizes = [_unit(module, kept[index], stored, seen) for module, index in units.items()]
         rest = _unit(model, kept[-1], stored, seen)
-        heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1)
-        return ModelSizes(tuple(sizes), rest, text.hidden_size, text.vocab_size, heads)
+        layers = getattr(text, "per_layer_config", [text])  # their numbers may differ, or transformers has no such view
+        heads = [getattr(e, "num_key_value_heads", None) or getattr(e, "num_attention_heads", 1) for e in layers]
+        return ModelSizes(tuple(sizes), rest, text.hidden_size, text.vocab_size, gcd(*heads))
 
 
 def plan_step(
-    sizes: ModelSizes, config: TrainEngineConfig, strategy: ParallelStrategy, tokens: int, memory: int | None = None
+    sizes: ModelSizes, config: TrainEngineConfig, strategy: ParallelStrategy, tokens: int, memory: int = 0
 ) -> MemoryPlan:
     """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a row).
+
+    ``gradient_checkpointing: selective`` is counted like ``false``: an upper bound.
 
     Args:
         sizes: of `measure_model`, with the same settings of LoRA and dtype.
         config: the engine's settings.
         strategy: the mesh, for a number of ranks.
         tokens: in a micro-batch.
-        memory: bytes of the device, on which ``gradient_sync: auto`` depends.
+        memory: bytes of the GPU, on which ``gradient_sync: auto`` depends. 0: a CPU.
     """
     assert config.optimizer is not None
     c, t, e = strategy.cp_size, strategy.tp_size, strategy.ep_size
@@ -159,17 +163,15 @@ def plan_step(
     item, reduced = (COMPUTE_DTYPES[dtype].itemsize for dtype in (config.dtype, config.grad_reduce_dtype))
     trained = sharded(sum(unit.trained for unit in units), sum(unit.trained_experts for unit in units))
     summed = reduced * sum(whole(unit.trained, unit.trained_experts) for unit in units)
-    sync = config.fsdp.gradient_sync
-    if sync == "auto":
-        affordable = max(ALWAYS_AFFORDABLE_BYTES, int(AFFORDABLE_SHARE * (memory or 0)))
-        sync = "last" if reduced == 4 and (config.use_lora or summed <= affordable) else "every"
     momentum = config.optimizer.type != "sgd" or config.optimizer.momentum > 0
 
     kept = [local_tokens * (unit.kept + unit.kept_in_parts / t) for unit in units]
-    again = 0.0
-    if config.gradient_checkpointing:  # only inputs of blocks are kept, and one block at a time runs again
-        again = max(kept[:-1], default=0.0)
-        kept = [kept[-1], local_tokens * item * sizes.hidden_size * len(sizes.blocks)]
+    again, choice = 0.0, config.gradient_checkpointing
+    if choice and choice != "selective":  # only inputs of blocks are kept, and one block at a time runs again
+        step, needed = 1 if choice is True else int(choice.removeprefix("every_")), kept[:-1]
+        kept[:-1:step] = [local_tokens * item * sizes.hidden_size] * len(needed[::step])
+        for number, block in list(enumerate(needed))[::step]:  # the backward has freed all blocks after it
+            again = max(again, block - sum(kept[number + 1 : -1]))
     gathered = [item * whole(unit.dense, unit.experts) for unit in units]
     *of_blocks, of_rest = gathered
     blocks = sum(sorted(of_blocks)[-2:] if config.fsdp.reshard_after_forward else of_blocks)  # the next one, too
@@ -179,7 +181,7 @@ def plan_step(
     words = sizes.vocab_size // t
     logits = (item + 4) * min(chunk_elements(words, config.logprobs_chunk_size), local_tokens * words)
     logits += 4 * local_tokens * sizes.hidden_size
-    last = sync == "last" and strategy.world_size > 1
+    last = choose_last(config, summed, memory) and strategy.world_size > 1
     gradients = summed if last else 4 * trained
     reducing = reduced * in_rest + (reduced * in_rest if last else item * in_rest + reduced * in_rest // shards)
     moments = [  # (gradients, gathered, activations, head) in the backward of the head, the last block and the rest

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ...utils.distributed import gather_numbers
+from ...utils.distributed import any_rank
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, LossWeightFn, TrainEngine
 from ..training.batch import select_rows, sequence_lengths
@@ -51,9 +51,10 @@ def all_ranks_accept(engine: TrainEngine) -> Iterator[None]:
         yield
     except BatchError as caught:
         error = caught
-    refused = engine.all_reduce_stats({"refused": float(error is not None)})["refused"]
+    refuses = error is not None
     if (peers := getattr(engine, "context_and_model_parallel_group", None)) is not None:
-        refused = max(theirs for (theirs,) in gather_numbers([refused], peers))  # if they were given other batches
+        refuses = any_rank(refuses, peers)  # they may have been given other batches
+    refused = engine.all_reduce_stats({"refused": float(refuses)})["refused"]
     if error is not None:
         raise error
     if refused:

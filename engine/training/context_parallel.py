@@ -1,30 +1,19 @@
 """Ulysses: the ranks of a group share the tokens of a packed row, and exchange them for heads inside the attention.
 
 Each of the c ranks runs the model on its part of the row. The attention exchanges its tokens for the whole row of its
-part of the heads (`tokens_to_heads`), and back (`heads_to_tokens`). Scores and values are gathered (`gather_parts`), so
-every rank computes the loss of the whole row, and differentiates its own part.
+part of the heads (`tokens_to_heads`), and back (`heads_to_tokens`). Scores and values are gathered (`gather_parts` of
+`rank_parts`), so every rank computes the loss of the whole row, and differentiates its own part.
 """
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from .logprobs import next_tokens
 from .microbatch import MicroBatch
-
-Group = dist.ProcessGroup | None
-"""The ranks that share a row. None: this rank has it alone."""
-
-
-def filled_row(mb: MicroBatch, group: Group) -> MicroBatch:
-    """The row of a micro-batch, filled up so that the ranks of the group get parts of the same length."""
-    return mb.row(1 if group is None else dist.get_world_size(group))
-
-
-def own_part(row: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """This rank's part of a row. Dimension ``dim`` counts the tokens."""
-    return row if group is None else row.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+from .rank_parts import Group, own_part
 
 
 def own_targets(mb: MicroBatch, group: Group) -> torch.Tensor:
@@ -32,17 +21,10 @@ def own_targets(mb: MicroBatch, group: Group) -> torch.Tensor:
 
     The row is shifted before it is cut, because the last token of a part is followed by the first one of the next.
     """
-    if group is None:
-        return next_tokens(mb.data["input_ids"])
-    return own_part(next_tokens(filled_row(mb, group).data["input_ids"]), group)
-
-
-def gather_parts(part: torch.Tensor, group: Group) -> torch.Tensor:
-    """Gather the parts ``[T/c, ...]`` of a row, on every rank of the group. A gradient goes to the own part alone.
-
-    Every rank computes the same loss of the whole row, so a sum over the ranks would be c times too large.
-    """
-    return part if group is None else _Gather.apply(part, group)
+    ids = mb.data["input_ids"]
+    if group is not None:
+        ids = F.pad(ids, (0, mb.row_size(dist.get_world_size(group)) - mb.n_tokens))
+    return own_part(next_tokens(ids), group)
 
 
 def tokens_to_heads(
@@ -101,18 +83,3 @@ def _exchanged(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
-
-
-class _Gather(torch.autograd.Function):
-    """`gather_parts`."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        parts = part.new_empty((dist.get_world_size(group), *part.shape))
-        dist.all_gather(list(parts), part.contiguous(), group=group)
-        return parts.flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return own_part(grad, ctx.group), None

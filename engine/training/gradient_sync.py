@@ -36,24 +36,27 @@ AFFORDABLE_SHARE = 0.05
 """Share of the memory of a GPU that ``auto`` accepts."""
 
 
-def syncs_last(model: nn.Module, config: TrainEngineConfig, groups: ProcessGroups) -> bool:
+def choose_last(config: TrainEngineConfig, n_bytes: int, memory: float) -> bool:
     """Whether gradients are summed over ranks in the last backward of a step alone, as ``fsdp.gradient_sync`` says.
 
-    ``auto`` does so if the gradient is summed in float32, and is small on the GPU with the least memory, or of adapters
-    alone. In bfloat16 the sum of the micro-batches would lose bits, too. Collective.
+    ``auto`` does so if the gradient is summed in float32, and its ``n_bytes`` are few on a GPU with ``memory`` bytes
+    (0: a CPU), or of adapters alone. In bfloat16 the sum of the micro-batches would lose bits, too.
     """
-    choice, dtype = config.fsdp.gradient_sync, COMPUTE_DTYPES[config.grad_reduce_dtype]
+    choice = config.fsdp.gradient_sync
+    small = config.use_lora or n_bytes <= max(ALWAYS_AFFORDABLE_BYTES, int(AFFORDABLE_SHARE * memory))
+    return choice == "last" or (choice == "auto" and small and config.grad_reduce_dtype == "float32")
+
+
+def syncs_last(model: nn.Module, config: TrainEngineConfig, groups: ProcessGroups) -> bool:
+    """`choose_last` for the GPU with the least memory, or False for one rank. Collective."""
+    sync, itemsize = config.fsdp.gradient_sync, COMPUTE_DTYPES[config.grad_reduce_dtype].itemsize
     trained = [param for param in model.parameters() if param.requires_grad]
-    n_bytes = dtype.itemsize * sum(param.numel() // groups.meshes.n_parts(param) for param in trained)
-    limit = ALWAYS_AFFORDABLE_BYTES
-    if groups.device.type == "cuda":
-        limit = max(limit, int(AFFORDABLE_SHARE * torch.cuda.get_device_properties(groups.device).total_memory))
-    limit = min(limit for (limit,) in gather_numbers([limit], groups.control))
-    affordable = dtype == torch.float32 and (config.use_lora or n_bytes <= limit)
-    last = choice == "last" or (choice == "auto" and affordable)
+    n_bytes = itemsize * sum(param.numel() // groups.meshes.n_parts(param) for param in trained)
+    memory = torch.cuda.get_device_properties(groups.device).total_memory if groups.device.type == "cuda" else 0
+    last = choose_last(config, n_bytes, min(theirs for (theirs,) in gather_numbers([memory], groups.control)))
     if dist.get_world_size() > 1 and dist.get_rank() == 0:
         when = "once a step, which takes" if last else "in every micro-batch; once a step would take"
-        logger.info("gradients are summed over ranks %s %d bytes on each (gradient_sync: %s)", when, n_bytes, choice)
+        logger.info("gradients are summed over ranks %s %d bytes on each (gradient_sync: %s)", when, n_bytes, sync)
     return last and dist.get_world_size() > 1
 
 

@@ -16,14 +16,14 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.torch_private import count_forward_hooks
-from ...utils.distributed import all_agree, collective_broke
+from ...utils.distributed import all_agree
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from .context_parallel import own_targets
 from .logprobs import Uses, score_tokens, token_logprobs
 from .microbatch import MicroBatch
-from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
-from .tensor_parallel import has_own_forward, words_of
+from .probe_model import NOT_UNDERSTOOD, probe_tokens, reason_of, twin_dtype, twin_of, with_few_layers
+from .tensor_parallel import has_own_forward, plain_head, words_of
 from .unsharded import unsharded_class
 
 logger = get_logger(__name__)
@@ -104,13 +104,8 @@ def find_scoring_head(
 
 
 def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
-    try:
-        head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        return None
-    return None if has_own_forward(head) or count_forward_hooks(head) else head
+    head = plain_head(model)
+    return None if head is None or has_own_forward(head) or count_forward_hooks(head) else head
 
 
 @torch.no_grad()
@@ -129,9 +124,7 @@ def _difference(
         if scores.shape != expected.shape or not float((scores[:-1] - expected[1:]).abs().max()) <= _LIMITS[dtype]:
             problem = "the model changes what its head returns"
     except (*NOT_UNDERSTOOD, ConfigError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
-            raise
-        problem = f"it cannot do without ({type(error).__name__}: {' '.join(str(error).split())})"
+        problem = f"it cannot do without ({reason_of(error)})"
     return None if all_agree(problem is None, group) else problem or "other ranks say so"
 
 

@@ -8,6 +8,7 @@ nodes.
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,8 +63,8 @@ class Meshes:
 
     @property
     def ranks_with_same_data(self) -> int:
-        """Number of ranks with the same data, c t. They are consecutive, and the first is their head."""
-        return self.strategy.cp_size * self.strategy.tp_size
+        """As in `ParallelStrategy`."""
+        return self.strategy.ranks_with_same_data
 
     @property
     def is_head(self) -> bool:
@@ -73,9 +74,15 @@ class Meshes:
     def n_parts(self, param: torch.Tensor) -> int:
         """Number of parts of a parameter on different ranks that FSDP2 does not gather: e for experts, t for matrices
         that tensor parallelism cuts, else 1."""
-        if not isinstance(param, DTensor) or param.device_mesh.ndim == self.fsdp.ndim:
-            return 1
-        return 1 if param.placements[-1].is_replicate() else param.device_mesh.shape[-1]
+        return prod(mesh.size() for mesh in (self.tensor, self.expert) if mesh is not None and is_cut(param, mesh))
+
+
+def is_cut(tensor: torch.Tensor, mesh: DeviceMesh | None) -> bool:
+    """Whether the ranks of a mesh with one dimension, as `Meshes.tensor`, hold different parts of a tensor."""
+    if mesh is None or not isinstance(tensor, DTensor):
+        return False
+    name, names = (mesh.mesh_dim_names or ("",))[0], tensor.device_mesh.mesh_dim_names or ()
+    return name in names and not tensor.placements[names.index(name)].is_replicate()
 
 
 def open_meshes(strategy: ParallelStrategy, device: torch.device, timeout: timedelta) -> Meshes:
@@ -133,5 +140,4 @@ def _mesh(device_type: str, sizes: dict[str, int], timeout: timedelta) -> tuple[
 
 def _own_group(rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
     """Make a group of each row of ranks, and return the one with this rank."""
-    groups = [dist.new_group(row, timeout=timeout) for row in rows.tolist()]  # elsewhere no group, but a number
-    return next(group for group in groups if isinstance(group, dist.ProcessGroup))
+    return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]  # type: ignore[return-value]

@@ -85,13 +85,17 @@ class MicroBatch:
         numbers = torch.arange(len(lengths), device=lengths.device)
         return torch.repeat_interleave(numbers, lengths, output_size=self.n_tokens)
 
+    def row_size(self, multiple: int = 1) -> int:
+        """Number of tokens of `row`."""
+        return -(-max(self.row_tokens, self.n_tokens) // multiple) * multiple
+
     def row(self, multiple: int = 1) -> "MicroBatch":
         """Input for a model that supports packing: the tokens, filled up to ``row_tokens`` with zeros.
 
         The length is a multiple of ``multiple``. The zeros form extra sequences at the end, none longer than the
         longest real one.
         """
-        n_tokens = -(-max(self.row_tokens, self.n_tokens) // multiple) * multiple
+        n_tokens = self.row_size(multiple)
         n_more = n_tokens - self.n_tokens
         data = {key: self.data[key] for key in ("input_ids", "attention_mask", "position_ids", "cu_seqlens")}
         if n_more == 0:

@@ -10,10 +10,11 @@ from ...utils.compat.torch_private import tree_map
 from ...utils.errors import BatchError
 from ..config import TrainEngineConfig
 from .attention import packed_row
-from .context_parallel import filled_row, gather_parts, own_part, own_targets
+from .context_parallel import own_targets
 from .head import ScoringHead, scoring
 from .logprobs import Uses, align_with_tokens, columns, score_logits, token_logprobs
 from .microbatch import MicroBatch
+from .rank_parts import gather_parts, own_part
 
 
 class ModelOutput:
@@ -141,7 +142,7 @@ def own_output(
 ) -> torch.Tensor:
     """`model_output`. With a ``sequence``, whose ranks share the row: of this rank's part of the filled row."""
     if packed:
-        row = filled_row(mb, sequence)
+        row = mb.row(1 if sequence is None else dist.get_world_size(sequence))
         ids, positions = (own_part(each, sequence)[None] for each in (row.data["input_ids"], row.position_ids))
         with packed_row(row.lengths, row.cu_seqlens, sequence):
             logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.transformers_private import attention_of, set_attention
-from ...utils.distributed import all_agree, collective_broke, get_rank
+from ...utils.distributed import all_agree, get_rank
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
-from .context_parallel import gather_parts, own_part
-from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of
+from .probe_model import NOT_UNDERSTOOD, probe_tokens, reason_of, twin_dtype, twin_of
+from .rank_parts import gather_parts, own_part
 from .rotary import length_boundaries, move_boundary
 from .unsharded import unsharded_class
 
@@ -199,11 +199,9 @@ def _difference_is_small(
                     alone = twin(input_ids=tokens, use_cache=False).logits[0].float()  # at positions from 0
                 differences.append(float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt()))
         except NOT_UNDERSTOOD as error:
-            if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
-                raise
             raise ConfigError(
-                f"{unsharded_class(model).__name__} fails at a packed row ({type(error).__name__}: {error}); set "
-                "config key 'pack_sequences' to false"
+                f"{unsharded_class(model).__name__} fails at a packed row ({reason_of(error)}); set config key "
+                "'pack_sequences' to false"
             ) from error
     return all_agree(all(difference <= _LIMITS[dtype] for difference in differences), group)
 

@@ -17,14 +17,22 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.torch_private import fsdp_mesh_of
 from ...utils.compat.transformers_private import attention_of, build_from_config
-from ...utils.distributed import get_rank
+from ...utils.distributed import collective_broke, get_rank
+from .meshes import is_cut
 from .rotary import fix_frequencies
-from .tensor_parallel import cut_over_ranks, is_cut, tensor_mesh_of
+from .tensor_parallel import cut_over_ranks, tensor_mesh_of
 from .unsharded import unsharded_class
 from .weights import give_memory
 
 NOT_UNDERSTOOD = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a model that cannot handle a packed row, our mask or our head."""
+
+
+def reason_of(error: Exception) -> str:
+    """Describe an error of a twin in one line. Raise it if memory or a peer is to blame, not the model."""
+    if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
+        raise error
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
-from .context_parallel import filled_row, own_part
 from .meshes import Meshes
 from .microbatch import MicroBatch
 from .unsharded import unsharded_class
@@ -100,9 +99,10 @@ class Routers:
         if not self._packed:
             real = torch.arange(max(mb.lengths), device=device) < mb.cu_seqlens.diff()[:, None]
             return real.reshape(-1).long(), 1.0
-        places = own_part(torch.arange(filled_row(mb, self._sequence).n_tokens), self._sequence)  # on the host
-        n_own = int((places < mb.n_tokens).sum())
-        return (torch.arange(len(places), device=device) < n_own).long(), n_own / mb.n_tokens
+        c, part = (1, 0) if self._sequence is None else (self._sequence.size(), self._sequence.rank())
+        size = mb.row_size(c) // c
+        n_own = min(max(mb.n_tokens - part * size, 0), size)
+        return (torch.arange(size, device=device) < n_own).long(), n_own / mb.n_tokens
 
     def _count_choices(self, module: nn.Module, args: Any) -> None:
         if not self._records:

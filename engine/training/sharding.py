@@ -14,7 +14,7 @@ from ...utils.compat.transformers_private import unsplit_classes
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from .model import COMPUTE_DTYPES
-from .prefetch import set_overlap
+from .overlap import set_overlap
 
 zero_filled: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = WeakKeyDictionary()
 """Parameters of each sharded model whose gradient on this rank is all zeros. See `fill_missing_gradients`."""

@@ -16,11 +16,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -29,6 +29,8 @@ from transformers import PreTrainedModel
 from ...utils.compat.transformers_private import apply_parallel_plan, tensor_parallel_plan
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
+from ..parallel_strategy import divisors
+from .rank_parts import gather_parts, sum_gradient
 
 _PARTIAL = "replicated_with_grad_allreduce"
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "packed_colwise", "packed_rowwise")
@@ -56,7 +58,7 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         ConfigError: transformers has no plan for the architecture, or one that is not supported, or the number of ranks
             does not divide rows, columns or heads.
     """
-    size, name, head = mesh.size(), type(model).__name__, _plain_head(model)
+    size, name, head = mesh.size(), type(model).__name__, plain_head(model)
     modules: dict[str, nn.Module] = dict(model.named_modules())
     parameters = dict(model.named_parameters())  # a tied weight has one name
     plan = tensor_parallel_plan(model, size)
@@ -102,7 +104,8 @@ def _share_inputs(layers: list[nn.Module], mesh: DeviceMesh) -> None:
         layer.register_forward_pre_hook(shared)
 
 
-def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
+def plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The language-model head, if its class computes what `nn.Linear` does."""
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -148,8 +151,7 @@ def _require_even(sizes: dict[str, int], ranks: int) -> None:
     """FSDP2 would hold other rows of a weight than its DTensor says if the parts had several sizes."""
     for what, number in sizes.items():
         if number % ranks:
-            most = math.gcd(*sizes.values())
-            fitting = [size for size in range(1, most + 1) if most % size == 0]
+            fitting = divisors(math.gcd(*sizes.values()))
             raise _refusal(ranks, f"which does not divide the {number} {what}; expected one of {fitting}", "")
 
 
@@ -170,14 +172,6 @@ def require_cuttable(config: TrainEngineConfig, model: PreTrainedModel, size: in
 def tensor_mesh_of(model: nn.Module) -> DeviceMesh | None:
     """The mesh that `cut_over_ranks` cut a model over, or None."""
     return None if (cut := _cuts.get(model)) is None else cut.mesh
-
-
-def is_cut(tensor: torch.Tensor, mesh: DeviceMesh | None) -> bool:
-    """Whether the ranks of `Meshes.tensor` hold different parts of a tensor."""
-    if mesh is None or not isinstance(tensor, DTensor):
-        return False
-    name, names = (mesh.mesh_dim_names or ("",))[0], tensor.device_mesh.mesh_dim_names or ()
-    return name in names and not isinstance(tensor.placements[names.index(name)], Replicate)
 
 
 def has_own_forward(head: nn.Linear) -> bool:
@@ -202,37 +196,7 @@ def words_of(head: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None, int, d
 
 def _whole_logits(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     weight, bias, _, group = words_of(head)
-    return _Gathered.apply(nn.functional.linear(_Shared.apply(hidden, group), weight, bias), group)
-
-
-class _Shared(torch.autograd.Function):
-    """A tensor that all ranks of a group have. Its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The last dimension of all ranks of a group, in their order. Each keeps its own part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.rank, ctx.size = dist.get_rank(group), part.shape[-1]
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.narrow(-1, ctx.rank * ctx.size, ctx.size), None
+    return gather_parts(F.linear(sum_gradient(hidden, group), weight, bias), group, dim=-1)
 
 
 @torch.no_grad()

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...utils.distributed import all_agree, collective_broke
+from ...utils.distributed import all_agree
 from ...utils.errors import ConfigError
 from ..memory.tensors import local_tensor
-from .probe_model import NOT_UNDERSTOOD, probe_tokens, twin_dtype, twin_of, with_few_layers
-from .tensor_parallel import is_cut, sum_partial_gradients, tensor_mesh_of
+from .meshes import is_cut
+from .probe_model import NOT_UNDERSTOOD, probe_tokens, reason_of, twin_dtype, twin_of, with_few_layers
+from .tensor_parallel import sum_partial_gradients, tensor_mesh_of
 from .unsharded import unsharded_class
 from .weights import keep_own_shard
 
@@ -51,9 +52,7 @@ def check_tensor_parallel(model: PreTrainedModel, device: torch.device, group: d
             for key, (ours, expected) in gradients.items():
                 problem = problem or _difference(f"gradients of {key!r}", ours, expected, gradient_limit, floor)
     except NOT_UNDERSTOOD as error:
-        if isinstance(error, torch.OutOfMemoryError) or collective_broke(error):
-            raise
-        problem = f"it fails ({type(error).__name__}: {' '.join(str(error).split())})"
+        problem = f"it fails ({reason_of(error)})"
     if not all_agree(problem is None, group):
         raise ConfigError(
             f"tensor_parallel_size (t in config key 'backend') is {mesh.size()}, but {name} computes otherwise with "

@@ -33,10 +33,11 @@ class _Bytes(click.ParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?I?)B?(/S)?", str(value).upper())
-        if match is None or match[2] not in _UNITS:
-            self.fail(f"{value!r} is no size; expected for instance 80GB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2]])
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?(/S)?", str(value).upper())
+        size = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2], 0))
+        if size == 0:
+            self.fail(f"{value!r} is no size above 0; expected for instance 80GB", param, ctx)
+        return size
 
 
 class _Share(click.ParamType):
@@ -179,7 +180,8 @@ def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
     rows = [(text, size_text(per_gpu[name])) for name, text in _PARTS.items() if per_gpu[name]]
     verdict = "fits" if found["fits"] else "does not fit"
     rows.append(("peak", f"{size_text(per_gpu['peak'])} of {size_text(per_gpu['usable'])}: {verdict}"))
-    title = f"{model}, {found['parameters'] / 1e9:.3g}B parameters, {case.gpus} GPUs ({mesh}), {case.tokens} tokens"
+    gpus = f"{case.gpus} GPU{'s' * (case.gpus > 1)}"
+    title = f"{model}, {found['parameters'] / 1e9:.3g}B parameters, {gpus} ({mesh}), {case.tokens} tokens"
     print_table(("on each GPU", ">"), rows, title)
     before, lines = per_gpu["peak"], []
     for change in found["changes"]:

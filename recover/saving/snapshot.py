@@ -184,7 +184,6 @@ class RankCapture:
     values: dict[str, dict[str, Any]]  # nested tensors as in `DCPState.state_dict`
     process: tuple[str, bytes]  # name and content of the file of this process
     part: RankPart  # counters and settings, without files and samples
-    ranks_with_same_data: int  # see `RankEngines`
 
 
 class RankSession:
@@ -244,6 +243,7 @@ class RankSession:
         process, rng = capture_process(target.stateful, target.ranks_with_same_data)
         values = {}
         for name, state in states.items():
+            self._savers.setdefault(name, DCPSaver(state.ranks_with_same_data))
             state.rng = rng  # one capture for all engines and for the file of the process
             try:
                 values[name] = self.staging_of(name, state).stage(state) if staged else state.state_dict()
@@ -252,7 +252,7 @@ class RankSession:
         groups = {name: target.group_of(name) for name in target.engines}
         part = RankPart([], versions, counts, numerical_switches(states), rng_digest(rng))
         name = rank_state_name(get_rank())  # now: a group may be destroyed before the snapshot is written
-        return RankCapture(groups, values, (name, process), part, target.ranks_with_same_data)
+        return RankCapture(groups, values, (name, process), part)
 
     def write_snapshot(self, holder: Any, folder: str, in_background: bool) -> RankPart:
         """Write the captured snapshot into the existing ``folder``, which is the same for all ranks. Collective.
@@ -278,8 +278,7 @@ class RankSession:
                 for name, values in capture.values.items()
             }
         for name, values in capture.values.items():
-            saver = self._savers.setdefault(name, DCPSaver(capture.ranks_with_same_data))
-            for entry in saver.write(root / name, values, groups[name]):
+            for entry in self._savers[name].write(root / name, values, groups[name]):
                 entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
         if in_background:  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
             with all_ranks_succeed("finishing the snapshot", group):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig, TrainEngineConfig, full_state_dict
+from holdfast.engine import MicroBatchSpec, TrainEngineConfig, fsdp_engine, full_state_dict
 from holdfast.engine.api import Batch
 from holdfast.engine.model import initial_model
 from holdfast.engine.rl.config import PPOActorConfig
@@ -18,6 +18,7 @@ from holdfast.engine.rl.losses import masked_mean
 from holdfast.engine.rl.policy_losses import policy_inputs, ppo
 from holdfast.engine.training import attention
 from holdfast.engine.training.attention import packed_row
+from holdfast.engine.training.batch import join_trajectories
 from holdfast.engine.training.context_parallel import heads_to_tokens
 from holdfast.engine.training.logprobs import token_logprobs
 from holdfast.engine.training.microbatch import split_batch
@@ -25,6 +26,7 @@ from holdfast.engine.training.model_output import ModelOutput, model_output
 from holdfast.utils.errors import BatchError, ConfigError
 from tests.engine.architectures.released import tiny_config
 from tests.engine.lora.engines import lora_engine, train, trained_state, write_base
+from tests.engine.meshes import SGD, Mesh, check_loads, engine_on, own_rows
 from tests.engine.models import HAS_PLANS, tiny_qwen3, write_model_folder
 from tests.engine.rl.test_actor import make_actor, share_of
 from tests.engine.rl.test_algorithms import CASES, actor_settings, whole_batch
@@ -39,14 +41,13 @@ from tests.engine.test_fsdp_engine import (
     same,
     whole,
 )
-from tests.engine.test_meshes import contents, fingerprint, metas, weights
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(240)
 
-MESHES = {"d1c2": 2, "d2c2": 4, "d1c4": 4, "d2c2 in two copies": 4}
-"""Meshes and their numbers of ranks."""
+MESHES = [Mesh(2, "fsdp:c2"), Mesh(4, "fsdp:d2c2"), Mesh(4, "fsdp:c4"), Mesh(4, "fsdp:d2c2", replicas=2)]
+PAIR = MESHES[0]
 MODELS = {
     "qwen3": "Qwen/Qwen3-0.6B",  # tied
     "llama": "meta-llama/Llama-3.1-8B",  # untied
@@ -55,7 +56,6 @@ MODELS = {
 }
 SETTINGS = [("every", True, 1, False), ("every", False, 3, True), ("last", False, 1, True), ("last", True, 3, False)]
 """``gradient_sync``, checkpointing, micro-batches, and whether rows are filled (to a length that c does not divide)."""
-SGD = OptimizerConfig(type="sgd", lr=0.0, gradient_clipping=1e9)
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +74,6 @@ def a_batch() -> Batch:
     return make_batch((12, 1, 9, 3, 7, 2, 20, 4))
 
 
-def engine_on(folder: str, mesh: str, **changes: Any) -> Any:
-    backend, _, copies = mesh.partition(" ")
-    fsdp = FSDPConfig(gradient_sync=changes.pop("sync", "every"), replicate_size=2 if copies else 1)
-    return make_engine(folder, backend=f"fsdp:{backend}", fsdp=fsdp, **changes)
-
-
-def share(engine: Any) -> slice:
-    """Rows of this rank. The first of two data ranks has one row, so that it adds dummies."""
-    return slice(8) if engine.data_parallel_world_size == 1 else (slice(0, 1), slice(1, 8))[engine.data_parallel_rank]
-
-
 def check_gradients(found: dict[str, torch.Tensor], expected: Any) -> None:
     given = {name: param.grad for name, param in expected.named_parameters() if param.grad is not None}
     largest = max(float(grad.abs().max()) for grad in given.values())
@@ -93,17 +82,16 @@ def check_gradients(found: dict[str, torch.Tensor], expected: Any) -> None:
         assert difference <= 1e-5 * float(grad.abs().max()) + 1e-7 * largest, (name, difference, largest)
 
 
-def _steps(rank: int, world_size: int, folder: str, mesh: str) -> None:
+def _steps(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected, logprobs = reference(ref, a_batch())
     norm = float(torch.stack([param.grad.norm() for param in ref.parameters() if param.grad is not None]).norm())
     for sync, checkpointing, n_mbs, padded in SETTINGS:
-        engine = engine_on(folder, mesh, sync=sync, gradient_checkpointing=checkpointing, optimizer=SGD)
-        gradients, part = capture_gradients(engine), share(engine)
-        batch = rows(a_batch(), part)
+        engine = engine_on(folder, mesh, sync, gradient_checkpointing=checkpointing, optimizer=SGD)
+        gradients, batch = capture_gradients(engine), own_rows(engine, a_batch())
         engine.config.pad_to_maximum = padded
         engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs, max_tokens_per_mb=61)
-        torch.testing.assert_close(engine.forward_batch(batch), logprobs[part], rtol=0, atol=1e-5)
+        torch.testing.assert_close(engine.forward_batch(batch), own_rows(engine, {"": logprobs})[""], rtol=0, atol=1e-5)
         assert float(engine.eval_batch(batch, nll, loss_tokens)) == pytest.approx(expected, rel=1e-6)
         stats = engine.train_batch(batch, nll, loss_tokens)
         assert stats["loss"] == pytest.approx(expected, rel=1e-6)
@@ -112,21 +100,19 @@ def _steps(rank: int, world_size: int, folder: str, mesh: str) -> None:
         check_gradients(gradients, ref)
 
 
-COMBINED = {"d1c2t2": 4, "d1c2e2": 2}
-"""Meshes whose ranks also share matrices or experts."""
 STEPS = [(model, mesh) for model in MODELS for mesh in MESHES]
 if HAS_PLANS:
-    STEPS += [("qwen3", "d1c2t2"), ("qwen3_moe", "d1c2e2")]
+    STEPS += [("qwen3", Mesh(4, "fsdp:c2t2")), ("qwen3_moe", Mesh(2, "fsdp:c2e2"))]
 
 
-@pytest.mark.parametrize(("model", "mesh"), slow_but([("qwen3", "d1c2"), ("gemma3", "d1c2")], STEPS))
+@pytest.mark.parametrize(("model", "mesh"), slow_but([("qwen3", PAIR), ("gemma3", PAIR)], STEPS), ids=str)
 def test_ranks_that_share_rows_take_the_steps_of_the_unsharded_model(
-    folders: Callable[[str], str], model: str, mesh: str
+    folders: Callable[[str], str], model: str, mesh: Mesh
 ) -> None:
-    run_ranks(_steps, (MESHES | COMBINED)[mesh], folders(model), mesh, timeout_s=240)
+    run_ranks(_steps, mesh.ranks, folders(model), mesh, timeout_s=240)
 
 
-def _balance(rank: int, world_size: int, folder: str, mesh: str) -> None:
+def _balance(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
     engine = engine_on(folder, mesh, optimizer=SGD, pad_to_maximum=True, router_aux_loss_coef=0.5)
     engine.config.mb_spec = MicroBatchSpec(max_tokens_per_mb=64)
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_router_logits=True)
@@ -138,11 +124,11 @@ def _balance(rank: int, world_size: int, folder: str, mesh: str) -> None:
     assert stats["router_aux_loss"] == pytest.approx(float(aux), rel=0.3)
 
 
-@pytest.mark.parametrize("mesh", slow_but(["d1c2"], ["d1c2", "d1c4"]))
+@pytest.mark.parametrize("mesh", slow_but([PAIR], [PAIR, MESHES[2]]), ids=str)
 def test_experts_are_balanced_over_the_real_tokens_of_each_part_of_a_row(
-    folders: Callable[[str], str], mesh: str
+    folders: Callable[[str], str], mesh: Mesh
 ) -> None:
-    run_ranks(_balance, MESHES[mesh], folders("qwen3_moe"), mesh)
+    run_ranks(_balance, mesh.ranks, folders("qwen3_moe"), mesh)
 
 
 def with_rewards(batch: Batch) -> Batch:
@@ -175,14 +161,14 @@ def expected_step(model: Any, batch: Batch, loss_fn: Any, is_critic: bool) -> fl
     return loss.item()
 
 
-def _losses(rank: int, world_size: int, folder: str, mesh: str) -> None:
+def _losses(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
     batch, engines = with_rewards(a_batch()), {}
     for name in ("head", "logits", "critic"):
         engines[name] = engine_on(folder, mesh, optimizer=SGD, is_critic=name == "critic")
     assert engines["head"]._scoring_head is not None
     engines["logits"]._scoring_head = None
     for name, engine in engines.items():
-        critic, part = name == "critic", share(engine)
+        critic = name == "critic"
         auto: Any = AutoModelForTokenClassification if critic else AutoModelForCausalLM
         options = {"num_labels": 1} if critic else {}
         ref: Any = auto.from_pretrained(folder, dtype=torch.float32, **options).eval()
@@ -193,23 +179,23 @@ def _losses(rank: int, world_size: int, folder: str, mesh: str) -> None:
         expected, gradients = expected_step(ref, batch, loss_fn, critic), capture_gradients(engine)
         for n_mbs in (1, 3):
             engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
-            stats = engine.train_batch(rows(batch, part), loss_fn, loss_tokens)
+            stats = engine.train_batch(own_rows(engine, batch), loss_fn, loss_tokens)
             assert stats["loss"] == pytest.approx(expected, rel=1e-5), name
             check_gradients(gradients, ref)
 
 
-@pytest.mark.parametrize("mesh", slow_but(["d1c2"], MESHES))
+@pytest.mark.parametrize("mesh", slow_but([PAIR], MESHES), ids=str)
 def test_losses_of_whole_sequences_entropies_and_values_are_those_of_the_unsharded_model(
-    folders: Callable[[str], str], mesh: str
+    folders: Callable[[str], str], mesh: Mesh
 ) -> None:
-    run_ranks(_losses, MESHES[mesh], folders("qwen3"), mesh, timeout_s=240)
+    run_ranks(_losses, mesh.ranks, folders("qwen3"), mesh, timeout_s=240)
 
 
-def _updates(rank: int, world_size: int, folder: str, mesh: str) -> dict[str, Any]:
+def _updates(rank: int, world_size: int, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Statistics of updates of one batch, log-probabilities and weights."""
     found: dict[str, Any] = {}
     for name in ("gspo", "entropy", "clip_cov", "verl's both"):
-        actor = make_actor(folder, backend=f"fsdp:{mesh}", **actor_settings(CASES[name]))
+        actor = make_actor(folder, backend=mesh.backend, **actor_settings(CASES[name]))
         engine: Any = actor.engine
         batch = share_of(whole_batch(), engine.data_parallel_rank, engine.data_parallel_world_size)
         found[name] = actor.ppo_update(actor.compute_advantages(batch)) | engine.export_stats()
@@ -220,13 +206,13 @@ def _updates(rank: int, world_size: int, folder: str, mesh: str) -> dict[str, An
     return found
 
 
-@pytest.mark.parametrize("mesh", slow_but(["d1c2"], ["d1c2", "d2c2"]))
+@pytest.mark.parametrize("mesh", slow_but([PAIR], MESHES[:2]), ids=str)
 def test_updates_of_a_policy_and_their_statistics_are_those_of_one_rank(
-    folders: Callable[[str], str], mesh: str
+    folders: Callable[[str], str], mesh: Mesh
 ) -> None:
     folder = folders("trained by actors")
-    (expected,) = run_ranks(_updates, 1, folder, "d1")
-    for found in run_ranks(_updates, MESHES[mesh], folder, mesh):
+    (expected,) = run_ranks(_updates, 1, folder, Mesh(1))
+    for found in run_ranks(_updates, mesh.ranks, folder, mesh):
         for name, stats in expected.items():
             if name.endswith("weights"):
                 for key, tensor in stats.items():
@@ -243,12 +229,12 @@ def _small_rows(rank: int, world_size: int, folder: str) -> None:
         batch = make_batch(lengths)
         batch["loss_mask"] = batch["attention_mask"].clone()
         expected, logprobs = reference(ref, batch)
-        engine = engine_on(folder, "d1c2", optimizer=SGD, mb_spec=MicroBatchSpec(n_mbs=3))
+        engine = engine_on(folder, PAIR, optimizer=SGD, mb_spec=MicroBatchSpec(n_mbs=3))
         gradients = capture_gradients(engine)
         torch.testing.assert_close(engine.forward_batch(batch), logprobs, rtol=0, atol=1e-5)
         assert engine.train_batch(batch, nll, loss_tokens)["loss"] == pytest.approx(expected, rel=1e-6)
         check_gradients(gradients, ref)
-    half = engine_on(folder, "d1c2", optimizer=SGD, dtype="bfloat16")
+    half = engine_on(folder, PAIR, optimizer=SGD, dtype="bfloat16")
     assert half.train_batch(batch, nll, loss_tokens)["loss"] == pytest.approx(expected, rel=0.01)
 
 
@@ -271,44 +257,40 @@ def test_adapters_are_trained_by_ranks_that_share_rows(tmp_path: Path) -> None:
     run_ranks(_adapters, 2, str(write_base(tmp_path / "base")))
 
 
-# Checkpoints
+def _broadcasts(rank: int, world_size: int, folder: str) -> None:
+    engine, alone = engine_on(folder, PAIR, optimizer=None), engine_on(folder, Mesh(2), optimizer=None)
+    batch, head = a_batch(), rank == 0
+    listed, peers = [rows(batch, slice(3)), rows(batch, slice(3, 8))], rows(batch, slice(2))
+    with patch.object(fsdp_engine, "join_trajectories", side_effect=join_trajectories) as joins:
+        assert same(engine.broadcast_batch(listed if head else None), batch)
+    assert joins.call_count == head, "the head joins its list once"
+    assert same(engine.broadcast_batch(batch if head else peers), batch)
+    assert same(alone.broadcast_batch(listed), batch)
+    bad: tuple[Any, ...] = (
+        (None, "got None on the first of"),
+        ([], "is empty"),
+        ([batch, peers["input_ids"]], "a Tensor"),
+    )
+    for given, words in bad:
+        for each in (engine, alone):
+            with pytest.raises(BatchError, match=words):
+                each.broadcast_batch(batch if each is engine and not head else given)
 
 
-def _saves(rank: int, world_size: int, folder: str, out: Path, mesh: str) -> dict[str, Any]:
-    """Save after a step, blocking and in the background."""
-    engine = engine_on(folder, mesh)
-    engine.train_batch(rows(a_batch(), share(engine)), nll, loss_tokens)
-    for meta, later in zip(metas(out, "now"), metas(out, "later"), strict=True):
-        engine.save(meta)
-        engine.save(later, blocking=False)
-        engine.wait_for_save()
-    return {"whole": whole(engine), "fingerprint": fingerprint(engine)}
-
-
-def _loads(rank: int, world_size: int, folder: str, out: Path, mesh: str) -> dict[str, Any]:
-    engine, hf = (engine_on(folder, mesh) for _ in range(2))
-    for kind in ("now", "later"):
-        engine.train_batch(rows(a_batch(), share(engine)), nll, loss_tokens)
-        engine.load(metas(out, kind)[0])
-        hf.load(metas(out, kind)[1])
-        assert same(weights(hf), weights(engine))
-    return {"whole": whole(engine), "fingerprint": fingerprint(engine)}
-
-
-LOADS = [(one, other) for one in ("d2c1", *MESHES) for other in ("d2c1", *MESHES) if one != other]
-
-
-@pytest.mark.parametrize(("saved_by", "loaded_by"), slow_but([("d2c1", "d1c2"), ("d1c2", "d2c1")], LOADS))
-def test_checkpoints_do_not_depend_on_who_shares_rows(
-    folders: Callable[[str], str], tmp_path: Path, saved_by: str, loaded_by: str
+def test_the_head_gives_its_batch_to_all_ranks_with_its_data_or_all_of_them_raise(
+    folders: Callable[[str], str],
 ) -> None:
-    saved = run_ranks(_saves, MESHES.get(saved_by, 2), folders("qwen3"), tmp_path, saved_by)[0]
-    assert contents(tmp_path / "now_hf") == contents(tmp_path / "later_hf")
-    for found in run_ranks(_loads, MESHES.get(loaded_by, 2), folders("qwen3"), tmp_path, loaded_by):
-        assert same(found["whole"], saved["whole"]) and found["fingerprint"] == saved["fingerprint"]
+    run_ranks(_broadcasts, 2, folders("qwen3"))
 
 
-# Refusals
+LOADS = [(one, other) for one in (Mesh(2), *MESHES) for other in (Mesh(2), *MESHES) if one != other]
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), slow_but([(Mesh(2), PAIR), (PAIR, Mesh(2))], LOADS), ids=str)
+def test_checkpoints_do_not_depend_on_who_shares_rows(
+    folders: Callable[[str], str], tmp_path: Path, saved_by: Mesh, loaded_by: Mesh
+) -> None:
+    check_loads(folders("qwen3"), tmp_path, saved_by, [loaded_by])
 
 
 def _refusals(rank: int, world_size: int, folder: str, three_heads: str, gpt2: str, gemma2: str) -> None:

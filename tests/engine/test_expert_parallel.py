@@ -9,19 +9,21 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from holdfast.engine import FSDPConfig, MicroBatchSpec, ParallelStrategy, TrainEngineConfig
+from holdfast.engine import MicroBatchSpec, ParallelStrategy, TrainEngineConfig
 from holdfast.engine.api import Batch
 from holdfast.engine.training.expert_parallel import shard_experts
 from holdfast.engine.training.meshes import open_meshes
 from holdfast.utils.compat.transformers_private import plan_experts
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.released import tiny_config
-from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
+from tests.engine.meshes import SGD, Mesh, check_loads, engine_on, fingerprint, own_rows, share
+from tests.engine.models import NEEDS_PLANS, build_reference, tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import (
     capture_gradients,
     loss_tokens,
+    make_batch,
     make_engine,
     nll,
     reference,
@@ -29,19 +31,13 @@ from tests.engine.test_fsdp_engine import (
     same,
     whole,
 )
-from tests.engine.test_fsdp_engine import make_batch as make_any_batch
-from tests.engine.test_meshes import SGD, contents, fingerprint, metas, share, weights
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
-pytestmark = [
-    pytest.mark.timeout(150),
-    pytest.mark.skipif(not hasattr(PreTrainedModel, "_resolve_parallel_plans"), reason="transformers before 5.23"),
-]
+pytestmark = [pytest.mark.timeout(150), NEEDS_PLANS]
 
 MODELS = {"qwen3_moe": "Qwen/Qwen3-30B-A3B", "glm4_moe": "zai-org/GLM-4.5", "deepseek_v3": "deepseek-ai/DeepSeek-R1"}
-MESHES = [(2, 1, 2), (4, 1, 2), (4, 1, 4), (4, 2, 2)]
-"""Ranks, replicas, and ranks that share experts."""
+MESHES = [Mesh(2, "fsdp:e2"), Mesh(4, "fsdp:e2"), Mesh(4, "fsdp:e4"), Mesh(4, "fsdp:e2", replicas=2)]
 
 
 def tiny_moe(name: str, n_experts: int | None = None) -> PretrainedConfig:
@@ -62,18 +58,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def engine_with(folder: str, replicas: int, e: int, sync: str = "every", **changes: Any) -> Any:
-    fsdp = FSDPConfig(replicate_size=replicas, gradient_sync=sync)
-    return make_engine(folder, fsdp=fsdp, backend=f"fsdp:e{e}" if e > 1 else "fsdp", **changes)
-
-
-def _steps(rank: int, world_size: int, folder: str, replicas: int, e: int, sync: str, checkpointing: bool) -> None:
+def _steps(rank: int, world_size: int, folder: str, mesh: Mesh, sync: str, checkpointing: bool) -> None:
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    expected = reference(ref, make_any_batch())[0]
+    expected = reference(ref, make_batch())[0]
     norm = float(torch.stack([param.grad.norm() for param in ref.parameters() if param.grad is not None]).norm())
-    batch = share(rank, world_size)
-    engine = engine_with(folder, replicas, e, sync, optimizer=SGD, gradient_checkpointing=checkpointing)
-    plain = engine_with(folder, 1, 1, optimizer=SGD)
+    engine = engine_on(folder, mesh, sync, optimizer=SGD, gradient_checkpointing=checkpointing)
+    plain, batch = engine_on(folder, Mesh(world_size), optimizer=SGD), own_rows(engine)
     assert engine._scoring_head is not None and engine.model.config._attn_implementation == "holdfast"
     torch.testing.assert_close(engine.forward_batch(batch), plain.forward_batch(batch), rtol=0, atol=1e-6)
     gradients = capture_gradients(engine)
@@ -90,29 +80,29 @@ def _steps(rank: int, world_size: int, folder: str, replicas: int, e: int, sync:
 
 
 STEPS = [
-    (model, *mesh, sync, checkpointing)
+    (model, mesh, sync, checkpointing)
     for model in MODELS
     for mesh in MESHES
     for sync in ("every", "last")
     for checkpointing in (False, True)
 ]
-QUICK = [("qwen3_moe", 2, 1, 2, "every", True), ("deepseek_v3", 2, 1, 2, "last", False)]
+QUICK = [("qwen3_moe", MESHES[0], "every", True), ("deepseek_v3", MESHES[0], "last", False)]
 
 
-@pytest.mark.parametrize(("model", "world_size", "replicas", "e", "sync", "checkpointing"), slow_but(QUICK, STEPS))
+@pytest.mark.parametrize(("model", "mesh", "sync", "checkpointing"), slow_but(QUICK, STEPS), ids=str)
 def test_ranks_that_share_experts_take_the_steps_of_the_unsharded_model(
-    folders: dict[str, Path], model: str, world_size: int, replicas: int, e: int, sync: str, checkpointing: bool
+    folders: dict[str, Path], model: str, mesh: Mesh, sync: str, checkpointing: bool
 ) -> None:
-    run_ranks(_steps, world_size, str(folders[model]), replicas, e, sync, checkpointing)
+    run_ranks(_steps, mesh.ranks, str(folders[model]), mesh, sync, checkpointing)
 
 
-def lopsided(rank: int, world_size: int, folder: str, e: int) -> None:
+def lopsided(rank: int, world_size: int, folder: str) -> None:
     """All tokens choose experts of the first rank: the others compute none, and must meet the collectives."""
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    reference(ref, make_any_batch())
-    engine = engine_with(folder, 1, e, optimizer=SGD)
+    reference(ref, make_batch())
+    engine = engine_on(folder, MESHES[0], optimizer=SGD)
     gradients = capture_gradients(engine)
-    stats = engine.train_batch(share(rank, world_size), nll, loss_tokens)
+    stats = engine.train_batch(own_rows(engine), nll, loss_tokens)
     for name, param in ref.named_parameters():
         torch.testing.assert_close(gradients[name].cpu(), param.grad, rtol=1e-4, atol=1e-6, msg=name)
     assert stats["expert_load_max_over_mean"] >= 2, "half of the experts get everything"
@@ -126,7 +116,7 @@ def test_experts_that_get_no_token_have_a_gradient_of_zeros(tmp_path: Path) -> N
         if "e_score_correction_bias" in dict(module.named_buffers(recurse=False)):
             module.get_buffer("e_score_correction_bias")[:8] += 100
     model.save_pretrained(tmp_path / "lopsided")
-    run_ranks(lopsided, 2, str(tmp_path / "lopsided"), 2)
+    run_ranks(lopsided, 2, str(tmp_path / "lopsided"))
 
 
 def test_rules_for_ranks_with_the_same_data_are_left_out() -> None:
@@ -166,74 +156,37 @@ def balanced(ref: Any, parts: list[Batch]) -> tuple[float, float]:
     return balance, float((counts.max(1).values / counts.mean(1)).mean())
 
 
-def _balance(rank: int, world_size: int, folder: str, e: int) -> None:
+def _balance(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    loss = reference(ref, make_any_batch())[0]
-    balance, load = balanced(ref, [share(other, world_size) for other in range(world_size)])
+    loss = reference(ref, make_batch())[0]
+    balance, load = balanced(ref, [rows(make_batch(), share(other, world_size)) for other in range(world_size)])
+    batch = rows(make_batch(), share(rank, world_size))
     for packed, checkpointing in ((True, False), (True, True), (False, True)):
         changes = {"pack_sequences": packed, "gradient_checkpointing": checkpointing, "router_aux_loss_coef": COEF}
-        engine = engine_with(folder, 1, e, optimizer=SGD, pad_to_maximum=packed, **changes)
+        engine = engine_on(folder, mesh, optimizer=SGD, pad_to_maximum=packed, **changes)
         engine.config.mb_spec = MicroBatchSpec(max_tokens_per_mb=64)
         gradients = capture_gradients(engine)
-        stats = engine.train_batch(share(rank, world_size), nll, loss_tokens)
+        stats = engine.train_batch(batch, nll, loss_tokens)
         assert stats["loss"] == pytest.approx(loss, rel=1e-6), "the loss of the caller"
         assert stats["router_aux_loss"] == pytest.approx(balance, rel=1e-5)
         assert stats["expert_load_max_over_mean"] == pytest.approx(load, rel=1e-6)
-        n_choices = int(share(rank, world_size)["attention_mask"].sum()) * ref.num_experts_per_tok
+        n_choices = int(batch["attention_mask"].sum()) * ref.num_experts_per_tok
         assert [int(each.sum()) for each in engine._routers._loads] == [n_choices] * 2 and not engine._routers._logits
         for name, param in ref.named_parameters():
             limit = 1e-5 * float(param.grad.abs().max())
             torch.testing.assert_close(gradients[name].cpu(), param.grad, rtol=0, atol=max(limit, 1e-8), msg=name)
-        one_row = rows(share(rank, world_size), slice(0, 1) if world_size == 1 else slice(-1, None))
+        one_row = rows(batch, slice(0, 1) if world_size == 1 else slice(-1, None))
         one_row["loss_mask"] = one_row["loss_mask"] * (rank > 0 or world_size == 1)  # a dummy on rank 0
         again = engine.train_batch(one_row, nll, loss_tokens)
         assert rank > 0 or world_size == 1 or not any(each.any() for each in engine._routers._loads)
         assert 1 <= again["expert_load_max_over_mean"] <= ref.num_experts and again["router_aux_loss"] > 0
 
 
-@pytest.mark.parametrize(("world_size", "e"), slow_but([(2, 2)], [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]))
+@pytest.mark.parametrize("mesh", slow_but(MESHES[:1], [Mesh(1), Mesh(2), *MESHES[:3]]), ids=str)
 def test_the_balance_loss_and_the_load_of_experts_are_those_of_transformers(
-    folders: dict[str, Path], world_size: int, e: int
+    folders: dict[str, Path], mesh: Mesh
 ) -> None:
-    run_ranks(_balance, world_size, str(folders["qwen3_moe"]), e)
-
-
-def _saves(rank: int, world_size: int, folder: str, out: Path, replicas: int, e: int) -> dict[str, Any]:
-    """Save after a step, blocking and in the background, and load both again."""
-    engine, other = (engine_with(folder, replicas, e) for _ in range(2))
-    engine.train_batch(share(rank, world_size), nll, loss_tokens)
-    engine.set_version(3)
-    for meta, later in zip(metas(out, "now"), metas(out, "later"), strict=True):
-        engine.save(meta)
-        engine.save(later, blocking=False)
-        engine.wait_for_save()
-    before = whole(engine)
-    for kind in ("now", "later"):
-        dcp, hf = metas(out, kind)
-        other.load(dcp)
-        assert same(whole(other), before) and other.get_version() == 3
-        other.train_batch(share(rank, world_size), nll, loss_tokens)
-        other.load(hf)
-        assert same(weights(other), weights(engine))
-    return {"whole": before, "fingerprint": fingerprint(engine)}
-
-
-def _loads(rank: int, world_size: int, folder: str, out: Path, replicas: int, e: int) -> dict[str, Any]:
-    engine, hf = (engine_with(folder, replicas, e) for _ in range(2))
-    engine.load(metas(out, "later")[0])
-    hf.load(metas(out, "later")[1])
-    assert same(weights(hf), weights(engine)) and engine.get_version() == 3
-    return {"whole": whole(engine), "fingerprint": fingerprint(engine)}
-
-
-def check_loads(folder: Path, out: Path, saved_by: tuple[int, int, int], loaded_by: list[tuple[int, int, int]]) -> None:
-    world_size, *mesh = saved_by
-    saved = run_ranks(_saves, world_size, str(folder), out, *mesh)[0]
-    assert contents(out / "now_hf") == contents(out / "later_hf")
-    assert any(".experts.0.gate_proj" in name for name in safe_names(out / "now_hf"))
-    for world_size, *mesh in loaded_by:
-        for found in run_ranks(_loads, world_size, str(folder), out, *mesh):
-            assert same(found["whole"], saved["whole"]) and found["fingerprint"] == saved["fingerprint"]
+    run_ranks(_balance, mesh.ranks, str(folders["qwen3_moe"]), mesh)
 
 
 def safe_names(folder: Path) -> list[str]:
@@ -241,8 +194,10 @@ def safe_names(folder: Path) -> list[str]:
 
 
 def test_checkpoints_of_shared_experts_load_into_shards_and_back(folders: dict[str, Path], tmp_path: Path) -> None:
-    check_loads(folders["uneven"], tmp_path / "shared", (2, 1, 2), [(2, 1, 1)])
-    check_loads(folders["uneven"], tmp_path / "shards", (2, 1, 1), [(2, 1, 2)])
+    check_loads(folders["uneven"], tmp_path / "shared", MESHES[0], [Mesh(2)])
+    check_loads(folders["uneven"], tmp_path / "shards", Mesh(2), [MESHES[0]])
+    for name in ("shared", "shards"):
+        assert any(".experts.0.gate_proj" in key for key in safe_names(tmp_path / name / "now_hf"))
 
 
 def _refusals(rank: int, world_size: int, dense: str, moe: str) -> None:
@@ -261,7 +216,7 @@ def _refusals(rank: int, world_size: int, dense: str, moe: str) -> None:
             {"backend": "fsdp", "router_aux_loss_coef": 0.1},
             "router_aux_loss_coef' is 0.1, but transformers knows",
         ),
-        (moe, {"backend": "fsdp:t2e2"}, "with expert and tensor parallelism, which is not supported;"),
+        (moe, {"backend": "fsdp:t2e2"}, "expert_parallel_size is 2 and tensor_parallel_size 2, which are not"),
     ):
         with patch.object(torch.nn.Module, "to_empty") as memory, pytest.raises(ConfigError, match=re.escape(words)):
             make_engine(folder, **{"backend": "fsdp:e2", **changes})
@@ -283,28 +238,27 @@ def test_experts_that_cannot_be_split_are_refused_on_all_ranks(folders: dict[str
     run_ranks(_refusals, 2, str(tmp_path / "dense"), str(tmp_path / "five"))
 
 
-def _drawn(rank: int, world_size: int, folder: str, e: int) -> dict[str, torch.Tensor]:
-    engine = engine_with(folder, 1, e, init_from_scratch=True, seed=3)
+def _drawn(rank: int, world_size: int, folder: str, mesh: Mesh) -> dict[str, torch.Tensor]:
+    engine = engine_on(folder, mesh, init_from_scratch=True, seed=3)
     before = whole(engine)
-    critic = engine_with(folder, 1, e, is_critic=True, dtype="bfloat16")
-    batch = share(rank, world_size)
-    stats = critic.train_batch(batch, lambda values, mb: (values * mb["loss_mask"]).sum() / 7, loss_tokens)
+    critic = engine_on(folder, mesh, is_critic=True, dtype="bfloat16")
+    stats = critic.train_batch(own_rows(critic), lambda values, mb: (values * mb["loss_mask"]).sum() / 7, loss_tokens)
     assert stats["expert_load_max_over_mean"] >= 1 and not stats["update_skipped"]
     return before
 
 
 def test_weights_drawn_from_a_seed_are_the_same_however_experts_are_split(folders: dict[str, Path]) -> None:
-    one, two = (run_ranks(_drawn, 2, str(folders["uneven"]), e)[0] for e in (1, 2))
+    one, two = (run_ranks(_drawn, 2, str(folders["uneven"]), mesh)[0] for mesh in (Mesh(2), MESHES[0]))
     assert same(one, two)
 
 
+FITTING = {"uneven": [mesh for mesh in MESHES if mesh.backend != "fsdp:e4"], "deepseek_v3": MESHES}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "saved_by"),
-    [(model, mesh) for model in ("uneven", "deepseek_v3") for mesh in MESHES if (model, mesh[2]) != ("uneven", 4)],
-)
+@pytest.mark.parametrize(("model", "saved_by"), [(name, mesh) for name in FITTING for mesh in FITTING[name]], ids=str)
 def test_checkpoints_of_shared_experts_load_into_every_mesh(
-    folders: dict[str, Path], tmp_path: Path, saved_by: tuple[int, int, int], model: str
+    folders: dict[str, Path], tmp_path: Path, saved_by: Mesh, model: str
 ) -> None:
-    meshes = [mesh for mesh in MESHES if (model, mesh[2]) != ("uneven", 4)]
-    check_loads(folders[model], tmp_path, saved_by, [(1, 1, 1), (3, 1, 1), (4, 2, 1), *meshes])
+    check_loads(folders[model], tmp_path, saved_by, [Mesh(1), Mesh(3), Mesh(4, replicas=2), *FITTING[model]])
+    assert any(".experts.0.gate_proj" in key for key in safe_names(tmp_path / "now_hf"))

@@ -13,14 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig, ParallelStrategy, SaveLoadMeta
+from holdfast.engine import FSDPConfig, MicroBatchSpec, ParallelStrategy
 from holdfast.engine.api import Batch
-from holdfast.engine.dcp.fingerprint import combine_samples, sample_state
 from holdfast.engine.hf.shard_ranges import whole_tensor
 from holdfast.engine.training import gradient_sync
 from holdfast.engine.training.meshes import open_meshes
-from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError
+from tests.engine.meshes import SGD, Mesh, check_loads, engine_on, fingerprint, own_rows
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import (
     capture_gradients,
@@ -38,11 +37,9 @@ from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(150)
 
-MESHES = [(2, 2), (4, 2), (4, 4)]
-"""Ranks and replicas."""
+MESHES = [Mesh(2, replicas=2), Mesh(4, replicas=2), Mesh(4, replicas=4)]
 SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 """The function that FSDP2 calls: the first from torch 2.13 on."""
-SGD = OptimizerConfig(type="sgd", lr=0.0, gradient_clipping=1e9)
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +49,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def engine_with(folder: str, replicas: int, sync: str = "every", **changes: Any) -> Any:
-    return make_engine(folder, fsdp=FSDPConfig(replicate_size=replicas, gradient_sync=sync), **changes)
-
-
-def share(rank: int, world_size: int) -> Batch:
-    """Some rows: rank 0 has fewer than micro-batches, so it adds dummies."""
-    cuts = [0, *(1 + 7 * number // (world_size - 1) for number in range(world_size))] if world_size > 1 else [0, 8]
-    return rows(make_batch(), slice(cuts[rank], cuts[rank + 1]))
-
-
-def fingerprint(engine: Any) -> dict[str, Any]:
-    return combine_samples(gather_objects(sample_state(engine.dcp_state().live_tensors())))
-
-
-def _steps(rank: int, world_size: int, folder: str, replicas: int, sync: str) -> None:
+def _steps(rank: int, world_size: int, folder: str, mesh: Mesh, sync: str) -> None:
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected = reference(ref, make_batch())[0]
     norm = float(torch.stack([param.grad.norm() for param in ref.parameters()]).norm())
-    batch, summed, scattered = share(rank, world_size), [], []
-    engine = engine_with(folder, replicas, sync, optimizer=SGD)
-    plain = engine_with(folder, 1, optimizer=SGD)
-    shape = engine.model.lm_head.weight.device_mesh.shape
+    engine = engine_on(folder, mesh, sync, optimizer=SGD)
+    plain = engine_on(folder, Mesh(world_size), optimizer=SGD)
+    shape, replicas = engine.model.lm_head.weight.device_mesh.shape, mesh.replicas
+    batch, summed, scattered = own_rows(engine), [], []
     assert shape == ((replicas, world_size // replicas) if replicas > 1 else (world_size,))
     assert (engine.data_parallel_rank, engine.data_parallel_world_size) == (rank, world_size)
     torch.testing.assert_close(engine.forward_batch(batch), plain.forward_batch(batch), rtol=0, atol=1e-6)
@@ -97,14 +80,12 @@ def _steps(rank: int, world_size: int, folder: str, replicas: int, sync: str) ->
     assert fingerprint(engine) == fingerprint(plain)
 
 
-STEPS = [(*mesh, sync) for mesh in [(2, 1), *MESHES] for sync in ("every", "last")]
+STEPS = [(mesh, sync) for mesh in [Mesh(2), *MESHES] for sync in ("every", "last")]
 
 
-@pytest.mark.parametrize(("world_size", "replicas", "sync"), slow_but([(2, 2, "every"), (2, 1, "last")], STEPS))
-def test_every_mesh_takes_the_steps_of_the_unsharded_model(
-    folder: Path, world_size: int, replicas: int, sync: str
-) -> None:
-    run_ranks(_steps, world_size, str(folder), replicas, sync)
+@pytest.mark.parametrize(("mesh", "sync"), slow_but([(MESHES[0], "every"), (Mesh(2), "last")], STEPS), ids=str)
+def test_every_mesh_takes_the_steps_of_the_unsharded_model(folder: Path, mesh: Mesh, sync: str) -> None:
+    run_ranks(_steps, mesh.ranks, str(folder), mesh, sync)
 
 
 class Broken(Exception):
@@ -116,7 +97,8 @@ def fail(grad: torch.Tensor) -> None:
 
 
 def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sync: str, in_backward: bool) -> None:
-    engine, twin = (engine_with(folder, replicas, sync, mb_spec=MicroBatchSpec(n_mbs=3)) for _ in range(2))
+    mesh = Mesh(world_size, replicas=replicas)
+    engine, twin = (engine_on(folder, mesh, sync, mb_spec=MicroBatchSpec(n_mbs=3)) for _ in range(2))
     batch, calls = rows(make_batch(), slice(rank * 4, rank * 4 + 4)), []
 
     def breaking(logits: Any, mb: Batch) -> torch.Tensor:
@@ -164,9 +146,9 @@ def test_a_model_on_a_slice_of_a_mesh_is_gathered_over_its_own_ranks() -> None:
 def _second_default_group(rank: int, world_size: int, folder: str) -> None:
     found = []
     for _ in range(2):
-        engine = engine_with(folder, 2, optimizer=SGD)
+        engine = engine_on(folder, MESHES[0], optimizer=SGD)
         gradients = capture_gradients(engine)
-        engine.train_batch(share(rank, world_size), nll, loss_tokens)
+        engine.train_batch(own_rows(engine), nll, loss_tokens)
         found.append((engine.model.lm_head.weight.device_mesh, gradients))
         engine.destroy()
     (first, gradients), (second, later) = found
@@ -201,7 +183,7 @@ def _choices(rank: int, world_size: int, folder: str) -> dict[str, bool]:
             patch.object(gradient_sync, "ALWAYS_AFFORDABLE_BYTES", limit),
             patch.object(gradient_sync, "logger") as log,
         ):
-            found[name] = engine_with(folder, 1, sync, **changes)._sync_last
+            found[name] = engine_on(folder, Mesh(world_size), sync, **changes)._sync_last
         if rank == 0 and world_size > 1:
             words = "once a step, which takes" if found[name] else "in every micro-batch; once a step would take"
             (text,) = [call.args[0] % call.args[1:] for call in log.info.call_args_list]
@@ -217,66 +199,14 @@ def test_gradients_are_summed_once_a_step_if_their_whole_sum_is_small(folder: Pa
     assert run_ranks(_choices, 1, str(folder)) == [dict.fromkeys(expected, False)]
 
 
-def metas(out: Path, kind: str) -> list[SaveLoadMeta]:
-    return [
-        SaveLoadMeta(str(out / f"{kind}_dcp"), "dcp", with_optim=True),
-        SaveLoadMeta(str(out / f"{kind}_hf"), "hf", with_optim=False),
-    ]
-
-
-def _saves(rank: int, world_size: int, folder: str, out: Path, replicas: int) -> dict[str, Any]:
-    """Save after a step, blocking and in the background, and load both again."""
-    engine, other = (engine_with(folder, replicas) for _ in range(2))
-    engine.train_batch(share(rank, world_size), nll, loss_tokens)
-    engine.set_version(3)
-    for meta, later in zip(metas(out, "now"), metas(out, "later"), strict=True):
-        engine.save(meta)
-        engine.save(later, blocking=False)
-        engine.wait_for_save()
-    before = whole(engine)
-    for kind in ("now", "later"):
-        dcp, hf = metas(out, kind)
-        other.load(dcp)
-        assert same(whole(other), before) and other.get_version() == 3
-        other.train_batch(share(rank, world_size), nll, loss_tokens)
-        other.load(hf)
-        assert same(weights(other), weights(engine))
-    return {"whole": before, "fingerprint": fingerprint(engine)}
-
-
-def weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in whole(engine).items() if name.startswith("model.")}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def _loads(rank: int, world_size: int, folder: str, out: Path, replicas: int) -> dict[str, Any]:
-    engine, hf = (engine_with(folder, replicas) for _ in range(2))
-    engine.load(metas(out, "later")[0])
-    hf.load(metas(out, "later")[1])
-    assert same(weights(hf), weights(engine)) and engine.get_version() == 3
-    return {"whole": whole(engine), "fingerprint": fingerprint(engine)}
-
-
-def check_loads(folder: Path, out: Path, saved_by: tuple[int, int], loaded_by: list[tuple[int, int]]) -> None:
-    world_size, replicas = saved_by
-    saved = run_ranks(_saves, world_size, str(folder), out, replicas)[0]
-    assert contents(out / "now_hf") == contents(out / "later_hf")
-    for world_size, replicas in loaded_by:
-        for found in run_ranks(_loads, world_size, str(folder), out, replicas):
-            assert same(found["whole"], saved["whole"]) and found["fingerprint"] == saved["fingerprint"]
-
-
 def test_checkpoints_of_replicas_load_into_shards_and_back(folder: Path, tmp_path: Path) -> None:
-    check_loads(folder, tmp_path, (2, 2), [(2, 1)])
+    check_loads(folder, tmp_path, MESHES[0], [Mesh(2)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved_by", [(1, 1), (2, 1), (3, 1), (4, 1), *MESHES])
-def test_checkpoints_load_into_every_mesh(folder: Path, tmp_path: Path, saved_by: tuple[int, int]) -> None:
-    check_loads(folder, tmp_path, saved_by, [(1, 1), (3, 1), (4, 1), *MESHES])
+@pytest.mark.parametrize("saved_by", [Mesh(1), Mesh(2), Mesh(3), Mesh(4), *MESHES], ids=str)
+def test_checkpoints_load_into_every_mesh(folder: Path, tmp_path: Path, saved_by: Mesh) -> None:
+    check_loads(folder, tmp_path, saved_by, [Mesh(1), Mesh(3), Mesh(4), *MESHES])
 
 
 def _refusals(rank: int, world_size: int, folder: str) -> None:

@@ -60,6 +60,7 @@ def test_sizes_are_checked_against_each_other_and_the_world() -> None:
     strategy = ParallelStrategy(tensor_parallel_size=2, context_parallel_size=2, replicate_size=2)
     assert strategy.for_world(16).sizes == {"d": 4, "r": 2, "c": 2, "t": 2, "e": 1}
     assert (strategy.dp_size, strategy.cp_size, strategy.tp_size, strategy.pp_size) == (None, 2, 2, 1)
+    assert strategy.ranks_with_same_data == 4
     for world_size, message in (
         (6, "data_parallel_size is 1, but 6 rank"),
         (12, "replicate_size.* is 2, with 3 data-parallel ranks; expected one of \\[1, 3\\]"),
@@ -81,8 +82,8 @@ def test_sizes_are_checked_against_each_other_and_the_world() -> None:
 def test_a_config_with_an_unsupported_mesh_is_refused_before_anything_starts() -> None:
     for backend, message in (
         ("fsdp:d4p2", "'backend' is 'fsdp:d4p2', with pipeline parallelism, which is not supported; .* 'fsdp:d8'"),
-        ("fsdp:d4t2e4", "with expert and tensor parallelism, .* 'fsdp:d8'"),
-        ("fsdp:t2e2", "with expert and tensor parallelism, .* 'fsdp'"),
+        ("fsdp:d4t2e4", "size is 4 and tensor_parallel_size 2, which are not supported together; .* 'backend' with"),
+        ("fsdp:t2e2", "size is 2 and tensor_parallel_size 2, which are not supported together; .* 'backend' with"),
     ):
         with pytest.raises(ConfigError, match=message):
             TrainEngineConfig(backend=backend)

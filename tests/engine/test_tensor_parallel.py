@@ -21,39 +21,34 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig, SaveLoadMeta
+from holdfast.engine import MicroBatchSpec, OptimizerConfig, SaveLoadMeta
 from holdfast.engine.api import Batch
 from holdfast.engine.memory.tensors import counts_here, local_tensor
 from holdfast.engine.training import tensor_parallel
 from holdfast.engine.training.logprobs import score_tokens, token_logprobs
+from holdfast.engine.training.meshes import is_cut
 from holdfast.engine.training.microbatch import split_batch
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError
+from tests.engine.meshes import SGD, Mesh, check_loads, engine_on, fingerprint, own_rows
 from tests.engine.models import NEEDS_PLANS, tiny_qwen3, write_model_folder
 from tests.engine.rl.test_actor import global_batch, make_actor, share_of
 from tests.engine.test_fsdp_engine import (
     capture_gradients,
     loss_tokens,
     make_batch,
-    make_engine,
     nll,
     reference,
     rows,
     same,
     whole,
 )
-from tests.engine.test_meshes import contents, fingerprint, metas
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    NEEDS_PLANS,
-]
+pytestmark = [pytest.mark.timeout(240), NEEDS_PLANS]
 
-SGD = OptimizerConfig(type="sgd", lr=0.0, gradient_clipping=1e9)
-MESHES = [(2, "fsdp:d1t2", 1), (4, "fsdp:d2t2", 1), (4, "fsdp:d2t2", 2), (4, "fsdp:d1t4", 1)]
-"""Ranks, mesh and replicas."""
+MESHES = [Mesh(2, "fsdp:t2"), Mesh(4, "fsdp:d2t2"), Mesh(4, "fsdp:d2t2", replicas=2), Mesh(4, "fsdp:t4")]
 SIZES: dict[str, Any] = {
     "vocab_size": 20,
     "hidden_size": 32,
@@ -82,18 +77,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, config in CONFIGS.items():
         write_model_folder(root / name, config)
     return {name: root / name for name in CONFIGS}
-
-
-def engine_with(folder: str | Path, backend: str, replicas: int = 1, **changes: Any) -> Any:
-    fsdp = FSDPConfig(replicate_size=replicas, gradient_sync=changes.pop("sync", "every"))
-    return make_engine(folder, backend=backend, fsdp=fsdp, **changes)
-
-
-def own_rows(engine: Any, batch: Batch) -> Batch:
-    """The rows of this rank's data: with two data ranks the first has one row, so it adds dummies."""
-    if engine.data_parallel_world_size == 1:
-        return batch
-    return rows(batch, slice(0, 1) if engine.data_parallel_rank == 0 else slice(1, 8))
 
 
 def score(output: Any, mb: Batch) -> torch.Tensor:
@@ -130,10 +113,10 @@ def check_step(engine: Any, batch: Batch, loss_fn: Any, ref: PreTrainedModel, ex
         assert difference < 1e-5, f"{name}: {difference}"
 
 
-def _steps(rank: int, world_size: int, folder: str, backend: str, replicas: int, sync: str) -> None:
+def _steps(rank: int, world_size: int, folder: str, mesh: Mesh, sync: str) -> None:
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = make_batch()
-    engine = engine_with(folder, backend, replicas, sync=sync, optimizer=SGD, gradient_checkpointing=sync == "last")
+    engine = engine_on(folder, mesh, sync, optimizer=SGD, gradient_checkpointing=sync == "last")
     assert engine._scoring_head is not None
     expected, logprobs = reference(ref, batch)
     found = engine.forward_batch(own_rows(engine, batch))
@@ -147,39 +130,37 @@ def _steps(rank: int, world_size: int, folder: str, backend: str, replicas: int,
         check_step(engine, batch, loss_fn, ref, expected)
 
 
-STEPS = [(name, *mesh, sync) for name in CONFIGS for mesh in MESHES for sync in ("every", "last")]
+STEPS = [(name, mesh, sync) for name in CONFIGS for mesh in MESHES for sync in ("every", "last")]
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size", "backend", "replicas", "sync"),
-    slow_but([("qwen3", 2, "fsdp:d1t2", 1, "last"), ("llama", 2, "fsdp:d1t2", 1, "every")], STEPS),
-)
+QUICK = [("qwen3", MESHES[0], "last"), ("llama", MESHES[0], "every")]
+
+
+@pytest.mark.parametrize(("name", "mesh", "sync"), slow_but(QUICK, STEPS), ids=str)
 def test_cut_matrices_take_the_steps_of_the_unsharded_model(
-    folders: dict[str, Path], name: str, world_size: int, backend: str, replicas: int, sync: str
+    folders: dict[str, Path], name: str, mesh: Mesh, sync: str
 ) -> None:
-    run_ranks(_steps, world_size, str(folders[name]), backend, replicas, sync)
+    run_ranks(_steps, mesh.ranks, str(folders[name]), mesh, sync)
 
 
 def _updates(rank: int, world_size: int, folder: str) -> None:
     batch = make_batch()
-    for kind in ("adam", "adam_bf16"):
-        optimizer = OptimizerConfig(type=kind, lr=1e-2, gradient_clipping=0.5)
-        engine = engine_with(folder, "fsdp:d1t2", optimizer=optimizer)
-        foreach = engine_with(folder, "fsdp:d1t2", optimizer=optimizer)
-        plain = engine_with(folder, "fsdp:d2", optimizer=optimizer)
-        for group in foreach.optimizer.param_groups:
-            group["foreach"] = kind == "adam"
+    for kind, kernels in (("adam", ("loop", "foreach")), ("adam_bf16", ("foreach",))):
+        options: dict[str, Any] = {"type": kind, "lr": 1e-2, "gradient_clipping": 0.5}
+        configs = [OptimizerConfig(**options, implementation=name) for name in kernels]
+        engine, *others = (engine_on(folder, MESHES[0], optimizer=config) for config in configs)
+        plain = engine_on(folder, Mesh(2), optimizer=configs[0])
         for step in range(3):
             stats = engine.train_batch(batch, nll, loss_tokens)
-            assert foreach.train_batch(batch, nll, loss_tokens) == stats
+            assert all(each.train_batch(batch, nll, loss_tokens) == stats for each in others)
             other = plain.train_batch(rows(batch, slice(rank * 4, rank * 4 + 4)), nll, loss_tokens)
             assert stats["loss"] == pytest.approx(other["loss"], rel=1e-3 if kind == "adam_bf16" else 1e-5), step
             assert stats["n_tokens"] == batch["attention_mask"].sum()
-        assert same(whole(engine), whole(foreach))
+        assert all(same(whole(engine), whole(each)) for each in others)
         common = [
             local_tensor(tensor)
             for tensor in engine.dcp_state().live_tensors().values()
-            if not tensor_parallel.is_cut(tensor, tensor_parallel.tensor_mesh_of(engine.model))
+            if not is_cut(tensor, engine._meshes.tensor)
         ]
         ours, theirs = gather_objects([tensor.tolist() for tensor in common])
         assert len(ours) > 20 and ours == theirs, "weights and moments that every rank has stay equal"
@@ -190,7 +171,7 @@ def test_updates_are_those_of_whole_matrices_and_equal_on_all_ranks(folders: dic
 
 
 def _collectives(rank: int, world_size: int, folder: str) -> None:
-    engine = engine_with(folder, "fsdp:d1t2", optimizer=SGD)
+    engine = engine_on(folder, MESHES[0], optimizer=SGD)
     (batch,) = split_batch(make_batch(), MicroBatchSpec(n_mbs=1), engine.control_group, ranks_with_same_data=2)
     batch = batch.to(engine.device)
     for recomputes in (False, True):
@@ -210,7 +191,7 @@ def test_the_ranks_sum_each_activation_and_its_gradient_once(folders: dict[str, 
 
 def _nothing_stays(rank: int, world_size: int, folder: str) -> None:
     for checkpointing in (False, True):
-        engine = engine_with(folder, "fsdp:d1t2", optimizer=SGD, gradient_checkpointing=checkpointing)
+        engine = engine_on(folder, MESHES[0], optimizer=SGD, gradient_checkpointing=checkpointing)
         engine.config.mb_spec = MicroBatchSpec(n_mbs=2)
         counts = []
         for _ in range(4):
@@ -225,8 +206,8 @@ def test_a_step_leaves_no_activation_behind(folders: dict[str, Path]) -> None:
     run_ranks(_nothing_stays, 2, str(folders["qwen3"]))
 
 
-def _counts(rank: int, world_size: int, folder: str, backend: str, replicas: int) -> None:
-    engine, plain = engine_with(folder, backend, replicas), engine_with(folder, f"fsdp:d{world_size}")
+def _counts(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
+    engine, plain = engine_on(folder, mesh), engine_on(folder, Mesh(world_size))
     for each in (engine, plain):
         each.load(SaveLoadMeta(folder, "hf", with_optim=False))
     assert fingerprint(engine) == fingerprint(plain)
@@ -237,17 +218,17 @@ def _counts(rank: int, world_size: int, folder: str, backend: str, replicas: int
     assert counted == sum(param.numel() for param in engine.model.parameters())
 
 
-@pytest.mark.parametrize(("world_size", "backend", "replicas"), slow_but(MESHES[:1], MESHES))
+@pytest.mark.parametrize("mesh", slow_but(MESHES[:1], MESHES), ids=str)
 def test_each_element_counts_on_one_rank_so_fingerprints_do_not_depend_on_the_mesh(
-    folders: dict[str, Path], world_size: int, backend: str, replicas: int
+    folders: dict[str, Path], mesh: Mesh
 ) -> None:
-    run_ranks(_counts, world_size, str(folders["llama"]), backend, replicas)
+    run_ranks(_counts, mesh.ranks, str(folders["llama"]), mesh)
 
 
-def _draws(rank: int, world_size: int, folder: str, backend: str) -> dict[str, torch.Tensor]:
+def _draws(rank: int, world_size: int, folder: str, mesh: Mesh) -> dict[str, torch.Tensor]:
     drawn = {}
     for name, critic in (("actor", False), ("critic", True)):
-        engine = engine_with(folder, backend, init_from_scratch=True, is_critic=critic, seed=3, optimizer=None)
+        engine = engine_on(folder, mesh, init_from_scratch=True, is_critic=critic, seed=3, optimizer=None)
         state = engine.model.state_dict()
         drawn |= {f"{name}.{n}": t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
         assert all(buffer.isfinite().all() for buffer in engine.model.buffers())
@@ -255,8 +236,8 @@ def _draws(rank: int, world_size: int, folder: str, backend: str) -> dict[str, t
 
 
 def test_weights_drawn_from_a_seed_do_not_depend_on_the_mesh(folders: dict[str, Path]) -> None:
-    (alone,) = run_ranks(_draws, 1, str(folders["qwen3"]), "fsdp")
-    for drawn in run_ranks(_draws, 2, str(folders["qwen3"]), "fsdp:d1t2"):
+    (alone,) = run_ranks(_draws, 1, str(folders["qwen3"]), Mesh(1))
+    for drawn in run_ranks(_draws, 2, str(folders["qwen3"]), MESHES[0]):
         assert same(drawn, alone)
 
 
@@ -269,7 +250,7 @@ def _values(rank: int, world_size: int, folder: str) -> None:
 
     for critic, loss_fn in ((True, loss), (False, nll)):
         changes = {"is_critic": critic, "optimizer": SGD, "mb_spec": MicroBatchSpec(n_mbs=4)}
-        engine, plain = (engine_with(folder, backend, **changes) for backend in ("fsdp:d1t2", "fsdp:d2"))
+        engine, plain = (engine_on(folder, mesh, **changes) for mesh in (MESHES[0], Mesh(2)))
         found, expected = engine.forward_batch(batch), plain.forward_batch(rows(batch, part))
         torch.testing.assert_close(found[part], expected, rtol=0, atol=1e-5)
         gradients, others = capture_gradients(engine), capture_gradients(plain)
@@ -331,41 +312,9 @@ def test_scores_of_a_part_of_the_words_are_those_of_all_words() -> None:
     run_ranks(_scores, 2)
 
 
-def _saves(rank: int, world_size: int, folder: str, out: Path, backend: str, replicas: int) -> dict[str, Any]:
-    """Save after a step, blocking and in the background, and load both again."""
-    engine, other = (engine_with(folder, backend, replicas) for _ in range(2))
-    batch = own_rows(engine, make_batch())
-    engine.train_batch(batch, nll, loss_tokens)
-    for meta, later in zip(metas(out, "now"), metas(out, "later"), strict=True):
-        engine.save(meta)
-        engine.save(later, blocking=False)
-        engine.wait_for_save()
-    before = whole(engine)
-    for kind in ("now", "later"):
-        dcp, hf = metas(out, kind)
-        other.load(dcp)
-        assert same(whole(other), before)
-        other.train_batch(batch, nll, loss_tokens)
-        other.load(hf)
-        assert same(weights(other), weights(engine))
-    return {"whole": before, "fingerprint": fingerprint(engine)}
-
-
-def weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in whole(engine).items() if name.startswith("model.")}
-
-
-def _loads(rank: int, world_size: int, folder: str, out: Path, backend: str, replicas: int) -> dict[str, Any]:
-    engine, hf = (engine_with(folder, backend, replicas) for _ in range(2))
-    engine.load(metas(out, "later")[0])
-    hf.load(metas(out, "later")[1])
-    assert same(weights(hf), weights(engine))
-    return {"whole": whole(engine), "fingerprint": fingerprint(engine)}
-
-
-WHOLE = [(1, "fsdp", 1), (3, "fsdp", 1), (4, "fsdp", 2)]
+WHOLE = [Mesh(1), Mesh(3), Mesh(4, replicas=2)]
 SAVED_AND_LOADED = [
-    ("qwen3", MESHES[0], [(2, "fsdp", 1)]),
+    ("qwen3", MESHES[0], [Mesh(2)]),
     *(("qwen3", mesh, [*WHOLE, *MESHES]) for mesh in MESHES[1:]),
     *(("qwen3", mesh, MESHES) for mesh in WHOLE),
     *((name, MESHES[1], [WHOLE[0], WHOLE[1], MESHES[3]]) for name in ("llama", "qwen3_moe")),
@@ -374,19 +323,14 @@ SAVED_AND_LOADED = [
 
 @pytest.mark.parametrize(("name", "saved_by", "loaded_by"), slow_but(SAVED_AND_LOADED[:1], SAVED_AND_LOADED))
 def test_checkpoints_of_cut_matrices_load_into_whole_ones_and_back(
-    folders: dict[str, Path], tmp_path: Path, name: str, saved_by: Any, loaded_by: list[Any]
+    folders: dict[str, Path], tmp_path: Path, name: str, saved_by: Mesh, loaded_by: list[Mesh]
 ) -> None:
-    folder, (world_size, *mesh) = str(folders[name]), saved_by
-    saved = run_ranks(_saves, world_size, folder, tmp_path, *mesh)[0]
-    assert contents(tmp_path / "now_hf") == contents(tmp_path / "later_hf")
-    for world_size, *mesh in loaded_by:
-        for found in run_ranks(_loads, world_size, folder, tmp_path, *mesh):
-            assert same(found["whole"], saved["whole"]) and found["fingerprint"] == saved["fingerprint"], mesh
+    check_loads(folders[name], tmp_path, saved_by, loaded_by)
 
 
-def refused(folder: str | Path, words: str, backend: str = "fsdp:d1t2", **changes: Any) -> None:
+def refused(folder: str | Path, words: str, **changes: Any) -> None:
     with pytest.raises(ConfigError, match=words):
-        engine_with(folder, backend, **changes)
+        engine_on(folder, MESHES[0], **changes)
 
 
 def _refusals(rank: int, world_size: int, folders: dict[str, str]) -> None:
@@ -397,7 +341,7 @@ def _refusals(rank: int, world_size: int, folders: dict[str, str]) -> None:
     refused(folders["qwen3"], sizes + "with config key 'use_lora' true: .* set it to 1", use_lora=True, lora_rank=2)
     dropout = "'disable_dropout' is false, and .* has {'attention_dropout': 0.1}, .* set it to true"
     refused(folders["dropout"], dropout, disable_dropout=False)
-    engine_with(folders["dropout"], "fsdp:d1t2")
+    engine_on(folders["dropout"], MESHES[0])
 
 
 def test_what_cannot_be_cut_is_refused_on_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:

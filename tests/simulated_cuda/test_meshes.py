@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from holdfast.engine import FSDPConfig, SaveLoadMeta
+from tests.engine.meshes import own_rows
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import loss_tokens, make_engine, nll, same, whole
-from tests.engine.test_meshes import share
 from tests.helpers import run_ranks
 
 pytestmark = [pytest.mark.simulated_gpu, pytest.mark.timeout(150)]
@@ -24,7 +24,7 @@ STEPS = 3
 
 def _train(engine: Any, n_steps: int = 1) -> list[float]:
     """Losses and norms of gradients."""
-    batch, found = share(engine.data_parallel_rank, engine.data_parallel_world_size), []
+    batch, found = own_rows(engine), []
     for _ in range(n_steps):
         stats = engine.train_batch(batch, nll, loss_tokens)
         found += [stats["loss"], stats["grad_norm"]]

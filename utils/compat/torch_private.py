@@ -273,7 +273,7 @@ def without_memory() -> AbstractContextManager[Any]:
     """Compute shapes only: tensors in the block have no memory, whatever their device."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    return FakeTensorMode()
+    return FakeTensorMode(allow_non_fake_inputs=True)  # `torch.tensor` on the meta device makes one
 
 
 def writes_in_place(operator: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from transformers import GptOssConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from holdfast.engine import FSDPConfig, MicroBatchSpec, ParallelStrategy, TrainEngineConfig
 from holdfast.engine.model.memory_plan import measure_model, plan_step
+from holdfast.utils.errors import ConfigError
+from tests.engine.architectures.released import tiny_config
 from tests.engine.test_fsdp_engine import loss_tokens, make_engine
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
@@ -83,6 +86,7 @@ SETTINGS = {
     "plain": {"fsdp": FSDPConfig(gradient_sync="every")},
     "sync_last": {"fsdp": FSDPConfig(gradient_sync="last")},
     "checkpointing": {"fsdp": FSDPConfig(gradient_sync="every"), "gradient_checkpointing": True},
+    "every_2": {"fsdp": FSDPConfig(gradient_sync="every"), "gradient_checkpointing": "every_2"},
     "gathered": {"fsdp": FSDPConfig(gradient_sync="every", reshard_after_forward=False)},
     "lora": {"use_lora": True},
 }
@@ -119,6 +123,30 @@ def test_more_ranks_of_any_kind_need_less_memory_on_each(tmp_path: Path) -> None
     assert peak(data_parallel_size=8, expert_parallel_size=4) < peak(data_parallel_size=8)
 
 
-def test_an_architecture_with_attention_sinks_is_planned_or_refused_in_words(tmp_path: Path) -> None:
-    GptOssConfig(**HEADS, num_hidden_layers=2, vocab_size=100, num_local_experts=4).save_pretrained(tmp_path)
-    assert measure_model(TrainEngineConfig(path=str(tmp_path)), 256).n_parameters > 0
+def test_fewer_blocks_that_run_again_need_more_memory_and_selective_counts_as_none(tmp_path: Path) -> None:
+    MODELS["qwen3"].save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path))
+    sizes, alone = measure_model(config, 4096), ParallelStrategy().for_world(1)
+    choices = (True, "every_1", "every_2", "every_9", False, "selective")
+    peaks = [plan_step(sizes, replace(config, gradient_checkpointing=each), alone, 4096).peak for each in choices]
+    assert peaks[0] == peaks[1] < peaks[2] < peaks[3] < peaks[4] == peaks[5]
+
+
+PLANNED = {
+    "openai/gpt-oss-20b": "sinks of the attention",
+    "google/gemma-3-1b-it": "a buffer from a number",
+    "google/gemma-4-26B-A4B": "other key-value heads in some layers",
+    "microsoft/Phi-4-mini-instruct": "frequencies from a list",
+}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_released_architectures_are_planned(tmp_path: Path, name: str) -> None:
+    tiny_config(name).save_pretrained(tmp_path)
+    assert measure_model(TrainEngineConfig(path=str(tmp_path)), 64).n_parameters > 0
+
+
+def test_an_architecture_whose_forward_depends_on_values_is_refused(tmp_path: Path) -> None:
+    tiny_config("microsoft/Phi-3.5-MoE-instruct").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="activations of PhimoeForCausalLM cannot be computed from its config alone"):
+        measure_model(TrainEngineConfig(path=str(tmp_path)), 64)

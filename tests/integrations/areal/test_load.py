@@ -155,7 +155,7 @@ def test_all_that_has_no_effect_is_named_in_one_warning(tmp_path: Path, caplog: 
         ({"beta": 0.1}, "'actor.beta' .* of DPO: read `DPOConfig`"),
         ({"backend": "fsdp:d4p2t2"}, "'backend' is 'fsdp:d4p2t2', with pipeline parallelism"),
         ({"backend": "fsdp:d1p8"}, "section 'actor' .*'backend' is 'fsdp:d1p8', with pipeline parallelism"),
-        ({"backend": "megatron:(attn:d4t2|ffn:d2e4)"}, "with expert and tensor parallelism"),
+        ({"backend": "megatron:(attn:d4t2|ffn:d2e4)"}, "is 4 and tensor_parallel_size 2, which are not"),
         ({"offload": True}, "'actor.offload' .* expected False"),
         ({"enable_tree_training": True}, "'actor.enable_tree_training' .* no tree training"),
         ({"archon": {"attn_type": "tree"}}, "'actor.archon.attn_type' .* expected 'varlen' or 'sdpa'"),
@@ -224,7 +224,7 @@ def test_keys_outside_of_sections_that_change_what_every_engine_computes_are_ref
     for extra, message in [
         ({"defaults": ["../gsm8k@_global_", "_self_"]}, "'defaults' .* are not read here"),
         ({"allocation_mode": "sglang:d2+d2p2"}, "'backend' is 'fsdp:d2p2', with pipeline parallelism"),
-        ({"allocation_mode": "megatron:(attn:d2t4|ffn:d1e8)"}, "with expert and tensor parallelism"),
+        ({"allocation_mode": "megatron:(attn:d2t4|ffn:d1e8)"}, "is 8 and tensor_parallel_size 4, which are not"),
     ]:
         path = write(tmp_path, actor={"path": "m"}, recover={}, **extra)
         with pytest.raises(ConfigError, match=message):

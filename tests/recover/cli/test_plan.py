@@ -50,13 +50,17 @@ def test_a_server_beside_it_takes_its_share_unless_they_take_turns(qwen3_8b: Pat
 def test_the_table_says_whether_it_fits(qwen3_8b: Path) -> None:
     code, out, _ = holdfast("plan", qwen3_8b, "--lora", "16", "--checkpointing", "--gpus", "1")
     assert code == 0
-    assert "8.23B parameters, 1 GPUs (d1), 16384 tokens" in out and "of 78 GB: fits" in out
+    assert "8.23B parameters, 1 GPU (d1), 16384 tokens" in out and "of 78 GB: fits" in out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--memory", "much"], "'much' is no size; expected for instance 80GB"),
+        (["--memory", "much"], "'much' is no size above 0; expected for instance 80GB"),
+        (["--memory", "1.2.3GB"], "'1.2.3GB' is no size above 0"),
+        (["--memory", ".GB"], "'.GB' is no size above 0"),
+        (["--bandwidth", "0"], "'0' is no size above 0; expected for instance 80GB"),
+        (["--bandwidth", "0.4B/s"], "'0.4B/s' is no size above 0"),
         (["--colocate", "vllm"], "'vllm' is no server with its share of the memory"),
         (["--backend", "fsdp:d4"], "data_parallel_size is 4, but 8 rank(s) have joined"),
     ],
