@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -343,7 +343,6 @@ class FSDPEngine(Offloadable):
         Raises:
             BatchError: on all of these ranks. The head gave none, or its list cannot be joined.
         """
-        own: Batch = {}
 
         def joined() -> Batch:
             if batch is None:
@@ -351,6 +350,7 @@ class FSDPEngine(Offloadable):
             own.update(join_trajectories(batch))
             return own
 
+        own: Batch = {}
         if self._meshes.peers is None:
             return joined()
         received = rank_zero_decides(lambda: {key: value.cpu() for key, value in joined().items()}, self._meshes.peers)
@@ -368,9 +368,7 @@ class FSDPEngine(Offloadable):
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
         """Group of the ranks with the same parts of other data, with the backend of the device."""
-        group = self._meshes.data or dist.group.WORLD
-        assert group is not None
-        return group
+        return cast(dist.ProcessGroup, self._meshes.data or dist.group.WORLD)
 
     @property
     def context_and_model_parallel_group(self) -> dist.ProcessGroup | None:

@@ -45,7 +45,8 @@ PLACEHOLDERS = {
 
 def section(title: str) -> str:
     """The text below a heading, up to the next one."""
-    return re.split(r"^#+ ", TEXT.partition(f" {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    below = re.split(rf"^#+ {re.escape(title)}\n", TEXT, maxsplit=1, flags=re.MULTILINE)[1]
+    return re.split(r"^#+ ", below, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def rows(title: str) -> list[str]:
