@@ -139,7 +139,8 @@ def plan_step(
 ) -> MemoryPlan:
     """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a row).
 
-    ``gradient_checkpointing: selective`` is counted like ``false``: an upper bound.
+    ``gradient_checkpointing: selective`` is counted like ``false``: an upper bound. A loss with entropies takes 256 MiB
+    more in the head.
 
     Args:
         sizes: of `measure_model`, with the same settings of LoRA and dtype.

@@ -46,7 +46,7 @@ WAYS = {
     "train.growth": [],
     "steps.speed.n_mbs_1": [],
     "steps.collectives.n_mbs_8": [],
-    "train.bytes.n_mbs_8": [],
+    "steps.bytes.n_mbs_8": [],
     "growth.save.size.1M": ["AReaL dcp.save"],
     "growth.save.ranks.1": ["AReaL dcp.save"],
     "growth.plan.4_ranks": [],

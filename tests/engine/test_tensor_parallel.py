@@ -1,6 +1,7 @@
 """Matrices cut over ranks give the steps, checkpoints and refusals of whole ones."""
 
 import gc
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -306,6 +307,18 @@ def _scores(rank: int, world_size: int) -> None:
             assert one is not None and other is not None
             one = one[own] if name in ("weight", "bias") else one
             assert (other - one).abs().max() < 2e-5 * one.abs().max(), name
+
+
+def _impossible_words(rank: int, world_size: int) -> None:
+    hidden, weight, bias = torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0.0, 0.0, -torch.inf, -torch.inf])
+    own, targets = slice(rank * 2, rank * 2 + 2), torch.tensor([0, 2, 3])
+    logprobs, entropy = score_tokens(hidden, weight[own], bias[own], targets, 1.0, None, rank * 2, dist.group.WORLD)
+    assert logprobs.tolist() == pytest.approx([-math.log(2), -math.inf, -math.inf])
+    assert entropy.tolist() == pytest.approx([math.log(2)] * 3)
+
+
+def test_a_word_among_impossible_ones_of_another_rank_is_impossible() -> None:
+    run_ranks(_impossible_words, 2)
 
 
 def test_scores_of_a_part_of_the_words_are_those_of_all_words() -> None:
