@@ -195,11 +195,12 @@ def _nothing_stays(rank: int, world_size: int, folder: str) -> None:
         engine = engine_on(folder, MESHES[0], optimizer=SGD, gradient_checkpointing=checkpointing)
         engine.config.mb_spec = MicroBatchSpec(n_mbs=2)
         counts = []
-        for _ in range(4):
+        for _ in range(7):
             engine.train_batch(make_batch(), nll, loss_tokens)
             gc.collect()
             counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-        assert counts[-1] == counts[-2] == counts[-3], counts
+        # After one step in 60 one tensor lives some milliseconds longer, probably in a thread of gloo.
+        assert min(counts[4:]) == min(counts[1:4]), counts
         engine.destroy()
 
 
