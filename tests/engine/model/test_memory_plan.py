@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def _loss(output: Any, mb: Any) -> torch.Tensor:
+def loss(output: Any, mb: Any) -> torch.Tensor:
     return -(output.logprobs * mb["loss_mask"]).sum() / mb["loss_mask"].sum()
 
 
@@ -72,10 +72,10 @@ def _measured_and_planned(rank: int, world_size: int, folder: str, tokens: int, 
     engine = make_engine(folder, mb_spec=MicroBatchSpec(max_tokens_per_mb=tokens), **settings)
     ids = torch.randint(0, 500, (4, tokens // 2))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
-    engine.train_batch(batch, _loss, loss_tokens)
+    engine.train_batch(batch, loss, loss_tokens)
     states = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     with LiveBytes([*engine.model.parameters(), *states]) as live:
-        assert engine.train_batch(batch, _loss, loss_tokens)["n_mbs"] == 2
+        assert engine.train_batch(batch, loss, loss_tokens)["n_mbs"] == 2
     sizes = measure_model(engine.config, tokens)
     plan = plan_step(sizes, engine.config, ParallelStrategy().for_world(world_size), tokens)
     assert sizes.n_parameters == sum(param.numel() for param in engine.model.parameters())
@@ -130,6 +130,25 @@ def test_fewer_blocks_that_run_again_need_more_memory_and_selective_counts_as_no
     choices = (True, "every_1", "every_2", "every_9", False, "selective")
     peaks = [plan_step(sizes, replace(config, gradient_checkpointing=each), alone, 4096).peak for each in choices]
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3] < peaks[4] == peaks[5]
+
+
+def test_state_in_host_memory_takes_none_of_the_device_except_a_block_in_the_step(tmp_path: Path) -> None:
+    MODELS["wide"].save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path), fsdp=FSDPConfig(gradient_sync="every"))
+    assert config.optimizer is not None
+    sizes, two = measure_model(config, 4096), ParallelStrategy().for_world(2)
+    shard = 4 * sizes.n_trained // 2
+    optimizer = replace(config, optimizer=replace(config.optimizer, offload=True))
+    params = replace(config, fsdp=replace(config.fsdp, offload_params=True))
+    for settings, on_host in ((config, 0), (optimizer, 2 * shard), (params, 4 * shard)):
+        plan = plan_step(sizes, settings, two, 4096)
+        assert plan.on_host == pytest.approx(on_host, rel=1e-3)
+        assert plan.staged == pytest.approx(3 * shard, rel=1e-3)
+    plan = plan_step(sizes, params, two, 4096)
+    assert plan.weights == plan.gradients == plan.moments == 0 < plan.activations
+    few_tokens = plan_step(sizes, optimizer, two, 1)
+    assert few_tokens.moments == pytest.approx(2 * shard, rel=1e-3), "one block holds all, and the step is the peak"
+    assert plan_step(sizes, optimizer, two, 4096).moments == 0
 
 
 PLANNED = {
