@@ -1,5 +1,6 @@
 """Plans with state in host memory agree with the memory of real steps, on the device and in the host."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,20 @@ def test_the_plan_of_a_step_is_within_a_tenth_of_the_measured_one(tmp_path: Path
         for (peak, on_host), (planned_peak, planned_on_host) in found.values():
             assert planned_peak == pytest.approx(peak, rel=0.1)
             assert planned_on_host == pytest.approx(on_host, rel=0.001)
+
+
+def _lines_of_a_start(rank: int, world_size: int, folder: str) -> list[str]:
+    lines, handler = list[str](), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("holdfast.engine.model.memory_plan")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    make_engine(folder, device="cuda", init_from_scratch=True).destroy()
+    return lines
+
+
+def test_rank_0_logs_the_plan_at_the_start(tmp_path: Path) -> None:
+    MODELS["qwen3"].save_pretrained(tmp_path)
+    (line,), none = run_ranks(_lines_of_a_start, 2, str(tmp_path))
+    assert line.startswith("a step of 8192 tokens per micro-batch") and line.endswith("the device has 8.59 GB")
+    assert none == []

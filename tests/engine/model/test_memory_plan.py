@@ -1,9 +1,11 @@
 """The memory of a step that is computed from a config is the memory that a step takes."""
 
 import copy
+import logging
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from holdfast.engine import FSDPConfig, MicroBatchSpec, ParallelStrategy, TrainEngineConfig
-from holdfast.engine.model.memory_plan import measure_model, plan_step
+from holdfast.engine.model.memory_plan import log_plan, measure_model, plan_step
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.released import tiny_config
 from tests.engine.test_fsdp_engine import loss_tokens, make_engine
@@ -149,6 +151,43 @@ def test_state_in_host_memory_takes_none_of_the_device_except_a_block_in_the_ste
     few_tokens = plan_step(sizes, optimizer, two, 1)
     assert few_tokens.moments == pytest.approx(2 * shard, rel=1e-3), "one block holds all, and the step is the peak"
     assert plan_step(sizes, optimizer, two, 4096).moments == 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that torch believes to have 1 GB."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10**9))
+    return torch.device("cuda", 0)
+
+
+def _logged(caplog: pytest.LogCaptureFixture, config: TrainEngineConfig, device: torch.device) -> list[str]:
+    caplog.clear()
+    caplog.set_level(logging.DEBUG, "holdfast.engine.model.memory_plan")
+    log_plan(config, ParallelStrategy().for_world(1), device)
+    return [record.getMessage() for record in caplog.records if record.name == "holdfast.engine.model.memory_plan"]
+
+
+def test_the_log_has_the_planned_peak_next_to_the_memory_of_a_gpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gpu: torch.device
+) -> None:
+    MODELS["qwen3"].save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path), mb_spec=MicroBatchSpec(max_tokens_per_mb=1024))
+    (line,) = _logged(caplog, config, gpu)
+    assert line.startswith("a step of 1024 tokens per micro-batch is planned to take 0.295 GB on each rank (")
+    assert line.endswith("(activations 0.0918, moments 0.0705, head 0.0502); the device has 1 GB")
+    (line,) = _logged(caplog, replace(config, mb_spec=MicroBatchSpec(max_tokens_per_mb=8192)), gpu)
+    assert line.endswith("the device has 1 GB; holdfast plan says what to change")
+    for silent in ({"mb_spec": MicroBatchSpec(max_tokens_per_mb=None)}, {"optimizer": None}):
+        assert _logged(caplog, replace(config, **silent), gpu) == []
+    assert _logged(caplog, config, torch.device("cpu")) == []
+
+
+def test_an_engine_whose_memory_cannot_be_planned_starts_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gpu: torch.device
+) -> None:
+    tiny_config("microsoft/Phi-3.5-MoE-instruct").save_pretrained(tmp_path)
+    assert "cannot be computed from its config alone" in _logged(caplog, TrainEngineConfig(path=str(tmp_path)), gpu)[0]
+    assert caplog.records[-1].levelno == logging.DEBUG
 
 
 PLANNED = {
