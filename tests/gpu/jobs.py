@@ -279,7 +279,7 @@ def _training_steps(session: Session, folder: str, rows: int, length: int, chang
     seconds = [session.seconds(step) for _ in range(session.options.rounds)]
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     sizes = measure_model(config, tokens)
-    memory = torch.cuda.get_device_properties(session.device).total_memory if device == "cuda" else None
+    memory = torch.cuda.get_device_properties(session.device).total_memory if device == "cuda" else 0
     planned = plan_step(sizes, config, ParallelStrategy().for_world(session.world_size), tokens, memory).peak
     engine.destroy()
     return Steps(losses, session.world_size * rows * length / median(seconds), peak, planned)
