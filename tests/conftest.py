@@ -34,9 +34,10 @@ if SIMULATED_DEVICES:  # this process, too
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all tests but those for GPUs. The others compare with values of the CPU."""
+    """Hide GPUs, if there are any, from all tests but those for GPUs. The others compare with values of the CPU."""
     selected = re.fullmatch(r"gpu\b.*", config.option.markexpr) is not None
-    if not (selected or SIMULATED_DEVICES or os.environ.get("HOLDFAST_SHARED_GPU")):
+    for_gpus = selected or SIMULATED_DEVICES or os.environ.get("HOLDFAST_SHARED_GPU")
+    if Path("/dev/nvidiactl").exists() and not for_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
