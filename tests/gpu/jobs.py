@@ -317,12 +317,13 @@ def policy_update(session: Session, folder: str, rows: int, length: int) -> Poli
         ppo_n_minibatches=2,
         reward_norm=NormConfig(mean_level="group", std_level="group"),
         mb_spec=MicroBatchSpec(max_tokens_per_mb=rows * length // 2),
-        optimizer=OptimizerConfig(lr=1e-5),
+        optimizer=OptimizerConfig(lr=1e-3),  # far above the rounding of bfloat16
     )
     engine = FSDPEngine(config)
     engine.create_process_group()
     engine.initialize(None, SPEC)
     actor = PPOActor(config, engine)
+    torch.manual_seed(session.rank)
     batch = dense_batch(engine, rows, length)
     batch["loss_mask"][:, : length // 2] = 0
     batch["logprobs"] = actor.compute_logp(batch)
