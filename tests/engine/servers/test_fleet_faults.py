@@ -35,12 +35,12 @@ pytestmark = pytest.mark.timeout(60)
 LIMIT_S = stretched(20)
 CLIENTS = {"vllm": VLLMServer, "sglang": SGLangServer}
 CALLS = {
-    "vllm": ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"],
-    "sglang": ["pause_generation", "update_weights_from_disk", "continue_generation", "model_info"],
+    "vllm": ["pause", "weight_info", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"],
+    "sglang": ["pause_generation", "model_info", "update_weights_from_disk", "continue_generation", "model_info"],
 }
 """Calls of one update, in order."""
 CALLS["vllm"] += ["weight_info", "is_paused"]
-SERVING, BEHIND, PAUSED, GONE = ServerState
+SERVING, BEHIND, PAUSED, GONE = ServerState.SERVING, ServerState.BEHIND, ServerState.PAUSED, ServerState.GONE
 
 Client = VLLMServer | SGLangServer
 
@@ -76,7 +76,7 @@ STRIKES = [
     for kind, calls in CALLS.items()
     for does, call, when in product(("die", "stop"), range(len(calls)), ("before", "after"))
 ]
-FAST_STRIKES = [("vllm", "die", 1, "after")]
+FAST_STRIKES = [("vllm", "die", 2, "after")]
 
 
 @pytest.mark.parametrize("kind, does, call, when", slow_but(FAST_STRIKES, STRIKES), indirect=["kind"])

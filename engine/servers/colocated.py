@@ -1,0 +1,82 @@
+"""`colocated`: a trainer and inference servers take turns on the same GPUs.
+
+A turn of the servers begins when the engine has left the GPUs, and ends when the servers sleep. Only then does the
+engine come back. A turn is state of no snapshot: a job that is killed in one starts on its device, and its first turn
+finds the servers as the killed job left them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ...utils.config import require_choice
+from ...utils.distributed import all_ranks_succeed, rank_zero_decides_slowly
+from ..api import WeightUpdateMeta
+from .fleet import ServerFleet
+from .publish import PublishedWeights, ServerConnection
+from .sleep import WEIGHTS
+
+
+@dataclass(frozen=True)
+class Colocated:
+    """An engine and the fleet on its GPUs. Made by `colocated`."""
+
+    engine: Any
+    fleet: ServerFleet
+    level: int
+
+    @contextmanager
+    def rollout(self, meta: WeightUpdateMeta | None = None) -> Iterator[PublishedWeights]:
+        """Give the GPUs to the servers, with the current weights, and take them back at the end. All ranks enter it.
+
+            with colocated(engine, fleet).rollout():
+                batch = rollouts.next_batch(step)
+            actor.train_batch(batch)
+
+        The engine is offloaded, the servers wake up their weights, load those of the engine, and wake up their KV
+        caches. At the end, also after an error, the servers sleep and the engine is onloaded. After an interrupt
+        (Ctrl-C) nothing more is done, because the other ranks may not come to it.
+
+        Yields:
+            what `FSDPEngine.update_weights` returns.
+
+        Raises:
+            ConfigError: `connect_engine` was not called with this fleet.
+            ServerError: too few servers woke up, or one does not sleep. Raised on all ranks.
+            PublishError: see `FSDPEngine.update_weights`. Raised on all ranks.
+            PeerError: the block failed on another rank.
+            RuntimeError: see `FSDPEngine.onload`.
+        """
+        engine, group = self.engine, self.engine.control_group
+        servers: ServerConnection = engine._servers
+        with all_ranks_succeed("a turn of the inference servers", group):
+            meta = servers.meta_for(meta, self.fleet)
+        try:
+            engine.offload()
+            rank_zero_decides_slowly(lambda: self.fleet.wake_up((WEIGHTS,), meta.timeout_s, meta.min_servers), group)
+            published = engine.update_weights(meta)
+            with all_ranks_succeed("a turn of the inference servers", group):
+                yield published
+        except Exception:
+            self._end(meta)
+            raise
+        self._end(meta)
+
+    def _end(self, meta: WeightUpdateMeta) -> None:
+        try:
+            rank_zero_decides_slowly(lambda: self.fleet.sleep(meta.timeout_s, self.level), self.engine.control_group)
+        finally:
+            self.engine.onload()
+
+
+def colocated(engine: Any, fleet: ServerFleet, level: int = 1) -> Colocated:
+    """Let an engine and the inference servers on its GPUs take turns. See `Colocated.rollout`.
+
+    Args:
+        engine: an `FSDPEngine` to which the fleet is connected (`connect_engine`).
+        fleet: servers that can sleep. Rank 0's is used.
+        level: how deep they sleep, see `VLLMServer.sleep`. With 2 the host needs no memory for their weights.
+    """
+    require_choice("level", level, (1, 2))
+    return Colocated(engine, fleet, level)
