@@ -29,6 +29,7 @@ logger = get_logger(__name__)
 S = TypeVar("S", bound=InferenceServer)
 
 _LONGEST_PAUSE_S = 300.0
+_ABOUT_TO_SLEEP = "it is about to sleep"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class FleetMember(Generic[S]):
             self._rest, self._level, self._confirmed = tuple(tags), level, None
             self._forget_failures()
             if self.report.state is ServerState.SERVING:
-                self._note(ServerState.ASLEEP, "it is about to sleep", self.report.label)
+                self._note(ServerState.ASLEEP, _ABOUT_TO_SLEEP, self.report.label)
 
     def sleep(self, timeout_s: float, deadline: float) -> None:
         """Put the server to sleep. Raises any error of the client."""
@@ -183,7 +184,7 @@ class FleetMember(Generic[S]):
                 return self._probe_sleeper()
             if folder is None or not self._needs(folder):
                 return
-            if self._wanted is folder and time.monotonic() >= self._retry_at:
+            if self._wanted is folder and not self._rest and time.monotonic() >= self._retry_at:
                 self._load(folder)
         finally:
             self._busy.release()
@@ -195,6 +196,8 @@ class FleetMember(Generic[S]):
                 self._note(ServerState.GONE, f"it has not answered for {silent_s:.0f} s")
 
     def _probe_sleeper(self) -> None:
+        if self.report.error == _ABOUT_TO_SLEEP:  # `sleep` is on its way
+            return
         if not isinstance(self.server, ObservableServer) or (status := self._ask(self.server)) is None:
             return
         self._note_unready(status, None if status.asleep else "it was restarted while it should sleep")
@@ -210,9 +213,12 @@ class FleetMember(Generic[S]):
             self._forget_failures()  # the server may have been restarted
             return False
         # The label alone proves nothing: the load may have failed afterwards, or another job may publish.
-        if status == ServerStatus(folder.label, paused=False) and self._confirmed is folder:
-            self._note(ServerState.SERVING, None, folder.label)
-            return False
+        with self._changed:
+            if status == ServerStatus(folder.label, paused=False) and self._confirmed is folder:
+                self._note(ServerState.SERVING, None, folder.label)
+                return False
+            if self._rest:
+                return False
         seen = (
             "it sleeps"
             if status.asleep
@@ -247,9 +253,11 @@ class FleetMember(Generic[S]):
                 self.report = replace(self.report, seconds=seconds)
         with self._changed:
             if self._wanted is folder:
-                self._answered = self._confirmed = folder
+                self._answered = folder
                 self._forget_failures()
-                self._note(ServerState.SERVING, None, folder.label)
+                if not self._rest:
+                    self._confirmed = folder
+                    self._note(ServerState.SERVING, None, folder.label)
             else:
                 self._note(ServerState.BEHIND, f"it serves version {folder.version}", folder.label)
 
