@@ -189,8 +189,8 @@ class ServerFleet(Generic[S]):
     ) -> list[ServerReport]:
         """Have the servers take their memory back. Returns `states` once enough of them have it.
 
-        With ``("weights",)`` they serve after the next `update`, which wakes their KV caches after the load. Otherwise
-        they load the last published version again, which proves what they serve, and serve it.
+        With ``("weights",)`` they serve after the next `update`, which wakes their KV caches after the load. With both
+        tags they load the last published version again and serve it.
 
         Args:
             tags: parts to wake up, ``"weights"`` and ``"kv_cache"``.

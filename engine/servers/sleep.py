@@ -24,7 +24,7 @@ _LABEL = re.compile(r"(.*) \(asleep: (.*)\)")
 
 @dataclass(frozen=True)
 class Sleep:
-    """What the label of a server says: the parts that sleep, and the label of its weights."""
+    """The sleeping parts of a server, and the label of its weights, as its own label states them."""
 
     tags: tuple[str, ...]
     weights: str

@@ -17,6 +17,8 @@ from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest,
 from holdfast.engine.servers.http import Calls
 from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import ConfigError, PeerError, PublishError, ServerError
+from holdfast.utils.files import walk_files
+from holdfast.utils.manifest import file_entries, write_manifest
 from holdfast.utils.rng import seed_rng
 from tests.engine.lora.engines import train
 from tests.engine.models import tiny_qwen3, write_model_folder
@@ -36,9 +38,11 @@ BOTH = frozenset({"weights", "optimizer"})
 
 @pytest.fixture
 def base(tmp_path: Path) -> str:
-    """A model folder in float32."""
-    write_model_folder(tmp_path / "base", tiny_qwen3(tied=False, vocab_size=64))
-    return str(tmp_path / "base")
+    """A model folder in float32, with the manifest that a fake with adapters reads."""
+    folder = tmp_path / "base"
+    write_model_folder(folder, tiny_qwen3(tied=False, vocab_size=64))
+    write_manifest(folder, file_entries(folder, list(walk_files(folder))), {"weight_version": -1})
+    return str(folder)
 
 
 def make_fleet(kind: str, urls: list[str], **options: Any) -> ServerFleet[Any]:
@@ -244,9 +248,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str,
 
 
 def _sampled(fake: FakeServer) -> list[Any]:
-    """What was sampled for the job, the last time for each version."""
-    tokens = [token for token in fake.tokens() if token["version"] is not None]
-    return [[token["token"], token["logprob"]] for token in tokens[-4:]]
+    """Token and log-probability of the last four sampled tokens."""
+    return [[token["token"], token["logprob"]] for token in fake.tokens()[-4:]]
 
 
 @pytest.mark.parametrize("kill", slow_but(FAST_KILLS, KILLS))

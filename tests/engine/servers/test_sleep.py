@@ -1,4 +1,4 @@
-"""Servers that sleep: what they are told and refuse, and what a fleet makes of one that dies or starts again."""
+"""Servers that sleep and wake up, alone and in a fleet, also if one refuses, dies or starts again."""
 
 import asyncio
 import re
