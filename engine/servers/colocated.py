@@ -14,7 +14,7 @@ from ...utils.config import require_choice
 from ...utils.distributed import all_ranks_succeed, rank_zero_decides_slowly
 from ..api import WeightUpdateMeta
 from .fleet import ServerFleet
-from .publish import PublishedWeights, ServerConnection
+from .publish import PublishedWeights
 from .sleep import WEIGHTS
 
 
@@ -49,23 +49,22 @@ class Colocated:
             RuntimeError: see `FSDPEngine.onload`.
         """
         engine, group = self.engine, self.engine.control_group
-        servers: ServerConnection = engine._servers
         with all_ranks_succeed("a turn of the inference servers", group):
-            meta = servers.meta_for(meta, self.fleet)
+            how: WeightUpdateMeta = engine.publication_to(self.fleet, meta)
         try:
             engine.offload()
-            rank_zero_decides_slowly(lambda: self.fleet.wake_up((WEIGHTS,), meta.timeout_s, meta.min_servers), group)
-            published = engine.update_weights(meta)
+            rank_zero_decides_slowly(lambda: self.fleet.wake_up((WEIGHTS,), how.timeout_s, how.min_servers), group)
+            published = engine.update_weights(how)
             with all_ranks_succeed("a turn of the inference servers", group):
                 yield published
         except Exception:
-            self._end(meta)
+            self._end(how)
             raise
-        self._end(meta)
+        self._end(how)
 
-    def _end(self, meta: WeightUpdateMeta) -> None:
+    def _end(self, how: WeightUpdateMeta) -> None:
         try:
-            rank_zero_decides_slowly(lambda: self.fleet.sleep(meta.timeout_s, self.level), self.engine.control_group)
+            rank_zero_decides_slowly(lambda: self.fleet.sleep(how.timeout_s, self.level), self.engine.control_group)
         finally:
             self.engine.onload()
 
