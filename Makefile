@@ -107,8 +107,8 @@ bench-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Measure what a publication to rea
 gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHON; their figures are kept in gpu_out/
 	@$(GPU_PY) -c 'import torch; exit(not torch.cuda.is_available())' \
 		|| { echo "The torch of $(GPU_PY) sees no CUDA device: see docs/performance.md, \"On GPUs\""; exit 1; }
-	HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu
-	$(GPU_PY) -m tests.gpu.shared_gpu
+	@HOLDFAST_GPU_TESTS_DEVICE=cuda HOLDFAST_GPU_TESTS_OUT=gpu_out $(GPU_PY) -m pytest -m gpu; code=$$?; \
+		$(GPU_PY) -m tests.gpu.shared_gpu && exit $$code
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
 	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info site demo_out learn_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright

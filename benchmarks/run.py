@@ -23,7 +23,6 @@ from .model import checkpoint_bytes
 from .recovering import recover
 from .report import show, write_report
 from .saving import save, save_stall
-from .steps import steps
 from .training import train_throughput
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -37,7 +36,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     "bytes": bytes_written,
     "recover": recover,
     "train": train_throughput,
-    "steps": steps,
     "logits": logits,
     "growth": growth,
 }

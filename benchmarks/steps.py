@@ -1,4 +1,4 @@
-"""`steps`: a training step beside a plain FSDP2 loop and TRL: tokens per second, collectives, bytes, by micro-batches.
+"""A training step beside a plain FSDP2 loop and TRL: tokens per second, collectives, bytes, by micro-batches.
 
 All rows have one length, so that packing changes nothing and only the step itself is compared.
 """
@@ -30,7 +30,7 @@ _PARAMETERS = 12_000_000
 _ROWS, _TOKENS = 16, 64
 
 
-def steps(options: Options) -> list[Figure]:
+def step_figures(options: Options) -> list[Figure]:
     """Measure a step of ``options.ranks`` ranks with one and with eight micro-batches."""
     return [figure for n_mbs in N_MBS for figure in _figures(options, n_mbs, on_ranks(_measure, options, n_mbs))]
 
@@ -42,13 +42,13 @@ def _figures(options: Options, n_mbs: int, times: Times) -> list[Figure]:
     note += f", {size.parameters / 1e6:g}M parameters at most"
     note += "; TRL uses DDP here" if HAS_TRL else "; TRL is not installed (pip install 'holdfast[bench]')"
     title, ours = "tokens a second / those of a plain FSDP2 loop", over(PLAIN, seconds, inverse=True)
-    figures = [Figure(f"steps.speed.{where}", title, "higher", ours, {}, seconds, note)]
+    figures = [Figure(f"train.speed.{where}", title, "higher", ours, {}, seconds, note)]
     for what, unit in (("collectives", 1), ("bytes", 1e6)):
         counts = {way: f"{values[0] / unit:.4g}" for way, values in times[what].items()}
         absolute = ", ".join(f"{way} {count}" for way, count in counts.items())
         title = f"{what} of a step / those of a plain FSDP2 loop"
         note = f"{'MB of their tensors: ' if what == 'bytes' else ''}{absolute}"
-        figures.append(Figure(f"steps.{what}.{where}", title, "lower", over(PLAIN, times[what]), note=note))
+        figures.append(Figure(f"train.{what}.{where}", title, "lower", over(PLAIN, times[what]), note=note))
     return figures
 
 

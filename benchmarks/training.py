@@ -10,6 +10,7 @@ from holdfast.engine.config import PACKED_ATTENTION
 from .harness import Figure, Options, Times, interleave, over
 from .model import TrainingSize, build_engine, ragged_batch, train, training_size
 from .ranks import Session, on_ranks
+from .steps import step_figures
 from .trl_steps import HAS_TRL, TrlSteps
 
 PACKED, PADDED = "Holdfast packed", "padded"
@@ -33,7 +34,7 @@ def train_throughput(options: Options) -> list[Figure]:
         seconds=seconds,
         note=f"16 sequences a rank, log-normal lengths around {40 * longer} tokens, at most {256 * longer}",
     )
-    return [tokens, *_attention_figures(options), _growth_figure(options)]
+    return [tokens, *_attention_figures(options), _growth_figure(options), *step_figures(options)]
 
 
 def _measure(session: Session) -> Times:

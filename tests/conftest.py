@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -33,9 +34,10 @@ if SIMULATED_DEVICES:  # this process, too
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all tests but those for GPUs. The others compare with values of the CPU."""
-    for_gpus = "gpu" in config.option.markexpr or SIMULATED_DEVICES or bool(os.environ.get("HOLDFAST_SHARED_GPU"))
-    if not for_gpus:
+    """Hide GPUs, if there are any, from all tests but those for GPUs. The others compare with values of the CPU."""
+    selected = re.fullmatch(r"gpu\b.*", config.option.markexpr) is not None
+    for_gpus = selected or SIMULATED_DEVICES or os.environ.get("HOLDFAST_SHARED_GPU")
+    if Path("/dev/nvidiactl").exists() and not for_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -1,5 +1,6 @@
 """Real ranks for tests: processes with a gloo group that run a function and return results and errors."""
 
+import faulthandler
 import os
 import pickle
 import socket
@@ -45,6 +46,7 @@ ON_DEVICES = SIMULATED_DEVICES or bool(os.environ.get("HOLDFAST_SHARED_GPU"))
 
 
 def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple, pipe: Connection) -> None:
+    faulthandler.enable()  # a crash in C++ prints where its Python was
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
@@ -97,7 +99,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
             processes.append(process)
             pipes.append(ours)
         try:
-            return _collect(pipes, stretched(timeout_s))
+            return _collect(pipes, processes, stretched(timeout_s))
         finally:
             for process in processes:
                 process.join(timeout=stretched(5))
@@ -106,7 +108,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
                     process.join()
 
 
-def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     errors, silent = [], []
     for rank, pipe in enumerate(pipes):
@@ -116,7 +118,8 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
                 continue
             status, value = pickle.loads(pipe.recv_bytes())
         except EOFError:
-            status, value = "error", "the process died without a word"
+            processes[rank].join(stretched(5))
+            status, value = "error", f"the process died without a word (exit code {processes[rank].exitcode})"
         if status == "ok":
             results[rank] = value
         else:

@@ -37,6 +37,7 @@ from ..training.tensor_parallel import cut_over_ranks, require_cuttable
 from ..training.tensor_parallel_check import check_tensor_parallel
 from ..training.value_model import body_name
 from ..training.weights import draw_weights, give_memory
+from .memory_plan import log_plan
 from .model_folder import index_digest, is_first_of_its_node
 
 logger = get_logger(__name__)
@@ -94,6 +95,8 @@ def build_initial_model(
             f"{groups.meshes.strategy.cp_size}); set it to true, or take 'c' out of config key 'backend'"
         )
     head = None if config.is_critic else find_scoring_head(model, groups.device, groups.control)
+    if get_rank(groups.control) == 0:
+        log_plan(config, groups.meshes.strategy, groups.device)
     with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
         params_on = torch.device("cpu") if config.fsdp.offload_params else None
         unfilled = give_memory(model, skeleton, groups.device, params_on)

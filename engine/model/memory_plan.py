@@ -16,13 +16,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ...utils.compat.torch_private import storage_id, without_memory
 from ...utils.compat.transformers_private import set_attention
 from ...utils.errors import ConfigError
-from ..config import TrainEngineConfig
+from ...utils.logging import get_logger
+from ..config import OptimizerConfig, TrainEngineConfig
 from ..lora.build import add_adapters
 from ..parallel_strategy import ParallelStrategy
 from ..training.gradient_sync import choose_last
+from ..training.host_optimizer import BLOCK_BYTES
 from ..training.logprobs import chunk_elements
 from ..training.model import COMPUTE_DTYPES, UNUSABLE, build_on_meta, cast_buffers, describe_unusable
 from ..training.sharding import block_classes
+
+logger = get_logger(__name__)
 
 _PROBE = "holdfast_plan"
 """Name of an attention in transformers that computes nothing and keeps what flash attention keeps."""
@@ -39,6 +43,7 @@ class Unit:
         dense_bytes, expert_bytes: the same in bytes, as they are stored.
         trained: elements of the trained dense parameters.
         trained_experts: elements of the trained experts.
+        largest: elements of the largest trained parameter.
         kept: bytes per token that the backward needs and that every rank of a tensor-parallel group has.
         kept_in_parts: bytes per token that these ranks share.
     """
@@ -49,6 +54,7 @@ class Unit:
     expert_bytes: int = 0
     trained: int = 0
     trained_experts: int = 0
+    largest: int = 0
     kept: float = 0.0
     kept_in_parts: float = 0.0
 
@@ -76,15 +82,17 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device of one rank in a training step. Shards are taken to be even.
+    """Bytes of one rank, on its device at the peak of a training step, and in host memory. Shards are taken to be even.
 
     Attributes:
         weights: shards of the parameters, float32 if trained, else in their dtype.
         gradients: shards of the gradients, or with ``gradient_sync: last`` the whole sum of a step.
-        moments: shards of the optimizer's state.
+        moments: shards of the optimizer's state, or of the block that ``optimizer.offload`` has brought.
         gathered: parameters that FSDP2 has gathered at a time, and the gradients that it is reducing.
         activations: what the backward of a micro-batch needs.
         head: logits of a chunk with their gradient, and the gradient of the last hidden states.
+        on_host: state that ``optimizer.offload`` or ``fsdp.offload_params`` keeps in host memory.
+        staged: copies in host memory that snapshots are written from.
     """
 
     weights: int
@@ -93,11 +101,18 @@ class MemoryPlan:
     gathered: int
     activations: int
     head: int
+    on_host: int
+    staged: int
+
+    @property
+    def on_device(self) -> dict[str, int]:
+        """Bytes of each part on the device, by name."""
+        return {name: n_bytes for name, n_bytes in asdict(self).items() if name not in ("on_host", "staged")}
 
     @property
     def peak(self) -> int:
-        """The sum of all parts."""
-        return sum(asdict(self).values())
+        """The sum of all parts on the device."""
+        return sum(self.on_device.values())
 
 
 def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
@@ -139,7 +154,8 @@ def plan_step(
 ) -> MemoryPlan:
     """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a row).
 
-    ``gradient_checkpointing: selective`` is counted like ``false``: an upper bound.
+    ``gradient_checkpointing: selective`` is counted like ``false``: an upper bound. A loss with entropies takes 256 MiB
+    more in the head.
 
     Args:
         sizes: of `measure_model`, with the same settings of LoRA and dtype.
@@ -163,7 +179,9 @@ def plan_step(
     item, reduced = (COMPUTE_DTYPES[dtype].itemsize for dtype in (config.dtype, config.grad_reduce_dtype))
     trained = sharded(sum(unit.trained for unit in units), sum(unit.trained_experts for unit in units))
     summed = reduced * sum(whole(unit.trained, unit.trained_experts) for unit in units)
-    momentum = config.optimizer.type != "sgd" or config.optimizer.momentum > 0
+    weights = sharded(sum(unit.dense_bytes for unit in units), sum(unit.expert_bytes for unit in units))
+    of_moments = moment_bytes(config.optimizer)
+    moments = of_moments * trained
 
     kept = [local_tokens * (unit.kept + unit.kept_in_parts / t) for unit in units]
     again, choice = 0.0, config.gradient_checkpointing
@@ -174,7 +192,8 @@ def plan_step(
             again = max(again, block - sum(kept[number + 1 : -1]))
     gathered = [item * whole(unit.dense, unit.experts) for unit in units]
     *of_blocks, of_rest = gathered
-    blocks = sum(sorted(of_blocks)[-2:] if config.fsdp.reshard_after_forward else of_blocks)  # the next one, too
+    resharded = config.fsdp.reshard_after_forward
+    blocks = sum(sorted(of_blocks)[-2:] if resharded else of_blocks)  # the next one, too
     in_block = max((whole(unit.trained, unit.trained_experts) for unit in sizes.blocks), default=0)
     in_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
     in_head = min(sizes.vocab_size * sizes.hidden_size // t, in_rest)
@@ -182,27 +201,65 @@ def plan_step(
     logits = (item + 4) * min(chunk_elements(words, config.logprobs_chunk_size), local_tokens * words)
     logits += 4 * local_tokens * sizes.hidden_size
     last = choose_last(config, summed, memory) and strategy.world_size > 1
-    gradients = summed if last else 4 * trained
+    params_stay, moments_stay = (part not in config.parts_on_host for part in ("weights", "optimizer"))
+    reduced_gradients = 4 * trained * params_stay
+    gradients = summed if last else reduced_gradients
+    block = min(trained, BLOCK_BYTES // 4 + max(unit.largest for unit in units) // shards)  # of `host_optimizer`
+    in_step = moments if moments_stay else of_moments * block * params_stay
+    held = moments * moments_stay
     reducing = reduced * in_rest + (reduced * in_rest if last else item * in_rest + reduced * in_rest // shards)
-    moments = [  # (gradients, gathered, activations, head) in the backward of the head, the last block and the rest
-        (gradients, of_rest + item * in_head + (0 if config.fsdp.reshard_after_forward else blocks), sum(kept), logits),
-        (gradients, of_rest + item * in_head + blocks + (item + reduced) * in_block, sum(kept) + again, 0),
-        (4 * trained, of_rest + reducing, 0.0, 0),
+    # (gradients, moments, gathered, activations, head) in the backward of head, block and rest, and in the step.
+    times = [
+        (gradients, held, of_rest + item * in_head + (0 if resharded else blocks), sum(kept), logits),
+        (gradients, held, of_rest + item * in_head + blocks + (item + reduced) * in_block, sum(kept) + again, 0),
+        (reduced_gradients, held, of_rest + reducing, 0.0, 0),
+        (reduced_gradients, in_step, 0, 0.0, 0),
     ]
-    worst = max(moments, key=sum)
+    worst = max(times, key=sum)
     return MemoryPlan(
-        weights=sharded(sum(unit.dense_bytes for unit in units), sum(unit.expert_bytes for unit in units)),
+        weights=weights * params_stay,
         gradients=worst[0],
-        moments=_MOMENT_BYTES[config.optimizer.type] * trained * momentum,
-        gathered=worst[1],
-        activations=int(worst[2]),
-        head=worst[3],
+        moments=worst[1],
+        gathered=worst[2],
+        activations=int(worst[3]),
+        head=worst[4],
+        on_host=(0 if params_stay else weights + 4 * trained) + (0 if moments_stay else moments),
+        staged=4 * trained + moments,
     )
+
+
+def log_plan(config: TrainEngineConfig, strategy: ParallelStrategy, device: torch.device) -> None:
+    """Log the planned peak of a step next to the memory of ``device``, a GPU. ``config.path`` is a local folder.
+
+    Takes half a second for 28 layers, so an engine on CPUs goes without. Without ``mb_spec.max_tokens_per_mb`` nothing
+    is known of activations, and nothing is logged.
+    """
+    tokens = config.mb_spec.max_tokens_per_mb
+    if device.type != "cuda" or tokens is None or config.optimizer is None:
+        return
+    memory = torch.cuda.get_device_properties(device).total_memory
+    try:
+        plan = plan_step(measure_model(config, tokens), config, strategy, tokens, memory)
+    except Exception as error:  # training needs no plan
+        logger.debug("the memory of a step is not planned: %s", describe_unusable(error))
+        return
+    largest = sorted(plan.on_device.items(), key=lambda part: -part[1])[:3]
+    logger.info(
+        "a step of %d tokens per micro-batch is planned to take %.3g GB on each rank (%s); the device has %.3g GB%s",
+        tokens, plan.peak / 1e9, ", ".join(f"{name} {n_bytes / 1e9:.3g}" for name, n_bytes in largest), memory / 1e9,
+        "; holdfast plan says what to change" if plan.peak > memory else "",
+    )  # fmt: skip
+
+
+def moment_bytes(config: OptimizerConfig) -> int:
+    """Bytes of optimizer state per trained parameter."""
+    return _MOMENT_BYTES[config.type] * (config.type != "sgd" or config.momentum > 0)
 
 
 def _unit(module: nn.Module, kept: tuple[float, float], stored: dict[int, int], seen: set[int]) -> Unit:
     """Sum up the parameters of ``module`` that are not yet ``seen``."""
-    sums = dict.fromkeys(("dense", "experts", "dense_bytes", "expert_bytes", "trained", "trained_experts"), 0)
+    names = ("dense", "experts", "dense_bytes", "expert_bytes", "trained", "trained_experts", "largest")
+    sums = dict.fromkeys(names, 0)
     for name, param in module.named_parameters():
         if id(param) in seen:
             continue
@@ -211,6 +268,7 @@ def _unit(module: nn.Module, kept: tuple[float, float], stored: dict[int, int], 
         sums["experts" if is_expert else "dense"] += param.numel()
         sums["expert_bytes" if is_expert else "dense_bytes"] += param.numel() * stored[id(param)]
         sums["trained_experts" if is_expert else "trained"] += param.numel() * param.requires_grad
+        sums["largest"] = max(sums["largest"], param.numel() * param.requires_grad)
     return Unit(**sums, kept=kept[0], kept_in_parts=kept[1])
 
 

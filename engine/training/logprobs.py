@@ -117,6 +117,7 @@ def chunk_elements(words: int, chunk_size: int | None) -> int:
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = logits.float() if logits.dtype == torch.float64 else logits
     return logits if temperature == 1 else logits.to(torch.float32, copy=True).div_(temperature)
 
 
@@ -143,7 +144,8 @@ def _over_all_words(scores: torch.Tensor, targets: torch.Tensor, words: int, gro
     weight = shift.exp()
     here = (targets >= 0) & (targets < words)
     part = torch.where(weight > 0, weight * (entropy - shift), 0.0)  # 0 * inf, if no word here is possible
-    sums = torch.stack([weight, part, torch.where(here, target_log_p + shift, 0.0)])
+    target = torch.where(weight > 0, target_log_p + shift, -torch.inf)
+    sums = torch.stack([weight, part, torch.where(here, target, 0.0)])
     dist.all_reduce(sums, group=group)
     weights, entropies, target = sums
     log_weights = weights.log()

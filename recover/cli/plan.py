@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 CONTEXT_BYTES = 2 * 10**9
-"""Taken for the CUDA context, libraries and NCCL's buffers of a process: 1.4 GB for one rank on an H200."""
+"""Taken for the CUDA context, libraries and NCCL's buffers of a process: 1.4 GB for one rank on an H200. A process that
+sleeps keeps them."""
 _PARTS = {
     "weights": "shard of the weights",
     "gradients": "gradients",
@@ -64,8 +65,10 @@ class _Share(click.ParamType):
               help="As optimizer.type.")  # fmt: skip
 @click.option("--checkpointing", is_flag=True, help="Recompute activations (gradient_checkpointing).")
 @click.option("--lora", type=click.IntRange(1), help="Train adapters of this rank.")
-@click.option("--colocate", type=_Share(), help="A server on the same GPUs with this share of their memory: vllm:0.4")
-@click.option("--offload", is_flag=True, help="With --colocate: server and training take turns on the whole memory.")
+@click.option("--offload", type=click.Choice(("optimizer", "params")),
+              help="Keep state in host memory: optimizer.offload or fsdp.offload_params.")  # fmt: skip
+@click.option("--colocate", type=_Share(), help="A server that takes turns with training on the same GPUs, with this "
+              "share of their memory: vllm:0.4")  # fmt: skip
 @click.option("--bandwidth", default="2GB/s", show_default=True, type=_Bytes(), help="Of all nodes' disk together.")
 @json_option
 def plan_command(model: str, as_json: bool, **asked: Any) -> None:
@@ -80,17 +83,19 @@ def plan_command(model: str, as_json: bool, **asked: Any) -> None:
     config = TrainEngineConfig(
         path=_folder_of(model),
         backend=asked["backend"],
-        fsdp=FSDPConfig(replicate_size=asked["replicate"]),
-        optimizer=OptimizerConfig(type=asked["optimizer"]),
+        fsdp=FSDPConfig(replicate_size=asked["replicate"], offload_params=asked["offload"] == "params"),
+        optimizer=OptimizerConfig(type=asked["optimizer"], offload=asked["offload"] == "optimizer"),
         gradient_checkpointing=asked["checkpointing"],
         use_lora=asked["lora"] is not None,
         lora_rank=asked["lora"] or 32,
     )
-    share = 0.0 if asked["offload"] else asked["colocate"] or 0.0
-    usable = int(asked["memory"] * (1 - share)) - CONTEXT_BYTES
-    case = _Case(config, asked["gpus"], asked["tokens"], asked["memory"])
-    changes = list(_changes_until_it_fits(case, usable))
-    found = _found(case, usable, changes, asked["gpus_per_node"], asked["bandwidth"])
+    share, left = asked["colocate"], asked["memory"] - CONTEXT_BYTES
+    usable = left if share is None else left - CONTEXT_BYTES  # the server sleeps
+    case = _Case(config, asked["gpus"], asked["gpus_per_node"], asked["tokens"], asked["memory"], share is not None)
+    changes = _changes_until_it_fits(case, usable)
+    found = _found(case, usable, changes, asked["bandwidth"])
+    if share is not None:
+        found["bytes_for_server"] = {"asked": int(share * asked["memory"]), "usable": left}
     if as_json:
         print_json({"model": model, **found})
     else:
@@ -103,8 +108,11 @@ class _Case:
 
     config: "TrainEngineConfig"
     gpus: int
+    gpus_per_node: int
     tokens: int
     memory: int
+    leaves: bool
+    """Whether `FSDPEngine.offload` empties the GPUs for a server."""
     sizes: "ModelSizes | None" = None
 
     def __post_init__(self) -> None:
@@ -114,13 +122,44 @@ class _Case:
         self.sizes = self.sizes or measure_model(self.config, self.tokens)
         self.step: MemoryPlan = plan_step(self.sizes, self.config, self.strategy, self.tokens, self.memory)
 
+    @property
+    def staged(self) -> int:
+        """Bytes of copies in the host memory of a node, for snapshots and `FSDPEngine.offload`."""
+        moved = self.step.weights + self.step.moments if self.leaves else 0  # adapters are staged without their base
+        return self.on_node * max(self.step.staged, moved)
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of state in the host memory of a node."""
+        return self.on_node * self.step.on_host
+
+    @property
+    def on_node(self) -> int:
+        """Number of GPUs of a node."""
+        return min(self.gpus, self.gpus_per_node)
+
     def changed(self, **changes: Any) -> "_Case":
         """The same with other settings of the config. Raises ConfigError if they do not fit the GPUs."""
         return replace(self, config=replace(self.config, **changes))
 
 
-def _changes_until_it_fits(case: _Case, usable: int) -> Iterator[tuple[str, _Case]]:
-    """Yield the changes, each on top of those before, that save most. The last one fits, or nothing more helps."""
+def _changes_until_it_fits(case: _Case, usable: int) -> list[tuple[str, _Case]]:
+    """The changes, each on top of those before. The last one fits, or nothing more helps.
+
+    State moves to host memory only if no other changes are enough, because that makes steps slower.
+    """
+    found = [list(_faster_changes(case, usable))]
+    for change, other in _offloads(case) if _last_of(found[0], case).step.peak > usable else ():
+        found.append([(change, other), *_faster_changes(other, usable)])
+    return min(found, key=lambda changes: max(usable, _last_of(changes, case).step.peak))
+
+
+def _last_of(changes: list[tuple[str, _Case]], case: _Case) -> _Case:
+    return changes[-1][1] if changes else case
+
+
+def _faster_changes(case: _Case, usable: int) -> Iterator[tuple[str, _Case]]:
+    """Yield changes that keep state on the devices, each time the one that saves most."""
     while case.step.peak > usable:
         options = dict(_options(case))
         best = min(options, key=lambda change: options[change].step.peak, default=None)
@@ -150,26 +189,41 @@ def _options(case: _Case) -> Iterator[tuple[str, _Case]]:
             yield f"backend: {backend}", case.changed(backend=backend)
 
 
-def _found(
-    case: _Case, usable: int, changes: list[tuple[str, _Case]], gpus_per_node: int, bandwidth: int
-) -> dict[str, Any]:
+def _offloads(case: _Case) -> Iterator[tuple[str, _Case]]:
+    """State in host memory, the change that costs less time first."""
+    config = case.config
+    assert config.optimizer is not None
+    if not config.parts_on_host:
+        yield "optimizer.offload: true", case.changed(optimizer=replace(config.optimizer, offload=True))
+    if not config.fsdp.offload_params:
+        instead = ", optimizer.offload: false" * config.optimizer.offload
+        stays = replace(config.optimizer, offload=False)  # the params take the optimizer along
+        fsdp = replace(config.fsdp, offload_params=True)
+        yield f"fsdp.offload_params: true{instead}", case.changed(fsdp=fsdp, optimizer=stays)
+
+
+def _found(case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth: int) -> dict[str, Any]:
     """The whole answer as one JSON document."""
-    sizes, step, strategy = case.sizes, case.step, case.strategy
-    assert sizes is not None
-    on_node = min(case.gpus, gpus_per_node)
-    generation = 4 * sizes.n_trained + step.moments * case.gpus // strategy.replicate_size
+    from ...engine.model.memory_plan import moment_bytes
+
+    sizes, step = case.sizes, case.step
+    assert sizes is not None and case.config.optimizer is not None
+    generation = (4 + moment_bytes(case.config.optimizer)) * sizes.n_trained
     export = 2 * (sizes.n_trained if case.config.use_lora else sizes.n_parameters)
     return {
         "parameters": sizes.n_parameters,
         "trained_parameters": sizes.n_trained,
-        "mesh": strategy.sizes,
+        "mesh": case.strategy.sizes,
         "tokens": case.tokens,
-        "bytes_per_gpu": {**asdict(step), "peak": step.peak, "usable": usable},
+        "bytes_per_gpu": {**step.on_device, "peak": step.peak, "usable": usable},
         "fits": step.peak <= usable,
-        "changes": [{"change": change, "peak_bytes": other.step.peak} for change, other in changes],
+        "changes": [
+            {"change": change, "peak_bytes": other.step.peak, "host_bytes_per_node": other.on_host + other.staged}
+            for change, other in changes
+        ],
         "fits_after_changes": bool(changes) and changes[-1][1].step.peak <= usable,
         "bytes_on_disk": {"generation": generation, "export": export},
-        "bytes_in_host_memory_per_node": on_node * (step.weights + step.moments),
+        "bytes_in_host_memory_per_node": {"state": case.on_host, "snapshots": case.staged},
         "seconds": {"snapshot": generation / bandwidth, "publication": export / bandwidth},
     }
 
@@ -180,22 +234,29 @@ def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
     rows = [(text, size_text(per_gpu[name])) for name, text in _PARTS.items() if per_gpu[name]]
     verdict = "fits" if found["fits"] else "does not fit"
     rows.append(("peak", f"{size_text(per_gpu['peak'])} of {size_text(per_gpu['usable'])}: {verdict}"))
+    if server := found.get("bytes_for_server"):
+        verdict = "fits" if server["asked"] <= server["usable"] else "does not fit"
+        text = f"{size_text(server['asked'])} of {size_text(server['usable'])}: {verdict}"
+        rows.append(("server, while the trainer is offloaded", text))
     gpus = f"{case.gpus} GPU{'s' * (case.gpus > 1)}"
     title = f"{model}, {found['parameters'] / 1e9:.3g}B parameters, {gpus} ({mesh}), {case.tokens} tokens"
     print_table(("on each GPU", ">"), rows, title)
     before, lines = per_gpu["peak"], []
     for change in found["changes"]:
-        lines.append((change["change"], size_text(before - change["peak_bytes"]), size_text(change["peak_bytes"])))
+        sizes = (before - change["peak_bytes"], change["peak_bytes"], change["host_bytes_per_node"])
+        lines.append((change["change"], *map(size_text, sizes)))
         before = change["peak_bytes"]
     if lines:
-        print_table(("change, one after the other", "saves>", "peak>"), lines)
+        print_table(("change, one after the other", "saves>", "peak>", "host memory of a node>"), lines)
     if not (found["fits"] or found["fits_after_changes"]):
         click.echo(
-            "No change of the mesh, the optimizer or checkpointing is enough: use more GPUs, fewer tokens or LoRA, or "
-            "keep state in host memory (optimizer.offload, fsdp.offload_params), which this does not compute.\n"
+            "No change of the mesh, the optimizer, checkpointing or offload is enough: use more GPUs, fewer tokens or "
+            "LoRA.\n"
         )
+    host = found["bytes_in_host_memory_per_node"]
     rows = [
-        ("host memory of a node for snapshots", size_text(found["bytes_in_host_memory_per_node"])),
+        *([("host memory of a node for state", size_text(host["state"]))] if host["state"] else []),
+        ("host memory of a node for snapshots", size_text(host["snapshots"])),
         ("disk for a generation", f"{size_text(disk['generation'])}, {seconds_text(seconds['snapshot'])}"),
         ("disk for a publication", f"{size_text(disk['export'])}, {seconds_text(seconds['publication'])}"),
     ]

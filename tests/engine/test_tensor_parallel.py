@@ -1,6 +1,7 @@
 """Matrices cut over ranks give the steps, checkpoints and refusals of whole ones."""
 
 import gc
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -194,11 +195,12 @@ def _nothing_stays(rank: int, world_size: int, folder: str) -> None:
         engine = engine_on(folder, MESHES[0], optimizer=SGD, gradient_checkpointing=checkpointing)
         engine.config.mb_spec = MicroBatchSpec(n_mbs=2)
         counts = []
-        for _ in range(4):
+        for _ in range(7):
             engine.train_batch(make_batch(), nll, loss_tokens)
             gc.collect()
             counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-        assert counts[-1] == counts[-2] == counts[-3], counts
+        # After one step in 60 one tensor lives some milliseconds longer, probably in a thread of gloo.
+        assert min(counts[4:]) == min(counts[1:4]), counts
         engine.destroy()
 
 
@@ -306,6 +308,18 @@ def _scores(rank: int, world_size: int) -> None:
             assert one is not None and other is not None
             one = one[own] if name in ("weight", "bias") else one
             assert (other - one).abs().max() < 2e-5 * one.abs().max(), name
+
+
+def _impossible_words(rank: int, world_size: int) -> None:
+    hidden, weight, bias = torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0.0, 0.0, -torch.inf, -torch.inf])
+    own, targets = slice(rank * 2, rank * 2 + 2), torch.tensor([0, 2, 3])
+    logprobs, entropy = score_tokens(hidden, weight[own], bias[own], targets, 1.0, None, rank * 2, dist.group.WORLD)
+    assert logprobs.tolist() == pytest.approx([-math.log(2), -math.inf, -math.inf])
+    assert entropy.tolist() == pytest.approx([math.log(2)] * 3)
+
+
+def test_a_word_among_impossible_ones_of_another_rank_is_impossible() -> None:
+    run_ranks(_impossible_words, 2)
 
 
 def test_scores_of_a_part_of_the_words_are_those_of_all_words() -> None:

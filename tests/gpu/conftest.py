@@ -21,6 +21,7 @@ from tests.helpers import SIMULATED_DEVICES
 
 DEVICE = os.environ.get("HOLDFAST_GPU_TESTS_DEVICE", "cuda")
 IS_GPU = DEVICE == "cuda" and not SIMULATED_DEVICES
+FOLDER = Path(os.environ.get("HOLDFAST_GPU_TESTS_OUT", "gpu_out"))
 _FIGURES = pytest.StashKey[Figures]()
 
 
@@ -80,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Create one collection of figures per session."""
     if DEVICE not in ("cuda", "cpu"):
         raise pytest.UsageError(f"HOLDFAST_GPU_TESTS_DEVICE is {DEVICE!r}; expected 'cuda' or 'cpu'")
-    config.stash[_FIGURES] = Figures()
+    config.stash[_FIGURES] = Figures(None if SIMULATED_DEVICES else FOLDER)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -88,18 +89,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     figures = config.stash[_FIGURES]
     if not figures.all or SIMULATED_DEVICES:
         return
-    folder = Path(os.environ.get("HOLDFAST_GPU_TESTS_OUT", "gpu_out"))
     outcomes = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
-    machine = describe_machine(Options(0, 0, 0, DEVICE, folder))
+    machine = describe_machine(Options(0, 0, 0, DEVICE, FOLDER))
     gpu = f"{torch.cuda.device_count()} x {machine['gpu']}" if DEVICE == "cuda" else "CPU, to see that the list works"
     title = f"{time.strftime('%Y-%m-%d')}: {gpu}, torch {torch.__version__}, {machine['cores']} cores."
-    figures.save(folder, title, machine, outcomes)
+    figures.save(title, machine, outcomes)
     text = io.StringIO()
     width = max(100, terminalreporter._tw.fullwidth)
     Console(file=text, width=width, force_terminal=bool(terminalreporter.isatty)).print(figures.table(title))
     terminalreporter.write_line("")
     terminalreporter.write(text.getvalue())
-    kept = f"kept as {folder / JSON} and {folder / PAGE}"
+    kept = f"kept as {FOLDER / JSON} and {FOLDER / PAGE}"
     if DEVICE == "cpu":
         terminalreporter.write_line(f"{kept}; these are of a rehearsal and belong nowhere")
     else:

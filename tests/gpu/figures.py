@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-JSON, PAGE = "figures.json", "performance-gpu.md"
+NOTES, JSON, PAGE = "figures.jsonl", "figures.json", "performance-gpu.md"
 BEGIN, END = "<!-- gpu: the block that `make gpu` writes -->", "<!-- end of gpu -->"
 
 
@@ -33,14 +33,23 @@ class Figure:
 
 
 class Figures:
-    """All figures of a session, in the order of their measurement."""
+    """All figures of a session, in the order of their measurement.
 
-    def __init__(self) -> None:
+    Args:
+        folder: folder in which each figure is noted at once, for runs that are cut short. None: they are not kept.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
         self.all: list[Figure] = []
+        self._folder = folder
 
     def add(self, name: str, value: float, unit: str, of: str) -> None:
         """Add a figure (see `Figure`)."""
         self.all.append(Figure(name, value, unit, of))
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / NOTES).open("a") as notes:
+                notes.write(json.dumps(asdict(self.all[-1])) + "\n")
 
     def table(self, title: str) -> Table:
         """Format the table for people."""
@@ -54,9 +63,10 @@ class Figures:
         rows = [f"| {' | '.join(cells)} |" for cells in [figure.cells() for figure in self.all]]
         return "\n".join([BEGIN, "", title, "", "| figure | value | of |", "|---|---:|---|", *rows, "", END, ""])
 
-    def save(self, folder: Path, title: str, machine: dict[str, Any], outcomes: dict[str, int]) -> None:
+    def save(self, title: str, machine: dict[str, Any], outcomes: dict[str, int]) -> None:
         """Write both files."""
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = self._folder
+        assert folder is not None
         document = {"machine": machine, "tests": outcomes, "figures": [asdict(figure) for figure in self.all]}
         (folder / JSON).write_text(json.dumps(document, indent=2) + "\n")
         (folder / PAGE).write_text(self.page(title))

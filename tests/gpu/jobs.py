@@ -279,7 +279,8 @@ def _training_steps(session: Session, folder: str, rows: int, length: int, chang
     seconds = [session.seconds(step) for _ in range(session.options.rounds)]
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     sizes = measure_model(config, tokens)
-    planned = plan_step(sizes, config, ParallelStrategy().for_world(session.world_size), tokens).peak
+    memory = torch.cuda.get_device_properties(session.device).total_memory if device == "cuda" else 0
+    planned = plan_step(sizes, config, ParallelStrategy().for_world(session.world_size), tokens, memory).peak
     engine.destroy()
     return Steps(losses, session.world_size * rows * length / median(seconds), peak, planned)
 
@@ -316,20 +317,22 @@ def policy_update(session: Session, folder: str, rows: int, length: int) -> Poli
         ppo_n_minibatches=2,
         reward_norm=NormConfig(mean_level="group", std_level="group"),
         mb_spec=MicroBatchSpec(max_tokens_per_mb=rows * length // 2),
-        optimizer=OptimizerConfig(lr=1e-5),
+        optimizer=OptimizerConfig(lr=1e-3),  # far above the rounding of bfloat16
     )
     engine = FSDPEngine(config)
     engine.create_process_group()
     engine.initialize(None, SPEC)
     actor = PPOActor(config, engine)
+    torch.manual_seed(session.rank)
     batch = dense_batch(engine, rows, length)
     batch["loss_mask"][:, : length // 2] = 0
     batch["logprobs"] = actor.compute_logp(batch)
     batch["rewards"] = torch.arange(rows).remainder(2).float()
     batch = actor.compute_advantages(batch)
-    times = [(session.seconds(lambda: actor.compute_logp(batch)), session.seconds(lambda: actor.ppo_update(batch)))]
-    times += [(session.seconds(lambda: actor.compute_logp(batch)), session.seconds(lambda: actor.ppo_update(batch)))]
+    for _ in range(2):  # the first round warms up
+        logp_s = session.seconds(lambda: actor.compute_logp(batch))
+        update_s = session.seconds(lambda: actor.ppo_update(batch))
     gain = ((actor.compute_logp(batch) - batch["logprobs"]) * batch["loss_mask"]).sum(1)
     moved = bool(gain[1::2].mean() > gain[::2].mean())
     engine.destroy()
-    return PolicyUpdate(times[-1][0], times[-1][1], all(session.all(moved)), session.world_size * rows * length)
+    return PolicyUpdate(logp_s, update_s, all(session.all(moved)), session.world_size * rows * length)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.figures import BEGIN, END, JSON, PAGE
+from tests.gpu.figures import BEGIN, END, JSON, NOTES, PAGE
 from tests.limits import stretched
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +40,7 @@ def test_on_the_cpu_the_list_runs_and_its_figures_are_kept(tmp_path: Path) -> No
     assert document["tests"] == {"passed": 1, "failed": 0, "error": 0, "skipped": 0}
     assert {figure["unit"] for figure in document["figures"]} == {"GB/s"}
     assert len(document["figures"]) == 6 and all(figure["value"] > 0 for figure in document["figures"])
+    assert len((tmp_path / NOTES).read_text().splitlines()) == 6, "noted one by one, too"
     page = (tmp_path / PAGE).read_text()
     assert page.startswith(BEGIN) and page.endswith(f"{END}\n")
     for figure in document["figures"]:

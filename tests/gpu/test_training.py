@@ -56,7 +56,9 @@ def test_every_way_to_train_learns_alike_in_the_planned_memory(
             figures.add(f"training, {way}: planned peak / peak", steps.planned / steps.peak, "", of)
     for way, steps in results.items():
         assert steps.losses == pytest.approx(expected, rel=2e-2), way
-        if steps.peak:
+        if steps.peak and "selective" in way:  # planned as if nothing were recomputed
+            assert steps.planned >= 0.8 * steps.peak
+        elif steps.peak:
             assert steps.planned == pytest.approx(steps.peak, rel=0.2), way
 
 

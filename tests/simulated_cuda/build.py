@@ -35,10 +35,10 @@ def built_library() -> Path:
 
 
 def compiled(name: str, source: Path) -> Path:
-    """The extension of ``source`` and its neighbours. Processes that need it at the same time compile it once."""
+    """The extension of ``source`` and headers of `SOURCES`. Processes that need it at the same time compile it once."""
     if sys.platform != "linux":
         raise BuildError(f"it is for Linux, not {sys.platform}")
-    library = CACHE / _digest(source.parent) / f"{name}.so"
+    library = CACHE / _digest(source) / f"{name}.so"
     if library.exists():
         return library
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +60,10 @@ def load(name: str, library: Path) -> ModuleType:
     return module
 
 
-def _digest(folder: Path) -> str:
+def _digest(source: Path) -> str:
     digest = hashlib.sha256(f"{torch.__version__} {sys.version} {_FLAGS} {_DEFINES}".encode())
-    for source in sorted(path for path in folder.iterdir() if path.is_file()):
-        digest.update(source.name.encode() + source.read_bytes())
+    for path in (source, *sorted(SOURCES.glob("*.h"))):
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

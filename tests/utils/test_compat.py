@@ -88,6 +88,11 @@ def test_private_names_of_other_libraries_are_used_in_compat_only() -> None:
     assert found == {f"{library}_private.py" for library in libraries}, "the scan sees nothing"
 
 
+def test_a_function_that_takes_nothing_any_more_is_reported() -> None:
+    with pytest.raises(UnsupportedVersionError, match="has no parameter 'entries'"):
+        require("torch", [Private("gc:isenabled", "test this", ("entries",))])
+
+
 def test_parameters_that_are_not_known_are_taken_as_they_are() -> None:
     """In torch 2.11, ``_StridedShard`` is a class in C++, which inspect cannot look into."""
     require("torch", [Private("builtins:dict", "test this", ("entries",))])

@@ -45,8 +45,8 @@ def require(library: str, names: Iterable[Private]) -> None:
             found = _find(private.name)
         except (ImportError, AttributeError):
             raise _unsupported(library, private, "is not there") from None
-        called_with = private.parameters or ()
-        if lacking := [name for name in called_with if name not in (_parameters(found) or called_with)]:
+        known = None if private.parameters is None else _parameters(found)
+        if known is not None and (lacking := [name for name in private.parameters or () if name not in known]):
             raise _unsupported(library, private, f"has no parameter {lacking[0]!r}")
 
 

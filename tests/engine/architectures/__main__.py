@@ -1,32 +1,45 @@
-"""Write docs/models.md: ``python -m tests.engine.architectures [name ...]``.
+"""Write docs/models.md: ``python -m tests.engine.architectures [--checks CHECK ...] [name ...]``.
 
-Names are model types and released models. Only their rows are judged and replaced. Without names, all are.
+Names are model types and released models. Only their rows are judged and replaced. Without names, all are. With checks,
+only these columns are judged, of models that start.
 """
 
-import sys
+import argparse
 import time
 
-from tests.engine.architectures.checks import GOOD
-from tests.engine.architectures.matrix import judge
+from tests.engine.architectures.checks import GOOD, NONE, RELEASED_CHECKS, YES, Verdict
+from tests.engine.architectures.matrix import Verdicts, checks_of, judge
 from tests.engine.architectures.page import PAGE, other_model_types, read, render
 from tests.engine.architectures.released import model_names
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     """Judge architectures, all or those named, and write the page."""
-    results = {}
-    if names:
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.architectures", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name")
+    parser.add_argument("--checks", nargs="+", choices=[*RELEASED_CHECKS], default=None)
+    given = parser.parse_args()
+    results: dict[str, Verdicts] = {}
+    if given.names or given.checks:
         _, results = read(PAGE.read_text(encoding="utf-8"))
-    for number, name in enumerate(names or [*model_names(), *other_model_types()], start=1):
+    for number, name in enumerate(given.names or [*model_names(), *other_model_types()], start=1):
         started = time.monotonic()
-        results[name] = verdicts = judge(name)
+        results[name] = verdicts = _row(name, given.checks, results.get(name, {}))
         poor = [f"{check} {verdict.word}" for check, verdict in verdicts.items() if verdict.word not in GOOD]
         print(f"{number:3d} {name}: {', '.join(poor) or 'all'} ({time.monotonic() - started:.1f} s)", flush=True)
-        if names:  # update one row at a time and keep the others
+        if given.names or given.checks:  # update one row at a time and keep the others
             PAGE.write_text(render(results), encoding="utf-8")
     PAGE.write_text(render(results), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 
+def _row(name: str, checks: list[str] | None, known: Verdicts) -> Verdicts:
+    if checks is None:
+        return judge(name)
+    if known["starts"].word == YES:
+        return known | judge(name, [check for check in checks if check in checks_of(name)])
+    return known | {check: Verdict(NONE) for check in checks if check in checks_of(name)}
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

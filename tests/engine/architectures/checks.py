@@ -44,7 +44,10 @@ PADDED = "padded"
 LOGITS = "logits"
 """The model changes what its head returns, so that log-probabilities come from whole logits, as they should."""
 
-GOOD = (YES, PADDED, LOGITS)
+DENSE = "dense"
+"""The model has no experts."""
+
+GOOD = (YES, PADDED, LOGITS, DENSE)
 """The words of a check that found nothing wrong."""
 
 SILENT = "SILENT"
@@ -295,9 +298,29 @@ def check_context_parallel(case: Case) -> Verdict:
         if case.engine.config.pack_sequences:
             raise
         return Verdict(PADDED)
-    batch = rows_of()
+    return _computes_alike(case, engine, rows_of())
+
+
+def check_tensor_parallel(case: Case) -> Verdict:
+    """Two ranks that share every matrix do the checks of log-probabilities and of a step."""
+    return _computes_alike(case, case.new_engine(backend="fsdp:t2"), rows_of())
+
+
+def check_expert_parallel(case: Case) -> Verdict:
+    """Two ranks that share the experts do the checks of log-probabilities and of a step."""
+    settings = vars(case.engine.model.config.get_text_config(decoder=True)).items()
+    if not any("expert" in key and isinstance(value, int) and value > 1 for key, value in settings):
+        return Verdict(DENSE)
+    return _computes_alike(case, case.new_engine(backend="fsdp:d2e2"), case.rows)
+
+
+def _computes_alike(case: Case, engine: FSDPEngine, batch: Batch) -> Verdict:
+    """``batch`` is this rank's share of `rows_of`, or all of it."""
+    whole = rows_of()
     with torch.no_grad():
-        expected = logprobs_of(alone_logits(case.reference(), batch), batch)
+        expected = logprobs_of(alone_logits(case.reference(), whole), whole)
+    if batch["input_ids"].shape != whole["input_ids"].shape:
+        expected = half({"logprobs": expected}, case.rank)["logprobs"]
     verdict = _compared(engine.forward_batch(batch), expected, "log-probabilities")
     return _takes_the_step(case, engine, batch) if verdict.word == YES and _repeats_in_training(case) else verdict
 
@@ -330,6 +353,8 @@ CHECKS: Mapping[str, Check] = {
     "bfloat16 step": check_bf16,
     "critic": check_critic,
     "c = 2": check_context_parallel,
+    "t = 2": check_tensor_parallel,
+    "e = 2": check_expert_parallel,
 }
 """Checks of a model type by the name of their column, in the order in which they run."""
 

@@ -8,6 +8,7 @@ import transformers
 from tests.engine.architectures import released, tiny
 from tests.engine.architectures.checks import (
     CHECKS,
+    DENSE,
     GOOD,
     LOGITS,
     NO,
@@ -23,7 +24,7 @@ from tests.engine.architectures.matrix import Verdicts, checks_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
-_WORDS = (YES, NO, REFUSED, PADDED, LOGITS, NONE)
+_WORDS = (YES, NO, REFUSED, PADDED, LOGITS, DENSE, NONE)
 _COLUMNS = {
     "starts": "`FSDPEngine.initialize` loads the folder. A multimodal folder is loaded as a causal LM",
     "packed": f"`{YES}`: sequences are packed into one row. `{PADDED}`: packing is refused because sequences would see "
@@ -43,6 +44,8 @@ _COLUMNS = {
     "critic": "a value head on the folder's body: it has the folder's weights, values are finite, a step is taken",
     "c = 2": "with `backend: fsdp:c2` both ranks get the same batch and share every row: the checks of `packed = "
     f"alone` and `gradients`. `{PADDED}`: refused, as it should be, because only packed rows are shared",
+    "t = 2": "with `backend: fsdp:t2` both ranks get the same batch and share every matrix: the same checks",
+    "e = 2": f"with `backend: fsdp:d2e2` the ranks share the experts: the same checks. `{DENSE}`: the model has none",
 }
 _HEAD = f"""\
 # Models

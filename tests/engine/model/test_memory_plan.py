@@ -1,9 +1,11 @@
 """The memory of a step that is computed from a config is the memory that a step takes."""
 
 import copy
+import logging
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from holdfast.engine import FSDPConfig, MicroBatchSpec, ParallelStrategy, TrainEngineConfig
-from holdfast.engine.model.memory_plan import measure_model, plan_step
+from holdfast.engine.model.memory_plan import log_plan, measure_model, plan_step
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.released import tiny_config
 from tests.engine.test_fsdp_engine import loss_tokens, make_engine
@@ -63,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def _loss(output: Any, mb: Any) -> torch.Tensor:
+def loss(output: Any, mb: Any) -> torch.Tensor:
     return -(output.logprobs * mb["loss_mask"]).sum() / mb["loss_mask"].sum()
 
 
@@ -72,10 +74,10 @@ def _measured_and_planned(rank: int, world_size: int, folder: str, tokens: int, 
     engine = make_engine(folder, mb_spec=MicroBatchSpec(max_tokens_per_mb=tokens), **settings)
     ids = torch.randint(0, 500, (4, tokens // 2))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
-    engine.train_batch(batch, _loss, loss_tokens)
+    engine.train_batch(batch, loss, loss_tokens)
     states = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     with LiveBytes([*engine.model.parameters(), *states]) as live:
-        assert engine.train_batch(batch, _loss, loss_tokens)["n_mbs"] == 2
+        assert engine.train_batch(batch, loss, loss_tokens)["n_mbs"] == 2
     sizes = measure_model(engine.config, tokens)
     plan = plan_step(sizes, engine.config, ParallelStrategy().for_world(world_size), tokens)
     assert sizes.n_parameters == sum(param.numel() for param in engine.model.parameters())
@@ -130,6 +132,62 @@ def test_fewer_blocks_that_run_again_need_more_memory_and_selective_counts_as_no
     choices = (True, "every_1", "every_2", "every_9", False, "selective")
     peaks = [plan_step(sizes, replace(config, gradient_checkpointing=each), alone, 4096).peak for each in choices]
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3] < peaks[4] == peaks[5]
+
+
+def test_state_in_host_memory_takes_none_of_the_device_except_a_block_in_the_step(tmp_path: Path) -> None:
+    MODELS["wide"].save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path), fsdp=FSDPConfig(gradient_sync="every"))
+    assert config.optimizer is not None
+    sizes, two = measure_model(config, 4096), ParallelStrategy().for_world(2)
+    shard = 4 * sizes.n_trained // 2
+    optimizer = replace(config, optimizer=replace(config.optimizer, offload=True))
+    params = replace(config, fsdp=replace(config.fsdp, offload_params=True))
+    for settings, on_host in ((config, 0), (optimizer, 2 * shard), (params, 4 * shard)):
+        plan = plan_step(sizes, settings, two, 4096)
+        assert plan.on_host == pytest.approx(on_host, rel=1e-3)
+        assert plan.staged == pytest.approx(3 * shard, rel=1e-3)
+    plan = plan_step(sizes, params, two, 4096)
+    assert plan.weights == plan.gradients == plan.moments == 0 < plan.activations
+    few_tokens = plan_step(sizes, optimizer, two, 1)
+    assert few_tokens.moments == pytest.approx(2 * shard, rel=1e-3), "one block holds all, and the step is the peak"
+    assert plan_step(sizes, optimizer, two, 4096).moments == 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device that torch believes to have 1 GB."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10**9))
+    return torch.device("cuda", 0)
+
+
+def _logged(caplog: pytest.LogCaptureFixture, config: TrainEngineConfig, device: torch.device) -> list[str]:
+    caplog.clear()
+    caplog.set_level(logging.DEBUG, "holdfast.engine.model.memory_plan")
+    log_plan(config, ParallelStrategy().for_world(1), device)
+    return [record.getMessage() for record in caplog.records if record.name == "holdfast.engine.model.memory_plan"]
+
+
+def test_the_log_has_the_planned_peak_next_to_the_memory_of_a_gpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gpu: torch.device
+) -> None:
+    MODELS["qwen3"].save_pretrained(tmp_path)
+    config = TrainEngineConfig(path=str(tmp_path), mb_spec=MicroBatchSpec(max_tokens_per_mb=1024))
+    (line,) = _logged(caplog, config, gpu)
+    assert line.startswith("a step of 1024 tokens per micro-batch is planned to take 0.295 GB on each rank (")
+    assert line.endswith("(activations 0.0918, moments 0.0705, head 0.0502); the device has 1 GB")
+    (line,) = _logged(caplog, replace(config, mb_spec=MicroBatchSpec(max_tokens_per_mb=8192)), gpu)
+    assert line.endswith("the device has 1 GB; holdfast plan says what to change")
+    for silent in ({"mb_spec": MicroBatchSpec(max_tokens_per_mb=None)}, {"optimizer": None}):
+        assert _logged(caplog, replace(config, **silent), gpu) == []
+    assert _logged(caplog, config, torch.device("cpu")) == []
+
+
+def test_an_engine_whose_memory_cannot_be_planned_starts_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gpu: torch.device
+) -> None:
+    tiny_config("microsoft/Phi-3.5-MoE-instruct").save_pretrained(tmp_path)
+    assert "cannot be computed from its config alone" in _logged(caplog, TrainEngineConfig(path=str(tmp_path)), gpu)[0]
+    assert caplog.records[-1].levelno == logging.DEBUG
 
 
 PLANNED = {

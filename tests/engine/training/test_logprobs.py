@@ -95,6 +95,22 @@ def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
         torch.testing.assert_close(found.grad.double(), true.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_logits_of_every_dtype_have_gradients_and_stay_as_they_are(dtype: torch.dtype, temperature: float) -> None:
+    logits = torch.randn(9, 7, generator=torch.Generator().manual_seed(4)).to(dtype).requires_grad_()
+    before, tokens, starts = logits.detach().clone(), torch.arange(9) % 7, torch.tensor([0, 9])
+    logprobs, entropy = token_logprobs(logits, tokens, starts, temperature)
+    (logprobs.sum() + entropy.sum()).backward()
+    exact = before.double().requires_grad_()
+    log_p = torch.log_softmax(exact[:-1] / temperature, -1)
+    (log_p.gather(1, tokens[1:, None]).sum() - (log_p.exp() * log_p).sum()).backward()
+    assert logits.grad is not None and exact.grad is not None and logits.grad.dtype == dtype
+    assert torch.equal(logits, before)
+    limit = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=limit, atol=limit)
+
+
 def test_chunks_of_a_head_in_bfloat16_cost_no_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(3)
     made = [torch.randn(*shape, generator=generator).bfloat16() for shape in ((300, 16), (50, 16))]

@@ -1,8 +1,8 @@
 """Several ranks on one GPU, for tests of meshes where there is one: real kernels, and gloo in place of NCCL.
 
 NCCL refuses two ranks on a device. With ``HOLDFAST_SHARED_GPU=1`` every process that a test starts has the collectives
-of ``collectives.cpp`` under NCCL's name, and takes device 0. They wait for the device, so that this shows nothing about
-time, streams of collectives, or NCCL.
+of ``collectives.cpp`` under NCCL's name, and takes the first device. They wait for the device, so that this shows
+nothing about time, streams of collectives, or NCCL.
 """
 
 import os
@@ -18,8 +18,8 @@ SOURCE = Path(__file__).with_name("collectives.cpp")
 
 
 def install() -> None:
-    """Let the ranks of this process share device 0."""
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    """Let the ranks of this process share the first of its devices."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     made: Any = None
 
     def collectives(store: dist.Store, rank: int, size: int, options: Any) -> Any:

@@ -24,7 +24,7 @@ def main() -> int:
         print(f"ranks cannot share a GPU here: {error}", file=sys.stderr)
         return 1
     path = os.pathsep.join(filter(None, [str(ROOT / "tests" / "startup"), os.environ.get("PYTHONPATH", "")]))
-    env = os.environ | {VARIABLE: "1", "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": path}
+    env = os.environ | {VARIABLE: "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "pytest", "-m", TIER, "-n", given.processes, "--dist", "loadfile"]
     command += [f"--deselect={test}" for test in (*WITHOUT, ON_PURPOSE)]
     return subprocess.run([*command, *given.tests], cwd=ROOT, env=env).returncode

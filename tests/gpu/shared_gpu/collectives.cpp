@@ -1,17 +1,14 @@
 // Collectives of NCCL's interface for ranks that share a GPU, which NCCL refuses: gloo, on copies in host memory.
 //
 // A call waits for the current stream, runs the collective, and copies its results back on the current stream.
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>
+
+#include "../../simulated_cuda/csrc/as_nccl.h"
 
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
 struct Done final : c10d::Work {
-  Tensors outputs;
+  std::vector<at::Tensor> outputs;
   c10::intrusive_ptr<c10::ivalue::Future> future;
 
   void synchronize() override {}
@@ -19,91 +16,14 @@ struct Done final : c10d::Work {
   void blockCurrentStream() override {}
   bool isCompleted() override { return true; }
   bool isSuccess() const override { return true; }
-  Tensors result() override { return outputs; }
+  std::vector<at::Tensor> result() override { return outputs; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
 };
 
-class Collectives final : public c10d::Backend {
+class Collectives final : public AsNccl<Collectives> {
  public:
-  Collectives(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) : Backend(rank, size), gloo_(std::move(gloo)) {}
+  using AsNccl::AsNccl;
 
-  const std::string getBackendName() const override { return "nccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
-  void abort() override { gloo_->abort(); }
-  void shutdown() override { gloo_->shutdown(); }
-  void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return 0; }
-  void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
-
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return in_place(tensors, [&](auto& all) { return gloo_->broadcast(all, options); });
-  }
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    return in_place(tensors, [&](auto& all) { return gloo_->allreduce(all, options); }, scale);
-  }
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    return in_place(tensors, [&](auto& all) { return gloo_->allreduce_coalesced(all, options); }, scale);
-  }
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    return in_place(tensors, [&](auto& all) { return gloo_->reduce(all, options); }, scale);
-  }
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return run(inputs, outputs.at(0), [&](auto& in, auto& out) {
-      std::vector<Tensors> lists{out};
-      return gloo_->allgather(lists, in, options);
-    });
-  }
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    return run({input}, {output}, [&](auto& in, auto& out) { return gloo_->_allgather_base(out[0], in[0], options); });
-  }
-  WorkPtr allgather_into_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return run(inputs, outputs, [&](auto& in, auto& out) {
-      return gloo_->allgather_into_tensor_coalesced(out, in, options);
-    });
-  }
-  WorkPtr _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    auto call = [&](auto& in, auto& out) { return gloo_->_reduce_scatter_base(out[0], in[0], options); };
-    return run({input}, {output}, call, scale);
-  }
-  WorkPtr reduce_scatter_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    auto call = [&](auto& in, auto& out) { return gloo_->reduce_scatter_tensor_coalesced(out, in, options); };
-    return run(inputs, outputs, call, scale);
-  }
-  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    return run(inputs.empty() ? Tensors{} : inputs[0], outputs, [&](auto& in, auto& out) {
-      std::vector<Tensors> lists;
-      if (!in.empty()) lists.push_back(in);
-      return gloo_->scatter(out, lists, options);
-    });
-  }
-  WorkPtr alltoall_base(
-      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
-      const c10d::AllToAllOptions& options) override {
-    return run({input}, {output}, [&](auto& in, auto& out) {
-      return gloo_->alltoall_base(out[0], in[0], output_sizes, input_sizes, options);
-    });
-  }
-  WorkPtr barrier(const c10d::BarrierOptions& given) override {
-    auto options = given;
-    options.device_ids.clear();
-    options.device.reset();
-    return gloo_->barrier(options);
-  }
-
- private:
   template <class Run>
   WorkPtr run(const Tensors& inputs, const Tensors& outputs, Run call, double scale = 1) {
     at::NoGradGuard no_grad;
@@ -122,26 +42,6 @@ class Collectives final : public c10d::Backend {
     work->future->markCompleted(c10::IValue(outputs));
     return work;
   }
-  template <class Run>
-  WorkPtr in_place(const Tensors& tensors, Run call, double scale = 1) {
-    return run(
-        tensors, tensors,
-        [&](auto& in, auto& out) {
-          out = in;
-          return call(out);
-        },
-        scale);
-  }
-
-  // gloo has no average. Sum, and return the factor for the result.
-  template <class Options>
-  double take_average(Options& options) const {
-    if (options.reduceOp != c10d::ReduceOp::AVG) return 1;
-    options.reduceOp = c10d::ReduceOp::SUM;
-    return 1.0 / getSize();
-  }
-
-  c10::intrusive_ptr<c10d::Backend> gloo_;
 };
 
 }  // namespace

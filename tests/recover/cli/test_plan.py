@@ -41,10 +41,34 @@ def test_a_plan_names_parts_peak_disk_and_changes_that_make_it_fit(qwen3_8b: Pat
     assert again["bytes_per_gpu"]["peak"] == found["changes"][0]["peak_bytes"]
 
 
-def test_a_server_beside_it_takes_its_share_unless_they_take_turns(qwen3_8b: Path) -> None:
+def test_state_in_host_memory_comes_last_among_the_changes_and_counts_there(qwen3_8b: Path) -> None:
+    found = answer("plan", qwen3_8b, "--gpus", "1", "--checkpointing")
+    assert [each["change"] for each in found["changes"]] == ["fsdp.offload_params: true"] and found[
+        "fits_after_changes"
+    ]
+    weights = 4 * found["parameters"]
+    assert found["changes"][0]["host_bytes_per_node"] == pytest.approx((4 + 3) * weights, rel=1e-3)
+    assert found["bytes_in_host_memory_per_node"] == {"state": 0, "snapshots": 3 * weights}
+    params = answer("plan", qwen3_8b, "--gpus", "1", "--checkpointing", "--offload", "params")
+    assert params["fits"] and params["bytes_per_gpu"]["peak"] == found["changes"][0]["peak_bytes"]
+    assert params["bytes_in_host_memory_per_node"] == {"state": 4 * weights, "snapshots": 3 * weights}
+    optimizer = answer("plan", qwen3_8b, "--gpus", "1", "--checkpointing", "--offload", "optimizer")
+    assert not optimizer["fits"]
+    assert optimizer["bytes_per_gpu"]["peak"] == found["bytes_per_gpu"]["peak"] - 2 * weights
+    assert optimizer["changes"][-1]["change"] == "fsdp.offload_params: true, optimizer.offload: false"
+    enough = answer("plan", qwen3_8b, "--gpus", "1", "--checkpointing", "--memory", "90GB")
+    assert [each["change"] for each in enough["changes"]] == ["optimizer.offload: true"]
+
+
+def test_a_server_takes_turns_with_training(qwen3_8b: Path) -> None:
     options = ("plan", qwen3_8b, "--checkpointing", "--colocate", "vllm:0.4")
-    assert answer(*options)["bytes_per_gpu"]["usable"] == 46 * 10**9
-    assert answer(*options, "--offload")["bytes_per_gpu"]["usable"] == 78 * 10**9
+    found = answer(*options)
+    assert found["bytes_per_gpu"]["usable"] == 76 * 10**9, "each process keeps 2 GB"
+    assert found["bytes_for_server"] == {"asked": 32 * 10**9, "usable": 78 * 10**9}
+    _, out, _ = holdfast(*options, "--memory", "40GB")
+    assert "of 36 GB: fits" in out and "server, while the trainer is offloaded" in out and "16 GB of 38 GB: fits" in out
+    adapters = answer(*options, "--lora", "8", "--gpus", "1")
+    assert adapters["bytes_in_host_memory_per_node"]["snapshots"] > 2 * 8.19e9, "the frozen base leaves, too"
 
 
 def test_the_table_says_whether_it_fits(qwen3_8b: Path) -> None:

@@ -8,11 +8,9 @@
 // does not. Its results reach the memory of the device when a wait requires them.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <cstdio>
 
+#include "as_nccl.h"
 #include "kernels.h"
 
 namespace simulated {
@@ -45,104 +43,26 @@ struct CollectiveWork final : c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
 };
 
-class Collectives final : public c10d::Backend {
-  using Tensors = std::vector<at::Tensor>;
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
+class Collectives final : public AsNccl<Collectives> {
  public:
   Collectives(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::chrono::milliseconds timeout)
-      : Backend(rank, size), gloo_(std::move(gloo)), timeout_(timeout) {
+      : AsNccl(std::move(gloo), rank, size), timeout_(timeout) {
     for (int device = 0; device < kMostDevices; ++device) streams_[device] = new_stream(device);
   }
 
-  const std::string getBackendName() const override { return "nccl"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
-  void abort() override { gloo_->abort(); }
-  void shutdown() override { gloo_->shutdown(); }
-  void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return 0; }
   void setTimeout(std::chrono::milliseconds timeout) override {
     timeout_ = timeout;
-    gloo_->setTimeout(timeout);
+    AsNccl::setTimeout(timeout);
   }
-
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return run_in_place(tensors, [&](auto& all) { return gloo_->broadcast(all, options); });
-  }
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    return run_in_place(tensors, [&](auto& all) { return gloo_->allreduce(all, options); }, scale);
-  }
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    return run_in_place(tensors, [&](auto& all) { return gloo_->allreduce_coalesced(all, options); }, scale);
-  }
-  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    return run_in_place(tensors, [&](auto& all) { return gloo_->reduce(all, options); }, scale);
-  }
-  WorkPtr allgather(
-      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return run(inputs, outputs.at(0), [&](auto& in, auto& out) {
-      std::vector<Tensors> lists{out};
-      return gloo_->allgather(lists, in, options);
-    });
-  }
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    return run({input}, {output}, [&](auto& in, auto& out) { return gloo_->_allgather_base(out[0], in[0], options); });
-  }
-  WorkPtr allgather_into_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return run(inputs, outputs, [&](auto& in, auto& out) {
-      return gloo_->allgather_into_tensor_coalesced(out, in, options);
-    });
-  }
-  WorkPtr _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    auto call = [&](auto& in, auto& out) { return gloo_->_reduce_scatter_base(out[0], in[0], options); };
-    return run({input}, {output}, call, scale);
-  }
-  WorkPtr reduce_scatter_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& given) override {
-    auto options = given;
-    double scale = take_average(options);
-    auto call = [&](auto& in, auto& out) { return gloo_->reduce_scatter_tensor_coalesced(out, in, options); };
-    return run(inputs, outputs, call, scale);
-  }
-  WorkPtr scatter(
-      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    return run(inputs.empty() ? Tensors{} : inputs[0], outputs, [&](auto& in, auto& out) {
-      std::vector<Tensors> lists;
-      if (!in.empty()) lists.push_back(in);
-      return gloo_->scatter(out, lists, options);
-    });
-  }
-  WorkPtr alltoall_base(
-      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
-      const c10d::AllToAllOptions& options) override {
-    return run({input}, {output}, [&](auto& in, auto& out) {
-      return gloo_->alltoall_base(out[0], in[0], output_sizes, input_sizes, options);
-    });
-  }
-  WorkPtr barrier(const c10d::BarrierOptions& given) override {
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
     {
       Lock lock;
       host_waits(current_stream(current_device));
       check_device();
     }
-    auto options = given;
-    options.device_ids.clear();
-    options.device.reset();
-    return gloo_->barrier(options);
+    return AsNccl::barrier(options);
   }
 
- private:
-  // Call gloo with copies of the inputs and with memory for the outputs, both on the host.
   template <class Run>
   WorkPtr run(const Tensors& inputs, const Tensors& outputs, Run call, double scale = 1) {
     const int device = outputs.empty() ? current_device : outputs[0].device().index();
@@ -185,25 +105,7 @@ class Collectives final : public c10d::Backend {
     work->future->markCompleted(c10::IValue(outputs));
     return work;
   }
-  template <class Run>
-  WorkPtr run_in_place(const Tensors& tensors, Run call, double scale = 1) {
-    return run(
-        tensors, tensors,
-        [&](auto& in, auto& out) {
-          out = in;
-          return call(out);
-        },
-        scale);
-  }
-
-  // gloo has no average. Sum, and return the factor for the result.
-  template <class Options>
-  double take_average(Options& options) const {
-    if (options.reduceOp != c10d::ReduceOp::AVG) return 1;
-    options.reduceOp = c10d::ReduceOp::SUM;
-    return 1.0 / getSize();
-  }
-
+ private:
   // A collective that never ends: whoever waits for it is ended by the watchdog.
   static void hang(std::chrono::milliseconds timeout) {
     auto sleep = [&] { std::this_thread::sleep_for(timeout); };
@@ -220,7 +122,6 @@ class Collectives final : public c10d::Backend {
     std::abort();
   }
 
-  c10::intrusive_ptr<c10d::Backend> gloo_;
   std::chrono::milliseconds timeout_;
   StreamId streams_[kMostDevices];
 };
