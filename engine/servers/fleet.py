@@ -112,12 +112,12 @@ class ServerFleet(Generic[S]):
             PublishError: too few servers confirmed. The message names the others and their errors.
         """
         needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
-        self.require_awake()
         if broadcast:
             self.require_support("broadcast")
         folder = _published(path, version, broadcast, timeout_s)
         self.require_support(folder.type)
         with self._updating:
+            self.require_awake()
             return self._have_loaded(folder, needed)
 
     def _have_loaded(self, folder: PublishedFolder, needed: int) -> list[ServerReport]:
@@ -167,11 +167,8 @@ class ServerFleet(Generic[S]):
             ConfigError: a server cannot sleep, or level 2 would drop the base model of adapters.
             ServerError: a server may still have its memory. The message names it and its error.
         """
-        require_choice("level", level, (1, 2))
-        self.require_support("sleep")
-        if level == 2 and self._folder is not None and self._folder.type == "adapter":
-            raise ConfigError("sleep at level 2 drops the base model of the published adapters; take level 1")
         with self._updating:
+            self.require_sleep(level, None if self._folder is None else self._folder.type)
             self._asleep = True
             for member in self._members:
                 member.rest(TAGS, level)
@@ -245,6 +242,13 @@ class ServerFleet(Generic[S]):
                 "the inference servers sleep, and something else may have the memory of their GPUs; publish inside of "
                 "`colocated(engine, fleet).rollout()`, or call fleet.wake_up(('weights',)) first"
             )
+
+    def require_sleep(self, level: int, update_type: str | None) -> None:
+        """Raise ConfigError if a server cannot sleep, or level 2 would drop what updates of this type build on."""
+        require_choice("level", level, (1, 2))
+        self.require_support("sleep")
+        if level == 2 and update_type == "adapter":
+            raise ConfigError("sleep at level 2 drops the base model of the published adapters; take level 1")
 
     def withdraw(self, version: int) -> None:
         """Stop loading ``version`` or a newer one, because it is about to be replaced. Its servers are behind then."""

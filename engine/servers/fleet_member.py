@@ -82,7 +82,7 @@ class FleetMember(Generic[S]):
         self._failures, self._retry_at = 0, 0.0
         self._logged: frozenset[str] = frozenset()
         self._rest: tuple[str, ...] = ()  # parts that should sleep
-        self._level = 1
+        self._level, self._sleeps = 1, False  # whether it was put to sleep since the last `rest`
 
     def folders_in_use(self) -> set[str]:
         """Folders that the server is loading, or may read adapters from again."""
@@ -112,7 +112,7 @@ class FleetMember(Generic[S]):
         answer an earlier update before ``deadline`` (``time.monotonic``).
         """
         with self._alone(deadline):
-            if self._wanted is not folder:
+            if self._wanted is not folder or self._rest:
                 raise PublishError(f"it is not to load {folder.path} any more")
             if self._confirmed is not folder:  # else the prober was faster
                 self._load(folder)
@@ -130,23 +130,34 @@ class FleetMember(Generic[S]):
     def rest(self, tags: Collection[str], level: int = 1) -> None:
         """Set the parts that should sleep, without telling the server. It gets no requests from now on."""
         with self._changed:
-            self._rest, self._level, self._confirmed = tuple(tags), level, None
+            self._rest, self._level, self._confirmed, self._sleeps = tuple(tags), level, None, False
             self._forget_failures()
             if self.report.state is ServerState.SERVING:
                 self._note(ServerState.ASLEEP, _ABOUT_TO_SLEEP, self.report.label)
 
     def sleep(self, timeout_s: float, deadline: float) -> None:
-        """Put the server to sleep. Raises any error of the client."""
-        with self._alone(deadline):
+        """Put the server to sleep. Raises as `tell` does."""
+        with self._answering(deadline):
             self._fall_asleep(timeout_s)
 
     def wake_up(self, tags: Collection[str], timeout_s: float, deadline: float) -> None:
-        """Wake parts of the server. Raises any error of the client."""
-        with self._alone(deadline):
+        """Wake parts of the server. Raises as `tell` does."""
+        with self._answering(deadline):
             self._command(lambda server: server.wake_up(tags), timeout_s)
+
+    @contextmanager
+    def _answering(self, deadline: float) -> Iterator[None]:
+        """Like `_alone`, for a command after `rest`. Without an answer to the earlier update the server is gone."""
+        try:
+            with self._alone(deadline):
+                yield
+        finally:
+            if self.report.error == _ABOUT_TO_SLEEP:  # the command never reached the server
+                self._note(ServerState.GONE, "it has not answered to an earlier update yet")
 
     def _fall_asleep(self, timeout_s: float) -> None:
         self._command(lambda server: server.sleep(self._level), timeout_s)
+        self._sleeps = True
 
     def _command(self, command: Callable[[SleepingServer], None], timeout_s: float) -> None:
         """Give a command of `SleepingServer`, and note the state after it."""
@@ -200,8 +211,11 @@ class FleetMember(Generic[S]):
             return
         if not isinstance(self.server, ObservableServer) or (status := self._ask(self.server)) is None:
             return
-        self._note_unready(status, None if status.asleep else "it was restarted while it should sleep")
-        if not status.asleep and self._rest == TAGS:
+        if not set(self._rest) <= set(status.asleep):
+            self._note_unready(status, "it was restarted while it should sleep")
+        elif self._sleeps or self._rest != TAGS:
+            return self._note_unready(status, None)
+        if self._rest == TAGS:  # also if it said before that it sleeps, and then failed to
             with suppress(Exception):  # the report has it
                 self._fall_asleep(_LONGEST_PAUSE_S)
 
