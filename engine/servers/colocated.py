@@ -12,6 +12,7 @@ from typing import Any
 
 from ...utils.config import require_choice
 from ...utils.distributed import all_ranks_succeed, rank_zero_decides_slowly
+from ...utils.errors import ConfigError
 from ..api import WeightUpdateMeta
 from .fleet import ServerFleet
 from .publish import PublishedWeights
@@ -39,10 +40,11 @@ class Colocated:
         (Ctrl-C) nothing more is done, because the other ranks may not come to it.
 
         Yields:
-            what `FSDPEngine.update_weights` returns.
+            The result of `FSDPEngine.update_weights`.
 
         Raises:
-            ConfigError: `connect_engine` was not called with this fleet.
+            ConfigError: `connect_engine` was not called with this fleet, a server cannot sleep, level 2 would drop the
+                base model of adapters, or the engine is offloaded already. Nothing was done.
             ServerError: too few servers woke up, or one does not sleep. Raised on all ranks.
             PublishError: see `FSDPEngine.update_weights`. Raised on all ranks.
             PeerError: the block failed on another rank.
@@ -51,6 +53,9 @@ class Colocated:
         engine, group = self.engine, self.engine.control_group
         with all_ranks_succeed("a turn of the inference servers", group):
             how: WeightUpdateMeta = engine.publication_to(self.fleet, meta)
+            self.fleet.require_sleep(self.level, how.type)
+            if WEIGHTS in engine.offloaded:
+                raise ConfigError("the engine is offloaded already: end the turn before, or call its onload")
         try:
             engine.offload()
             rank_zero_decides_slowly(lambda: self.fleet.wake_up((WEIGHTS,), how.timeout_s, how.min_servers), group)
@@ -65,8 +70,10 @@ class Colocated:
     def _end(self, how: WeightUpdateMeta) -> None:
         try:
             rank_zero_decides_slowly(lambda: self.fleet.sleep(how.timeout_s, self.level), self.engine.control_group)
-        finally:
+        except Exception:
             self.engine.onload()
+            raise
+        self.engine.onload()
 
 
 def colocated(engine: Any, fleet: ServerFleet, level: int = 1) -> Colocated:
