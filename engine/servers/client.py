@@ -4,6 +4,7 @@ The clients trust no server: after each update they compare log-probabilities wi
 prompt before they send it. The subclasses hold the HTTP calls of one kind of server each.
 """
 
+import asyncio
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -305,6 +306,8 @@ class ServerClient(SleepingClient):
             BusyServerError: the server sleeps. The prompt was not sent.
             ServerError: the server could not be reached, failed, aborted the request, or has no published weights.
         """
+        if self._asleep:  # when this client last asked
+            await asyncio.to_thread(self.status)
         if self._asleep:
             raise BusyServerError(f"{self.name} sleeps, and takes requests after it was woken up")
         await self._require_fit(request)

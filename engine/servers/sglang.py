@@ -11,7 +11,7 @@ of the adapter, so the client asks for it only after that request.
 """
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 from ...utils.errors import PoisonedServerError, PublishError
@@ -58,11 +58,10 @@ class SGLangServer(ServerClient):
 
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
         self._pause(calls, "pause")
-        self._wake_weights(calls)
-        loaded_label = Sleep((KV_CACHE,), label).label if self._asleep else label
+        asleep, half = self._wake_weights(calls), Sleep((KV_CACHE,), label)
         load: Json = {
             "model_path": path,
-            "weight_version": loaded_label,
+            "weight_version": half.label if asleep else label,
             "flush_cache": True,
             "abort_all_requests": False,
         }
@@ -71,8 +70,8 @@ class SGLangServer(ServerClient):
         )
         if loaded.get("success") is not True:
             raise calls.refuse(f"the load was answered with {loaded}; {_POISONED}", PoisonedServerError)
-        if self._asleep:
-            self._wake(calls, KV_CACHE)
+        if asleep:
+            self._wake(calls, KV_CACHE, half)
             self._set_label(calls, label)
         self._go_on(calls)
 
@@ -120,11 +119,23 @@ class SGLangServer(ServerClient):
                 raise calls.refuse("it would free no memory while it sleeps; start it with --enable-memory-saver")
             return bool(told["enable_weights_cpu_backup"])
 
-    def _put_to_sleep(self, calls: Calls, tags: list[str], level: int) -> None:
-        if tags:  # SGLang dies of a second release
-            self._tell_memory(calls, "sleep", "/release_memory_occupation", tags, _KEYS)
+    def _sleep_now(self, calls: Calls) -> Sleep:
+        asleep = super()._sleep_now(calls)
+        if asleep.changing:
+            raise calls.refuse(
+                f"its label is {asleep.label}: it was cut off while it fell asleep or woke up, and SGLang does not say "
+                "which parts are awake; restart it"
+            )
+        return asleep
 
-    def _wake(self, calls: Calls, tag: str) -> None:
+    def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
+        if tags := [tag for tag in asleep.tags if tag not in before.tags]:  # SGLang dies of a second release
+            self._set_label(calls, replace(asleep, changing=True).label)
+            self._tell_memory(calls, "sleep", "/release_memory_occupation", tags, _KEYS)
+        self._set_label(calls, asleep.label)
+
+    def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
+        self._set_label(calls, replace(asleep, changing=True).label)
         self._tell_memory(calls, "wake", "/resume_memory_occupation", [tag], NO_MEMORY)
 
     def _tell_memory(self, calls: Calls, phase: str, path: str, tags: list[str], advice: str) -> None:

@@ -2,6 +2,8 @@
 
 The server's own label says which parts sleep, and which weights it had. So another process knows it too, after the one
 that put the server to sleep was killed. Each step is safe to repeat on vLLM, from any point at which it was cut off.
+SGLang dies if a step is repeated, so its label also says that a step is under way. After a kill there, the server has
+to be restarted.
 """
 
 import re
@@ -19,7 +21,7 @@ WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
 DROPPED = "no weights"
 """Label of weights that were not kept, or may be in pieces."""
 NO_MEMORY = "it goes on sleeping: is the memory that it needs free, and what does its log say?"
-_LABEL = re.compile(r"(.*) \(asleep: (.*)\)")
+_LABEL = re.compile(r"(.*) \(asleep: (.*?)(\??)\)")
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,19 @@ class Sleep:
 
     tags: tuple[str, ...]
     weights: str
+    changing: bool = False  # whether memory is being freed or taken back: some of these parts may be awake
 
     @classmethod
     def read(cls, label: str) -> "Sleep":
         """Read a label. Without a note of sleep, nothing sleeps."""
         if (found := _LABEL.fullmatch(label)) is None:
             return cls((), label)
-        return cls(tuple(found[2].split(", ")), found[1])
+        return cls(tuple(found[2].split(", ")), found[1], bool(found[3]))
 
     @property
     def label(self) -> str:
         """The label with this note. Its version is the version of the weights."""
-        return f"{self.weights} (asleep: {', '.join(self.tags)})"
+        return f"{self.weights} (asleep: {', '.join(self.tags)}{'?' if self.changing else ''})"
 
 
 class SleepingClient(ABC):
@@ -64,14 +67,12 @@ class SleepingClient(ABC):
         require_choice("level", level, (1, 2))
         with self._exclusive(", told to sleep", ServerError) as calls:
             kept = self._keeps_weights(calls) and level == 1
-            before = Sleep.read(self._label(calls))
-            if before.tags != TAGS and (before.tags or self._is_paused(calls)):
+            before = self._sleep_now(calls)
+            if not before.tags and self._is_paused(calls):
                 kept = False  # an update was cut off
             self._pause(calls, "sleep")
             self._asleep = True
-            asleep = Sleep(TAGS, before.weights if kept or before.tags == TAGS else DROPPED)
-            self._set_label(calls, asleep.label)
-            self._put_to_sleep(calls, [tag for tag in TAGS if tag not in before.tags], level)
+            self._put_to_sleep(calls, before, Sleep(TAGS, before.weights if kept else DROPPED), level)
 
     def wake_up(self, tags: Collection[str] = TAGS) -> None:
         """Have the server take memory back. With its KV cache it goes on with requests, by the weights it had.
@@ -91,9 +92,9 @@ class SleepingClient(ABC):
 
     def _wake_up(self, calls: Calls, tags: Collection[str] = TAGS) -> None:
         """Wake parts that sleep, without a load."""
-        asleep = Sleep.read(self._label(calls))
+        asleep = self._sleep_now(calls)
         if WEIGHTS in asleep.tags and WEIGHTS in tags:
-            self._wake(calls, WEIGHTS)
+            self._wake(calls, WEIGHTS, asleep)
             asleep = Sleep((KV_CACHE,), asleep.weights)
             self._set_label(calls, asleep.label)
         if asleep.tags and KV_CACHE in tags:
@@ -104,7 +105,7 @@ class SleepingClient(ABC):
                     "it has no weights, because they were not kept while it slept (level 2, SGLang without "
                     "--enable-weights-cpu-backup), or an update was cut off: publish all weights to it, or restart it"
                 )
-            self._wake(calls, KV_CACHE)
+            self._wake(calls, KV_CACHE, asleep)
             self._set_label(calls, asleep.weights)
             self._go_on(calls)
             asleep = Sleep((), asleep.weights)
@@ -112,19 +113,15 @@ class SleepingClient(ABC):
 
     def _wake_weights(self, calls: Calls) -> bool:
         """Make a paused server ready to load weights. If it sleeps, return True: its KV cache goes on sleeping."""
-        asleep = Sleep.read(self._label(calls))
-        self._asleep = bool(asleep.tags)
+        asleep = self._sleep_now(calls)
         if WEIGHTS in asleep.tags:
-            self._wake(calls, WEIGHTS)
-        if self._asleep:
+            self._wake(calls, WEIGHTS, asleep)
+        if asleep.tags:
             self._set_label(calls, Sleep((KV_CACHE,), DROPPED).label)
-        return self._asleep
+        return bool(asleep.tags)
 
-    def _wake_kv_cache(self, calls: Calls, label: str) -> None:
-        """Wake the KV cache of a server that sleeps and has loaded the weights ``label``."""
-        if self._asleep:
-            self._set_label(calls, Sleep((KV_CACHE,), label).label)
-            self._wake(calls, KV_CACHE)  # vLLM goes on with requests at once
+    def _sleep_now(self, calls: Calls) -> Sleep:
+        return Sleep.read(self._label(calls))
 
     # HTTP calls of one kind of server
 
@@ -151,12 +148,12 @@ class SleepingClient(ABC):
         """Pause the server, and keep the requests in flight without their caches."""
 
     @abstractmethod
-    def _put_to_sleep(self, calls: Calls, tags: list[str], level: int) -> None:
-        """Free the memory of ``tags`` of a paused server."""
+    def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
+        """Free the memory of a paused server that may sleep already, and set the label of ``asleep``."""
 
     @abstractmethod
-    def _wake(self, calls: Calls, tag: str) -> None:
-        """Take back the memory of one tag."""
+    def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
+        """Take back the memory of one tag. The caller sets the label of ``asleep`` without it."""
 
     @abstractmethod
     def _go_on(self, calls: Calls) -> None:

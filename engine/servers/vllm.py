@@ -35,7 +35,7 @@ from .broadcast import WeightSender
 from .client import ServerClient
 from .generation import adapter_spans, response_of
 from .http import Calls, Json
-from .sleep import KV_CACHE, NO_MEMORY
+from .sleep import KV_CACHE, NO_MEMORY, WEIGHTS, Sleep
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _SLEEP_MODE = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
@@ -101,29 +101,34 @@ class VLLMServer(ServerClient):
         return self._serve(path, version, self._send_weights)
 
     @contextmanager
-    def _replacing_weights(self, calls: Calls, label: str) -> Iterator[None]:
-        """Replace the weights in this block. After an error the server stays paused, and its KV cache asleep."""
+    def _replacing_weights(self, calls: Calls, label: str) -> Iterator[bool]:
+        """Replace the weights in this block, which gets whether the KV cache sleeps.
+
+        After an error the server stays paused, and its KV cache asleep.
+        """
         self._pause(calls, "pause")
-        if self._wake_weights(calls):  # vLLM resumes if it was awake in spite of its label
-            self._pause(calls, "pause")
-        yield
+        asleep = self._wake_weights(calls)
+        yield asleep
         self._reset_prefix_cache(calls)
-        self._wake_kv_cache(calls, label)
+        if asleep:
+            half = Sleep((KV_CACHE,), label)
+            self._set_label(calls, half.label)  # vLLM goes on with requests as soon as it is awake
+            self._wake(calls, KV_CACHE, half)
         self._set_label(calls, label)
         self._go_on(calls)
 
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
-        with self._replacing_weights(calls, label):
+        with self._replacing_weights(calls, label) as asleep:
             if self.transfer is None:
                 load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
                 calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
             else:
                 _open_transfer(calls, self.transfer)
-                self._transfer(calls, {"path": path, "manifest": label.partition("-")[2]})
+                self._transfer(calls, {"path": path, "manifest": label.partition("-")[2]}, asleep)
 
     def _send_weights(self, calls: Calls, path: str, label: str) -> None:
         timeout_s = self._update_limit_s
-        with self._replacing_weights(calls, label):
+        with self._replacing_weights(calls, label) as asleep:
             _open_transfer(calls, _BROADCAST)
             workers = int(calls.get("load", "/get_world_size")["world_size"])
             sender = WeightSender(path, calls.url, workers, timeout_s)
@@ -131,17 +136,17 @@ class VLLMServer(ServerClient):
             calls.post("load", "/init_weight_transfer_engine", {"init_info": sender.init_info})
             _require_done(calls, joined, timeout_s)
             sent = on_daemon_thread(sender.send, "weight sender")
-            self._transfer(calls, sender.update_info)
+            self._transfer(calls, sender.update_info, asleep)
             _require_done(calls, sent, timeout_s)
             del sender, joined, sent  # frees the group and the mapped weights before the server resumes
 
-    def _transfer(self, calls: Calls, info: Json) -> None:
+    def _transfer(self, calls: Calls, info: Json, asleep: bool) -> None:
         try:
             calls.post("load", "/update_weights", {"update_info": info}, error=PoisonedServerError, advice=_POISONED)
         except PoisonedServerError as error:
             if _REFUSED not in str(error):
                 raise
-            if self._asleep:
+            if asleep:
                 raise calls.refuse(f"its KV cache goes on sleeping: {error}") from error
             self._go_on(calls)
             raise calls.refuse(f"it goes on with the weights it has: {error}") from error
@@ -195,10 +200,16 @@ class VLLMServer(ServerClient):
             raise calls.refuse(f"it would free no memory while it sleeps; {_SLEEP_MODE}")
         return True
 
-    def _put_to_sleep(self, calls: Calls, tags: list[str], level: int) -> None:
+    def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
+        self._set_label(calls, asleep.label)
+        self._sleep(calls, level)
+
+    def _sleep(self, calls: Calls, level: int) -> None:
         calls.post("sleep", "/sleep", params={"level": str(level), "mode": "keep"}, advice=_SLEEP_MODE)
 
-    def _wake(self, calls: Calls, tag: str) -> None:
+    def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
+        if tag == WEIGHTS:  # If a kill left it awake in spite of its label, vLLM would go on with requests.
+            self._sleep(calls, level=1)
         told = calls.post("wake", "/wake_up", params={"tags": tag}, advice=NO_MEMORY).get("status")
         if tag == KV_CACHE and told != "awake":
             raise calls.refuse(f"it was woken up, and says {told!r}; restart it")

@@ -139,11 +139,10 @@ def _fails(rank: int, world_size: int, base: str, fakes: list[FakeServer], root:
                 raise ValueError("no reward")
         assert engine.offloaded == frozenset() and same(values_of(engine), expected)
         assert rank != 0 or states(fleet) == {ServerState.ASLEEP}
-    if rank == 0:
-        fakes[0].tell(fail={"/sleep": 1})
     awake = pytest.raises(ServerError, match="1 of 2 inference servers may still have the memory of their GPUs")
     with awake, colocated(engine, fleet).rollout():
-        pass
+        if rank == 0:
+            fakes[0].tell(fail={"/sleep": 1})
     assert engine.offloaded == frozenset(), "what did not sleep is for the caller to end"
     assert rank != 0 or fleet.serving() == []
     with pytest.raises(ConfigError, match="the inference servers sleep") if rank == 0 else pytest.raises(PeerError):
@@ -168,9 +167,9 @@ class _Remote(FakeServer):
 
 STEPS, KILLED_TURN = 4, 2
 CALLS = [
-    *("GET /weight_info", "POST /wake_up", "POST /update_weight_version"),  # the weights wake up
+    *("GET /weight_info", "POST /sleep", "POST /wake_up", "POST /update_weight_version"),  # the weights wake up
     *("GET /weight_info", "GET /is_paused"),  # the fleet looks
-    *("POST /pause", "GET /weight_info", "POST /update_weight_version", "POST /pause"),  # the update begins
+    *("POST /pause", "GET /weight_info", "POST /update_weight_version"),  # the update begins
     *("POST /collective_rpc", "POST /reset_prefix_cache"),
     *("POST /update_weight_version", "POST /wake_up", "POST /update_weight_version", "POST /resume"),  # the KV cache
     *("GET /weight_info", "GET /is_paused", "POST /inference/v1/generate"),  # the check
@@ -279,3 +278,53 @@ def _samples_only_while_awake(rank: int, world_size: int, base: str, url: str, r
 def test_one_rank_takes_turns_alone(base: str, tmp_path: Path) -> None:
     with FakeServer("vllm", tmp_path, dtype="float32") as fake:
         run_ranks(_samples_only_while_awake, 1, base, fake.url, tmp_path)
+
+
+def _enters_wrongly(rank: int, world_size: int, base: str, url: str, root: Path) -> None:
+    fleet = make_fleet("vllm", [url], probe_interval_s=None)
+    engine = make_engine(base, use_lora=True, lora_rank=4)
+    engine.connect_engine(fleet, WeightUpdateMeta("adapter", str(root / "w")))
+    with pytest.raises(ConfigError, match="level 2 drops the base"), colocated(engine, fleet, level=2).rollout():
+        raise AssertionError("entered")
+    assert engine.offloaded == frozenset()
+    with colocated(engine, fleet).rollout():
+        with (
+            pytest.raises(ConfigError, match="the engine is offloaded already"),
+            colocated(engine, fleet).rollout(),
+        ):
+            raise AssertionError("entered")
+        assert engine.offloaded == BOTH
+        assert rank != 0 or states(fleet) == {ServerState.SERVING}
+    assert engine.offloaded == frozenset()
+    engine.destroy()
+
+
+def test_a_turn_that_would_go_wrong_does_not_begin(base: str, tmp_path: Path) -> None:
+    with FakeServer("vllm", tmp_path, dtype="float32", lora=True, folder=base) as fake:
+        run_ranks(_enters_wrongly, 2, base, fake.url, tmp_path)
+        assert fake.state()["asleep"] == ["kv_cache", "weights"]
+
+
+def _is_interrupted(rank: int, world_size: int, base: str, url: str, root: Path) -> None:
+    fleet = make_fleet("vllm", [url], probe_interval_s=None)
+    engine = make_engine(base)
+    engine.connect_engine(fleet, WeightUpdateMeta("disk", str(root / "w")))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(KeyboardInterrupt),
+        colocated(engine, fleet).rollout(),
+    ):
+        patch.setattr(fleet, "sleep", interrupted)
+    assert engine.offloaded == BOTH, "to onload takes all ranks, and others may not come to it"
+    fleet.sleep()
+    engine.onload()
+    engine.destroy()
+
+
+def test_an_interrupt_at_the_end_of_a_turn_leaves_the_engine_offloaded(base: str, tmp_path: Path) -> None:
+    with FakeServer("vllm", tmp_path, dtype="float32") as fake:
+        run_ranks(_is_interrupted, 1, base, fake.url, tmp_path)

@@ -2,14 +2,19 @@
 
 import asyncio
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import closing
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
 import pytest
 
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
+from holdfast.engine.servers import fleet as fleet_module
 from holdfast.engine.servers.api import (
     GenerationHyperparameters,
     ModelRequest,
@@ -17,11 +22,13 @@ from holdfast.engine.servers.api import (
     ServerStatus,
     weights_label,
 )
+from holdfast.engine.servers.fleet_member import FleetMember
+from holdfast.engine.servers.http import Calls
 from holdfast.engine.servers.sleep import DROPPED, KV_CACHE, TAGS, WEIGHTS, Sleep
 from holdfast.utils.errors import BusyServerError, ConfigError, PublishError, ServerError, SlowServerError
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed_adapters
-from tests.engine.servers.scripted import PlainServer, wait_until, write_published
+from tests.engine.servers.scripted import PlainServer, ScriptedServer, wait_until, write_published
 from tests.limits import stretched
 
 pytestmark = pytest.mark.timeout(90)
@@ -45,9 +52,10 @@ def serves(server: Any, folder: Path, version: int) -> bool:
 
 
 def test_the_label_of_a_server_tells_what_sleeps() -> None:
-    for tags in (TAGS, (KV_CACHE,)):
+    for tags, changing in product((TAGS, (KV_CACHE,)), (False, True)):
         for weights in ("7-0123abcd", "default", DROPPED):
-            assert Sleep.read(Sleep(tags, weights).label) == Sleep(tags, weights)
+            asleep = Sleep(tags, weights, changing)
+            assert Sleep.read(asleep.label) == asleep and Sleep.read(asleep.weights) == Sleep((), weights)
     assert Sleep.read("7-0123abcd") == Sleep((), "7-0123abcd")
 
 
@@ -89,9 +97,9 @@ def test_the_order_of_the_calls(tmp_path: Path) -> None:
         server.update_weights_from_disk(str(write_published(tmp_path / "w", 1)), 1)
         assert [call.partition(" ")[2] for call in fake.calls()[seen:] if call.startswith("POST")] == [
             "/pause?mode=keep&clear_cache=true",
+            "/sleep?level=1&mode=keep",
             "/wake_up?tags=weights",
             "/update_weight_version",
-            "/pause?mode=keep&clear_cache=true",
             "/collective_rpc",
             "/reset_prefix_cache",
             "/update_weight_version",
@@ -220,6 +228,141 @@ def test_adapters_are_loaded_after_the_base_woke_up(tmp_path: Path) -> None:
         assert fake.alive()
 
 
+def test_the_base_of_adapters_is_kept_if_only_its_weights_woke_up(tmp_path: Path) -> None:
+    """As at the end of a turn in which another server could not wake up."""
+    with FakeServer("vllm", tmp_path, lora=True) as fake:
+        server = client(fake)
+        server.sleep()
+        server.wake_up((WEIGHTS,))
+        server.sleep()
+        server.update_adapters_from_disk(publish_hashed_adapters(tmp_path / "w", 1), 1)
+        assert fake.state()["asleep"] == [] and fake.alive()
+
+
+def test_a_second_sleep_at_level_2_drops_weights_that_the_first_one_would_have_kept(tmp_path: Path) -> None:
+    folder = write_published(tmp_path / "w", 1)
+    with FakeServer("vllm", tmp_path) as fake:
+        server = client(fake)
+        server.update_weights_from_disk(str(folder), 1)
+        fake.tell(fail={"/sleep": 1})
+        with pytest.raises(ServerError, match=r"POST /sleep was answered with 500"):
+            server.sleep()
+        server.sleep(level=2)
+        with pytest.raises(ServerError, match="it has no weights, because they were not kept"):
+            server.wake_up()
+        server.update_weights_from_disk(str(folder), 1)
+        assert serves(server, folder, 1)
+
+
+def test_a_server_that_says_that_it_sleeps_and_is_awake_samples_nothing_before_a_load(tmp_path: Path) -> None:
+    """A load was cut off, and then the sleep after it: its weights are in pieces, and requests are waiting."""
+    folder = write_published(tmp_path / "w", 1)
+    request = ModelRequest([1, 2, 3], GenerationHyperparameters(max_new_tokens=60), seed=1)
+    bad = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "nothing")}}
+
+    async def run(server: Any, fake: FakeServer) -> list[int]:
+        answer = asyncio.create_task(server.agenerate(request))
+        while len(fake.tokens()) < 5:
+            await asyncio.sleep(0.01)
+        with server._calls("", LIMIT_S) as calls, pytest.raises(PublishError, match="answered with 500"):
+            server._pause(calls, "pause")
+            calls.post("load", "/collective_rpc", bad)
+        fake.tell(fail={"/sleep": 1}, slow={"/update_weight_version": 0.3, "/pause": 0.3})
+        with pytest.raises(ServerError, match="POST /sleep was answered with 500"):
+            await asyncio.to_thread(server.sleep)
+        assert server.status().asleep == TAGS and fake.state()["asleep"] == []
+        await asyncio.to_thread(server.update_weights_from_disk, str(folder), 1)
+        return (await answer).output_versions
+
+    with FakeServer("vllm", tmp_path, token_s=0.02) as fake:
+        server = client(fake)
+        server.update_weights_from_disk(str(folder), 1)
+        assert asyncio.run(run(server, fake)) == [1] * 60 and fake.alive()
+
+
+def test_a_status_request_does_not_disturb_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that read the label before the server slept, and ends in the update."""
+    folder = write_published(tmp_path / "w", 1)
+    with FakeServer("vllm", tmp_path) as fake:
+        server = client(fake)
+        server.sleep()
+        load = server._reset_prefix_cache
+        monkeypatch.setattr(
+            server, "_reset_prefix_cache", lambda calls: (load(calls), setattr(server, "_asleep", False))
+        )
+        server.update_weights_from_disk(str(folder), 1)
+        assert fake.state()["asleep"] == [] and serves(server, folder, 1)
+
+
+def test_a_client_notices_that_another_one_woke_the_server(tmp_path: Path) -> None:
+    folder = write_published(tmp_path / "w", 1)
+    with FakeServer("vllm", tmp_path) as fake:
+        server, copy = client(fake), client(fake)
+        server.sleep()
+        assert copy.status().asleep == TAGS
+        with pytest.raises(BusyServerError, match="sleeps, and takes requests after"):
+            asyncio.run(copy.agenerate(REQUEST))
+        server.update_weights_from_disk(str(folder), 1)
+        assert serves(copy, folder, 1)
+
+
+class Killed(BaseException):
+    """Stands for the death of the process that makes the calls."""
+
+
+LIVES = {"sleeps first": True, "publishes at once": False}
+
+
+@pytest.mark.slow
+@both
+@pytest.mark.parametrize("sleeps", LIVES.values(), ids=LIVES)
+@pytest.mark.parametrize("backup", [True, False], ids=["level 1", "level 2"])
+def test_after_a_kill_at_any_call_the_next_life_serves_or_says_to_restart(
+    kind: str, sleeps: bool, backup: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"cpu_backup": backup} if kind == "sglang" else {}
+    level, send, left = 1 if backup else 2, Calls._send, [10**9]
+
+    def counted(self: Calls, *args: Any, **options: Any) -> Any:
+        answer = send(self, *args, **options)
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return answer
+
+    def turn(fake: FakeServer, number: int) -> None:
+        server, folder = client(fake, kind), write_published(tmp_path / "w", number)
+        if sleeps:
+            server.sleep(level)
+        server.wake_up((WEIGHTS,))
+        server.update_weights_from_disk(str(folder), number)
+        assert serves(server, folder, number)
+        server.sleep(level)
+
+    monkeypatch.setattr(Calls, "_send", counted)
+    advised = 0
+    with FakeServer(kind, tmp_path, **options) as fake:
+        turn(fake, 1)
+        for n_calls in range(1000):
+            left[0] = n_calls
+            try:
+                turn(fake, 2)
+                break
+            except Killed:
+                left[0] = 10**9
+            try:
+                turn(fake, 3)
+            except ServerError as error:
+                assert kind == "sglang" and "was cut off while it fell asleep or woke up" in str(error)
+                assert fake.alive()
+                advised += 1
+                fake.restart()
+                turn(fake, 3)
+            assert fake.alive() and fake.state()["asleep"] != []
+        assert n_calls > 15 and advised == {"vllm": 0, "sglang": 2 * 3}[kind]
+        assert not any(token["mixed"] for token in fake.tokens())
+
+
 @pytest.fixture
 def fakes(tmp_path: Path) -> Iterator[list[FakeServer]]:
     with FakeServer("vllm", tmp_path) as first, FakeServer("vllm", tmp_path) as second:
@@ -303,5 +446,68 @@ def test_a_fleet_names_the_servers_that_do_not_sleep_or_wake_up(fakes: list[Fake
         fakes[0].wake()
         fleet.sleep(LIMIT_S)
         assert fleet.states()[0].state is ServerState.ASLEEP
+    with closing(ServerFleet([client(fake) for fake in fakes], probe_interval_s=0.05)) as fleet:
+        fleet.update(folder, 1, LIMIT_S)
+        fakes[1].tell(fail={"/sleep": 1})
+        with pytest.raises(ServerError, match=rf"may still have the memory.*{urls[1]}"):
+            fleet.sleep(LIMIT_S)
+        wait_until(lambda: fakes[1].state()["asleep"] == ["kv_cache", "weights"])  # the prober tries again
+        wait_until(lambda: [str(report.error) for report in fleet.states()] == ["None", "None"])
     with pytest.raises(ConfigError, match="inference server plain, a PlainServer, cannot sleep"):
         ServerFleet([PlainServer()]).sleep()
+
+
+class Sleeper(ScriptedServer):
+    """A scripted server that can sleep."""
+
+    asleep: tuple[str, ...] = ()
+
+    def sleep(self, level: int = 1) -> None:
+        self.asleep = TAGS
+
+    def wake_up(self, tags: Collection[str] = TAGS) -> None:
+        self.asleep = ()
+
+    def status(self) -> ServerStatus:
+        return replace(super().status(), asleep=self.asleep)
+
+    def _load(self, path: str, version: int) -> int:
+        self.asleep = ()
+        return super()._load(path, version)
+
+
+def test_an_update_that_was_told_before_does_not_wake_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, server = write_published(tmp_path / "w", 1), Sleeper()
+    with closing(ServerFleet([server], probe_interval_s=None)) as fleet:
+        published = fleet_module._published
+
+        def sleeps_meanwhile(*args: Any) -> Any:
+            fleet.sleep(LIMIT_S)
+            return published(*args)
+
+        monkeypatch.setattr(fleet_module, "_published", sleeps_meanwhile)
+        with pytest.raises(ConfigError, match="the inference servers sleep"):
+            fleet.update(folder, 1, LIMIT_S)
+        assert server.asleep == TAGS and server.told == []
+    member = FleetMember(server, Condition(), 0.0)
+    wanted = published(folder, 1, False, LIMIT_S)
+    member.want(wanted)
+    member.rest(TAGS)
+    with pytest.raises(PublishError, match=r"it is not to load .* any more"):  # its turn came after the sleep
+        member.tell(wanted, time.monotonic() + LIMIT_S)
+    assert server.told == []
+
+
+def test_a_server_that_an_update_keeps_busy_is_not_taken_for_asleep(tmp_path: Path) -> None:
+    server = Sleeper()
+    with closing(ServerFleet([server], probe_interval_s=None)) as fleet:
+        fleet.update(write_published(tmp_path / "w", 1), 1, LIMIT_S)
+        (member,) = fleet._members
+        member._busy.acquire()  # as an update or a probe does that does not end
+        with pytest.raises(ServerError, match=r"scripted is gone: .*(has not answered|did not sleep)"):
+            fleet.sleep(0.1)
+        assert states(fleet) == ["gone"]
+        member._busy.release()
+        wait_until(lambda: server.asleep == () or states(fleet) == ["asleep"])
+        member.probe()
+        assert states(fleet) == ["asleep"] and server.asleep == TAGS
