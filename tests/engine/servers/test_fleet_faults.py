@@ -84,11 +84,13 @@ def test_a_server_struck_in_an_update_is_missed_and_then_caught_up(
     kind: str, does: str, call: int, when: str, fakes: list[FakeServer], tmp_path: Path
 ) -> None:
     struck, other = fakes
-    servers = clients([struck], kind, 1.0 if does == "stop" else LIMIT_S) + clients([other], kind)
+    servers = clients(fakes, kind)
     with closing(ServerFleet(servers, min_servers=1, probe_interval_s=None)) as fleet:
         fleet.update(write_published(tmp_path / "w", 1), 1, LIMIT_S)
         assert fleet.serving() == servers
         struck.tell(at_call=call, does=does, when=when)
+        if does == "stop":  # it answers neither the update nor the status request after it
+            servers[0].timeout_s, servers[0].status_timeout_s = 3.0, 1.0
         folder = write_published(tmp_path / "w", 2)
         fleet.update(folder, 2, LIMIT_S)
         assert [report.state for report in fleet.states()] == [GONE, SERVING]
@@ -97,6 +99,7 @@ def test_a_server_struck_in_an_update_is_missed_and_then_caught_up(
             fleet.update(folder, 2, LIMIT_S, min_servers=2)
 
         struck.restart() if does == "die" else struck.wake()
+        servers[0].timeout_s, servers[0].status_timeout_s = LIMIT_S, 10.0
         folder = write_published(tmp_path / "w", 3)
         fleet.update(folder, 3, LIMIT_S, min_servers=2)
         assert fleet.serving() == servers
