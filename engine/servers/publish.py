@@ -77,8 +77,8 @@ def publish_weights(
 
     Raises:
         CheckpointWriteError: a rank could not write. No server was told.
-        ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type``, or the model has no adapters
-            to publish, nothing was written.
+        ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type``, the servers sleep, or the
+            model has no adapters to publish, nothing was written.
         PublishError, WorkerLost: see `ServerFleet.update`. Raised on every rank.
     """
     seconds: dict[str, float] = {}
@@ -88,6 +88,7 @@ def publish_weights(
             if meta.type == "adapter":
                 require_adapters(model)
             fleet.require_support(meta.type)
+            fleet.require_awake()
         fleet.withdraw(version)
         seconds |= write_version(
             model, meta, version, group, base_model_path=base_model_path, base_dtype=base_dtype, extra_files=extra_files
@@ -134,9 +135,7 @@ class ServerConnection:
         If a server checks contents, the folder gets a `WeightsProbe`, which costs one forward. The one of an offloaded
         engine is from `before_offload`.
         """
-        meta = meta or self._meta
-        if meta is None:
-            raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
+        meta = self.meta_for(meta)
         group, version = engine.control_group, engine.get_version() if meta.version is None else meta.version
         fleet = self._open(group)
         seconds: dict[str, float] = {}
@@ -147,6 +146,17 @@ class ServerConnection:
         done = publish_weights(model, meta, version, fleet, group, folder, engine.base_dtype, extra)
         total_s = seconds["probe"] + done.seconds["total"]
         return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
+
+    def meta_for(self, meta: WeightUpdateMeta | None, fleet: ServerFleet | None = None) -> WeightUpdateMeta:
+        """``meta`` or the one of `connect`. ConfigError if there is none, or ``fleet`` is not connected."""
+        if fleet is not None and self._servers is not fleet:
+            raise ConfigError(
+                "this fleet is not the one that the engine publishes to; call connect_engine with it first"
+            )
+        meta = meta or self._meta
+        if meta is None:
+            raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
+        return meta
 
     def before_offload(self, engine: Any) -> None:
         """Compute the probe for a publication of the weights while they are offloaded, if servers are connected."""
