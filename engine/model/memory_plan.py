@@ -22,7 +22,8 @@ from ...utils.logging import get_logger
 from ..config import OptimizerConfig, TrainEngineConfig
 from ..lora.build import add_adapters
 from ..parallel_strategy import ParallelStrategy
-from ..training.adam8bit import BLOCK
+from ..training.adam8bit import BLOCK, PIECE
+from ..training.adam_bf16 import CPU_BUCKET, GPU_BUCKET
 from ..training.checkpointing import keeps_result
 from ..training.gradient_sync import choose_last
 from ..training.host_optimizer import BLOCK_BYTES
@@ -104,7 +105,8 @@ class MemoryPlan:
     Attributes:
         weights: shards of the parameters, float32 if trained, else in their dtype.
         gradients: shards of the gradients, or with ``gradient_sync: last`` the whole sum of a step.
-        moments: shards of the optimizer's state, or of the block that ``optimizer.offload`` has brought.
+        moments: shards of the optimizer's state, or of the block that ``optimizer.offload`` has brought. In the step
+            also what an update takes.
         gathered: parameters that FSDP2 has gathered at a time, and the gradients that it is reducing.
         activations: what the backward of a micro-batch needs.
         head: logits of a chunk with their gradient, and the gradient of the last hidden states.
@@ -222,8 +224,11 @@ def plan_step(
     params_stay, moments_stay = (part not in config.parts_on_host for part in ("weights", "optimizer"))
     reduced_gradients = 4 * trained * params_stay
     gradients = summed if last else reduced_gradients
-    block = min(trained, BLOCK_BYTES // 4 + max(unit.largest for unit in units) // shards)  # of `host_optimizer`
+    largest = max(unit.largest for unit in units) // shards
+    block = min(trained, BLOCK_BYTES // 4 + largest)  # of `host_optimizer`
     in_step = moments if moments_stay else moments * block // max(1, trained) * params_stay
+    updated = min(trained if moments_stay else block, max(GPU_BUCKET if memory else CPU_BUCKET, largest))
+    in_step += _update_bytes(config.optimizer, updated) * params_stay
     held = moments * moments_stay
     reducing = reduced * in_rest + (reduced * in_rest if last else item * in_rest + reduced * in_rest // shards)
     # (gradients, moments, gathered, activations, head) in the backward of head, block and rest, and in the step.
@@ -274,6 +279,17 @@ def moment_bytes(config: OptimizerConfig, trained: int, in_matrices: int) -> int
     if config.type == "sgd" and not config.momentum:
         return 0
     return int(_MOMENT_BYTES[config.type] * trained) - 4 * in_matrices * (config.type == "muon")
+
+
+def _update_bytes(config: OptimizerConfig, together: int) -> int:
+    """Bytes of the temporary tensors of an update, for the number of parameters that are updated together."""
+    match config.type:
+        case "adam_bf16":
+            return 30 * together
+        case "adam8bit":
+            return 16 * together + 26 * min(together, PIECE)
+        case _:
+            return 0
 
 
 def _unit(module: nn.Module, kept: list[float], stored: dict[int, int], matrices: set[int], seen: set[int]) -> Unit:

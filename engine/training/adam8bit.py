@@ -29,8 +29,8 @@ from .adam_bf16 import MOMENTS, AdamBF16, State
 BLOCK = 128
 """Numbers with a common scale, at most: the last block of a row may be shorter."""
 SCALES = tuple(f"{name}_scale" for name in MOMENTS)
-_PIECE = 1 << 22
-"""Most numbers that are quantized at a time. Each takes about 30 bytes meanwhile."""
+PIECE = 1 << 22
+"""Most numbers that are quantized at a time. Each takes 26 bytes meanwhile."""
 
 
 class Adam8bit(AdamBF16):
@@ -152,18 +152,18 @@ def quantize(values: torch.Tensor, signed: bool, noise: torch.Tensor) -> tuple[t
     signed, it never becomes 0. ``noise`` are random int32 numbers below 2 ** 16.
     """
     scales, codes = values.abs().amax(1), torch.empty_like(values, dtype=torch.uint8)
-    rows, known = _PIECE // BLOCK, levels(signed, values.device)
+    rows, known = PIECE // BLOCK, levels(signed, values.device)
     for part, scale, random, out in zip(*(each.split(rows) for each in (values, scales, noise, codes)), strict=True):
         scaled = part / scale.clamp(min=torch.finfo(scale.dtype).tiny)[:, None]
-        below = torch.bucketize(scaled, known, right=True).sub_(1).clamp_(0, len(known) - 2)
+        below = torch.bucketize(scaled, known, right=True, out_int32=True).sub_(1).clamp_(0, len(known) - 2)
         low, high = known[below], known[below + 1]
-        goes_up = (scaled - low).div_(high - low) > random * 2.0**-16
+        goes_up = scaled.sub_(low).div_(high.sub_(low)).mul_(1 << 16) > random
         out.copy_(below.add_(goes_up).clamp_(min=0 if signed else 1))
     return codes, scales
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool, out: torch.Tensor) -> None:
     """Write the numbers that codes and scales stand for to ``out``. Shapes are as in `quantize`."""
-    rows, known = _PIECE // BLOCK, levels(signed, codes.device)
+    rows, known = PIECE // BLOCK, levels(signed, codes.device)
     for part, scale, result in zip(*(each.split(rows) for each in (codes, scales, out)), strict=True):
         torch.mul(known[part.int()], scale[:, None], out=result)

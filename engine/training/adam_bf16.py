@@ -21,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 State = dict[str, torch.Tensor]
 
-_CPU_BUCKET, _GPU_BUCKET = 1 << 18, 1 << 22
+CPU_BUCKET, GPU_BUCKET = 1 << 18, 1 << 22
 """Most elements of the parameters that `AdamBF16` updates together: they fit a CPU's cache, or keep a GPU busy. An
 update takes about 30 bytes of memory for each."""
 
@@ -135,7 +135,7 @@ def _buckets(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Cut a list into parts on one device with at most this many local elements, or one larger parameter."""
     bucket, n_elements = list[nn.Parameter](), 0
     for param in params:
-        size, limit = local_tensor(param).numel(), _GPU_BUCKET if param.is_cuda else _CPU_BUCKET
+        size, limit = local_tensor(param).numel(), GPU_BUCKET if param.is_cuda else CPU_BUCKET
         if bucket and (n_elements + size > limit or param.device != bucket[0].device):
             yield bucket
             bucket, n_elements = [], 0

@@ -91,6 +91,7 @@ SETTINGS = {
     "every_2": {"fsdp": FSDPConfig(gradient_sync="every"), "gradient_checkpointing": "every_2"},
     "selective": {"fsdp": FSDPConfig(gradient_sync="every"), "gradient_checkpointing": "selective"},
     "adam8bit": {"optimizer": OptimizerConfig(type="adam8bit")},
+    "adam_bf16": {"optimizer": OptimizerConfig(type="adam_bf16")},
     "muon": {"optimizer": OptimizerConfig(type="muon")},
     "gathered": {"fsdp": FSDPConfig(gradient_sync="every", reshard_after_forward=False)},
     "lora": {"use_lora": True},

@@ -73,7 +73,7 @@ def _given_gradients(rank: int, world_size: int, folder: str, mesh: Mesh) -> tup
     for step in range(3):
         for number, param in enumerate(params.values()):
             part = local_box(param).of(gradient_of(number, step, param.shape))
-            param.grad = like_sharded(part.contiguous(), param)
+            param.grad = like_sharded(part.contiguous().to(engine.device), param)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
     return [name for name, param in params.items() if id(param) in chosen], whole(engine)
