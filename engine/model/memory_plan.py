@@ -204,7 +204,8 @@ def plan_step(
     kept = [local_tokens * (unit.kept + unit.kept_in_parts / t) for unit in units]
     again, choice = 0.0, config.gradient_checkpointing
     if choice:  # inputs of blocks are kept, and with `selective` some results, and one block at a time runs again
-        step, needed = int(choice.removeprefix("every_")) if str(choice).startswith("every_") else 1, kept[:-1]
+        needed = kept[:-1]
+        step = int(choice.removeprefix("every_")) if isinstance(choice, str) and choice != "selective" else 1
         results = [local_tokens * (unit.results + unit.results_in_parts / t) for unit in sizes.blocks]
         results = results if choice == "selective" else [0.0] * len(results)
         kept[:-1:step] = [local_tokens * item * sizes.hidden_size + result for result in results[::step]]
