@@ -167,6 +167,9 @@ class WeightUpdateMeta:
         dtype: as in `SaveLoadMeta`. None takes the dtype of the folder from which the engine's model was built, and
             leaves adapters in float32.
         min_servers: number of servers that must confirm a version. None: as their `ServerFleet` says, else all.
+        delta: with type ``"disk"``, write only the elements that changed since the version before. Every server needs a
+            ``mirror``, which makes the weights from them (docs/servers.md).
+        anchor_interval: with ``delta``, write all weights again after this number of deltas. 0: only when needed.
     """
 
     type: str
@@ -176,6 +179,8 @@ class WeightUpdateMeta:
     timeout_s: float = 300.0
     dtype: str | None = None
     min_servers: int | None = None
+    delta: bool = False
+    anchor_interval: int = 20
 
     def __post_init__(self) -> None:
         require_choice("type", self.type, UPDATE_TYPES)
@@ -186,6 +191,9 @@ class WeightUpdateMeta:
         require_range("version", self.version, low=0)
         require_range("min_servers", self.min_servers, low=1)
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
+        require_range("anchor_interval", self.anchor_interval, low=0)
+        if self.delta and self.type != "disk":
+            raise ConfigError(f"delta is for WeightUpdateMeta type 'disk', not {self.type!r}; leave it out")
 
 
 @runtime_checkable

@@ -28,6 +28,7 @@ from ...utils.errors import (
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ..hf.adapter_folder import WEIGHTS
+from ..hf.versions import published_file
 from .adapters import AdapterFacts, AdaptersInUse, adapter_label, adapter_name, read_facts
 from .api import (
     GenerationHyperparameters,
@@ -44,6 +45,9 @@ from .sleep import Sleep, SleepingClient
 
 logger = get_logger(__name__)
 
+MIRROR_TOKEN = "HOLDFAST_WEIGHTS_TOKEN"
+"""Environment variable with the token that a mirror asks for."""
+
 _UPDATE_TIMEOUT_S = 300.0
 _WITHDRAW_LIMIT_S = 10.0  # a limit separate from the update's, which may be used up by then
 _PAUSED = "It was paused again: tell it again, or restart it"
@@ -51,6 +55,7 @@ _UNLOADED = (
     "They were unloaded again, and it goes on with those before: tell it again, or restart it with the base model that "
     "is trained"
 )
+_NOT_PREPARED = "the server was not told, and goes on with the weights it has"
 _NO_ROOM = (
     "if it waits for requests of older versions to end, let it compute with more versions at a time (--max-loras of "
     "vLLM, --max-loras-per-batch of SGLang)"
@@ -62,7 +67,7 @@ class ServerClient(SleepingClient):
     """A client of one server. `VLLMServer` and `SGLangServer` describe the attributes. Pickling keeps only these.
 
     ConfigError if ``url`` is no HTTP URL of a host, has a query, or holds a user although ``api_key`` is given, if a
-    limit is not positive, or ``dtype`` is unknown.
+    limit is not positive, or ``dtype`` is unknown. The same for the URL of the ``mirror``.
     """
 
     checks_content: ClassVar[bool] = True
@@ -79,11 +84,16 @@ class ServerClient(SleepingClient):
     status_timeout_s: float = 10.0
     generation_timeout_s: float = 1800.0
     dtype: str | None = None
+    mirror: str | None = None
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
-        if not leads_to_a_server(self.url):
-            raise ConfigError(f"server URL {self.name!r} is unknown; expected http://host:port, or a path behind that")
+        self.mirror = None if self.mirror is None else self.mirror.rstrip("/")
+        for what, url in (("server", self.url), ("mirror", self.mirror)):
+            if url is not None and not leads_to_a_server(url):
+                raise ConfigError(
+                    f"{what} URL {without_secrets(url)!r} is unknown; expected http://host:port, or a path behind that"
+                )
         if self.api_key and "@" in self.url.partition("://")[2].partition("/")[0]:
             raise ConfigError(f"{self.name} is given with a user and with an api_key, but one header carries both")
         for key in ("timeout_s", "status_timeout_s", "generation_timeout_s"):
@@ -141,6 +151,9 @@ class ServerClient(SleepingClient):
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Load the published folder ``path`` and verify that the server serves it. Returns ``version``.
 
+        With a ``mirror``, the mirror first makes a folder with the same contents for the server. If that fails, the
+        server is not told.
+
         Raises:
             UnreachableServerError: the server could not be reached, or the connection broke.
             SlowServerError: the update exceeded ``timeout_s``.
@@ -157,7 +170,7 @@ class ServerClient(SleepingClient):
             raise PublishError(f"{path} holds adapters alone; tell servers of it by update_adapters_from_disk")
         label, probe = weights_label(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
-            load(calls, os.fspath(path), label)
+            load(calls, self._mirrored(calls, path, version, label), label)
             if (status := self._status(calls)) != ServerStatus(label, paused=False):
                 raise self._withdrawn(
                     calls,
@@ -169,6 +182,16 @@ class ServerClient(SleepingClient):
                 self._adapters.switch(None)
                 self._retire(calls)
         return version
+
+    def _mirrored(self, calls: Calls, path: str, version: int, label: str) -> str:
+        """The folder that the server loads. A mirror makes it first, while the server still answers requests."""
+        if self.mirror is None:
+            return os.fspath(path)
+        body, token = {"version": version, "label": label}, os.environ.get(MIRROR_TOKEN)
+        told = calls.post("prepare", f"{self.mirror}/prepare", body, key=token, advice=_NOT_PREPARED)
+        if not isinstance(folder := told.get("path"), str):
+            raise calls.refuse(f"its mirror says that the weights are in {folder!r}; {_NOT_PREPARED}")
+        return folder
 
     def update_adapters_from_disk(self, path: str, version: int) -> int:
         """Load the adapters in ``path``, verify them, and use them for new requests. Returns ``version``.
@@ -254,7 +277,8 @@ class ServerClient(SleepingClient):
 
     def _read_probe(self, path: str) -> WeightsProbe | None:
         """Read the probe of a published folder and note its vocabulary. Warn once if there is no probe."""
-        if (vocab_size := folder_vocab_size(path)) is not None and vocab_size != self._vocab_size:
+        model_folder = published_file(path, "config.json").parent
+        if (vocab_size := folder_vocab_size(model_folder)) is not None and vocab_size != self._vocab_size:
             self._vocab_size, self._limits = vocab_size, None
         if (probe := read_probe(path)) is None and not self._warned_unchecked:
             self._warned_unchecked = True

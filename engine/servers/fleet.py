@@ -24,7 +24,7 @@ from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
 from ..api import AdapterServer, BroadcastServer, SleepingServer
-from ..hf.versions import holds_adapters
+from ..hf.versions import holds_adapters, holds_delta_alone
 from .api import ServerReport, ServerState, server_stats, weights_label
 from .fleet_member import FleetMember, PublishedFolder, S
 from .sleep import KV_CACHE, TAGS
@@ -32,15 +32,23 @@ from .sleep import KV_CACHE, TAGS
 logger = get_logger(__name__)
 
 _SILENCE_S = 10.0  # A server is gone if a status request takes longer. A busy server may take some seconds.
-_NEEDED: dict[str, tuple[type, str]] = {
-    "broadcast": (BroadcastServer, "cannot be sent weights; publish with WeightUpdateMeta type 'disk'"),
+_NEEDED: dict[str, tuple[Callable[[object], bool], str]] = {
+    "broadcast": (
+        lambda server: isinstance(server, BroadcastServer),
+        "cannot be sent weights; publish with WeightUpdateMeta type 'disk'",
+    ),
     "adapter": (
-        AdapterServer,
+        lambda server: isinstance(server, AdapterServer),
         "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta type 'disk'",
     ),
-    "sleep": (SleepingServer, "cannot sleep; give it GPUs of its own"),
+    "delta": (
+        lambda server: getattr(server, "mirror", None) is not None,
+        "has no mirror, which makes weights from changes; give the client its URL (mirror='http://host:9000'), or "
+        "publish without delta",
+    ),
+    "sleep": (lambda server: isinstance(server, SleepingServer), "cannot sleep; give it GPUs of its own"),
 }
-"""Type of an update, or ``sleep`` -> the protocol of a server that supports it, and the problem if it does not."""
+"""Type of an update, or ``sleep`` -> whether a server supports it, and the problem if it does not."""
 
 
 class ServerFleet(Generic[S]):
@@ -106,10 +114,12 @@ class ServerFleet(Generic[S]):
 
         Raises:
             ConfigError: ``min_servers`` exceeds the number of servers, the folder has another version, a server cannot
-                receive weights or takes no adapters, or the servers were put to sleep.
+                receive weights, takes no adapters, or has no mirror for a folder of changes, or the servers were put to
+                sleep.
             CheckpointCorruptError: there is no published folder.
             WorkerLost: too few servers confirmed, and one of the others lost its worker.
-            PublishError: too few servers confirmed. The message names the others and their errors.
+            PublishError: the folder cannot be read, or too few servers confirmed. The message names the others and
+                their errors.
         """
         needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
         if broadcast:
@@ -259,10 +269,10 @@ class ServerFleet(Generic[S]):
                     member.want(None)
 
     def require_support(self, update_type: str) -> None:
-        """Raise ConfigError if a server cannot be updated by this `WeightUpdateMeta.type`."""
-        protocol, problem = _NEEDED.get(update_type, (object, ""))
+        """Raise ConfigError if a server cannot be updated by this `WeightUpdateMeta.type`, or from a ``"delta"``."""
+        supports, problem = _NEEDED.get(update_type, (lambda _: True, ""))
         for member in self._members:
-            if not isinstance(member.server, protocol):
+            if not supports(member.server):
                 raise ConfigError(f"inference server {member.name}, a {type(member.server).__name__}, {problem}")
 
     def may_check_content(self) -> bool:
@@ -334,7 +344,10 @@ class ServerFleet(Generic[S]):
 
 
 def _published(path: str | PathLike[str], version: int, broadcast: bool, timeout_s: float) -> PublishedFolder:
-    manifest = read_manifest(path)
+    try:
+        manifest, label, changes = read_manifest(path), weights_label(path, version), holds_delta_alone(path)
+    except OSError as error:
+        raise PublishError(f"{path} cannot be read: {error}; no server was told. Publish again") from error
     if (found := manifest.get("weight_version")) != version:
         raise ConfigError(f"{path} holds weight version {found}; it was to be published as version {version}")
     if (adapters := holds_adapters(manifest)) and broadcast:
@@ -342,8 +355,10 @@ def _published(path: str | PathLike[str], version: int, broadcast: bool, timeout
             f"{path} holds adapters, which servers read from the folder: broadcast sends all weights of a model; leave "
             "it out, or publish merged weights"
         )
-    update_type = "broadcast" if broadcast else "adapter" if adapters else "disk"
-    return PublishedFolder(fspath(path), version, weights_label(path, version), update_type, timeout_s)
+    if changes and broadcast:
+        raise ConfigError(f"{path} holds only changes, and a broadcast sends all weights; publish without delta")
+    update_type = "broadcast" if broadcast else "adapter" if adapters else "delta" if changes else "disk"
+    return PublishedFolder(fspath(path), version, label, update_type, timeout_s)
 
 
 def _reasons(failed: dict[FleetMember[S], BaseException]) -> str:

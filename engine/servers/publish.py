@@ -5,7 +5,7 @@ Old versions are deleted after enough servers have confirmed the new one, and a 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ...utils.logging import get_logger
 from ...utils.timing import timed
 from ..api import InferenceServer, WeightUpdateMeta
 from ..hf.adapter_folder import require_adapters
+from ..hf.deltas import PublishedCopy
 from ..hf.versions import delete_old, version_path, write_version
 from .api import ServerReport, server_stats
 from .fleet import ServerFleet
@@ -33,20 +34,24 @@ class PublishedWeights:
 
     Attributes:
         path, version: folder and number of the version.
-        seconds: seconds of each phase on this rank: ``write`` (gather, cast, write, fsync), ``digest`` (read again,
-            manifest), ``tell`` (until enough servers confirmed) and ``total``. An engine adds ``probe``
-            (`probe_weights`).
+        seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync), ``commit``
+            (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``. An engine adds ``probe``
+            (`probe_weights`). With deltas ``write`` includes ``compare``.
         servers: report on each server, on every rank.
+        figures: see `WrittenVersion`.
     """
 
     path: Path
     version: int
     seconds: Mapping[str, float]
     servers: tuple[ServerReport, ...]
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def stats(self) -> dict[str, float]:
-        """Statistics: ``publish_<phase>_s`` and `server_stats`."""
-        return {f"publish_{phase}_s": seconds for phase, seconds in self.seconds.items()} | server_stats(self.servers)
+        """Statistics: ``publish_<phase>_s``, ``publish_<figure>`` and `server_stats`."""
+        stats = {f"publish_{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        stats |= {f"publish_{name}": figure for name, figure in self.figures.items()}
+        return stats | server_stats(self.servers)
 
 
 def publish_weights(
@@ -58,6 +63,7 @@ def publish_weights(
     base_model_path: str | None = None,
     base_dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    copy: PublishedCopy | None = None,
 ) -> PublishedWeights:
     """Write the weights as ``version``, have the servers load them, and delete old versions. All ranks call it.
 
@@ -74,11 +80,13 @@ def publish_weights(
         base_model_path: folder whose tokenizer and other files are copied.
         base_dtype: stored dtype if ``meta.dtype`` is None. None: the dtype of each parameter.
         extra_files: name -> contents of additional files under the manifest. Rank 0's are written.
+        copy: with ``meta.delta``, the object that this rank passed to the publication before. An engine keeps it. None:
+            all weights are written.
 
     Raises:
         CheckpointWriteError: a rank could not write. No server was told.
-        ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type``, the servers sleep, or the
-            model has no adapters to publish, nothing was written.
+        ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type`` or has no mirror for
+            ``meta.delta``, the servers sleep, or the model has no adapters to publish, nothing was written.
         PublishError, WorkerLost: see `ServerFleet.update`. Raised on every rank.
     """
     seconds: dict[str, float] = {}
@@ -87,12 +95,20 @@ def publish_weights(
             fleet = open_fleet(servers, group, probe_interval_s=None)
             if meta.type == "adapter":
                 require_adapters(model)
-            fleet.require_support(meta.type)
+            fleet.require_support("delta" if meta.delta else meta.type)
             fleet.require_awake()
         fleet.withdraw(version)
-        seconds |= write_version(
-            model, meta, version, group, base_model_path=base_model_path, base_dtype=base_dtype, extra_files=extra_files
+        written = write_version(
+            model,
+            meta,
+            version,
+            group,
+            base_model_path=base_model_path,
+            base_dtype=base_dtype,
+            extra_files=extra_files,
+            copy=copy,
         )
+        seconds |= written.seconds
         path = version_path(meta.path, version)
         with timed(seconds, "tell"):
             broadcast = meta.type == "broadcast"
@@ -101,7 +117,7 @@ def publish_weights(
             )
         rank_zero_decides(lambda: delete_old(meta.path, meta.keep, fleet.folders_in_use()), group)
     logger.info("published weight version %d to %s in %.3f s", version, path, seconds["total"])
-    return PublishedWeights(path, version, seconds, tuple(reports))
+    return PublishedWeights(path, version, seconds, tuple(reports), written.figures)
 
 
 def open_fleet(
@@ -123,6 +139,7 @@ class ServerConnection:
         self._own: ServerFleet | None = None
         self._meta: WeightUpdateMeta | None = None
         self._probe: WeightsProbe | None = None  # of offloaded weights
+        self._copy = PublishedCopy()
 
     def connect(self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta) -> None:
         """Publish to ``servers`` as ``meta`` says, from now on."""
@@ -143,7 +160,7 @@ class ServerConnection:
             probe = self._probe if "weights" in engine.offloaded else self._compute_probe(engine, fleet)
         extra = {} if probe is None else {PROBE_NAME: probe.encode()}
         folder = str(engine.model_folder)
-        done = publish_weights(model, meta, version, fleet, group, folder, engine.base_dtype, extra)
+        done = publish_weights(model, meta, version, fleet, group, folder, engine.base_dtype, extra, self._copy)
         total_s = seconds["probe"] + done.seconds["total"]
         return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
 

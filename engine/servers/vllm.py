@@ -77,6 +77,9 @@ class VLLMServer(ServerClient):
         generation_timeout_s: longest duration of a completion, including the time that the server is paused.
         dtype: dtype that the server computes in (``float32``, ``float16`` or ``bfloat16``) if it is coarser than the
             dtype of the published folders. None: the same.
+        mirror: URL of the `holdfast-weights mirror` next to the server, which makes the folders that the server loads
+            (docs/servers.md). The environment variable ``HOLDFAST_WEIGHTS_TOKEN`` has its token, if it needs one. None:
+            the server reads the published folders.
         transfer: how the server loads a folder. None: vLLM's ``reload_weights``. ``"holdfast_disk"``: the backend of
             ``plugins/vllm``, which compares the folder with its manifest first.
     """
