@@ -5,8 +5,8 @@
     LOCAL/.staging-v00000122-<hex>/       a version that is being made
     LOCAL/.mirror                         mark and lock of the one mirror that owns the folder
 
-A new version begins with a copy of ``current``, never with the folder itself, because a server may have mapped it. The
-deltas are applied to the copy, all files are compared with the trainer's digests and fsynced, and the folder is renamed.
+A new version begins with a copy of a held one, never with the folder itself, because a server may have mapped it. The
+deltas change the copy, all files are compared with the trainer's digests and fsynced, and the folder is renamed.
 A killed mirror leaves a staging folder, which the next start removes. That start also verifies all folders, because a
 power cut may have torn them.
 """
@@ -36,8 +36,8 @@ CURRENT = "current"
 _LOCK = ".mirror"
 _LOAD_S = 300
 """Time that a server has to load a version before `follow` may remove it."""
-_RETRY_S = 60
-"""Time until `follow` tries a version that failed again."""
+_MOST_WAIT_S = 60
+"""Longest time until `follow` tries again after an error."""
 
 
 class Mirror:
@@ -54,11 +54,10 @@ class Mirror:
     def __init__(self, source: Source, local: Path) -> None:
         self.source, self.local = source, local.absolute()
         self._making = threading.Lock()  # one version at a time
-        self._state = threading.Lock()  # of the attributes below
+        self._state = threading.RLock()  # of the attributes below
         self._held: dict[int, Manifest] = {}
         self._current: int | None = None
         self._answered: tuple[int, float] | None = None  # the last version given to a server, and when
-        self._refused: tuple[bytes, float] | None = None  # end of the manifest that `follow` failed at, and when
         self._doing, self._error = "starting", ""
         self._lock_fd = self._own()
 
@@ -102,7 +101,7 @@ class Mirror:
         logger.info("%s holds %s", self.local, sorted(self._held) or "no version")
 
     def prepare(self, version: int, label: str) -> Path:
-        """Return the complete folder of a version, which is made if it is not held.
+        """Return the complete folder of a version, which is made if it is not held. It becomes ``current``.
 
         Raises:
             FolderError: there is no such version with this label, or it is damaged. Nothing was changed.
@@ -120,22 +119,23 @@ class Mirror:
             if version not in self._held or self._held[version].label != label:
                 return False
             self._answered = (version, time.monotonic())
+            if self._current != version:
+                self._point(version)
             return True
 
     def follow(self, every_s: float) -> None:
-        """Prepare the newest version of the source again and again. Never returns."""
-        logged = ""
+        """Prepare the newest version of the source again and again, less often after errors. Never returns."""
+        wait_s = every_s
         while True:
             try:
                 self.prepare_newest()
-            except (FolderError, OSError) as error:
-                self._error = str(error)
-                if self._error != logged:
-                    logger.warning("%s", error)
-                logged = self._error
-            except Exception:
-                logger.exception("unexpected error, the mirror goes on")
-            time.sleep(every_s)
+                wait_s = every_s
+            except Exception as error:
+                wait_s = max(every_s, min(2 * wait_s, _MOST_WAIT_S))
+                self._error = f"{type(error).__name__}: {error}"
+                expected = isinstance(error, FolderError | OSError)
+                logger.warning("%s, again in %.0f s", error, wait_s, exc_info=not expected)
+            time.sleep(wait_s)
 
     def prepare_newest(self) -> None:
         """Make the newest version of the source ``current``. Raises as `prepare`.
@@ -148,15 +148,10 @@ class Mirror:
         tail = self.source.manifest_tail(version_name(newest))
         with self._making:
             held = self._held.get(newest)
-            if held is not None and held.data.endswith(tail):
-                if self._current != newest:
-                    self._point(newest)
-            elif self._refused is None or self._refused[0] != tail or time.monotonic() > self._refused[1] + _RETRY_S:
-                try:
-                    self._make(newest, None)
-                except BaseException:
-                    self._refused = tail, time.monotonic()
-                    raise
+            if held is None or not held.data.endswith(tail):
+                self._make(newest, None)
+            elif self._current != newest:
+                self._point(newest)
 
     def status(self) -> dict[str, Any]:
         """Return the labels of the held versions, the version of ``current``, the work and the last error."""
@@ -171,7 +166,7 @@ class Mirror:
         }
 
     def _make(self, version: int, label: str | None) -> None:
-        """Make a version and move ``current`` to it. Without a label, whichever the source has, and only if it is time."""
+        """Make a version and move ``current`` to it. Without a label, take any, and do nothing if it has to wait."""
         name, began = version_name(version), time.monotonic()
         try:
             self._doing = f"planning {name}"
@@ -184,8 +179,11 @@ class Mirror:
                 if not plan.held:
                     raise
                 logger.warning("%s: %s; once more from a full version", name, error)
-                plan = make_plan(self.source, version, plan.target.label, {})
-                self._write(plan)
+                try:
+                    plan = make_plan(self.source, version, plan.target.label, {})
+                    self._write(plan)
+                except FolderError as second:
+                    raise FolderError(f"{error}; once more from a full version: {second}") from second
         finally:
             self._doing = "idle"
         self._error = ""
@@ -196,7 +194,7 @@ class Mirror:
         )
 
     def _make_room(self, plan: Plan, wait: bool) -> bool:
-        """Remove all versions but the one to begin with. With ``wait``, return False if one of them may be loaded now."""
+        """Remove all versions but the one to begin with. With ``wait``, return False if one may be loaded now."""
         with self._state:
             keep = plan.begin_version if plan.held else self._current
             doomed = [version for version in self._held if version != keep]
@@ -274,11 +272,12 @@ class Mirror:
 
     def _point(self, version: int) -> None:
         """Move ``current`` to a version at once."""
-        link = self.local / f".current-{uuid.uuid4().hex[:12]}"
-        os.symlink(version_name(version), link)
-        os.replace(link, self.local / CURRENT)
-        fsync(self.local)
-        self._current = version
+        with self._state:
+            link = self.local / f".current-{uuid.uuid4().hex[:12]}"
+            os.symlink(version_name(version), link)
+            os.replace(link, self.local / CURRENT)
+            fsync(self.local)
+            self._current = version
 
     def _remove_version(self, version: int) -> None:
         """Remove a folder after it was renamed, so that half of a version is never visible."""

@@ -26,7 +26,7 @@ from .versions import LABEL
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 64 << 10
+_MAX_BODY_BYTES = 1 << 20
 _ROUTES = {"error": "there are POST /prepare and GET /status"}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
@@ -40,6 +40,7 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, listen: str, token: str | None, handler: type["_Handler"], subject: Any) -> None:
         host, _, port = listen.rpartition(":")
@@ -94,9 +95,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps(body).encode(), "application/json")
 
     def _send(self, status: HTTPStatus, data: bytes, kind: str) -> None:
-        if status >= HTTPStatus.BAD_REQUEST:
-            self.close_connection = True  # a body may be unread
         self.send_response(status)
+        if status >= HTTPStatus.BAD_REQUEST and self.command == "POST":
+            self.send_header("Connection", "close")  # a body may be unread
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -117,13 +118,17 @@ class MirrorHandler(_Handler):
 
     def do_POST(self) -> None:
         """Answer ``/prepare`` when the version is there."""
-        if not self._is_allowed():
-            return
-        if self.path != "/prepare":
-            self._answer(HTTPStatus.NOT_FOUND, _ROUTES)
-            return
         try:
-            version, label = self._read_request()
+            length = int(self.headers.get("Content-Length", ""))
+            if not 0 <= length <= _MAX_BODY_BYTES:
+                raise ValueError(f"a body of {length} bytes")
+            body = self.rfile.read(length)
+            if not self._is_allowed():
+                return
+            if self.path != "/prepare":
+                self._answer(HTTPStatus.NOT_FOUND, _ROUTES)
+                return
+            version, label = _parse_request(body)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             self._answer(HTTPStatus.BAD_REQUEST, {"error": f"expected a version and its label: {error}"})
             return
@@ -139,16 +144,14 @@ class MirrorHandler(_Handler):
         else:
             self._answer(HTTPStatus.OK, {"path": str(path)})
 
-    def _read_request(self) -> tuple[int, str]:
-        length = int(self.headers.get("Content-Length", ""))
-        if not 0 <= length <= _MAX_BODY_BYTES:
-            raise ValueError(f"a body of {length} bytes is too long")
-        body = json.loads(self.rfile.read(length))
-        version, label = body["version"], body["label"]
-        match = LABEL.fullmatch(label)
-        if type(version) is not int or match is None or int(match[1]) != version:
-            raise ValueError(f"{version!r} and {label!r} do not belong together")
-        return version, label
+
+def _parse_request(body: bytes) -> tuple[int, str]:
+    document = json.loads(body)
+    version, label = document["version"], document["label"]
+    match = LABEL.fullmatch(label)
+    if type(version) is not int or match is None or int(match[1]) != version:
+        raise ValueError(f"{version!r} and {label!r} do not belong together")
+    return version, label
 
 
 class FileHandler(_Handler):
@@ -158,19 +161,19 @@ class FileHandler(_Handler):
         """Answer with a file, or a part of it."""
         if not self._is_allowed():
             return
-        path = unquote(self.path.partition("?")[0]).removeprefix("/")
+        root, path = self.server.subject, unquote(self.path.partition("?")[0]).removeprefix("/")
+        if not path:
+            names = sorted(entry.name for entry in os.scandir(root) if _is_version(entry))
+            links = "".join(f'<a href="{name}">{name}</a>\n' for name in names)
+            self._send(HTTPStatus.OK, links.encode(), "text/html")
+            return
         try:
-            if path:
-                with _open_below(self.server.subject, path) as file:
-                    self._send_file(file)
-            else:
-                names = sorted(entry.name for entry in os.scandir(self.server.subject) if _is_version(entry))
-                links = "".join(f'<a href="{name}">{name}</a>\n' for name in names)
-                self._send(HTTPStatus.OK, links.encode(), "text/html")
-        except ConnectionError:
-            self.close_connection = True
+            file = _open_below(root, path)
         except (OSError, FolderError) as error:
             self._answer(HTTPStatus.NOT_FOUND, {"error": f"{path}: {error}"})
+            return
+        with file:
+            self._send_file(file)
 
     do_HEAD = do_GET
 

@@ -206,5 +206,5 @@ def _require_same_layout(base: Manifest, content: Manifest, delta: Delta) -> Non
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise FolderError(
-                f"{delta.manifest.where}: {name} has {old.get(name)} bytes in the base and {new.get(name)} in the target"
+                f"{delta.manifest.where}: {name} has {old.get(name)} bytes in the base, {new.get(name)} in the target"
             )

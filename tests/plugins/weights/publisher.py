@@ -113,7 +113,7 @@ class Publisher:
         return self.root / f"v{version:08d}"
 
     def publish(self, version: int, base: int | None = None, full: bool = False) -> str:
-        """Write a version with a delta from ``base``, with all files if ``full`` or without a base. Returns its label."""
+        """Write a version: a delta from ``base``, and all files if ``full`` or without a base. Returns its label."""
         weights = {f"model-{n + 1:05d}-of-00002.safetensors": self._weight_file(n) for n in range(2)}
         content = {**self.small, **{name: data for name, (data, _) in weights.items()}}
         files: dict[str, Any] = {}

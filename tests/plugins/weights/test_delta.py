@@ -204,5 +204,5 @@ def test_counts_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_a_tensor_in_two_weight_files_is_refused(tmp_path: Path) -> None:
     write_base(tmp_path)
     write_files(tmp_path, {"more.safetensors": safetensors({"b": ("F32", [1], b"\0" * 4)})})
-    with pytest.raises(FolderError, match="b is in model.safetensors and in more.safetensors"):
+    with pytest.raises(FolderError, match=r"b is in model\.safetensors and in more"):
         apply_deltas(tmp_path, ["model.safetensors", "more.safetensors"], [])

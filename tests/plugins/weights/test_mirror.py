@@ -206,21 +206,27 @@ def test_polling_keeps_a_version_that_a_server_may_still_load(
     assert versions(tmp_path) == {"folders": "v00000004 v00000005", "current": "v00000005"}
 
 
-def test_polling_does_not_repeat_a_failure_all_the_time(publisher: Publisher, mirror: Mirror) -> None:
+def test_polling_waits_longer_after_every_error(
+    publisher: Publisher, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     publisher.publish(1)
     flip(publisher.folder(1) / "config.json")
-    fetched = record(mirror.source, "fetch")
-    with pytest.raises(FolderError, match="has digest"):
-        mirror.prepare_newest()
-    mirror.prepare_newest()
-    assert fetched == ["v00000001"]
-    with pytest.raises(FolderError, match="has digest"):
-        mirror.prepare(1, publisher.label(1))
-    shutil.rmtree(publisher.folder(1))
-    publisher.train()
-    publisher.publish(1)
-    mirror.prepare_newest()
-    assert mirror.status()["current"] == 1
+    fetched, waits = record(mirror.source, "fetch"), list[float]()
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 7:
+            assert "config.json has digest" in mirror.status()["error"]
+            flip(publisher.folder(1) / "config.json")
+        if len(waits) == 9:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        mirror.follow(2.0)
+    assert waits == [4, 8, 16, 32, 60, 60, 60, 2, 2]
+    assert len(fetched) == 8 and mirror.status()["current"] == 1 and mirror.status()["error"] is None
+    assert "config.json has digest" in caplog.text and "Traceback" not in caplog.text
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -340,7 +346,7 @@ def test_a_delta_to_another_layout_is_refused(publisher: Publisher, mirror: Mirr
         path.unlink()
     facts = parse(files.pop("manifest.json")) | {"weight_version": 2, "base": {"version": 1, "label": label}}
     write_files(other.folder(2) / "delta", seal(files, facts))
-    with pytest.raises(FolderError, match=r"model-00001-of-00002.safetensors has \d+ bytes in the base and \d+ in the"):
+    with pytest.raises(FolderError, match=r"model-00001-of-00002.safetensors has \d+ bytes in the base, \d+ in the"):
         mirror.prepare(2, other.label(2))
 
 
