@@ -74,9 +74,9 @@ def apply_deltas(folder: Path, weights: Iterable[str], deltas: Sequence[tuple[Pa
     """Change the weight files of ``folder`` by deltas, in their order, in place.
 
     Args:
-        folder: a copy that nobody else has open.
+        folder: a copy that no other process uses.
         weights: names of its weight files.
-        deltas: local copies of the ``delta`` folders, verified with their manifests, and what the manifests say.
+        deltas: verified local copies of the ``delta`` folders, and their manifests.
 
     Raises:
         FolderError: a rank file is wrong. The weight files may have changed.
@@ -187,7 +187,7 @@ def _apply(file: FileIO, tensor: Tensor, chunk: Chunk) -> None:
                 span, at = int(places[count - 1]) - first + 1, tensor.offset + first * tensor.item_bytes
                 stored = np.frombuffer(bytearray(read_exactly(file, at, span * tensor.item_bytes)), dtype)
                 stored[places[:count] - first] = values[:count]
-                write_exactly(file, at, memoryview(stored).cast("B"))
+                write_exactly(file, at, stored.data.cast("B"))
                 places, values = places[count:], values[count:]
         else:
             if done == chunk.values.count:

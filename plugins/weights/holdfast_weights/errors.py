@@ -2,7 +2,7 @@
 
 
 class FolderError(ValueError):
-    """A folder or a delta differs from what was published, or cannot be read. Nothing was changed."""
+    """A folder or a delta differs from the published one, or cannot be read. Nothing was changed."""
 
 
 class MissingError(FolderError):

@@ -209,7 +209,7 @@ def _contents(file: FileIO) -> Iterator[bytes]:
         yield data
 
 
-def _runs(file: FileIO, offset: int, run: int, step: int, rows: int) -> Iterator[bytes | np.ndarray]:
+def _runs(file: FileIO, offset: int, run: int, step: int, rows: int) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a piece. Several short runs are read together with the bytes between them."""
     together = 1 if step > _SPARSE * run else max(1, PIECE_BYTES // max(step, 1))
     for first in range(0, rows, together):
@@ -219,4 +219,4 @@ def _runs(file: FileIO, offset: int, run: int, step: int, rows: int) -> Iterator
             yield data
         else:
             table = np.lib.stride_tricks.as_strided(np.frombuffer(data, np.uint8), (count, run), (step, 1))
-            yield np.ascontiguousarray(table)
+            yield np.ascontiguousarray(table).data

@@ -201,7 +201,7 @@ def _read_base(source: Source, delta: Delta) -> Manifest:
 
 
 def _require_same_layout(base: Manifest, content: Manifest, delta: Delta) -> None:
-    """Raise FolderError if a delta leads to weight files of other names or sizes than those of its base."""
+    """Raise FolderError if a delta leads to other names or sizes of weight files than its base has."""
     old, new = ({name: entry["bytes"] for name, entry in each.weights.items()} for each in (base, content))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):

@@ -22,18 +22,23 @@ class Running:
     """A process that listens, as a context manager. It is killed at the end.
 
     Args:
-        args: arguments of the command. ``--listen`` is added.
+        args: arguments of the command, without ``--listen``.
         command: another command in place of ``holdfast-weights``.
         env: further environment variables.
+        listen: its address.
 
     Attributes:
         url: its address.
     """
 
     def __init__(
-        self, *args: object, command: Sequence[object] = (COMMAND,), env: dict[str, str] | None = None
+        self,
+        *args: object,
+        command: Sequence[object] = (COMMAND,),
+        env: dict[str, str] | None = None,
+        listen: str = "127.0.0.1:0",
     ) -> None:
-        line = [*map(str, command), *map(str, args), "--listen", "127.0.0.1:0"]
+        line = [*map(str, command), *map(str, args), "--listen", listen]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self.process = subprocess.Popen(
             line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

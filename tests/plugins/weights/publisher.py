@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def digest(data: bytes) -> str:
     return f"xxh3_128:{xxhash.xxh3_128(data).hexdigest()}"
 
 
-def safetensors(tensors: dict[str, tuple[str, Sequence[int], bytes]]) -> bytes:
+def safetensors(tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -> bytes:
     """The bytes of a safetensors file."""
     header, end = {}, 0
     for name, (dtype, shape, data) in tensors.items():

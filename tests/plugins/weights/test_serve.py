@@ -21,7 +21,7 @@ WEIGHTS = "/v00000001/model-00001-of-00002.safetensors"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two versions, and files that nobody may read."""
+    """A folder with two versions, and files that must not be readable."""
     root = tmp_path_factory.mktemp("serve") / "root"
     publisher = Publisher(root)
     publisher.publish_chain((1, 2))
