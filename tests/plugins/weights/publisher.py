@@ -79,6 +79,7 @@ class Publisher:
     Attributes:
         values: bits of every tensor, flat.
         force: code of all chunks that can have it. None takes the smallest.
+        format_version: of the full folders. 2 has no pieces.
     """
 
     root: Path
@@ -87,6 +88,7 @@ class Publisher:
     piece_elements: int = 64
     seed: int = 0
     force: str | None = None
+    format_version: int = 3
     values: dict[str, np.ndarray] = field(default_factory=dict)
     small: dict[str, bytes] = field(default_factory=dict)
     contents: dict[int, dict[str, bytes]] = field(default_factory=dict)  # of each version, as it should come out
@@ -119,10 +121,10 @@ class Publisher:
         files: dict[str, Any] = {}
         for name, data in sorted(content.items()):
             files[name] = {"bytes": len(data), "digest": digest(data)}
-            if name in weights:
+            if name in weights and self.format_version > 2:
                 pieces = weights[name][1]
                 files[name] |= {"digest": f"xxh3_128t:{tree_digest(data, pieces)}", "pieces": pieces}
-        manifest = encode_manifest({"format_version": 3, "weight_version": version, "files": files})
+        manifest = encode_manifest({"format_version": self.format_version, "weight_version": version, "files": files})
         self.contents[version], self.manifests[version] = content, manifest
         staging = self.root / f".staging-v{version:08d}-{0:012x}"
         if base is not None:

@@ -82,6 +82,13 @@ def test_pieces_of_any_size_and_any_number_of_ranks(
     assert_same(mirror.prepare(3, publisher.label(3)), publisher, 3)
 
 
+def test_versions_without_pieces_are_followed(publisher: Publisher, mirror: Mirror) -> None:
+    publisher.format_version = 2
+    publisher.publish_chain(range(1, 5))
+    for version in (1, 4):
+        assert_same(mirror.prepare(version, publisher.label(version)), publisher, version)
+
+
 def test_a_version_without_changes_and_one_with_all_changed(publisher: Publisher, mirror: Mirror) -> None:
     publisher.publish(1)
     publisher.publish(2, 1)
