@@ -76,9 +76,9 @@ def serve(root: Path, listen: str) -> None:
 
 
 @main.command()
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(resolve_path=True, path_type=Path))
 def verify(folder: Path) -> None:
-    """Compare a version in FOLDER with its manifests, every byte."""
+    """Compare the version in FOLDER with its manifests, every byte."""
     manifest, delta, full = check_version(folder)
     if full:
         click.echo(f"{folder}: {manifest.label}, {len(manifest.files)} files with {manifest.bytes} bytes are complete")

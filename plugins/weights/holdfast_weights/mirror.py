@@ -11,6 +11,7 @@ A killed mirror leaves a staging folder, which the next start removes. That star
 power cut may have torn them.
 """
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .delta import apply_deltas
-from .errors import FolderError
+from .errors import FolderError, MissingError
 from .files import copy_file, fsync, list_files
 from .manifest import DELTA_NAME, MANIFEST_NAME, Manifest, check_files, check_folder
 from .source import Source, version_name, version_of
@@ -116,7 +117,8 @@ class Mirror:
 
     def _give(self, version: int, label: str) -> bool:
         with self._state:
-            if version not in self._held or self._held[version].label != label:
+            held = self._held.get(version)
+            if held is None or held.label != label or not (self.local / version_name(version) / MANIFEST_NAME).exists():
                 return False
             self._answered = (version, time.monotonic())
             if self._current != version:
@@ -142,24 +144,25 @@ class Mirror:
 
         Postponed while a server may still load a version that would have to be removed.
         """
-        if not (versions := self.source.versions()):
+        for version in reversed(self.source.versions()):
+            try:
+                tail = self.source.manifest_tail(version_name(version))
+            except MissingError:  # it is being uploaded or removed
+                continue
+            with self._making:
+                held = self._held.get(version)
+                if held is None or not held.data.endswith(tail):
+                    self._make(version, None)
+                elif self._current != version:
+                    self._point(version)
             return
-        newest = versions[-1]
-        tail = self.source.manifest_tail(version_name(newest))
-        with self._making:
-            held = self._held.get(newest)
-            if held is None or not held.data.endswith(tail):
-                self._make(newest, None)
-            elif self._current != newest:
-                self._point(newest)
 
     def status(self) -> dict[str, Any]:
         """Return the labels of the held versions, the version of ``current``, the work and the last error."""
-        with self._state:
-            held = {str(version): manifest.label for version, manifest in sorted(self._held.items())}
+        held = sorted(self._held.copy().items())
         return {
             "source": self.source.name,
-            "held": held,
+            "held": {str(version): manifest.label for version, manifest in held},
             "current": self._current,
             "doing": self._doing,
             "error": self._error or None,
@@ -175,7 +178,7 @@ class Mirror:
                 return
             try:
                 self._write(plan)
-            except FolderError as error:
+            except (FolderError, FileNotFoundError) as error:  # a delta, or the local base, is not as it was published
                 if not plan.held:
                     raise
                 logger.warning("%s: %s; once more from a full version", name, error)
@@ -283,9 +286,10 @@ class Mirror:
         """Remove a folder after it was renamed, so that half of a version is never visible."""
         path = self.local / version_name(version)
         hidden = self.local / f".retired-{path.name}-{uuid.uuid4().hex[:12]}"
-        os.rename(path, hidden)
-        fsync(self.local)
-        _remove(hidden)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, hidden)
+            fsync(self.local)
+            _remove(hidden)
 
 
 def _require_full(path: Path) -> Manifest:

@@ -13,8 +13,9 @@ import re
 import socket
 import stat
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
@@ -31,7 +32,7 @@ _ROUTES = {"error": "there are POST /prepare and GET /status"}
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
-class Server(ThreadingHTTPServer):
+class Server(ThreadingTCPServer):
     """A server on ``host:port``.
 
     Raises:
@@ -39,6 +40,7 @@ class Server(ThreadingHTTPServer):
         OSError: it cannot be listened on.
     """
 
+    allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 128
 

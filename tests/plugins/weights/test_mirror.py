@@ -192,6 +192,26 @@ def test_polling_prepares_the_newest_version(publisher: Publisher, mirror: Mirro
     assert made == []
 
 
+def test_polling_passes_over_a_version_without_a_manifest(publisher: Publisher, mirror: Mirror) -> None:
+    publisher.publish_chain((1, 2))
+    publisher.folder(3).mkdir()
+    (publisher.folder(3) / "config.json").touch()
+    mirror.prepare_newest()
+    assert mirror.status()["current"] == 2
+
+
+@pytest.mark.parametrize("lost", ["v00000002", "v00000002/manifest.json", "v00000002/model-00001-of-00002.safetensors"])
+def test_a_local_folder_that_others_removed_is_made_again(lost: str, publisher: Publisher, mirror: Mirror) -> None:
+    publisher.publish_chain((1, 2, 3))
+    mirror.prepare(2, publisher.label(2))
+    path = mirror.local / lost
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert_same(mirror.prepare(3, publisher.label(3)), publisher, 3)
+    path = mirror.local / "v00000003"
+    shutil.rmtree(path)
+    assert_same(mirror.prepare(3, publisher.label(3)), publisher, 3)
+
+
 def test_polling_keeps_a_version_that_a_server_may_still_load(
     publisher: Publisher, mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -367,6 +367,9 @@ def test_verify_reads_full_versions_and_deltas(publisher: Publisher, tmp_path: P
         0,
         f"{publisher.folder(1)}: {publisher.label(1)}, 5 files with {total(publisher, 1)} bytes are complete\n",
     )
+    (tmp_path / "current").symlink_to(publisher.folder(1))
+    command = [str(COMMAND), "verify", str(tmp_path / "current")]
+    assert "are complete" in subprocess.run(command, capture_output=True, text=True, timeout=stretched(30)).stdout
     code, text = verify(2)
     assert code == 0 and f"from {publisher.label(1)} to {publisher.label(2)}\n" in text and "complete" not in text
     code, text = verify(3)
