@@ -50,6 +50,7 @@ def write_version(
     version: int,
     group: dist.ProcessGroup | None = None,
     *,
+    weights: bool = True,
     base_model_path: str | None = None,
     base_dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] | None = None,

@@ -30,8 +30,10 @@ from ..hf.adapter_folder import WEIGHTS
 from .adapters import AdapterFacts, AdaptersInUse, adapter_label, adapter_name, read_facts
 from .api import GenerationHyperparameters, ModelRequest, ModelResponse, ServerStatus, weights_label
 from .generation import PromptLimits, folder_vocab_size, samples_plainly, stated_limits, temperature_error
+from .groups import KeptGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
 from .probe import DTYPES, CheckedAnswer, WeightsProbe, checked_answer, content_problem, read_probe
+from .stream import BucketReader
 
 logger = get_logger(__name__)
 
@@ -88,6 +90,7 @@ class ServerClient(ABC):
         self._warned_unchecked = False
         self._vocab_size: int | None = None
         self._limits: PromptLimits | None = None
+        self._group = KeptGroup()
 
     def __reduce__(self) -> tuple[partial["ServerClient"], tuple[()]]:
         return partial(type(self), **{field.name: getattr(self, field.name) for field in fields(self)}), ()
@@ -134,6 +137,13 @@ class ServerClient(ABC):
                 it as it was.
         """
         return self._serve(path, version, self._load_weights)
+
+    def update_weights_from_distributed(self, path: str, version: int, buckets: BucketReader) -> int:
+        """Receive the weights that the published folder ``path`` describes. Else like `update_weights_from_disk`.
+
+        An error before the first bucket leaves the server as it was. After a later one it is poisoned.
+        """
+        return self._serve(path, version, partial(self._send_weights, buckets))
 
     def _serve(self, path: str, version: int, load: Callable[[Calls, str, str], None]) -> int:
         """Replace the weights by ``load(calls, path, label)``, and check what the server answers then."""
@@ -313,6 +323,9 @@ class ServerClient(ABC):
 
     @abstractmethod
     def _load_weights(self, calls: Calls, path: str, label: str) -> None: ...
+
+    @abstractmethod
+    def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None: ...
 
     @abstractmethod
     def _status(self, calls: Calls) -> ServerStatus: ...

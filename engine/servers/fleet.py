@@ -8,10 +8,14 @@ paused, recovers by itself.
 Only one process may update a server: rank 0 of the trainers, or the driver of a Ray job. All threads are daemons.
 """
 
+import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
+from itertools import repeat
 from os import PathLike, fspath
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread
@@ -22,16 +26,17 @@ from ...utils.errors import ConfigError, PublishError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
-from ..api import AdapterServer, BroadcastServer
+from ..api import AdapterServer, DistributedServer
 from ..hf.versions import holds_adapters
 from .api import ServerReport, ServerState, server_stats, weights_label
 from .fleet_member import FleetMember, PublishedFolder, S
+from .stream import WeightStream
 
 logger = get_logger(__name__)
 
 _SILENCE_S = 10.0  # A server is gone if a status request takes longer. A busy server may take some seconds.
 _NEEDED: dict[str, tuple[type, str]] = {
-    "broadcast": (BroadcastServer, "cannot be sent weights; publish with WeightUpdateMeta type 'disk'"),
+    "xccl": (DistributedServer, "cannot be sent weights; publish with WeightUpdateMeta type 'disk'"),
     "adapter": (
         AdapterServer,
         "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta type 'disk'",
@@ -68,6 +73,7 @@ class ServerFleet(Generic[S]):
             raise ConfigError(f"inference server {twice[0]} is named twice; name each once, or give them other names")
         self._min_servers = self._require_enough(min_servers)
         self._folder: PublishedFolder | None = None
+        self._scratch: str | None = None
         self._updating = Lock()
         self._probe_interval_s = probe_interval_s
         self._prober: Thread | None = None
@@ -80,7 +86,7 @@ class ServerFleet(Generic[S]):
         timeout_s: float,
         min_servers: int | None = None,
         *,
-        broadcast: bool = False,
+        stream: WeightStream | None = None,
     ) -> list[ServerReport]:
         """Have every server load a published folder of weights or adapters. Return once enough have confirmed it.
 
@@ -90,12 +96,14 @@ class ServerFleet(Generic[S]):
 
         Args:
             path: folder of the version, as `publish_weights` writes it. The servers must see it under this path, unless
-                its weights are broadcast.
+                its weights are sent.
             version: version in its manifest.
             timeout_s: time limit of each server, now and when the prober updates it later. A client with a shorter
                 limit keeps to its limit.
             min_servers: needed confirmations. None: as in `ServerFleet`.
-            broadcast: send the weights to the servers, which must be `BroadcastServer`s.
+            stream: buckets of the folder's weights, which another thread gathers, for servers that are
+                `DistributedServer`s. The folder may then hold only its manifest and small files. Only if it holds the
+                weights, too, can the prober update a server.
 
         Returns:
             `states` after the update.
@@ -108,9 +116,9 @@ class ServerFleet(Generic[S]):
             PublishError: too few servers confirmed. The message names the others and their errors.
         """
         needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
-        if broadcast:
-            self.require_support("broadcast")
-        folder = _published(path, version, broadcast, timeout_s)
+        if stream is not None:
+            self.require_support("xccl")
+        folder = _published(path, version, stream is not None, timeout_s)
         self.require_support(folder.type)
         with self._updating:
             deadline = time.monotonic() + timeout_s
@@ -118,9 +126,10 @@ class ServerFleet(Generic[S]):
             awaited = {member for member in self._members if member.expected}
             for member in self._members:
                 member.want(folder)
+            readers = stream.open(member in awaited for member in self._members) if stream else repeat(None)
             told = {
-                on_daemon_thread(partial(member.tell, folder, deadline), f"weight update of {member.name}"): member
-                for member in self._members
+                on_daemon_thread(partial(member.tell, folder, deadline, own), f"weight update of {member.name}"): member
+                for member, own in zip(self._members, readers, strict=False)
             }
             try:
                 confirmed, errors = _wait(told, awaited, needed, deadline)
@@ -183,6 +192,13 @@ class ServerFleet(Generic[S]):
         """Folders that a server is loading, or whose adapters a request still uses."""
         return {Path(folder) for member in self._members for folder in member.folders_in_use()}
 
+    def scratch_folder(self) -> str:
+        """A temporary folder for descriptions of weights that are not written. It goes with the fleet."""
+        if self._scratch is None:
+            self._scratch = tempfile.mkdtemp(prefix="holdfast-weights-")
+            weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        return self._scratch
+
     def close(self) -> None:
         """Stop the prober. An update that runs on a server goes on."""
         self._closed.set()
@@ -226,17 +242,13 @@ class ServerFleet(Generic[S]):
                 on_daemon_thread(member.probe, f"probe of {member.name}")
 
 
-def _published(path: str | PathLike[str], version: int, broadcast: bool, timeout_s: float) -> PublishedFolder:
+def _published(path: str | PathLike[str], version: int, sent: bool, timeout_s: float) -> PublishedFolder:
     manifest = read_manifest(path)
     if (found := manifest.get("weight_version")) != version:
         raise ConfigError(f"{path} holds weight version {found}; it was to be published as version {version}")
-    if (adapters := holds_adapters(manifest)) and broadcast:
-        raise ConfigError(
-            f"{path} holds adapters, which servers read from the folder: broadcast sends all weights of a model; leave "
-            "it out, or publish merged weights"
-        )
-    update_type = "broadcast" if broadcast else "adapter" if adapters else "disk"
-    return PublishedFolder(fspath(path), version, weights_label(path, version), update_type, timeout_s)
+    update_type = "xccl" if sent else "adapter" if holds_adapters(manifest) else "disk"
+    on_disk = not sent or any(Path(path).glob("*.safetensors"))
+    return PublishedFolder(fspath(path), version, weights_label(path, version), update_type, timeout_s, on_disk)
 
 
 def _wait(

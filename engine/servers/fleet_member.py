@@ -15,9 +15,10 @@ from ...utils.errors import PublishError, ServerError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ...utils.timing import timed
-from ..api import AdapterServer, BroadcastServer, InferenceServer
+from ..api import AdapterServer, DistributedServer, InferenceServer
 from .api import ObservableServer, ServerReport, ServerState, ServerStatus, weights_label
 from .client import ServerClient
+from .stream import BucketReader
 
 logger = get_logger(__name__)
 
@@ -35,6 +36,7 @@ class PublishedFolder:
     label: str  # `weights_label` of the folder
     type: str  # see `WeightUpdateMeta.type`
     timeout_s: float  # time limit of one server
+    on_disk: bool = True  # whether it has the weights, or only describes weights that are sent
 
     def unchanged(self) -> bool:
         """Whether the folder still has the same contents, by the digest of its manifest."""
@@ -43,14 +45,14 @@ class PublishedFolder:
         except OSError:
             return False
 
-    def load_into(self, server: InferenceServer) -> int:
-        """Have a server load the folder. Returns the version that it serves then."""
+    def load_into(self, server: InferenceServer, buckets: BucketReader | None = None) -> int:
+        """Have a server load the folder, or receive its weights. Returns the version that it serves then."""
         if isinstance(server, ServerClient):
             server.allow(self.timeout_s)
         if self.type == "adapter":
             return cast(AdapterServer, server).update_adapters_from_disk(self.path, self.version)
-        if self.type == "broadcast":
-            return cast(BroadcastServer, server).update_weights_from_distributed(self.path, self.version)
+        if buckets is not None:
+            return cast(DistributedServer, server).update_weights_from_distributed(self.path, self.version, buckets)
         return server.update_weights_from_disk(self.path, self.version)
 
 
@@ -95,21 +97,26 @@ class FleetMember(Generic[S]):
             if folder is None and self.report.state is ServerState.SERVING:
                 self._note(ServerState.BEHIND, "its weights are about to be replaced", self.report.label)
 
-    def tell(self, folder: PublishedFolder, deadline: float) -> None:
-        """Have the server load ``folder`` of the last `want`, once it has answered an earlier update.
+    def tell(self, folder: PublishedFolder, deadline: float, buckets: BucketReader | None = None) -> None:
+        """Have the server load ``folder`` of the last `want`, or receive its weights, once it has answered an earlier
+        update.
 
         Raises any error of the client, and PublishError if the server serves another version afterwards, or did not
         answer an earlier update before ``deadline`` (``time.monotonic``).
         """
         if not self._busy.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            if buckets is not None:
+                buckets.close()
             raise PublishError("it has not answered to an earlier update yet")
         try:
             if self._wanted is not folder:
                 raise PublishError(f"it is not to load {folder.path} any more")
             if self._confirmed is not folder:  # else the prober was faster
-                self._load(folder)
+                self._load(folder, buckets)
         finally:
             self._busy.release()
+            if buckets is not None:
+                buckets.close()
 
     def give_up(self, folder: PublishedFolder, state: ServerState, error: str) -> None:
         """Note the end of the publisher's wait, unless the server has answered to ``folder`` by now."""
@@ -123,7 +130,7 @@ class FleetMember(Generic[S]):
             return
         try:
             folder = self._wanted
-            if folder is None or not self._needs(folder):
+            if folder is None or not self._needs(folder) or not folder.on_disk:
                 return
             if self._wanted is folder and time.monotonic() >= self._retry_at:
                 self._load(folder)
@@ -154,12 +161,12 @@ class FleetMember(Generic[S]):
         self._note_unready(status, known or seen)
         return True
 
-    def _load(self, folder: PublishedFolder) -> None:
+    def _load(self, folder: PublishedFolder, buckets: BucketReader | None = None) -> None:
         self._loading, self._confirmed = folder.path, None
         seconds: dict[str, float] = {}
         try:
             with timed(seconds, "total"):
-                served = folder.load_into(self.server)
+                served = folder.load_into(self.server, buckets)
             if served != folder.version:
                 raise PublishError(f"it serves version {served!r} after it was told to load version {folder.version}")
             if not folder.unchanged():

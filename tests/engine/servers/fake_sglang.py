@@ -3,6 +3,7 @@
 from aiohttp import web
 
 from tests.engine.servers.fake_adapters import sglang_adapter_routes
+from tests.engine.servers.fake_distributed import sglang_distributed_routes
 from tests.engine.servers.fake_engine import FakeEngine, Generation
 
 
@@ -14,6 +15,7 @@ def application(
     original_logprob: bool = False,
     max_model_len: int = 100_000,
     lora: bool = False,
+    dp_size: int = 1,
 ) -> web.Application:
     """The HTTP application of a fake SGLang.
 
@@ -24,6 +26,7 @@ def application(
         original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: log-probabilities ignore the temperature.
         max_model_len: ``--context-length``.
         lora: ``--enable-lora``.
+        dp_size: ``--dp-size``.
     """
 
     def check(request: web.Request, key: str | None) -> None:
@@ -113,10 +116,16 @@ def application(
         }
         return web.json_response({"text": "", "output_ids": generation.tokens, "meta_info": meta})
 
+    async def server_info(request: web.Request) -> web.Response:
+        check(request, api_key)
+        return web.json_response({"tp_size": 1, "dp_size": dp_size, "pp_size": 1})
+
     app = web.Application(middlewares=[engine.with_faults])
     posts = [pause_generation, continue_generation, update_weights_from_disk, generate]
     app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
     app.add_routes([web.get("/model_info", model_info), web.get("/v1/models", models)])
+    app.add_routes([web.get("/server_info", server_info)])
+    app.add_routes(sglang_distributed_routes(engine, lambda request: check(request, admin_key or api_key)))
     app.add_routes(sglang_adapter_routes(engine, lambda request: check(request, admin_key or api_key), lora))
     return app
 

@@ -20,6 +20,8 @@ def application(
     processed_logprobs: bool = True,
     api_key: str | None = None,
     plugin: bool = False,
+    nccl: bool = False,
+    version: str = "0.32.0",
     max_model_len: int = 100_000,
     lora: bool = False,
     lora_updating: bool = True,
@@ -35,7 +37,9 @@ def application(
         dev_mode: ``VLLM_SERVER_DEV_MODE=1``.
         processed_logprobs: ``--logprobs-mode processed_logprobs``. Otherwise log-probabilities are raw.
         api_key: ``--api-key``.
-        plugin: ``--weight-transfer-config '{"backend": "holdfast_disk"}'``.
+        plugin: ``--weight-transfer-config '{"backend": "holdfast_disk"}'``, or ``holdfast_gloo``.
+        nccl: the same with vLLM's own backend ``nccl``, over gloo.
+        version: answer of ``/version``.
         max_model_len: ``--max-model-len``.
         lora: ``--enable-lora``.
         lora_updating: ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``.
@@ -153,8 +157,8 @@ def application(
         posts = [pause, resume, collective_rpc, reset_prefix_cache, update_weight_version]
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
         app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, weight_info)])
-    if plugin:
-        app.add_routes(weight_transfer_routes(engine))
+    if plugin or nccl:
+        app.add_routes(weight_transfer_routes(engine, nccl, version))
     return app
 
 
