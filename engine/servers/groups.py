@@ -119,6 +119,7 @@ class KeptGroup:
             buckets.wait()
             yield group
         except BaseException as error:
+            buckets.close()  # before the error is described, for which the server may be asked
             self._abort(group)
             if isinstance(error, StreamEndedError) and buckets.released:
                 problem = f"the weights could not be sent: {error}; {_IN_PIECES}"
