@@ -201,13 +201,14 @@ def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, gener
     }
     assert fields(info, names) == set(rows("recover_info.json"))
     versions = [int(version) for version in re.findall(r"^\| (\d+) \|", section("Versions"), re.MULTILINE)]
-    assert manifest["format_version"] == FORMAT_VERSION == max(versions)
+    assert manifest["format_version"] == 2 and max(versions) == FORMAT_VERSION
     assert f"version {FORMAT_VERSION}\n" in TEXT.splitlines(keepends=True)[0]
     holder = json.loads((trial / "recover.lock").read_bytes())
     assert (trial / "recover.lock").stat().st_size == 512 and "512 bytes" in section("recover.lock")
     assert [key for key in holder if f'"{key}"' not in section("recover.lock")] == []
     exported = "Hugging Face exports and published weights"
     (published,) = (trial / "weights").glob(f"v*/{MANIFEST_NAME}")
+    assert json.loads(published.read_bytes())["format_version"] == FORMAT_VERSION
     for path in (published, trial.parents[1] / "dcp" / MANIFEST_NAME):
         assert [key for key in json.loads(path.read_bytes()) if f"`{key}`" not in section(exported)] == []
 

@@ -244,6 +244,13 @@ def _contents(file: io.FileIO) -> Iterator[memoryview]:
         yield buffer[:count]
 
 
+def read_window(fd: int, begin: int, length: int) -> memoryview:
+    """Read part of a file, mapped if possible (see `map_window`). It is shorter at the end of the file."""
+    os.posix_fadvise(fd, begin + length, _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
+    window = map_window(fd, begin, length)
+    return memoryview(os.pread(fd, length, begin)) if window is None else window
+
+
 def map_window(fd: int, begin: int, length: int) -> memoryview | None:
     """Map ``length`` bytes of a file from ``begin`` on, and load all of them into memory.
 

@@ -5,32 +5,45 @@ short or missing file) is found without reading gigabytes.
 
 The last field of the JSON file is the digest of all bytes before it. That digest is checked first, so that damage
 cannot look like another format version. Every later version must keep it. Format version 1, which had none and was
-never released, is refused.
+never released, is refused. Version 3 has files with pieces (`Piece`), version 2 has none.
 """
 
 import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from .files import DurableFile, bytes_digest, file_digest, open_regular, walk_leaves, write_durably
+from .files import DurableFile, bytes_digest, file_digest, open_regular, read_window, walk_leaves, write_durably
+from .pieces import Piece, read_digest, require_whole
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""Newest version that this code reads. A folder without files in pieces has version 2."""
+_WITHOUT_PIECES = 2
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a folder. ``name`` is its POSIX path relative to the folder, ``digest`` its `file_digest`."""
+    """A file of a folder. ``name`` is its POSIX path relative to the folder.
+
+    ``digest`` is its `file_digest`, or the `join_digests` of its ``pieces``.
+    """
 
     name: str
     bytes: int
     digest: str
+    pieces: Sequence[Piece] = ()
+
+    def described(self) -> dict[str, Any]:
+        """The entry in a manifest."""
+        entry = {"bytes": self.bytes, "digest": self.digest}
+        return entry | {"pieces": self.pieces} if self.pieces else entry
 
 
 def file_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileEntry]:
@@ -48,8 +61,9 @@ def write_entry(folder: str | os.PathLike[str], name: str, data: bytes) -> FileE
 
 def write_manifest(folder: str | os.PathLike[str], entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> None:
     """Write and fsync ``manifest.json`` with all files of the folder and further ``facts`` (step, world size ...)."""
-    files = {e.name: {"bytes": e.bytes, "digest": e.digest} for e in sorted(entries, key=lambda e: e.name)}
-    document = {"format_version": FORMAT_VERSION, **facts, "files": files}
+    files = {entry.name: entry.described() for entry in sorted(entries, key=lambda entry: entry.name)}
+    version = FORMAT_VERSION if any("pieces" in entry for entry in files.values()) else _WITHOUT_PIECES
+    document = {"format_version": version, **facts, "files": files}
     write_durably(Path(folder) / MANIFEST_NAME, encode_manifest(document))
 
 
@@ -108,17 +122,27 @@ def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         document = json.loads(data)
         version = document["format_version"]
-        files = document["files"].items() if version == FORMAT_VERSION else ()
-        entries = [FileEntry(name, entry["bytes"], entry["digest"]) for name, entry in files]
+        files = document["files"].items() if version in (_WITHOUT_PIECES, FORMAT_VERSION) else ()
+        entries = [_parse_entry(name, entry) for name, entry in files]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointMismatchError(
             f"{path} has format version {version}; this Holdfast reads version {FORMAT_VERSION}. Upgrade Holdfast"
         )
-    if version != FORMAT_VERSION:
-        raise CheckpointCorruptError(f"{path} has format version {version!r}; expected {FORMAT_VERSION}")
-    return document | {"files": {entry.name: asdict(entry) for entry in entries}}
+    if version not in (_WITHOUT_PIECES, FORMAT_VERSION):
+        raise CheckpointCorruptError(
+            f"{path} has format version {version!r}; expected {_WITHOUT_PIECES} or {FORMAT_VERSION}"
+        )
+    return document | {"files": {entry.name: {"name": entry.name} | entry.described() for entry in entries}}
+
+
+def _parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
+    n_bytes, digest = entry["bytes"], entry["digest"]
+    pieces = [Piece(*numbers) for numbers in entry.get("pieces", ())]
+    if pieces:
+        require_whole(pieces, n_bytes)
+    return FileEntry(name, n_bytes, digest, pieces)
 
 
 def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -172,6 +196,14 @@ def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def verify_file(folder: str | os.PathLike[str], name: str, entry: Mapping[str, Any]) -> None:
     """Compare the bytes of one file with its entry in the manifest. Raises as `verify_folder`."""
-    digest = file_digest(Path(folder) / name)
+    digest = described_digest(Path(folder) / name, entry)
     if digest != entry["digest"]:
         raise CheckpointCorruptError(f"{folder}: {name} has digest {digest}, the manifest says {entry['digest']}")
+
+
+def described_digest(path: str | os.PathLike[str], entry: Mapping[str, Any]) -> str:
+    """Digest of a file, of the kind that its entry in a manifest has. Reads a few megabytes at a time."""
+    if "pieces" not in entry:
+        return file_digest(path)
+    with open(path, "rb", buffering=0) as file:
+        return read_digest(entry["pieces"], partial(read_window, file.fileno()))

@@ -25,6 +25,7 @@ from ...utils.atomic_folder import staged_folder
 from ...utils.distributed import (
     all_ranks_succeed,
     all_ranks_succeed_slowly,
+    gather_objects,
     get_group_ranks,
     get_rank,
     get_world_size,
@@ -33,6 +34,8 @@ from ...utils.distributed import (
 from ...utils.errors import CheckpointMismatchError, CheckpointWriteError
 from ...utils.files import as_write_error
 from ...utils.logging import get_logger
+from ...utils.manifest import FileEntry, file_entries
+from ...utils.pieces import join_digests, require_whole
 from ...utils.remote import RemoteFolder, local_folder, without_secrets
 from ..api import HFExportOptions
 from ..lora.adapters import plain_adapters, plain_view, transformers_model
@@ -137,7 +140,8 @@ def _export_to_url(
     with upload.staging_folder(remote.url, plan.layout.total_bytes, options.staging_folder, group) as staging:
         weights = [file.name for file in plan.layout.files] + [INDEX_NAME] * (plan.layout.index is not None)
         rank_zero_decides(partial(upload.require_absent, remote, weights), group)  # before the weights are written
-        names = _write_planned(plan, model, staging, options, group)
+        entries = _write_planned(plan, model, staging, options, group)
+        names = [entry.name for entry in entries]
         rank_zero_decides(partial(upload.begin, remote, staging), group)
         all_ranks_succeed_slowly(f"uploading to {remote.url}", partial(upload.put_files, remote, staging, names), group)
         rank_zero_decides(partial(upload.commit_upload, remote, staging), group)
@@ -152,15 +156,17 @@ def write_hf(
     *,
     group: dist.ProcessGroup | None = None,
     share_bytes: int | None = None,
-) -> list[str]:
+    weights: bool = True,
+) -> list[FileEntry]:
     """Write and fsync the files of `save_hf` in an empty folder that every rank sees and that the caller commits.
 
-    Returns the files that this rank describes in a manifest, or uploads: every file is named by exactly one rank. The
-    commit must fsync the directories. For ``share_bytes`` see `plan_export`.
+    Returns entries for a manifest. Every file is described by exactly one rank, which may also upload it. The commit
+    must fsync the directories. For ``share_bytes`` see `plan_export`. Without ``weights``, the weight files are
+    described as if they were written, and only rank 0 needs to see the folder.
     """
     with all_ranks_succeed(f"preparing {folder}", group):
         plan = plan_export(model, options, get_group_ranks(group), share_bytes=share_bytes)
-    return _write_planned(plan, model, Path(folder), options, group)
+    return _write_planned(plan, model, Path(folder), options, group, weights)
 
 
 @dataclass(frozen=True)
@@ -178,8 +184,8 @@ def plan_export(
     """Plan an export by ``ranks`` of the default group, without communication. The write adds adapters to the base.
 
     If ``share_bytes`` is given and ``options`` do not limit the files, a file is about as large as a rank's share, so
-    that each rank has one to describe or upload, but between ``share_bytes`` and 5 GB. Else files are as large as those
-    of ``save_pretrained``.
+    that each rank has one to upload, but between ``share_bytes`` and 5 GB. Else files are as large as those of
+    ``save_pretrained``.
     """
     stored = exportable_tensors(model)
     model = plain_view(model)
@@ -235,17 +241,18 @@ def _write_planned(
     folder: Path,
     options: HFExportOptions,
     group: dist.ProcessGroup | None,
-) -> list[str]:
+    weights: bool = True,
+) -> list[FileEntry]:
     rank, layout, transfers = get_rank(group), plan.layout, plan.transfers
     merged, model = MergedWeights(model, group), plain_view(model)
-    slots, small_files = layout.slots, list[str]()
-    with WeightWriter(folder) as files:
+    slots, small_files = layout.slots, list[FileEntry]()
+    with WeightWriter(folder if weights else None) as files:
         with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder):
             for file in layout.files if rank == 0 else ():
                 files.create(file)
         with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
             if rank == 0:
-                small_files = write_sidecars(model, folder, options, layout)
+                small_files = file_entries(folder, write_sidecars(model, folder, options, layout))
             for tensor, span in transfers.direct:
                 for share in own_share(span, merged.part(span.source, transfers.parts[span.source])):
                     files.write(slots[tensor.key], *share)
@@ -253,7 +260,19 @@ def _write_planned(
                 files.sync()
         if transfers.unmapped:
             _write_gathered(files, folder, model, plan, merged, group)
-    return [file.name for file in deal_files(layout.files, get_world_size(group))[rank]] + small_files
+    return _describe(layout, files, group) + small_files
+
+
+def _describe(layout: Layout, files: WeightWriter, group: dist.ProcessGroup | None) -> list[FileEntry]:
+    """The entries of this rank's share of the weight files. All ranks exchange the digests of their pieces."""
+    by_rank = gather_objects(files.digests, group)
+    entries = []
+    for file in deal_files(layout.files, len(by_rank))[get_rank(group)]:
+        written = sorted(part for digests in by_rank for part in digests.get(file.name, ()))
+        pieces, digests = zip(*written, strict=True)
+        require_whole(pieces, file.total_bytes)
+        entries.append(FileEntry(file.name, file.total_bytes, join_digests(digests), pieces))
+    return entries
 
 
 def _write_gathered(

@@ -7,6 +7,7 @@ steps that a crash took back, and the leftovers of killed publishers. A folder h
 
 import os
 import re
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ...utils.atomic_folder import staged_folder
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
 from ...utils.files import as_write_error, remove_or_log
 from ...utils.logging import get_logger
-from ...utils.manifest import file_entries, write_entry, write_manifest
+from ...utils.manifest import FileEntry, file_entries, write_entry, write_manifest
 from ...utils.timing import timed
 from ..api import EXPORT_DTYPES, HFExportOptions, WeightUpdateMeta, export_dtype
 from .adapter_folder import WEIGHTS, write_adapters
@@ -29,7 +30,7 @@ logger = get_logger(__name__)
 
 _VERSION = re.compile(r"v(\d{8,})")
 _MIN_FILE_BYTES = 64 << 20
-"""Larger weights get one file per rank, so that all ranks compute digests and servers read files in parallel."""
+"""Larger weights get one file per rank, so that servers read and check files in parallel."""
 
 
 def version_path(root: str | os.PathLike[str], version: int) -> Path:
@@ -58,9 +59,12 @@ def write_version(
     """Write the weights as ``version`` and remove the same version and newer ones. Every rank of ``group`` calls this.
 
     The arguments are those of `publish_weights`. The manifest of adapters names ``base_dtype`` and their own dtype,
-    because a server computes in the dtype of their base. Returns the seconds of ``write`` (gather, cast, write, fsync)
-    and ``digest`` (read again, manifest) on this rank.
+    because a server computes in the dtype of their base. Without ``weights``, a version has only its manifest and small
+    files, and only rank 0 needs to see the folder.
+
+    Returns the seconds of ``write`` (gather, cast, digest, write, fsync) and ``commit`` (manifest, rename) on this rank.
     """
+    assert meta.path is not None, "the caller names a folder"
     final, facts = version_path(meta.path, version), {"weight_version": version}
     seconds: dict[str, float] = {}
     if meta.type == "adapter":
@@ -69,20 +73,32 @@ def write_version(
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
         with timed(seconds, "write"):
-            if meta.type == "adapter":
-                names = write_adapters(model, staging, HFExportOptions(export_dtype(meta.dtype, None)), group=group)
-            else:
-                options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
-                names = write_hf(model, staging, options, group=group, share_bytes=_MIN_FILE_BYTES)
-        with timed(seconds, "digest"):
-            with all_ranks_succeed(f"describing {final}", group), as_write_error(final):
-                own = file_entries(staging, names)
-                if extra_files and get_rank(group) == 0:
-                    own += [write_entry(staging, name, data) for name, data in extra_files.items()]
-            entries = gather_objects(own, group)
-            if get_rank(group) == 0:
-                write_manifest(staging, [entry for rank in entries for entry in rank], facts)
-    return seconds
+            own = _write_files(model, staging, meta, group, base_model_path, base_dtype, weights)
+        written = time.monotonic()
+        with all_ranks_succeed(f"describing {final}", group), as_write_error(final):
+            if extra_files and get_rank(group) == 0:
+                own += [write_entry(staging, name, data) for name, data in extra_files.items()]
+        entries = gather_objects(own, group)
+        if get_rank(group) == 0:
+            write_manifest(staging, [entry for rank in entries for entry in rank], facts)
+    return seconds | {"commit": time.monotonic() - written}
+
+
+def _write_files(
+    model: PreTrainedModel,
+    folder: Path,
+    meta: WeightUpdateMeta,
+    group: dist.ProcessGroup | None,
+    base_model_path: str | None,
+    base_dtype: torch.dtype | None,
+    weights: bool,
+) -> list[FileEntry]:
+    if meta.type == "adapter":
+        names = write_adapters(model, folder, HFExportOptions(export_dtype(meta.dtype, None)), group=group)
+        with all_ranks_succeed(f"describing {folder}", group), as_write_error(folder):
+            return file_entries(folder, names)
+    options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
+    return write_hf(model, folder, options, group=group, share_bytes=_MIN_FILE_BYTES, weights=weights)
 
 
 def holds_adapters(manifest: Mapping[str, Any]) -> bool:

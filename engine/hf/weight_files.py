@@ -1,8 +1,8 @@
 """Read and write the bytes of weight files, between a disk and the live tensors of a model, with bounded memory.
 
-Writing: several processes write one file at the same time, each its own ranges. Values that need neither a cast nor a
-copy are written from where they are, others through blocks of `WRITE_BYTES` (see `HostBlocks`). The kernel starts to
-write every chunk at once, so that the disk works while the next chunk is prepared.
+Writing: several processes write one file at the same time, each its own pieces, and digest them. Values that need
+neither a cast nor a copy are written from where they are, others through blocks of `WRITE_BYTES` (see `HostBlocks`).
+The kernel starts to write every piece at once, so that the disk works while the next piece is prepared.
 
 Reading: values that need no cast are read straight into the model. Others are cast from mapped windows of `READ_BYTES`,
 which spares a copy (a sixth of the time of a load). Only a file that is cut in the milliseconds of a cast raises a
@@ -11,7 +11,7 @@ be mapped (old kernel, some file systems) are read into blocks.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from io import BufferedReader
 from itertools import groupby
@@ -22,11 +22,12 @@ import torch
 from ...utils.errors import CheckpointCorruptError
 from ...utils.files import map_window, start_writeback
 from ...utils.heartbeat import beat
+from ...utils.pieces import PIECE_BYTES, Piece, piece_digest
 from ..memory.host_blocks import HostBlocks
 from ..memory.tensors import bytes_of, memory_of, row_major
 from .safetensors_layout import TensorSlot, WeightFile, read_layout
 
-WRITE_BYTES = 4 << 20
+WRITE_BYTES = PIECE_BYTES
 """Size of a chunk that is cast or copied before its write: it should still be in the processor's cache then."""
 
 READ_BYTES = 16 << 20
@@ -37,12 +38,27 @@ LONG_BYTES = 64 << 10
 
 
 class WeightWriter:
-    """Weight files of ``folder``, open for writing, as a context manager. Only `sync` makes them durable."""
+    """Cuts weights into pieces, digests them, and writes them to the files of ``folder``.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    A context manager, which closes the files. Only `sync` makes them durable. Every written byte passes `create` or
+    `write`, and nothing is read again.
+
+    Args:
+        folder: folder of the weight files. None: the files are not written, only digested.
+        watch: gets each piece of `write`, as its tensor's slot, its place and its bytes. The bytes are valid until it
+            returns.
+
+    Attributes:
+        digests: file name -> pieces of the file that this rank has written, with their digests.
+    """
+
+    def __init__(
+        self, folder: Path | None, watch: Callable[[TensorSlot, Piece, memoryview], object] | None = None
+    ) -> None:
+        self._folder, self._watch = folder, watch
         self._fds: dict[str, int] = {}
         self._blocks: dict[torch.device, HostBlocks] = {}
+        self.digests: dict[str, list[tuple[Piece, bytes]]] = {}
 
     def __enter__(self) -> "WeightWriter":
         return self
@@ -53,28 +69,52 @@ class WeightWriter:
 
     def create(self, file: WeightFile) -> None:
         """Create a file at its full size with only the header written. It must not exist (FileExistsError)."""
-        fd = self._fds[file.name] = os.open(self._folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        _write_all(fd, memoryview(file.header), 0)
-        os.ftruncate(fd, file.total_bytes)
+        if self._folder is not None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            fd = self._fds[file.name] = os.open(self._folder / file.name, flags, 0o666)
+            os.ftruncate(fd, file.total_bytes)
+        for offset in range(0, len(file.header), PIECE_BYTES):
+            data = memoryview(file.header)[offset : offset + PIECE_BYTES]
+            self._note(file.name, Piece(offset, len(data), 0, 1), data)
 
     def write(self, slot: TensorSlot, at: int, values: torch.Tensor, pitch: int | None = None) -> None:
         """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``slot``.
 
         With ``pitch``, each row of ``values`` goes that many elements after the one before.
         """
-        if slot.file not in self._fds:
-            self._fds[slot.file] = os.open(self._folder / slot.file, os.O_WRONLY)
-        offset, done = slot.offset + at * slot.dtype.itemsize, 0
         run, step = (n * slot.dtype.itemsize for n in _run_and_pitch(values, pitch))
+        offset, done = slot.offset + at * slot.dtype.itemsize, 0
+        for data in self._bytes(values, slot.dtype, run):
+            while data:
+                row, begin = divmod(done, run)
+                rows = 1 if begin else max(1, len(data) // run)
+                part = data[: rows * run - begin]
+                piece = Piece(offset + row * step + begin, len(part) // rows, step if rows > 1 else 0, rows)
+                self._note(slot.file, piece, part)
+                if self._watch is not None:
+                    self._watch(slot, piece, part)
+                data, done = data[len(part) :], done + len(part)
+
+    def _bytes(self, values: torch.Tensor, dtype: torch.dtype, run: int) -> Iterator[memoryview]:
+        """The bytes of ``values`` as ``dtype``, cut where runs end if several runs fit into one result."""
         blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
-        chunks = _chunks_of(values, WRITE_BYTES // slot.dtype.itemsize)
-        for as_it_is, some in groupby(chunks, partial(_is_in_memory, dtype=slot.dtype)):
-            for data in map(_bytes_of, some) if as_it_is else blocks.pack(some, slot.dtype):
-                while data:
-                    row, begin = divmod(done, run)
-                    part = data[: run - begin]
-                    _write_all(self._fds[slot.file], part, offset + row * step + begin)
-                    data, done = data[len(part) :], done + len(part)
+        most = (WRITE_BYTES - WRITE_BYTES % run if 0 < run < WRITE_BYTES else WRITE_BYTES) // dtype.itemsize
+        for as_it_is, chunks in groupby(_chunks_of(values, most), partial(_is_in_memory, dtype=dtype)):
+            convert = partial(map, _bytes_of) if as_it_is else partial(blocks.pack, dtype=dtype)
+            yield from convert(chunks)
+
+    def _note(self, file: str, piece: Piece, data: memoryview) -> None:
+        self.digests.setdefault(file, []).append((piece, piece_digest(data)))
+        if self._folder is not None:
+            self.put(file, piece, data)
+
+    def put(self, file: str, piece: Piece, data: memoryview) -> None:
+        """Write the bytes of a piece, without a digest. The file was created, here or by another rank."""
+        if file not in self._fds:
+            assert self._folder is not None, "a writer without a folder has no files"
+            self._fds[file] = os.open(self._folder / file, os.O_WRONLY)
+        for row in range(piece.rows):
+            _write_all(self._fds[file], data[row * piece.run :][: piece.run], piece.offset + row * piece.step)
 
     def sync(self) -> None:
         """Bring everything that was written to stable storage."""

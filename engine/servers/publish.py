@@ -42,8 +42,8 @@ class PublishedWeights:
     Attributes:
         path, version: folder and number of the version. If `WeightUpdateMeta` has no ``path``, a temporary folder of
             rank 0 without weights.
-        seconds: seconds of each phase on this rank: ``write`` (gather, cast, write, fsync), ``digest`` (read again,
-            manifest), ``tell`` (until enough servers confirmed) and ``total``. An engine adds ``probe``
+        seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync), ``commit``
+            (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``. An engine adds ``probe``
             (`probe_weights`).
         servers: report on each server, on every rank.
     """

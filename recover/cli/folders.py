@@ -2,16 +2,25 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, MirrorError
-from ...utils.files import digest_name, file_digest
-from ...utils.manifest import MANIFEST_NAME, compare_listing, list_files, parse_manifest, read_manifest
+from ...utils.files import digest_name
+from ...utils.manifest import (
+    MANIFEST_NAME,
+    compare_listing,
+    described_digest,
+    list_files,
+    parse_manifest,
+    read_manifest,
+)
+from ...utils.pieces import read_digest
 from ..info import INFO_NAME, RecoverInfo
 from ..storage.generations import GenerationStore
 
@@ -58,9 +67,9 @@ class Folder:
         with open(self._here / name, "rb") as file:
             return os.pread(file.fileno(), n_bytes, begin)
 
-    def digest(self, name: str, n_bytes: int) -> str:
-        """Digest of a file, in the form that manifests use."""
-        return file_digest(self._here / name)
+    def digest(self, name: str, entry: Mapping[str, Any]) -> str:
+        """Digest of a file, of the kind that its entry in a manifest has."""
+        return described_digest(self._here / name, entry)
 
     def has(self, name: str) -> bool:
         """Whether the folder holds this file."""
@@ -112,11 +121,13 @@ class UrlFolder(Folder):
         with self._must_have(name):
             return self._remote.read_range(name, begin, begin + n_bytes)
 
-    def digest(self, name: str, n_bytes: int) -> str:
+    def digest(self, name: str, entry: Mapping[str, Any]) -> str:
         """See `Folder.digest`."""
+        if "pieces" in entry:
+            return read_digest(entry["pieces"], partial(self.read_range, name))
         found = xxhash.xxh3_128()
         with self._must_have(name):
-            for chunk in self._remote.chunks(name, n_bytes):
+            for chunk in self._remote.chunks(name, entry["bytes"]):
                 found.update(chunk)
         return digest_name(found)
 

@@ -90,7 +90,7 @@ def find_damage(folder: Folder, files: Mapping[str, Any], threads: int | None = 
     by_size = sorted(files, key=lambda name: -files[name]["bytes"])  # largest first, so that no thread ends with it
 
     def check(name: str) -> str | None:
-        found = folder.digest(name, files[name]["bytes"])
+        found = folder.digest(name, files[name])
         return None if found == files[name]["digest"] else f"{name} has digest {found}, not {files[name]['digest']}"
 
     with ThreadPoolExecutor(threads or min(len(os.sched_getaffinity(0)), MOST_READING_THREADS)) as pool:

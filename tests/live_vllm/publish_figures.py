@@ -30,7 +30,7 @@ from tests.helpers import run_ranks
 from tests.live_vllm.live_server import LiveServer, plugin
 from tests.live_vllm.trainer import sample
 
-PHASES = ("probe", "write", "digest", "pause", "load", "check", "tell", "first token", "all")
+PHASES = ("probe", "write", "commit", "pause", "load", "check", "tell", "first token", "all")
 _MEMORY = "/dev/shm"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from holdfast.utils.manifest import (
+    FORMAT_VERSION,
     MANIFEST_NAME,
     FileEntry,
     encode_manifest,
@@ -18,6 +19,7 @@ from holdfast.utils.manifest import (
     write_entry,
     write_manifest,
 )
+from holdfast.utils.pieces import Piece, join_digests, piece_digest
 
 
 @pytest.fixture
@@ -82,15 +84,15 @@ def _reseal(folder: Path, **changes: object) -> None:
 
 
 def test_a_manifest_of_a_newer_format_is_no_damage_whatever_it_says(listed: Path) -> None:
-    _reseal(listed, format_version=3, files="elsewhere")
-    with pytest.raises(CheckpointMismatchError, match=r"has format version 3; this Holdfast reads version 2\. Upgrade"):
+    _reseal(listed, format_version=4, files="elsewhere")
+    with pytest.raises(CheckpointMismatchError, match=r"has format version 4; this Holdfast reads version 3\. Upgrade"):
         read_manifest(listed)
 
 
 def test_a_manifest_without_a_digest_is_refused_as_possibly_damaged(listed: Path) -> None:
     document = json.loads((listed / MANIFEST_NAME).read_text())
     del document["digest"]
-    for version in (1, 2, 3):
+    for version in (1, 2, 3, 4):
         (listed / MANIFEST_NAME).write_text(json.dumps(document | {"format_version": version}, indent=1))
         with pytest.raises(CheckpointCorruptError, match="not a manifest as it was committed"):
             read_manifest(listed)
@@ -102,6 +104,56 @@ def test_a_sealed_file_is_described_as_it_lies_and_never_overwritten(tmp_path: P
     with pytest.raises(FileExistsError):
         write_entry(tmp_path, "info.json", b"[]")
     assert (tmp_path / "info.json").read_bytes() == b"{}"
+
+
+PIECES = [[0, 100, 0, 1], [100, 4, 10, 10], [104, 6, 10, 10]]
+
+
+@pytest.fixture
+def pieced(tmp_path: Path) -> Path:
+    """A folder with a file of 200 bytes that two ranks have written: a header, and columns of a matrix."""
+    data = os.urandom(200)
+    (tmp_path / "w").write_bytes(data)
+    left, right = (b"".join(data[at + row * 10 :][:run] for row in range(10)) for at, run in ((100, 4), (104, 6)))
+    digest = join_digests(map(piece_digest, (data[:100], left, right)))
+    write_manifest(tmp_path, [FileEntry("w", 200, digest, [Piece(*piece) for piece in PIECES])], {"weight_version": 1})
+    return tmp_path
+
+
+def test_a_file_in_pieces_is_verified_byte_by_byte_and_has_its_own_format_version(pieced: Path) -> None:
+    manifest = verify_folder(pieced)
+    assert manifest["format_version"] == FORMAT_VERSION == 3
+    assert json.loads((pieced / MANIFEST_NAME).read_bytes())["files"]["w"]["pieces"] == PIECES
+    data = (pieced / "w").read_bytes()
+    for at in range(len(data)):
+        (pieced / "w").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(CheckpointCorruptError, match=r"w has digest xxh3_128t:\w+, the manifest says xxh3_128t:"):
+            verify_folder(pieced)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        PIECES[:2],
+        [*PIECES, [0, 1, 0, 1]],
+        [[0, 200, 0, 2]],
+        [[0, 200, 1, 1]],
+        [[0, 100, 99, 2]],
+        [[1, 200, 0, 1]],
+        [[-1, 200, 0, 1]],
+        [[0, 0, 0, 1], [0, 200, 0, 1]],
+        [[0, 200.0, 0, 1]],
+        [[0, 200, 0]],
+        [["0", 200, 0, 1]],
+        [200],
+        7,
+    ],
+)
+def test_pieces_that_cannot_cover_the_file_are_refused(pieced: Path, pieces: object) -> None:
+    document = json.loads((pieced / MANIFEST_NAME).read_bytes())["files"]["w"]
+    _reseal(pieced, files={"w": document | {"pieces": pieces}})
+    with pytest.raises(CheckpointCorruptError, match="is not a manifest: "):
+        verify_folder(pieced)
 
 
 def _truncate(folder: Path) -> None:
@@ -119,8 +171,8 @@ def _truncate(folder: Path) -> None:
         (lambda folder: (folder / MANIFEST_NAME).write_bytes(b"[]"), "is not a manifest"),
         (lambda folder: _reseal(folder, files={"a": 1}), "is not a manifest: TypeError"),
         (lambda folder: _reseal(folder, files=[]), "is not a manifest: AttributeError"),
-        (lambda folder: _reseal(folder, format_version="2"), "format version '2'; expected 2"),
-        (lambda folder: _reseal(folder, format_version=1), "format version 1; expected 2"),
+        (lambda folder: _reseal(folder, format_version="2"), "format version '2'; expected 2 or 3"),
+        (lambda folder: _reseal(folder, format_version=1), "format version 1; expected 2 or 3"),
     ],
 )
 def test_damage_is_named(listed: Path, damage: Callable[[Path], object], message: str) -> None:

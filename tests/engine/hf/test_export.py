@@ -22,6 +22,7 @@ from holdfast.engine.api import HFExportOptions
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import full_state_dict, save_hf, write_hf
 from holdfast.utils.errors import CheckpointMismatchError, CheckpointWriteError, PeerError
+from holdfast.utils.manifest import verify_file
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_model
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
@@ -123,7 +124,10 @@ def _options_and_failures(rank: int, world_size: int, root: Path) -> dict[str, s
         (root / "staged").mkdir()
     dist.barrier()
     options = HFExportOptions(tokenizer=_tokenizer(), max_shard_size_bytes=8000)
-    messages["named"] = " ".join(write_hf(model, root / "staged", options))
+    entries = write_hf(model, root / "staged", options)
+    for entry in entries:
+        verify_file(root / "staged", entry.name, entry.described())
+    messages["named"] = " ".join(entry.name for entry in entries)
     _between_forwards(root)
     _other_placements(root)
     return messages
@@ -247,7 +251,7 @@ def test_rank_that_cannot_write_fails_the_export_everywhere_and_leaves_nothing(
     assert not list(root.glob(".staging*"))
 
 
-def test_write_hf_names_every_file_on_exactly_one_rank(reports: list[dict[str, str]], root: Path) -> None:
+def test_write_hf_describes_every_file_on_exactly_one_rank(reports: list[dict[str, str]], root: Path) -> None:
     names = [name for report in reports for name in report["named"].split()]
     assert sorted(names) == sorted(path.name for path in (root / "staged").iterdir())
     assert all("safetensors" in report["named"] for report in reports)

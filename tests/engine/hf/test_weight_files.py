@@ -16,6 +16,8 @@ from holdfast.engine.hf.safetensors_layout import WEIGHTS_NAME, TensorSpec, plan
 from holdfast.engine.hf.weight_files import WeightReader, WeightWriter
 from holdfast.utils import files
 from holdfast.utils.errors import CheckpointCorruptError
+from holdfast.utils.manifest import described_digest
+from holdfast.utils.pieces import Piece, join_digests, piece_digest, read_digest, require_whole
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SPECIAL = (0.0, -0.0, 1e-45, 1.17e-38, 65504.0, 65520.0, 3.4e38, float("inf"), -float("inf"), float("nan"), 1 + 2**-8)
@@ -64,6 +66,24 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -
         for key, value in tensors.items():
             files.write(layout.slots[key], 0, value)
         files.sync()
+    _assert_described(folder, files)
+
+
+def _assert_described(folder: Path, writer: WeightWriter) -> None:
+    """Check that the pieces cover the file, and that their digests are those of its bytes."""
+    data = (folder / WEIGHTS_NAME).read_bytes()
+    pieces, digests = zip(*sorted(writer.digests[WEIGHTS_NAME]), strict=True)
+    require_whole(pieces, len(data))
+    places = [
+        n
+        for p in pieces
+        for row in range(p.rows)
+        for n in range(p.offset + row * p.step, p.offset + row * p.step + p.run)
+    ]
+    assert sorted(places) == list(range(len(data)))
+    entry = {"pieces": pieces}
+    assert described_digest(folder / WEIGHTS_NAME, entry) == join_digests(digests)
+    assert read_digest(pieces, lambda begin, length: data[begin : begin + length]) == join_digests(digests)
 
 
 @pytest.mark.parametrize(("source", "stored"), itertools.product(FLOATS, FLOATS))
@@ -246,6 +266,7 @@ def test_rows_at_equal_distances_are_written_and_read_in_any_dtype(
                 kept = columns.to(torch.bfloat16) if first else columns  # as it is in memory, or cast
                 writer.write(slot, rows.start * 7 + first, kept.contiguous() if first > 2 else kept, 7)
     assert torch.equal(load_file(tmp_path / WEIGHTS_NAME)["w"].float(), values)
+    _assert_described(tmp_path, writer)
     with WeightReader(tmp_path) as reader:
         slot = reader.layout()["w"]
         for dtype in (torch.bfloat16, torch.float32):
@@ -253,3 +274,31 @@ def test_rows_at_equal_distances_are_written_and_read_in_any_dtype(
                 target = torch.zeros((10, 2 * run) if spread else (10, run), dtype=dtype)[:, :: 2 if spread else 1]
                 reader.read(slot, 7 - run, target, 7)
                 assert torch.equal(target.float(), values[:, 7 - run :])
+
+
+def test_columns_are_digested_in_few_pieces_and_watched_with_their_bytes(tmp_path: Path) -> None:
+    values = torch.arange(1.0, 71).view(10, 7)
+    layout = plan_layout([TensorSpec("w", (10, 7), torch.float32, "w", 0)], 10**9, 0)
+    slot, seen = layout.slots["w"], []
+    with WeightWriter(None, lambda slot, piece, data: seen.append((slot, piece, bytes(data)))) as writer:
+        writer.write(slot, 2, values[:, 2:5], 7)
+        assert list(tmp_path.iterdir()) == [], "without a folder nothing is written"
+    piece = Piece(slot.offset + 8, 12, 28, 10)
+    data = values[:, 2:5].contiguous().numpy().tobytes()
+    assert seen == [(slot, piece, data)]
+    assert writer.digests == {WEIGHTS_NAME: [(piece, piece_digest(data))]}
+
+
+def test_runs_that_are_near_are_read_together_and_those_far_apart_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(range(256)) * 4)
+    asked: list[int] = []
+
+    def read(begin: int, length: int) -> bytes:
+        asked.append(length)
+        return (tmp_path / "f").read_bytes()[begin : begin + length]
+
+    data = (tmp_path / "f").read_bytes()
+    runs = b"".join(data[begin : begin + 8] for begin in (0, 16, 32, 48))
+    assert read_digest([Piece(0, 8, 16, 4)], read) == join_digests([piece_digest(runs)])
+    read_digest([Piece(8, 8, 1 << 30, 2)], read)
+    assert asked == [56, 8, 8]

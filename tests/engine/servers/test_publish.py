@@ -242,7 +242,7 @@ def _a_fleet_outlives_the_loss_of_a_server(rank: int, world_size: int, folder: s
         stats = done.stats()
         phases = {
             "publish_write_s",
-            "publish_digest_s",
+            "publish_commit_s",
             "publish_tell_s",
             "update_total_s",
             "update_load_s",

@@ -203,7 +203,7 @@ def test_verify_of_a_file_that_cannot_be_read_goes_on_with_the_other_generations
             raise OSError(errno.EIO, "Input/output error", str(path))
         return file_digest(path)
 
-    monkeypatch.setattr("holdfast.recover.cli.folders.file_digest", digest)  # a failing disk cannot be simulated here
+    monkeypatch.setattr("holdfast.utils.manifest.file_digest", digest)  # a failing disk cannot be simulated here
     reports = answer("verify", run, code=1)["folders"]
     assert [len(report["problems"]) for report in reports] == [0, 1, 0, 0]
     assert "Input/output error" in reports[1]["problems"][0]
