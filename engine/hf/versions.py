@@ -62,7 +62,7 @@ def write_version(
     because a server computes in the dtype of their base. Without ``weights``, a version has only its manifest and small
     files, and only rank 0 needs to see the folder.
 
-    Returns the seconds of ``write`` (gather, cast, digest, write, fsync) and ``commit`` (manifest, rename) on this rank.
+    Returns the seconds of ``write`` (gather, cast, digest, write, fsync) and ``commit`` (manifest, rename) here.
     """
     assert meta.path is not None, "the caller names a folder"
     final, facts = version_path(meta.path, version), {"weight_version": version}

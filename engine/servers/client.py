@@ -136,6 +136,7 @@ class ServerClient(ABC):
             PublishError: the server refused or reports another state, and may be paused. A refusal of the plugin leaves
                 it as it was.
         """
+        self._group.drop()  # a server that loads a folder may have been restarted
         return self._serve(path, version, self._load_weights)
 
     def update_weights_from_distributed(self, path: str, version: int, buckets: BucketReader) -> int:

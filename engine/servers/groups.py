@@ -129,6 +129,11 @@ class KeptGroup:
             raise
         self._group, self._made_for = group, (label, buckets.largest_bytes)
 
+    def drop(self) -> None:
+        """Use the group no more."""
+        group, self._group = self._group, None
+        self._abort(group)
+
     def _abort(self, group: SenderGroup | None) -> None:
         if group is not None:
             group.abort()

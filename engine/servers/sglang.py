@@ -76,7 +76,7 @@ class SGLangServer(ServerClient):
         with self._group.open(label, serving, lambda: self._form_group(calls, buckets), buckets, calls) as group:
             self._paused = True
             self._administer(calls, "pause", "/pause_generation", {"mode": "retract"}, advice=_KEYS)
-            self._command(calls, "/begin_weight_update", {"selector": "all"})
+            self._begin_update(calls)
             for bucket in buckets:
                 body: Json = {
                     "names": bucket.names,
@@ -93,6 +93,13 @@ class SGLangServer(ServerClient):
             self._command(calls, "/end_weight_update", {})
             self._administer(calls, "resume", "/continue_generation", {})
             self._paused = False
+
+    def _begin_update(self, calls: Calls) -> None:
+        try:
+            self._command(calls, "/begin_weight_update", {"selector": "all"})
+        except PoisonedServerError:  # a failed update or a killed publisher left its session open
+            self._command(calls, "/end_weight_update", {})
+            self._command(calls, "/begin_weight_update", {"selector": "all"})
 
     def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup:
         told = calls.get("join", "/server_info", key=self.api_key, advice=_KEYS)

@@ -22,7 +22,7 @@ The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -133,6 +133,8 @@ class VLLMServer(ServerClient):
         workers = int(calls.get("join", "/get_world_size", params={"include_dp": "true"})["world_size"])
         if self.transfer == _NCCL:
             _require_version(calls)
+            with suppress(PublishError):  # the communicator of an earlier group would stay
+                calls.post("join", "/shutdown_weight_transfer_engine")
             from .nccl import NcclGroup  # only where there are GPUs
 
             group: SenderGroup = NcclGroup(workers, buckets.patience_s, buckets.largest_bytes)

@@ -176,6 +176,10 @@ class FakeEngine:
         self.in_pieces = False
         self.received.clear()
 
+    def is_complete(self) -> bool:
+        """Whether all tensors were received."""
+        return isinstance(self.weights, ModelWeights) and self.weights.names() == self.received
+
     def assemble(self) -> None:
         """Serve what was received. The layers stay apart if a tensor is missing."""
         assert isinstance(self.weights, ModelWeights)

@@ -39,6 +39,13 @@ def weight_transfer_routes(engine: FakeEngine, stock: bool, tell_version: str) -
         group, chunk_bytes = await asyncio.to_thread(join, told), told.get("packed_buffer_size_bytes", 0)
         return web.json_response({"message": "Weight transfer initialized"})
 
+    async def shutdown_weight_transfer_engine(_: web.Request) -> web.Response:
+        nonlocal group
+        if active:
+            return _failed("Cannot release a trainer connection during a weight update")
+        group = None
+        return web.json_response({"message": "Weight transfer shut down"})
+
     async def start_weight_update(_: web.Request) -> web.Response:
         nonlocal active
         if active:
@@ -89,13 +96,14 @@ def weight_transfer_routes(engine: FakeEngine, stock: bool, tell_version: str) -
         if not active:
             return _failed("finish_weight_update called without a matching start_weight_update.")
         active = False
-        if stock:
-            engine.assemble()
+        if stock:  # layers that miss a tensor get uninitialised memory
+            engine.assemble() if engine.is_complete() else engine.put_back()
         else:
             engine.put_back()
         return web.json_response({"message": "Weight update finished"})
 
     posts = (start_weight_update, init_weight_transfer_engine, update_weights, finish_weight_update)
+    posts = (*posts, shutdown_weight_transfer_engine)
     gets = [web.get("/get_world_size", get_world_size), web.get("/version", version)]
     return [*(web.post(f"/{route.__name__}", route) for route in posts), *gets]
 

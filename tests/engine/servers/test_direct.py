@@ -1,10 +1,15 @@
 """Weights sent to servers straight from the shards: what arrives, and what a death or a hang on either side leaves."""
 
+import ctypes
+import gc
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,17 +19,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta
+from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta, publish_weights
 from holdfast.engine.hf.buckets import WeightGatherer
 from holdfast.engine.hf.versions import version_path
-from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
+from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer, nccl
 from holdfast.engine.servers.api import ServerState, ServerStatus, weights_label
+from holdfast.engine.servers.groups import GlooGroup
 from holdfast.engine.servers.publish import PublishedWeights
-from holdfast.utils.errors import PeerError, PublishError
+from holdfast.engine.servers.stream import FilledBucket
+from holdfast.utils.errors import ConfigError, PeerError, PublishError
+from tests.engine.hf.test_shard_ranges import _peak
 from tests.engine.models import build_reference, tiny_qwen3
 from tests.engine.servers.fakes import FakeServer
-from tests.engine.servers.folders import publish_model
-from tests.engine.servers.scripted import wait_until
+from tests.engine.servers.folders import publish_model, tiny_model
+from tests.engine.servers.scripted import PlainServer, wait_until
 from tests.helpers import run_ranks
 from tests.limits import stretched
 from tests.tiers import slow_but
@@ -80,7 +88,7 @@ def clients(named: Sequence[tuple[str, str]]) -> list[VLLMServer | SGLangServer]
 
 
 def meta(root: str | None, **options: Any) -> WeightUpdateMeta:
-    return WeightUpdateMeta("xccl", root, timeout_s=TIMEOUT_S, weight_chunked_mem_mb=1, **options)
+    return WeightUpdateMeta("xccl", root, **{"timeout_s": TIMEOUT_S, "weight_chunked_mem_mb": 1, **options})
 
 
 def tell(url: str, **faults: Any) -> None:
@@ -203,7 +211,9 @@ def test_without_enough_servers_all_ranks_raise_and_go_on(
         assert outcome.unchanged and outcome.seconds < TIMEOUT_S / 2, "nobody reads, so nobody gathers"
 
 
-def _die_in_bucket(rank: int, world_size: int, base: str, root: str | None, url: str, dying: int, number: int) -> None:
+def _die_in_bucket(
+    rank: int, world_size: int, base: str, root: str | None, named: tuple[str, str], dying: int, number: int
+) -> None:
     engine = make_engine(base)
     gather = WeightGatherer.gather
 
@@ -212,7 +222,7 @@ def _die_in_bucket(rank: int, world_size: int, base: str, root: str | None, url:
             os.kill(os.getpid(), signal.SIGKILL)
         gather(self, bucket, target)
 
-    with closing(ServerFleet(clients([("vllm", url)]), probe_interval_s=None)) as fleet:
+    with closing(ServerFleet(clients([named]), probe_interval_s=None)) as fleet:
         engine.connect_engine(fleet, meta(root))
         step(engine)
         engine.update_weights()
@@ -221,25 +231,24 @@ def _die_in_bucket(rank: int, world_size: int, base: str, root: str | None, url:
         engine.update_weights()
 
 
-@pytest.mark.parametrize("dying, bucket", slow_but([(0, 3), (1, 3)], list(product((0, 1), (0, 1, 3, N_BUCKETS - 1)))))
+DEATHS = list(product(CLIENTS, (0, 1), (0, 1, 3, N_BUCKETS - 1)))
+
+
+@pytest.mark.parametrize("kind, dying, bucket", slow_but([("vllm", 0, 3), ("vllm", 1, 3), ("sglang", 1, 3)], DEATHS))
 def test_a_trainer_that_dies_in_a_bucket_leaves_a_paused_server_that_the_next_repairs(
-    dying: int, bucket: int, base: str, start: Any, tmp_path: Path
+    kind: str, dying: int, bucket: int, base: str, start: Any, tmp_path: Path
 ) -> None:
-    fake, root = start("vllm"), str(tmp_path / "w")
+    fake, root = start(kind), str(tmp_path / "w")
     with pytest.raises(AssertionError, match=r"rank \d\n(.|\n)*exit code -9"):
-        run_ranks(_die_in_bucket, 2, base, root, fake.url, dying, bucket)
-    wait_until(lambda: not fake.state()["in_pieces"] or fake.state()["paused"])
-    server = VLLMServer(fake.url)
-    if bucket < 2:
-        assert not fake.state()["mixed"] or fake.state()["paused"]
-    else:
-        assert server.status().paused and fake.state()["mixed"]
-    assert server.status().label == weights_label(version_path(root, 1), 1), "what is not complete has no label"
-    (done,) = run_ranks(_publish_versions, 1, base, root, [("vllm", fake.url)], 1)
+        run_ranks(_die_in_bucket, 2, base, root, (kind, fake.url), dying, bucket)
+    state = fake.state()
+    assert state["paused"] if bucket > 1 else state["paused"] or not state["mixed"], "it could answer with a mixture"
+    assert state["label"] == weights_label(version_path(root, 1), 1), "what is not complete has no label"
+    (done,) = run_ranks(_publish_versions, 1, base, root, [(kind, fake.url)], 1)
     assert done[0].servers[0].state is SERVING and not fake.state()["mixed"]
 
 
-def _fail_in_bucket(rank: int, world_size: int, base: str, root: str | None, url: str) -> list[str]:
+def _fail_in_bucket(rank: int, world_size: int, base: str, root: str | None, named: tuple[str, str]) -> list[str]:
     engine, own_rows, errors = make_engine(base), WeightGatherer._own_rows, list[str]()
 
     def fail(self: WeightGatherer, bucket: Any, target: Any) -> Any:
@@ -247,7 +256,7 @@ def _fail_in_bucket(rank: int, world_size: int, base: str, root: str | None, url
             raise MemoryError("no memory for the rows")
         return own_rows(self, bucket, target)
 
-    with closing(ServerFleet(clients([("vllm", url)]), probe_interval_s=None)) as fleet:
+    with closing(ServerFleet(clients([named]), probe_interval_s=None)) as fleet:
         engine.connect_engine(fleet, meta(root))
         step(engine)
         WeightGatherer._own_rows = fail
@@ -261,8 +270,229 @@ def _fail_in_bucket(rank: int, world_size: int, base: str, root: str | None, url
     return errors
 
 
-def test_a_rank_that_fails_poisons_the_server_until_the_next_publication(base: str, start: Any, tmp_path: Path) -> None:
-    fake = start("vllm")
-    failed, repaired = run_ranks(_fail_in_bucket, 2, base, str(tmp_path / "w"), fake.url)[0]
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_rank_that_fails_poisons_the_server_until_the_next_publication(
+    kind: str, base: str, start: Any, tmp_path: Path
+) -> None:
+    fake = start(kind)
+    failed, repaired = run_ranks(_fail_in_bucket, 2, base, str(tmp_path / "w"), (kind, fake.url))[0]
     assert "the trainers failed: PeerError" in failed and "its weights are in pieces, and it stays paused" in failed
     assert repaired == "None" and not fake.state()["mixed"]
+
+
+def _labels(rank: int, world_size: int, base: str, root: str, url: str) -> tuple[list[str | None], bool]:
+    """Labels of the same weights sent with and without a folder, and written. Whether the folder is temporary."""
+    engine, found = make_engine(base), list[str | None]()
+    fleet = ServerFleet(clients([("vllm", url)]), probe_interval_s=None)
+    with closing(fleet):
+        for how in (meta(None), meta(root), WeightUpdateMeta("disk", root, timeout_s=TIMEOUT_S)):
+            step(engine) if not found else engine.set_version(1)
+            path = engine_update(engine, fleet, how).path
+            found += [report.label for report in fleet.states()]
+            if rank == 0 and how.path is None:
+                assert not list(path.glob("*.safetensors")) and (path / "config.json").exists()
+                scratch = path
+    engine.connect_engine([], meta(None))
+    del fleet
+    gc.collect()
+    gone = rank != 0 or not scratch.exists()
+    engine.destroy()
+    return found, gone
+
+
+def engine_update(engine: FSDPEngine, fleet: ServerFleet, how: WeightUpdateMeta) -> PublishedWeights:
+    engine.connect_engine(fleet, how)
+    return engine.update_weights()
+
+
+def test_the_label_is_that_of_the_content_whatever_carried_it(base: str, start: Any, tmp_path: Path) -> None:
+    fake = start("vllm")
+    labels, gone = run_ranks(_labels, 2, base, str(tmp_path / "w"), fake.url)[0]
+    assert len(labels) == 3 and len(set(labels)) == 1 and labels[0] is not None
+    assert gone, "the temporary folder goes with the fleet"
+
+
+def _restart_between(rank: int, world_size: int, base: str, root: str | None, url: str, pipe: str) -> list[str]:
+    engine, states = make_engine(base), list[str]()
+    with closing(ServerFleet(clients([("vllm", url)]), probe_interval_s=0.1)) as fleet:
+        engine.connect_engine(fleet, meta(root))
+        step(engine)
+        engine.update_weights()
+        Path(pipe).touch()
+        wait_until(lambda: fleet.states()[0].state is not SERVING)
+        if root is not None:
+            assert fleet.wait_serving(1, stretched(20))
+        else:
+            wait_until(lambda: fleet.states()[0].state is BEHIND)
+            time.sleep(0.5)
+        states.append(fleet.states()[0].state)
+        step(engine)
+        engine.update_weights()
+        states.append(fleet.states()[0].state)
+    engine.destroy()
+    return states
+
+
+@pytest.mark.parametrize("path", ["w", None])
+def test_a_restarted_server_loads_the_folder_or_waits_for_the_next_version(
+    path: str | None, base: str, start: Any, tmp_path: Path
+) -> None:
+    fake, root = start("vllm"), path and str(tmp_path / path)
+
+    def restart() -> None:
+        wait_until((tmp_path / "published").exists)
+        fake.restart()
+
+    with ThreadPoolExecutor() as pool:
+        restarted = pool.submit(restart)
+        (states,) = run_ranks(_restart_between, 1, base, root, fake.url, str(tmp_path / "published"))
+        restarted.result()
+    assert states == [SERVING if path else BEHIND, SERVING]
+    joins = [call for call in fake.calls() if call.startswith("POST /init_weight")]
+    assert len(joins) == 2, "the group of the server before the restart was used"
+
+
+class NcclOverGloo(GlooGroup):
+    """`NcclGroup` for servers without GPUs. A fake server reads ``timeout_s`` of it, too."""
+
+    def __init__(self, url: str, workers: int, limit_s: float, largest_bytes: int) -> None:
+        super().__init__(url, workers, limit_s)
+        self._packing = {"packed": True, "packed_buffer_size_bytes": largest_bytes, "packed_num_buffers": 1}
+        self._packing |= {"timeout_s": limit_s}
+
+    @property
+    def init_info(self) -> dict[str, Any]:
+        return super().init_info | self._packing
+
+
+def _publish_over_nccl(
+    rank: int, world_size: int, base: str, root: str | None, url: str, faults: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Publish a version for each of ``faults``, which the server commits meanwhile. Returns the errors."""
+    nccl.NcclGroup = partial(NcclOverGloo, url)  # type: ignore[assignment, misc]
+    engine, errors = make_engine(base), list[str]()
+    with closing(ServerFleet([VLLMServer(url, transfer="nccl")], probe_interval_s=None)) as fleet:
+        engine.connect_engine(fleet, meta(root))
+        for fault in faults:
+            step(engine)
+            if rank == 0:
+                tell(url, **fault)
+            try:
+                engine.update_weights()
+                errors.append("")
+            except PublishError as error:
+                errors.append(str(error))
+    engine.destroy()
+    return errors
+
+
+def test_vllm_packs_and_loads_the_buckets_of_its_own_backend(base: str, start: Any, tmp_path: Path) -> None:
+    fake = start("vllm", plugin=False, nccl=True)
+    faults = [{}, {"fail": {BUCKET: 1}}, {}]
+    errors = run_ranks(_publish_over_nccl, 2, base, None, fake.url, faults)[0]
+    assert not errors[0] and not errors[2]
+    assert "its weights are in pieces, and it stays paused" in errors[1]
+    (update,) = {json.loads(body)["update_info"].keys() == NCCL_INFO for body in bodies(fake, BUCKET)}
+    assert update, "vLLM refuses other fields"
+    calls = [call for call in fake.calls() if "weight_update" in call]
+    closes_the_open_one = ("start", "finish", "start", "finish")
+    assert calls == [f"POST /{name}_weight_update" for name in ("start", "finish", "start", *closes_the_open_one)]
+
+
+def bodies(fake: FakeServer, path: str) -> list[str]:
+    return [line["body"] for line in fake.record() if line.get("call") == f"POST {path}"]
+
+
+NCCL_INFO = {"names", "dtype_names", "shapes"}
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.1.dev1+g0", "unknown"])
+def test_an_old_vllm_is_refused_before_it_is_paused(version: str, base: str, start: Any) -> None:
+    fake = start("vllm", plugin=False, nccl=True, version=version)
+    (error,) = run_ranks(_publish_over_nccl, 1, base, None, fake.url, [{}])[0]
+    assert f"it is vLLM {version}, whose 'nccl' backend cannot be joined from here; expected 0.32 or newer" in error
+    assert not any("pause?" in call for call in fake.calls())
+
+
+def test_workers_that_are_apart_are_refused_before_sglang_is_paused(base: str, start: Any, tmp_path: Path) -> None:
+    fake = start("sglang", dp_size=2)
+    with pytest.raises(AssertionError, match=r"it was started with {'dp_size': 2}, and weights are"):
+        run_ranks(_publish_versions, 1, base, None, [("sglang", fake.url)], 1)
+    assert not fake.state()["paused"]
+
+
+def _send_changed(rank: int, world_size: int, base: str, url: str, bucket: int) -> tuple[str, bool]:
+    """Change a byte of a bucket after its digest was computed. Returns the error, and whether the server is paused."""
+    engine, send, sent = make_engine(base), GlooGroup.send, [0]
+
+    def change(self: GlooGroup, data: torch.Tensor) -> None:
+        if sent[0] == bucket:
+            data[0] ^= 1
+        sent[0] += 1
+        send(self, data)
+
+    with closing(ServerFleet(clients([("vllm", url)]), probe_interval_s=None)) as fleet:
+        engine.connect_engine(fleet, meta(None))
+        step(engine)
+        GlooGroup.send = change
+        digest = FilledBucket.digest
+        FilledBucket.digest = property(lambda self: digest.func(self))  # type: ignore[assignment]
+        with pytest.raises(PublishError) as caught:
+            engine.update_weights()
+        paused = fleet.states()[0].state is PAUSED
+    engine.destroy()
+    return str(caught.value), paused
+
+
+@pytest.mark.parametrize("bucket", [0, 2])
+def test_tensors_that_arrive_changed_are_refused(bucket: int, base: str, start: Any) -> None:
+    fake = start("vllm")
+    ((error, paused),) = run_ranks(_send_changed, 1, base, fake.url, bucket)
+    assert "the tensors that arrived have digest xxh3_128:" in error
+    assert ("it goes on with the weights it has" in error) == (bucket == 0) == (not paused)
+    assert fake.state()["mixed"] == paused
+
+
+def test_wrong_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="type 'broadcast' is called 'xccl' now"):
+        WeightUpdateMeta("broadcast", str(tmp_path))
+    with pytest.raises(ConfigError, match="type 'disk' needs a path"):
+        WeightUpdateMeta("disk")
+    with pytest.raises(ConfigError, match="weight_chunked_mem_mb"):
+        WeightUpdateMeta("xccl", weight_chunked_mem_mb=0)
+    with pytest.raises(ConfigError, match=r"type.*nccl"):
+        WeightUpdateMeta("nccl", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"inference server plain, a PlainServer, cannot be sent weights"):
+        publish_weights(tiny_model(), meta(str(tmp_path / "w")), 1, [PlainServer()])
+    with pytest.raises(ConfigError, match="the servers of rank 0, which has none"):
+        publish_weights(tiny_model(), meta(str(tmp_path / "w")), 1, [])
+    assert not (tmp_path / "w").exists()
+    with pytest.raises(ConfigError, match="transfer"):
+        VLLMServer("http://127.0.0.1:1", transfer="gloo")
+
+
+def _memory(rank: int, world_size: int, base: str, url: str) -> tuple[float, float]:
+    """Peak growth of memory in the second of two publications, and bytes of a bucket."""
+    engine = make_engine(base)
+    with closing(ServerFleet(clients([("vllm", url)]), probe_interval_s=None)) as fleet:
+        engine.connect_engine(fleet, meta(None, weight_chunked_mem_mb=8))
+        step(engine)
+        engine.update_weights()
+        step(engine)
+        how, group = meta(None, weight_chunked_mem_mb=8), engine.control_group
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else the peak is hidden in memory that was freed before
+        with _peak() as peak:  # without the forward of the probe
+            publish_weights(engine.model, how, 2, fleet, group)
+    engine.destroy()
+    return peak[0], 8 << 20
+
+
+def test_memory_is_two_buckets_on_rank_0_and_a_share_on_the_others(tmp_path: Path) -> None:
+    config = tiny_qwen3(tied=False, vocab_size=2048, hidden_size=1024, layers=6)
+    base = publish_model(tmp_path / "base", 0, build_reference(config), probe=False)
+    weights = Path(base, "model.safetensors").stat().st_size
+    with FakeServer("vllm", tmp_path, plugin=True, dtype="float32", folder=base) as fake:
+        (first, bucket), (other, _) = run_ranks(_memory, 2, base, fake.url)
+    assert weights > 12 * bucket
+    print(f"{weights / 1e6:.0f} MB of weights, buckets of {bucket / 1e6:.1f} MB: {first / 1e6:.1f}, {other / 1e6:.1f}")
+    assert first < 2 * bucket + 6e6 and other < bucket / 2 + 6e6
