@@ -97,6 +97,7 @@ class WeightGatherer:
 
     Attributes:
         buckets: all file tensors, in the order of the files. The same on all ranks.
+        on_gpu: whether weights of this rank are on a GPU.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class WeightGatherer:
         self._group = group
         self._converted: tuple[Sequence[FileTensor], Mapping[str, torch.Tensor]] = ((), {})
         self.buckets = cut_buckets(_in_file_order(self._plan), limit_bytes)
+        self.on_gpu = any(part.data.is_cuda for part in self._plan.transfers.parts.values())
 
     @torch.no_grad()
     def gather(self, bucket: Bucket, target: torch.Tensor | None) -> None:

@@ -6,7 +6,6 @@ After any error it is dropped, and the next version gets a new one. The groups o
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from ...utils.errors import PoisonedServerError
+from ...utils.errors import PoisonedServerError, ServerError
 from ...utils.threads import on_daemon_thread
 from .http import Calls, Json
 from .stream import BucketReader, FilledBucket, StreamEndedError
@@ -40,7 +39,7 @@ class SenderGroup(Protocol):
         ...
 
     def abort(self) -> None:
-        """End a send or a connect of another thread. The group is of no use afterwards."""
+        """Leave the group, also while another thread sends or connects."""
         ...
 
 
@@ -82,9 +81,8 @@ class GlooGroup:
         self._group.broadcast([data], options).wait()  # type: ignore[attr-defined]
 
     def abort(self) -> None:
-        """See `SenderGroup`."""
-        if self._group is not None:
-            self._group.abort()
+        """See `SenderGroup`. A send that runs ends at its time limit, because gloo cannot end it earlier."""
+        self._group = None
 
 
 def address_towards(url: str, limit_s: float) -> str:
@@ -169,17 +167,12 @@ def send_bucket(
             buckets.release()
 
     sent = on_daemon_thread(send, "weight sender")
+    tell()  # after an error the send ends by itself: the server may never have entered the broadcast
     try:
-        tell()
-    except BaseException:
-        group.abort()  # the server may never have entered the broadcast
-        raise
-    finally:
-        wait([sent])  # the group limits it
-    if isinstance(error := sent.exception(), RuntimeError):
-        raise _unsent(calls, error) from error
-    sent.result()
+        sent.result()  # the group limits it
+    except RuntimeError as error:
+        raise _unsent(calls, error, PoisonedServerError) from error
 
 
-def _unsent(calls: Calls, error: Exception) -> Exception:
-    return calls.refuse(f"the weights could not be sent: {type(error).__name__}: {error}")
+def _unsent(calls: Calls, error: Exception, kind: type[ServerError] | None = None) -> ServerError:
+    return calls.refuse(f"the weights could not be sent: {type(error).__name__}: {error}", kind)

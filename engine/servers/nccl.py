@@ -34,12 +34,12 @@ class NcclGroup:
     """
 
     def __init__(self, workers: int, limit_s: float, largest_bytes: int) -> None:
+        if not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise RuntimeError("rank 0 has no GPU, or a torch without NCCL; use the backend 'holdfast_gloo'")
         self._workers, self._limit_s, self._largest = workers, limit_s, largest_bytes
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._store = dist.HashStore()
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _NEVER
-        self._group = dist.ProcessGroupNCCL(self._store, 0, 1 + workers, options)
+        self._group = dist.ProcessGroupNCCL(self._store, 0, 1 + workers, _NEVER)  # type: ignore[arg-type]
         self._aborted = False
 
     @property

@@ -43,8 +43,8 @@ class PublishedWeights:
         path, version: folder and number of the version. If `WeightUpdateMeta` has no ``path``, a temporary folder of
             rank 0 without weights.
         seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync), ``commit``
-            (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``. An engine adds ``probe``
-            (`probe_weights`).
+            (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``. With type ``"xccl"``, ``tell``
+            contains ``gather`` (cast, collect on rank 0). An engine adds ``probe`` (`probe_weights`).
         servers: report on each server, on every rank.
     """
 
@@ -118,7 +118,7 @@ def publish_weights(
         path = version_path(root, version)
         with timed(seconds, "tell"):
             if meta.type == "xccl":
-                reports = _send(model, meta, version, path, fleet, group, base_dtype)
+                reports = _send(model, meta, version, path, fleet, group, base_dtype, seconds)
             else:
                 reports = rank_zero_decides_slowly(
                     lambda: fleet.update(path, version, meta.timeout_s, meta.min_servers), group
@@ -136,6 +136,7 @@ def _send(
     fleet: ServerFleet,
     group: dist.ProcessGroup | None,
     base_dtype: torch.dtype | None,
+    seconds: dict[str, float],
 ) -> list[ServerReport]:
     """Gather the weights on rank 0, bucket by bucket, while its threads send them to the servers.
 
@@ -146,7 +147,7 @@ def _send(
     gatherer = WeightGatherer(model, options, meta.weight_chunked_mem_mb << 20, group)
     stream, told = None, Future[list[ServerReport]]()
     if get_rank(group) == 0:
-        stream = WeightStream(gatherer.buckets, meta.timeout_s)
+        stream = WeightStream(gatherer.buckets, meta.timeout_s, pinned=gatherer.on_gpu)
         update = partial(fleet.update, path, version, meta.timeout_s, meta.min_servers, stream=stream)
         told = on_daemon_thread(update, "weight update")
         told.add_done_callback(lambda _: stream.end("the update is over"))
@@ -154,7 +155,8 @@ def _send(
         for bucket in gatherer.buckets:
             if not rank_zero_decides_slowly(lambda: stream is not None and stream.make_room(), group):
                 break
-            gatherer.gather(bucket, None if stream is None else stream.target(bucket))
+            with timed(seconds, "gather"):
+                gatherer.gather(bucket, None if stream is None else stream.target(bucket))
             if stream is not None:
                 stream.put(bucket)
     except BaseException as error:

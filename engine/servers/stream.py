@@ -63,13 +63,14 @@ class WeightStream:
     Args:
         buckets: all buckets, in order.
         timeout_s: time limit of the whole update.
+        pinned: whether the buffers are for copies from and to GPUs.
 
     Attributes:
         patience_s: time limit for a server to take a bucket while others wait, and for sending a bucket.
         largest_bytes: size of the largest bucket.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], timeout_s: float) -> None:
+    def __init__(self, buckets: Sequence[Bucket], timeout_s: float, pinned: bool = False) -> None:
         self.patience_s = min(_PATIENCE_S, timeout_s / 4)
         self.largest_bytes = max((bucket.nbytes for bucket in buckets), default=0)
         self.changed = Condition()
@@ -77,6 +78,7 @@ class WeightStream:
         self.problem: str | None = None  # why no more buckets are filled
         self._count, self._deadline = len(buckets), time.monotonic() + timeout_s
         self._buffers: list[torch.Tensor | None] = [None, None]
+        self._pinned = pinned
         self._readers: list[BucketReader] | None = None
 
     def open(self, awaited: Iterable[bool]) -> "list[BucketReader]":
@@ -112,8 +114,7 @@ class WeightStream:
         """The memory for a bucket. It is free after `make_room`."""
         turn = bucket.number % len(self._buffers)
         if (buffer := self._buffers[turn]) is None:
-            pinned = torch.cuda.is_available()
-            buffer = torch.empty(self.largest_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            buffer = torch.empty(self.largest_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
             self._buffers[turn] = buffer
         return buffer[: bucket.nbytes]
 

@@ -406,6 +406,21 @@ def bodies(fake: FakeServer, path: str) -> list[str]:
 NCCL_INFO = {"names", "dtype_names", "shapes"}
 
 
+def test_nccl_without_a_gpu_is_refused_before_vllm_is_paused(base: str, start: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    fake = start("vllm", plugin=False, nccl=True)
+    with pytest.raises(AssertionError, match="rank 0 has no GPU, or a torch without NCCL; use the backend"):
+        run_ranks(_publish_to, 1, base, fake.url, "nccl")
+    assert not any("pause?" in call for call in fake.calls())
+
+
+def _publish_to(rank: int, world_size: int, base: str, url: str, transfer: str | None) -> None:
+    engine = make_engine(base)
+    with closing(ServerFleet([VLLMServer(url, transfer=transfer)], probe_interval_s=None)) as fleet:
+        engine_update(engine, fleet, meta(None))
+
+
 @pytest.mark.parametrize("version", ["0.31.2", "0.1.dev1+g0", "unknown"])
 def test_an_old_vllm_is_refused_before_it_is_paused(version: str, base: str, start: Any) -> None:
     fake = start("vllm", plugin=False, nccl=True, version=version)
