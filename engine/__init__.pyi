@@ -17,6 +17,7 @@ from .dcp.load import load_dcp as load_dcp
 from .dcp.save import save_dcp as save_dcp
 from .dcp.state import DCPState as DCPState
 from .fsdp_engine import FSDPEngine as FSDPEngine
+from .hf.deltas import PublishedCopy as PublishedCopy
 from .hf.load import load_hf as load_hf
 from .hf.save import full_state_dict as full_state_dict
 from .hf.save import save_hf as save_hf

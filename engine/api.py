@@ -170,6 +170,9 @@ class WeightUpdateMeta:
         min_servers: number of servers that must confirm a version. None: as their `ServerFleet` says, else all.
         weight_chunked_mem_mb: with ``"xccl"``, size of a bucket in MiB. Rank 0 has memory for two, or for two of the
             largest tensor.
+        delta: with type ``"disk"``, write only the elements that changed since the version before. Every server needs a
+            ``mirror``, which makes the weights from them (docs/servers.md).
+        anchor_interval: with ``delta``, write all weights again after this number of deltas. 0: only when needed.
     """
 
     type: str
@@ -180,6 +183,8 @@ class WeightUpdateMeta:
     dtype: str | None = None
     min_servers: int | None = None
     weight_chunked_mem_mb: int = 1024
+    delta: bool = False
+    anchor_interval: int = 20
 
     def __post_init__(self) -> None:
         if self.type == "broadcast":
@@ -199,6 +204,9 @@ class WeightUpdateMeta:
         require_range("version", self.version, low=0)
         require_range("min_servers", self.min_servers, low=1)
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
+        require_range("anchor_interval", self.anchor_interval, low=0)
+        if self.delta and self.type != "disk":
+            raise ConfigError(f"delta is for WeightUpdateMeta type 'disk', not {self.type!r}; leave it out")
 
 
 @runtime_checkable

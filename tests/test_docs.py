@@ -12,17 +12,19 @@ import fsspec.core
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
-from holdfast.engine import WeightUpdateMeta
+from holdfast.engine import PublishedCopy, WeightUpdateMeta
 from holdfast.engine.api import SaveLoadMeta
 from holdfast.engine.hf.save import save_hf
+from holdfast.engine.hf.versions import version_path, write_version
 from holdfast.recover import GenerationStore
 from holdfast.recover.engines import RankEngines
 from holdfast.recover.storage.generations import TRACKER_NAME
 from holdfast.utils.files import remove_folder
 from holdfast.utils.json_lines import read_lines
 from holdfast.utils.manifest import FORMAT_VERSION, MANIFEST_NAME
-from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import Job, Tiny, make_handler, make_loader, step_info, stream
 
@@ -165,7 +167,7 @@ def test_files_of_a_trial_are_those_in_the_tables(trial: Path) -> None:
     left_by_a_kill = {".staging-<name>-<hex>/", ".retired-v<version>-<hex>/", "hf/.staging-<step>-<hex>/"}
     left_by_a_kill |= {"hf/.retired-global_step_<step>-<hex>/", "hf/.rejected-global_step_<step>-<reason>/"}
     named = [n for n in rows("Hugging Face exports and published weights") if n != "save"]
-    assert_same(named, exported + folders, not_made_here=sharded | left_by_a_kill)
+    assert_same(named, exported + folders, not_made_here=sharded | left_by_a_kill | {"delta/"})
     copied = files_below(trial.parents[1] / "mirror" / "e" / "t")
     marks = {".copying-global_step_<step>", ".part-<file>"}  # exist only during a copy
     marks.add(".damaged-global_step_<step>")
@@ -211,6 +213,23 @@ def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, gener
     assert json.loads(published.read_bytes())["format_version"] == FORMAT_VERSION
     for path in (published, trial.parents[1] / "dcp" / MANIFEST_NAME):
         assert [key for key in json.loads(path.read_bytes()) if f"`{key}`" not in section(exported)] == []
+
+
+def test_the_files_and_codes_of_a_delta_are_those_in_the_tables(tmp_path: Path) -> None:
+    model, copy, codes = build_reference(tiny_qwen3(vocab_size=5000)), PublishedCopy(), set[str]()
+    for version, every in enumerate((1, 1000, 70, 2)):
+        with torch.no_grad():
+            model.get_input_embeddings().weight.view(-1)[::every].add_(1.0)  # type: ignore[operator]
+        meta = WeightUpdateMeta("disk", str(tmp_path), delta=True)
+        write_version(model, meta, version, copy=copy, extra_files={"weights_probe.json": b"%d" % version})
+        if version:
+            codes |= load_file(version_path(tmp_path, version) / "delta" / "rank_00000.safetensors").keys()
+    delta = version_path(tmp_path, version) / "delta"
+    named = rows("Deltas")
+    assert {name for name in named if name.isalnum()} == {code.rpartition(".")[2] for code in codes} - {"values"}
+    assert_same([name for name in named if not name.isalnum()], files_below(delta))
+    found = fields(json.loads((delta / MANIFEST_NAME).read_bytes()), {"files.": "<file>"})
+    assert [name for name in found if f"`{name.partition('.<')[0]}`" not in section("Deltas")] == []
 
 
 def test_the_fields_of_the_journal_are_those_in_the_table(trial: Path) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,11 @@ MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 3
 """Newest version that this code reads. A folder without files in pieces has version 2."""
 _WITHOUT_PIECES = 2
+
+DELTA_NAME = "delta"
+"""Folder in a published version that holds the changes from the version before, with its own manifest."""
+DELTA_FILES = "files"
+"""Folder in there with the small files that changed."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return parse_manifest(data, path)
 
 
+def manifest_digest(folder: str | os.PathLike[str]) -> str:
+    """Digest of ``manifest.json``, and so of everything that it lists. OSError if it is missing."""
+    return bytes_digest((Path(folder) / MANIFEST_NAME).read_bytes())
+
+
 def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Parse the bytes of a manifest. Errors call the file ``path``. Raises as `read_manifest`."""
     if data[-_SELF_CHECKSUM_BYTES:] != _self_checksum(data[:-_SELF_CHECKSUM_BYTES]):
@@ -148,16 +158,37 @@ def _parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
 def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Compare names and sizes, but not contents, with the manifest, and return the manifest.
 
-    Raises `CheckpointCorruptError` for the first file that is missing, extra, of another size, or not a regular file.
+    The changes in a published version (`has_delta`) are another folder with a manifest, and left out.
+
+    Raises:
+        CheckpointCorruptError: a file is missing, extra, of another size, or not a regular file.
+        CheckpointMismatchError: the folder is a published version that holds changes alone. Nothing is wrong with it.
     """
     manifest = read_manifest(folder)
     compare_listing(list_files(Path(folder)), manifest, folder)
     return manifest
 
 
+def has_delta(manifest: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a folder with this manifest and these files is a published version with changes in `DELTA_NAME`."""
+    return "weight_version" in manifest and f"{DELTA_NAME}/{MANIFEST_NAME}" in names
+
+
+def is_delta_alone(manifest: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether it has no files but these changes."""
+    return has_delta(manifest, names) and {name.partition("/")[0] for name in names} == {MANIFEST_NAME, DELTA_NAME}
+
+
 def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
     """Do the same with the ``sizes`` of a folder's files, including the manifest."""
-    expected, found = manifest["files"], sizes.keys() - {MANIFEST_NAME}
+    expected, found = manifest["files"], set(sizes) - {MANIFEST_NAME}
+    if is_delta_alone(manifest, sizes):
+        raise CheckpointMismatchError(
+            f"{folder} holds only the changes from the version before, in {DELTA_NAME}/: a mirror (holdfast-weights "
+            "mirror) makes the weights from them"
+        )
+    if has_delta(manifest, sizes):
+        found = {name for name in found if not name.startswith(f"{DELTA_NAME}/")}
     if missing := sorted(expected.keys() - found):
         raise CheckpointCorruptError(f"{folder}: file {missing[0]} is missing ({len(missing)} in all)")
     if extra := sorted(found - expected.keys()):
@@ -183,14 +214,16 @@ def list_files(root: Path) -> dict[str, int]:
 
 
 def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Compare names, sizes and bytes with the manifest, and return the manifest.
+    """Compare names, sizes and bytes with the manifest, and return the manifest. The same for the changes in it.
 
-    Raises `CheckpointCorruptError` for the first difference. An OSError (an existing file cannot be read) may be
-    temporary, so it says nothing about the folder.
+    Raises `CheckpointCorruptError` for the first difference, otherwise as `check_listing`. An OSError (an existing file
+    cannot be read) may be temporary, so it says nothing about the folder.
     """
     manifest = check_listing(folder)
     for name, entry in manifest["files"].items():
         verify_file(folder, name, entry)
+    if has_delta(manifest, list_files(Path(folder))):
+        verify_folder(Path(folder) / DELTA_NAME)
     return manifest
 
 

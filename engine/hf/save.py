@@ -11,7 +11,7 @@ mesh, except adapters, and tensors that transformers converts by more than slice
 import heapq
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -140,7 +140,7 @@ def _export_to_url(
     with upload.staging_folder(remote.url, plan.layout.total_bytes, options.staging_folder, group) as staging:
         weights = [file.name for file in plan.layout.files] + [INDEX_NAME] * (plan.layout.index is not None)
         rank_zero_decides(partial(upload.require_absent, remote, weights), group)  # before the weights are written
-        entries = _write_planned(plan, model, staging, options, group)
+        entries = _write_planned(plan, model, staging, options, WeightWriter(staging), group)
         names = [entry.name for entry in entries]
         rank_zero_decides(partial(upload.begin, remote, staging), group)
         all_ranks_succeed_slowly(f"uploading to {remote.url}", partial(upload.put_files, remote, staging, names), group)
@@ -156,17 +156,18 @@ def write_hf(
     *,
     group: dist.ProcessGroup | None = None,
     share_bytes: int | None = None,
-    weights: bool = True,
+    open_writer: Callable[[Path, Layout], WeightWriter] = lambda folder, _: WeightWriter(folder),
 ) -> list[FileEntry]:
     """Write and fsync the files of `save_hf` in an empty folder that every rank sees and that the caller commits.
 
     Returns entries for a manifest. Every file is described by exactly one rank, which may also upload it. The commit
-    must fsync the directories. For ``share_bytes`` see `plan_export`. Without ``weights``, the weight files are
-    described as if they were written, and only rank 0 needs to see the folder.
+    must fsync the directories. For ``share_bytes`` see `plan_export`. Every rank passes its bytes of the weights to the
+    writer that it opens with ``open_writer``, a collective. If that writes no files, only rank 0 needs the folder.
     """
     with all_ranks_succeed(f"preparing {folder}", group):
         plan = plan_export(model, options, get_group_ranks(group), share_bytes=share_bytes)
-    return _write_planned(plan, model, Path(folder), options, group, weights)
+    writer = open_writer(Path(folder), plan.layout)
+    return _write_planned(plan, model, Path(folder), options, writer, group)
 
 
 @dataclass(frozen=True)
@@ -240,13 +241,13 @@ def _write_planned(
     model: PreTrainedModel,
     folder: Path,
     options: HFExportOptions,
+    files: WeightWriter,
     group: dist.ProcessGroup | None,
-    weights: bool = True,
 ) -> list[FileEntry]:
     rank, layout, transfers = get_rank(group), plan.layout, plan.transfers
     merged, model = MergedWeights(model, group), plain_view(model)
     slots, small_files = layout.slots, list[FileEntry]()
-    with WeightWriter(folder if weights else None) as files:
+    with files:
         with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder):
             for file in layout.files if rank == 0 else ():
                 files.create(file)

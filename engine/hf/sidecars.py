@@ -16,7 +16,7 @@ from ...utils.distributed import all_ranks_succeed, rank_zero_decides
 from ...utils.errors import CheckpointNotFoundError
 from ...utils.files import fsync_file, walk_files, write_durably
 from ...utils.logging import get_logger
-from ...utils.manifest import MANIFEST_NAME
+from ...utils.manifest import DELTA_NAME, MANIFEST_NAME
 from ..api import HFExportOptions
 from ..training.unsharded import unsharded_view
 from .dtypes import base_dtype, own_dtypes, set_config_dtype
@@ -52,7 +52,8 @@ def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOption
             part.save_pretrained(folder)
     if options.base_model_path is not None:
         _copy_base_files(Path(options.base_model_path), folder)
-    names = sorted(set(walk_files(folder)) - {file.name for file in layout.files})
+    others = {file.name for file in layout.files}  # of other ranks, as is the folder of changes
+    names = [name for name in walk_files(folder) if name not in others and not name.startswith(f"{DELTA_NAME}/")]
     for name in names:
         fsync_file(folder / name)
     if layout.index is not None:

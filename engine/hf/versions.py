@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,24 @@ from ...utils.atomic_folder import staged_folder
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
 from ...utils.files import as_write_error, remove_or_log
 from ...utils.logging import get_logger
-from ...utils.manifest import FileEntry, file_entries, write_entry, write_manifest
+from ...utils.manifest import (
+    DELTA_FILES,
+    DELTA_NAME,
+    MANIFEST_NAME,
+    FileEntry,
+    file_entries,
+    manifest_digest,
+    read_manifest,
+    write_entry,
+    write_manifest,
+)
 from ...utils.timing import timed
 from ..api import EXPORT_DTYPES, HFExportOptions, WeightUpdateMeta, export_dtype
 from .adapter_folder import WEIGHTS, write_adapters
+from .deltas import DeltaPublication, PublishedCopy
+from .safetensors_layout import Layout
 from .save import write_hf
+from .weight_files import WeightWriter
 
 logger = get_logger(__name__)
 
@@ -45,6 +59,21 @@ def published_versions(root: str | os.PathLike[str]) -> list[int]:
     return sorted(int(match[1]) for entry in os.listdir(root) if (match := _VERSION.fullmatch(entry)))
 
 
+@dataclass(frozen=True)
+class WrittenVersion:
+    """How a version was written.
+
+    Attributes:
+        seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync), in it ``compare``
+            (find and encode changes), and ``commit`` (manifest, rename).
+        figures: ``bytes`` that were written, ``full_bytes`` of a version with all weights, ``delta`` (1 if the version
+            holds changes alone), and ``changed``, the fraction of elements that changed, if they were compared.
+    """
+
+    seconds: Mapping[str, float]
+    figures: Mapping[str, float]
+
+
 def write_version(
     model: PreTrainedModel,
     meta: WeightUpdateMeta,
@@ -55,17 +84,19 @@ def write_version(
     base_model_path: str | None = None,
     base_dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] | None = None,
-) -> dict[str, float]:
+    copy: PublishedCopy | None = None,
+) -> WrittenVersion:
     """Write the weights as ``version`` and remove the same version and newer ones. Every rank of ``group`` calls this.
 
     The arguments are those of `publish_weights`. The manifest of adapters names ``base_dtype`` and their own dtype,
     because a server computes in the dtype of their base. Without ``weights``, a version has only its manifest and small
     files, and only rank 0 needs to see the folder.
-
-    Returns the seconds of ``write`` (gather, cast, digest, write, fsync) and ``commit`` (manifest, rename) here.
     """
     assert meta.path is not None, "the caller names a folder"
     final, facts = version_path(meta.path, version), {"weight_version": version}
+    delta = (
+        DeltaPublication(copy or PublishedCopy(), final, version, meta.anchor_interval, group) if meta.delta else None
+    )
     seconds: dict[str, float] = {}
     if meta.type == "adapter":
         base = next((name for name, dtype in EXPORT_DTYPES.items() if dtype == base_dtype), None)
@@ -73,15 +104,29 @@ def write_version(
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
         with timed(seconds, "write"):
-            own = _write_files(model, staging, meta, group, base_model_path, base_dtype, weights)
+            own, changes = _write_files(model, staging, meta, group, base_model_path, base_dtype, delta, weights)
         written = time.monotonic()
         with all_ranks_succeed(f"describing {final}", group), as_write_error(final):
             if extra_files and get_rank(group) == 0:
                 own += [write_entry(staging, name, data) for name, data in extra_files.items()]
-        entries = gather_objects(own, group)
-        if get_rank(group) == 0:
-            write_manifest(staging, [entry for rank in entries for entry in rank], facts)
-    return seconds | {"commit": time.monotonic() - written}
+        by_rank = gather_objects((own, changes), group)
+        files = [file for theirs, _ in by_rank for file in theirs]
+
+        def seal() -> tuple[str, int]:
+            n_bytes = 0 if delta is None else delta.seal(files, [file for _, theirs in by_rank for file in theirs])
+            write_manifest(staging, files, facts)
+            return f"{version}-{manifest_digest(staging)}", n_bytes
+
+        label, delta_bytes = rank_zero_decides(seal, group)
+    full_bytes = sum(file.bytes for file in files)
+    written_bytes = full_bytes if weights else sum(file.bytes for file in files if not file.pieces)
+    figures = {"bytes": written_bytes, "full_bytes": full_bytes, "delta": 0.0}
+    if delta is not None:
+        delta.commit(label)
+        seconds["compare"] = delta.compare_s
+        figures |= delta.figures
+        figures["bytes"] = delta_bytes + (full_bytes if delta.full else 0)
+    return WrittenVersion(seconds | {"commit": time.monotonic() - written}, figures)
 
 
 def _write_files(
@@ -91,14 +136,21 @@ def _write_files(
     group: dist.ProcessGroup | None,
     base_model_path: str | None,
     base_dtype: torch.dtype | None,
+    delta: DeltaPublication | None,
     weights: bool,
-) -> list[FileEntry]:
+) -> tuple[list[FileEntry], list[FileEntry]]:
+    """Entries of the files that this rank describes, and of its changes."""
     if meta.type == "adapter":
         names = write_adapters(model, folder, HFExportOptions(export_dtype(meta.dtype, None)), group=group)
         with all_ranks_succeed(f"describing {folder}", group), as_write_error(folder):
-            return file_entries(folder, names)
+            return file_entries(folder, names), []
     options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
-    return write_hf(model, folder, options, group=group, share_bytes=_MIN_FILE_BYTES, weights=weights)
+
+    def open_writer(place: Path, layout: Layout) -> WeightWriter:
+        return WeightWriter(place if weights else None) if delta is None else delta.open(place, layout)
+
+    entries = write_hf(model, folder, options, group=group, share_bytes=_MIN_FILE_BYTES, open_writer=open_writer)
+    return entries, [] if delta is None else delta.settle()
 
 
 def holds_adapters(manifest: Mapping[str, Any]) -> bool:
@@ -117,12 +169,37 @@ def _clear(final: Path, version: int) -> None:
 
 
 def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
-    """Remove all versions except the ``keep`` newest and the folders in ``spare``. A failure is only logged."""
+    """Remove old versions except the ``keep`` newest and the folders in ``spare``. A failure is only logged.
+
+    The newest version with weight files stays, too, and all versions after it, because they are made from it.
+    """
     try:
-        old = published_versions(root)[:-keep]
+        versions = published_versions(root)
+        full = [version for version in versions if not holds_delta_alone(version_path(root, version))]
     except OSError as error:
         logger.warning("cannot list %s to delete old versions: %s", root, error)
         return
-    for path in [version_path(root, version) for version in old]:
+    for path in [version_path(root, version) for version in versions[:-keep] if not full or version < full[-1]]:
         if path not in spare:
             remove_or_log(path)
+
+
+def holds_delta_alone(folder: str | os.PathLike[str]) -> bool:
+    """Whether a published folder holds only the changes from the version before."""
+    changes = Path(folder) / DELTA_NAME / MANIFEST_NAME
+    return changes.is_file() and set(os.listdir(folder)) == {DELTA_NAME, MANIFEST_NAME}
+
+
+def published_file(folder: str | os.PathLike[str], name: str) -> Path:
+    """Path of a small file of a published version, which may be in a version before if this one holds changes alone.
+
+    If the version has no such file, the path where it would be.
+    """
+    here = Path(folder)
+    if not holds_delta_alone(here) or name not in read_manifest(here)["files"]:
+        return here / name
+    while holds_delta_alone(here):
+        if (changed := here / DELTA_NAME / DELTA_FILES / name).exists():
+            return changed
+        here = version_path(here.parent, read_manifest(here / DELTA_NAME)["base"]["version"])
+    return here / name

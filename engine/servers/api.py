@@ -7,12 +7,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ...utils.config import require_range
-from ...utils.files import bytes_digest
-from ...utils.manifest import MANIFEST_NAME
+from ...utils.manifest import manifest_digest
 from ..api import InferenceServer
 
 StopReason = Literal["stop", "length"]
@@ -167,7 +165,7 @@ def server_stats(reports: Iterable[ServerReport]) -> dict[str, float]:
 
 def weights_label(folder: str | os.PathLike[str], version: int) -> str:
     """Label of a server that serves the published ``folder``: ``<version>-<digest of the manifest>``."""
-    return f"{version}-{bytes_digest((Path(folder) / MANIFEST_NAME).read_bytes())}"
+    return f"{version}-{manifest_digest(folder)}"
 
 
 def labelled_version(label: str | None) -> int | None:

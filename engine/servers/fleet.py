@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from itertools import repeat
@@ -27,7 +27,7 @@ from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
 from ..api import AdapterServer, DistributedServer
-from ..hf.versions import holds_adapters
+from ..hf.versions import holds_adapters, holds_delta_alone
 from .api import ServerReport, ServerState, server_stats, weights_label
 from .fleet_member import FleetMember, PublishedFolder, S
 from .stream import WeightStream
@@ -35,14 +35,22 @@ from .stream import WeightStream
 logger = get_logger(__name__)
 
 _SILENCE_S = 10.0  # A server is gone if a status request takes longer. A busy server may take some seconds.
-_NEEDED: dict[str, tuple[type, str]] = {
-    "xccl": (DistributedServer, "cannot be sent weights; publish with WeightUpdateMeta type 'disk'"),
+_NEEDED: dict[str, tuple[Callable[[object], bool], str]] = {
+    "xccl": (
+        lambda server: isinstance(server, DistributedServer),
+        "cannot be sent weights; publish with WeightUpdateMeta type 'disk'",
+    ),
     "adapter": (
-        AdapterServer,
+        lambda server: isinstance(server, AdapterServer),
         "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta type 'disk'",
     ),
+    "delta": (
+        lambda server: getattr(server, "mirror", None) is not None,
+        "has no mirror, which makes weights from changes; give the client its URL (mirror='http://host:9000'), or "
+        "publish without delta",
+    ),
 }
-"""Type of an update -> the protocol of a server that supports it, and the problem if it does not."""
+"""Type of an update -> whether a server supports it, and the problem if it does not."""
 
 
 class ServerFleet(Generic[S]):
@@ -110,10 +118,11 @@ class ServerFleet(Generic[S]):
 
         Raises:
             ConfigError: ``min_servers`` exceeds the number of servers, the folder has another version, or a server
-                cannot receive weights or takes no adapters.
+                cannot receive weights, takes no adapters, or has no mirror for a folder of changes.
             CheckpointCorruptError: there is no published folder.
             WorkerLost: too few servers confirmed, and one of the others lost its worker.
-            PublishError: too few servers confirmed. The message names the others and their errors.
+            PublishError: the folder cannot be read, or too few servers confirmed. The message names the others and
+                their errors.
         """
         needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
         if stream is not None:
@@ -161,10 +170,10 @@ class ServerFleet(Generic[S]):
                     member.want(None)
 
     def require_support(self, update_type: str) -> None:
-        """Raise ConfigError if a server cannot be updated by this `WeightUpdateMeta.type`."""
-        protocol, problem = _NEEDED.get(update_type, (object, ""))
+        """Raise ConfigError if a server cannot be updated by this `WeightUpdateMeta.type`, or from a ``"delta"``."""
+        supports, problem = _NEEDED.get(update_type, (lambda _: True, ""))
         for member in self._members:
-            if not isinstance(member.server, protocol):
+            if not supports(member.server):
                 raise ConfigError(f"inference server {member.name}, a {type(member.server).__name__}, {problem}")
 
     def may_check_content(self) -> bool:
@@ -243,12 +252,15 @@ class ServerFleet(Generic[S]):
 
 
 def _published(path: str | PathLike[str], version: int, sent: bool, timeout_s: float) -> PublishedFolder:
-    manifest = read_manifest(path)
+    try:
+        manifest, label, changes = read_manifest(path), weights_label(path, version), holds_delta_alone(path)
+    except OSError as error:
+        raise PublishError(f"{path} cannot be read: {error}; no server was told. Publish again") from error
     if (found := manifest.get("weight_version")) != version:
         raise ConfigError(f"{path} holds weight version {found}; it was to be published as version {version}")
-    update_type = "xccl" if sent else "adapter" if holds_adapters(manifest) else "disk"
+    update_type = "xccl" if sent else "adapter" if holds_adapters(manifest) else "delta" if changes else "disk"
     on_disk = not sent or any(Path(path).glob("*.safetensors"))
-    return PublishedFolder(fspath(path), version, weights_label(path, version), update_type, timeout_s, on_disk)
+    return PublishedFolder(fspath(path), version, label, update_type, timeout_s, on_disk)
 
 
 def _wait(

@@ -34,7 +34,7 @@ class PublishedFolder:
     path: str
     version: int
     label: str  # `weights_label` of the folder
-    type: str  # see `WeightUpdateMeta.type`
+    type: str  # see `WeightUpdateMeta.type`. "delta": it holds changes alone
     timeout_s: float  # time limit of one server
     on_disk: bool = True  # whether it has the weights, or only describes weights that are sent
 

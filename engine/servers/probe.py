@@ -17,7 +17,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ import torch
 from ...utils.config import require_choice
 from ...utils.errors import PublishError
 from ...utils.manifest import read_manifest
-from ..hf.versions import holds_adapters
+from ..hf.versions import holds_adapters, published_file
 from ..training.logprobs import token_logprobs
 
 PROBE_NAME = "weights_probe.json"
@@ -52,7 +51,7 @@ class WeightsProbe:
 
 def read_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
     """Read the probe of a published folder. None if there is none, and PublishError if it is damaged."""
-    path = Path(folder) / PROBE_NAME
+    path = published_file(folder, PROBE_NAME)
     try:
         probe = WeightsProbe(**json.loads(path.read_bytes()))
         require_choice("dtype", probe.dtype, DTYPES)
@@ -140,6 +139,6 @@ def content_problem(now: CheckedAnswer, before: CheckedAnswer | None) -> str | N
 def _stored_dtype(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> str:
     """Coarsest stored dtype, by the config of a model or the manifest of adapters and their base. Else float32."""
     if not holds_adapters(manifest):
-        manifest = json.loads((Path(folder) / "config.json").read_bytes())
+        manifest = json.loads(published_file(folder, "config.json").read_bytes())
     named = (manifest.get(key) for key in ("dtype", "base_dtype"))
     return max((dtype for dtype in named if dtype in _LIMITS), key=DTYPES.index, default=DTYPES[0])

@@ -9,7 +9,7 @@ computed and the manifest is written, so that a version has the same label whate
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ...utils.timing import timed
 from ..api import HFExportOptions, InferenceServer, WeightUpdateMeta, export_dtype
 from ..hf.adapter_folder import require_adapters
 from ..hf.buckets import WeightGatherer
+from ..hf.deltas import PublishedCopy
 from ..hf.versions import delete_old, version_path, write_version
 from .api import ServerReport, server_stats
 from .fleet import ServerFleet
@@ -43,19 +44,24 @@ class PublishedWeights:
         path, version: folder and number of the version. If `WeightUpdateMeta` has no ``path``, a temporary folder of
             rank 0 without weights.
         seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync), ``commit``
-            (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``. With type ``"xccl"``, ``tell``
-            contains ``gather`` (cast, collect on rank 0). An engine adds ``probe`` (`probe_weights`).
+            (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``. With deltas, ``write`` includes
+            ``compare``. With type ``"xccl"``, ``tell`` includes ``gather`` (cast, collect on rank 0). An engine adds
+            ``probe`` (`probe_weights`).
         servers: report on each server, on every rank.
+        figures: see `WrittenVersion`.
     """
 
     path: Path
     version: int
     seconds: Mapping[str, float]
     servers: tuple[ServerReport, ...]
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def stats(self) -> dict[str, float]:
-        """Statistics: ``publish_<phase>_s`` and `server_stats`."""
-        return {f"publish_{phase}_s": seconds for phase, seconds in self.seconds.items()} | server_stats(self.servers)
+        """Statistics: ``publish_<phase>_s``, ``publish_<figure>`` and `server_stats`."""
+        stats = {f"publish_{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        stats |= {f"publish_{name}": figure for name, figure in self.figures.items()}
+        return stats | server_stats(self.servers)
 
 
 def publish_weights(
@@ -67,6 +73,7 @@ def publish_weights(
     base_model_path: str | None = None,
     base_dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] | None = None,
+    copy: PublishedCopy | None = None,
 ) -> PublishedWeights:
     """Write the weights as ``version``, have the servers load them, and delete old versions. All ranks call it.
 
@@ -83,11 +90,14 @@ def publish_weights(
         base_model_path: folder whose tokenizer and other files are copied.
         base_dtype: stored dtype if ``meta.dtype`` is None. None: the dtype of each parameter.
         extra_files: name -> contents of additional files under the manifest. Rank 0's are written.
+        copy: with ``meta.delta``, the object that this rank passed to the publication before. An engine keeps it. None:
+            all weights are written.
 
     Raises:
         CheckpointWriteError: a rank could not write. No server was told.
-        ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type``, there is none to send weights
-            to, or the model has no adapters to publish, nothing was written.
+        ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type`` or has no mirror for
+            ``meta.delta``, there is none to send weights to, or the model has no adapters to publish, nothing was
+            written.
         PublishError, WorkerLost: see `ServerFleet.update`. Raised on every rank.
     """
     seconds: dict[str, float] = {}
@@ -96,25 +106,26 @@ def publish_weights(
             fleet = open_fleet(servers, group, probe_interval_s=None)
             if meta.type == "adapter":
                 require_adapters(model)
-            fleet.require_support(meta.type)
+            fleet.require_support("delta" if meta.delta else meta.type)
             if meta.type == "xccl" and get_rank(group) == 0 and not fleet.states():
                 raise ConfigError(
                     "WeightUpdateMeta type 'xccl' sends the weights to the servers of rank 0, which has none; give it "
                     "their clients, or publish with type 'disk'"
                 )
         fleet.withdraw(version)
-        written = meta.path is not None
         root = meta.path or rank_zero_decides(fleet.scratch_folder, group)
-        seconds |= write_version(
+        written = write_version(
             model,
             replace(meta, path=root),
             version,
             group,
-            weights=written,
+            weights=meta.path is not None,
             base_model_path=base_model_path,
             base_dtype=base_dtype,
             extra_files=extra_files,
+            copy=copy,
         )
+        seconds |= written.seconds
         path = version_path(root, version)
         with timed(seconds, "tell"):
             if meta.type == "xccl":
@@ -125,7 +136,7 @@ def publish_weights(
                 )
         rank_zero_decides(lambda: delete_old(root, meta.keep, fleet.folders_in_use()), group)
     logger.info("published weight version %d to %s in %.3f s", version, path, seconds["total"])
-    return PublishedWeights(path, version, seconds, tuple(reports))
+    return PublishedWeights(path, version, seconds, tuple(reports), written.figures)
 
 
 def _send(
@@ -186,6 +197,7 @@ class ServerConnection:
         self._own: ServerFleet | None = None
         self._meta: WeightUpdateMeta | None = None
         self._probe: WeightsProbe | None = None  # of offloaded weights
+        self._copy = PublishedCopy()
 
     def connect(self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta) -> None:
         """Publish to ``servers`` as ``meta`` says, from now on."""
@@ -208,7 +220,7 @@ class ServerConnection:
             probe = self._probe if "weights" in engine.offloaded else self._compute_probe(engine, fleet)
         extra = {} if probe is None else {PROBE_NAME: probe.encode()}
         folder = str(engine.model_folder)
-        done = publish_weights(model, meta, version, fleet, group, folder, engine.base_dtype, extra)
+        done = publish_weights(model, meta, version, fleet, group, folder, engine.base_dtype, extra, self._copy)
         total_s = seconds["probe"] + done.seconds["total"]
         return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
 

@@ -75,6 +75,10 @@ class Folder:
         """Whether the folder holds this file."""
         return name in self.sizes()
 
+    def inside(self, name: str) -> "Folder":
+        """A folder in this one."""
+        return Folder(self._here / name)
+
     def manifest(self) -> dict[str, Any]:
         """Read the manifest, and compare it with the names and sizes of the files. Raises as `check_listing`."""
         manifest = self.read_manifest()
@@ -96,6 +100,7 @@ class UrlFolder(Folder):
     def __init__(self, url: str) -> None:
         from ...utils.remote import RemoteFolder
 
+        self._url = url.rstrip("/")
         self._remote = RemoteFolder(url, error=MirrorError, **_AT_A_URL)
         self.where, self.path = self._remote.url, None
 
@@ -111,6 +116,10 @@ class UrlFolder(Folder):
         if (data := self._remote.read(name)) is None:
             raise CheckpointCorruptError(f"{self.where}/{name} is missing")
         return data
+
+    def inside(self, name: str) -> Folder:
+        """See `Folder.inside`."""
+        return UrlFolder(f"{self._url}/{name}")
 
     def read_manifest(self) -> dict[str, Any]:
         """See `Folder.read_manifest`."""

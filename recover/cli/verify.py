@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ...utils.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MirrorError
-from ...utils.manifest import MANIFEST_NAME
+from ...utils.manifest import DELTA_NAME, MANIFEST_NAME, has_delta, is_delta_alone
 from ...utils.processes import MOST_READING_THREADS
 from ...utils.remote import FETCH_FIRST
 from ..info import INFO_NAME
@@ -21,6 +21,7 @@ from .output import DAMAGED, json_option, print_json, print_table, size_text
 from .runs import Run, is_url, local_path, names_generation, read_generation
 
 CONFIG = "config.json"
+_CHANGES = f"{DELTA_NAME}/{MANIFEST_NAME}"
 
 
 @click.command("verify", short_help="Compare every byte with its digest.")
@@ -32,8 +33,9 @@ CONFIG = "config.json"
 def verify_command(ctx: click.Context, where: str, threads: int | None, as_json: bool) -> None:
     """Check a generation GEN, all generations of RUN, or a Hugging Face folder HF for damage.
 
-    Generations and published weights hold a digest of every file, and every byte is compared with it. Other Hugging
-    Face folders have no digests: only the headers of the weight files are compared with the files and the index.
+    Generations and published weights hold a digest of every file, and every byte is compared with it. This includes
+    versions that hold only the changes from the one before. Other Hugging Face folders have no digests: only the
+    headers of the weight files are compared with the files and the index.
 
     The exit code is 1 if anything is damaged.
     """
@@ -52,9 +54,9 @@ def verify_command(ctx: click.Context, where: str, threads: int | None, as_json:
 def _reports(where: str, threads: int | None) -> list[dict[str, Any]]:
     if names_generation(where):
         return [read_generation(where, partial(_verify, threads=threads))]
-    if is_url(where) or (local_path(where) / CONFIG).is_file():
+    if is_url(where) or any((local_path(where) / name).is_file() for name in (CONFIG, _CHANGES)):
         folder = UrlFolder(where.rstrip("/")) if is_url(where) else Folder(local_path(where))
-        if folder.path is not None or folder.has(CONFIG):
+        if folder.path is not None or folder.has(CONFIG) or folder.has(_CHANGES):
             return [_verify(folder, threads)]
     run = Run(where)
     if not (steps := run.steps()):
@@ -98,13 +100,27 @@ def find_damage(folder: Folder, files: Mapping[str, Any], threads: int | None = 
 
 
 def _verify_digests(folder: Folder, threads: int | None, report: dict[str, Any]) -> None:
+    manifest, sizes = folder.read_manifest(), folder.sizes()
+    if has_delta(manifest, sizes):
+        changes = folder.inside(DELTA_NAME)
+        facts = changes.manifest()
+        problems = _compare(changes, facts["files"], threads, report)
+        report["problems"] += [f"{DELTA_NAME}/{problem}" for problem in problems]
+        if is_delta_alone(manifest, sizes):
+            report["changes_from"] = facts["base"]["label"]
+            return
     files = folder.manifest()["files"]
-    report["files"], report["bytes"] = len(files), sum(entry["bytes"] for entry in files.values())
-    report["problems"] += find_damage(folder, files, threads)
+    report["problems"] += _compare(folder, files, threads, report)
     if INFO_NAME in files and not report["problems"]:
         step = folder.info().last_step_info.global_step
         if folder.name.startswith("global_step_") and folder.name != f"global_step_{step}":
             report["problems"].append(f"it was renamed: it holds step {step}")
+
+
+def _compare(folder: Folder, files: Mapping[str, Any], threads: int | None, report: dict[str, Any]) -> list[str]:
+    report["files"] += len(files)
+    report["bytes"] += sum(entry["bytes"] for entry in files.values())
+    return find_damage(folder, files, threads)
 
 
 def _verify_export(folder: Folder, report: dict[str, Any]) -> None:
@@ -123,6 +139,8 @@ def _verify_export(folder: Folder, report: dict[str, Any]) -> None:
 def _row(report: dict[str, Any]) -> list[str]:
     rate = report["bytes"] / max(report["seconds"], 1e-9)
     sound = "sound" if report["digests"] else "whole (it has no digests)"
+    if base := report.get("changes_from"):
+        sound += f", holds the changes from version {base.partition('-')[0]}"
     problems = [re.sub(r" has digest .*", " is not what was written", problem) for problem in report["problems"]]
     return [
         report["where"].rpartition("/")[2],

@@ -1,4 +1,4 @@
-"""Scenarios during which faults are injected: snapshots of two ranks, an export, a publication, a copy to a mirror.
+"""Scenarios during which faults are injected: snapshots of two ranks, an export, publications, a copy to a mirror.
 
 A scenario is built once, in its own folder, by an undisturbed run. Every fault is injected into a copy of that folder:
 new ranks `arm` (build engines, resume, train a step) and then perform the scenario's action under a `Shim`. Then new
@@ -19,15 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from holdfast.engine import WeightUpdateMeta, save_hf
+from holdfast.engine import PublishedCopy, WeightUpdateMeta, save_hf
 from holdfast.engine.hf.versions import published_versions, version_path
+from holdfast.engine.memory.tensors import local_tensor
 from holdfast.engine.servers.publish import publish_weights
 from holdfast.recover import GenerationStore
 from holdfast.recover.storage.generations import Generation
 from holdfast.recover.storage.mirror import Mirror
 from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import CheckpointExistsError
-from holdfast.utils.manifest import verify_folder
+from holdfast.utils.manifest import MANIFEST_NAME, verify_folder
+from tests.engine.hf.delta_reader import files_of_version
 from tests.faults.snapshots import Action, Resume, Snapshot, Tree, tree
 
 
@@ -166,6 +168,90 @@ class Publication:
         return publish_weights(model, meta, version, [Server()], base_model_path=self.model).path
 
 
+class MirroredServer:
+    """A server with a mirror that makes the files of a version from deltas, and compares them with its manifest."""
+
+    mirror = "http://127.0.0.1:9000"
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        """Return the version if its files can be made."""
+        files_of_version(Path(path).parent, version)
+        return version
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Publish version 3 as the changes from 2, which is a delta from 1.
+
+    Attributes:
+        model: folder with config and tokenizer, from `write_model_folder`.
+        wanted: version -> files of its folder, and in 0 those of a full version 3.
+    """
+
+    model: str
+    name: str = "delta"
+    wanted: dict[int, Tree] = field(default_factory=dict)
+
+    def build(self, rank: int, root: str) -> dict[int, Tree]:
+        """Publish 1 and 2 in their place, and all next to the root to learn their bytes."""
+        self._publish_first(root)
+        copy = self._publish_first(reference := f"{root}.reference")
+        wanted = {3: tree(self._publish(reference, 3, copy))}
+        assert sorted(wanted[3]) == [
+            "delta/manifest.json",
+            *(f"delta/rank_0000{n}.safetensors" for n in (0, 1)),
+            MANIFEST_NAME,
+        ]
+        wanted |= {version: tree(version_path(f"{root}/weights", version)) for version in (1, 2)}
+        return wanted | {0: tree(self._publish(reference, 3, PublishedCopy()))}
+
+    def learn(self, built: list[dict[int, Tree]]) -> "Delta":
+        return replace(self, wanted=built[0])
+
+    def arm(self, rank: int, root: str) -> Action:
+        """Publish 1 and 2 again, so that this process has their bytes. The action publishes 3."""
+        copy = self._publish_first(root)
+        return partial(self._publish, root, 3, copy, self._trained(3))
+
+    def check(self, rank: int, root: str) -> bool:
+        """Check the bytes of all visible versions, and publish 3, for which these processes have no base."""
+        folder = Path(root) / "weights"
+        before = published_versions(folder)
+        assert before in ([1, 2], [1, 2, 3])
+        for version in before:
+            assert tree(version_path(folder, version)) == self.wanted[version], f"version {version} is torn"
+        if rank == 0:
+            files_of_version(folder, before[-1])
+        dist.barrier()  # all ranks have looked
+        self._publish(root, 3, PublishedCopy())
+        assert sorted(os.listdir(folder)) == ["v00000002", "v00000003"]
+        assert tree(version_path(folder, 3)) == self.wanted[0]
+        return 3 in before
+
+    def _publish_first(self, root: str) -> PublishedCopy:
+        copy = PublishedCopy()
+        for version in (1, 2):
+            self._publish(root, version, copy)
+        return copy
+
+    def _trained(self, version: int) -> Any:
+        return change_a_little(sharded_model(self.model, 0), version)
+
+    def _publish(self, root: str, version: int, copy: PublishedCopy, model: Any = None) -> Path:
+        model = self._trained(version) if model is None else model
+        meta = WeightUpdateMeta("disk", f"{root}/weights", keep=2, delta=True)
+        servers: Any = [MirroredServer()]
+        return publish_weights(model, meta, version, servers, base_model_path=self.model, copy=copy).path
+
+
+def change_a_little(model: Any, amount: float) -> Any:
+    """Add ``amount`` to the first elements of each parameter on this rank. Returns the model."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_tensor(parameter).view(-1)[:2].add_(amount)
+    return model
+
+
 @dataclass(frozen=True)
 class MirrorCopy:
     """Rank 0 copies the newer of two snapshots to a folder with a copy of the older one, which is then deleted.
@@ -232,7 +318,7 @@ def sharded_model(folder: str, seed: int) -> Any:
 
 SCENARIOS = ("first snapshot", "snapshot that retires", "export", "publication")
 """Names for `make_scenario` of everything that all ranks write together."""
-EVERY = (*SCENARIOS, "mirror copy", "resume")
+EVERY = (*SCENARIOS, "delta", "mirror copy", "resume")
 """All names for `make_scenario`."""
 
 
@@ -247,6 +333,8 @@ def make_scenario(name: str, model: str) -> Scenario:
             return Export(model)
         case "publication":
             return Publication(model)
+        case "delta":
+            return Delta(model)
         case "mirror copy":
             return MirrorCopy()
         case "resume":

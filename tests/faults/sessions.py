@@ -14,14 +14,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from holdfast.engine import WeightUpdateMeta, save_hf
+from holdfast.engine import PublishedCopy, WeightUpdateMeta, save_hf
 from holdfast.engine.hf.versions import published_versions, version_path
 from holdfast.engine.servers.publish import publish_weights
 from holdfast.recover import GenerationStore
 from holdfast.utils.distributed import is_write_failure
-from holdfast.utils.errors import CheckpointWriteError, PeerError
+from holdfast.utils.errors import CheckpointWriteError, PeerError, PublishError
 from holdfast.utils.manifest import verify_folder
-from tests.faults.scenarios import sharded_model
+from tests.engine.hf.delta_reader import files_of_version
+from tests.faults.scenarios import MirroredServer, change_a_little, sharded_model
 from tests.faults.snapshots import Trainee, Tree, tree
 from tests.recover.runs import hidden, make_handler, names, step_info
 
@@ -151,15 +152,22 @@ class _ModelSession(ABC):
     def attempt(self) -> bool:
         """Change the weights and write them."""
         self.number += 1
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(1.5)
+        self.train()
         try:
             self.write()
         except (CheckpointWriteError, PeerError) as error:
             assert is_write_failure(error), error
             return False
+        except PublishError as error:  # the version is there, but rank 0 could not read it again
+            assert "cannot be read" in str(error), error
+            return False
         return True
+
+    def train(self) -> None:
+        """Change the weights."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.5)
 
     @abstractmethod
     def write(self) -> None:
@@ -216,18 +224,48 @@ class PublicationSession(_ModelSession):
         meta = WeightUpdateMeta("disk", str(self.root), keep=self.KEEP)
         publish_weights(self.model, meta, self.number, [Reader()], base_model_path=self.base)
 
+    def verify(self, folder: Path) -> None:
+        """Check a version."""
+        assert verify_folder(folder)["weight_version"] == self.number
+
     def survey(self, done: bool, tidy: bool = True) -> None:
         """Verify all versions."""
         if self.rank == 0:
             visible = [version_path(self.root, version).name for version in published_versions(self.root)]
             name = Path(self.newest).name
             for fresh in self.known.look(self.root, visible, self.KEEP, name, done):
-                assert verify_folder(self.root / fresh)["weight_version"] == self.number
+                self.verify(self.root / fresh)
             left = [e for e in os.listdir(self.root) if e[0] == "." and not e.startswith(REMOVING)]
             assert not (tidy and left), f"left behind: {left}"
 
 
-SESSIONS: dict[str, Any] = {"snapshot": SnapshotSession, "export": ExportSession, "publication": PublicationSession}
+class DeltaSession(PublicationSession):
+    """Publish versions that hold the changes from the one before, and all weights after every second of them."""
+
+    folder = "deltas"
+
+    def __init__(self, rank: int, root: str, model: str) -> None:
+        super().__init__(rank, root, model)
+        self.copy = PublishedCopy()
+
+    def train(self) -> None:
+        change_a_little(self.model, 1.0)
+
+    def write(self) -> None:
+        meta = WeightUpdateMeta("disk", str(self.root), keep=self.KEEP, delta=True, anchor_interval=2)
+        servers: Any = [MirroredServer()]
+        publish_weights(self.model, meta, self.number, servers, base_model_path=self.base, copy=self.copy)
+
+    def verify(self, folder: Path) -> None:
+        files_of_version(self.root, self.number)
+
+
+SESSIONS: dict[str, Any] = {
+    "snapshot": SnapshotSession,
+    "export": ExportSession,
+    "publication": PublicationSession,
+    "delta": DeltaSession,
+}
 """Name -> constructor with ``(rank, root, model)``."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.cuda import nccl
 
 from holdfast.engine.servers.nccl import NcclGroup
 from holdfast.utils.files import bytes_digest
@@ -33,7 +34,6 @@ def real_gpus(two_gpus: Machine) -> None:
 def _receive(told: dict[str, Any], sizes: tuple[int, ...], hang: bool, pipe: Connection) -> None:
     """Join as PyNccl does, receive buckets, and answer with their digests. With ``hang``, receive only the first."""
     torch.cuda.set_device(1)
-    nccl = torch.cuda.nccl
     comm = nccl.init_rank(told["world_size"], base64.b64decode(told["nccl_unique_id_b64"]), told["rank_offset"])
     warm = torch.zeros(1, device="cuda")
     nccl.all_reduce([warm], [warm], comms=[comm])

@@ -6,13 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from holdfast.engine import PublishedCopy, WeightUpdateMeta
+from holdfast.engine.hf.versions import version_path, write_version
 from holdfast.recover.cli.folders import Folder
 from holdfast.recover.cli.runs import Run, read_generation
 from holdfast.recover.storage.generations import GenerationStore
 from holdfast.utils.errors import CheckpointNotFoundError
 from holdfast.utils.files import file_digest, remove_folder
 from holdfast.utils.manifest import read_manifest
+from tests.engine.hf_models import tiny_model
 from tests.recover.cli.commands import answer, flip_byte, holdfast
 
 pytestmark = pytest.mark.timeout(120)
@@ -180,6 +184,33 @@ def test_a_flipped_byte_in_the_small_files_is_found_by_all_who_read_them(name: s
         options = ("--to", run / "x") if command == "export" else ()
         assert holdfast(command, f"{run}@7", *options)[0] == 1
     assert not (run / "x").exists()
+
+
+def test_verify_takes_published_versions_with_and_without_changes(tmp_path: Path) -> None:
+    model, copy = tiny_model("llama"), PublishedCopy()
+    for version in range(3):
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[:2].add_(1.0)
+        meta = WeightUpdateMeta("disk", str(tmp_path), delta=True, anchor_interval=1)
+        write_version(model, meta, version, copy=copy)
+    full, changes, anchor = (version_path(tmp_path, version) for version in range(3))
+    found = {folder: answer("verify", folder)["folders"][0] for folder in (full, changes, anchor)}
+    assert all(report["problems"] == [] and report["digests"] for report in found.values())
+    assert found[changes]["changes_from"].startswith("0-xxh3_128:") and "changes_from" not in found[anchor]
+    assert found[changes]["files"] == 1 and found[anchor]["files"] == found[full]["files"] + 1
+    assert "sound, holds the changes from version 0" in holdfast("verify", changes)[1]
+    (at_a_url,) = answer("verify", f"file://{changes}")["folders"]
+    assert at_a_url["changes_from"] == found[changes]["changes_from"] and at_a_url["problems"] == []
+    (at_a_url,) = answer("verify", f"file://{full}")["folders"]
+    assert at_a_url["bytes"] == found[full]["bytes"] and at_a_url["problems"] == []
+    for folder in (changes, anchor):
+        flip_byte(folder / "delta" / "rank_00000.safetensors", -1)
+        (report,) = answer("verify", folder, code=1)["folders"]
+        assert report["problems"][0].startswith("delta/rank_00000.safetensors has digest")
+    flip_byte(full / "model.safetensors", -1)
+    assert answer("verify", full, code=1)["folders"][0]["problems"][0].startswith(
+        "model.safetensors has digest xxh3_128t"
+    )
 
 
 def test_verify_finds_a_weight_file_that_was_cut_in_an_export(run: Path) -> None:

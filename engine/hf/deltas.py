@@ -1,0 +1,260 @@
+"""Versions that hold only the changes from the version before: what this rank published last, and one publication.
+
+Every rank keeps the bytes that it wrote last in host memory (`PublishedCopy`) and compares each piece with them when it
+writes the next version. A version that is only a delta has no weight files. Mirrors next to the servers make them from
+the version before, byte for byte, and compare them with the digests in the manifest, which every rank computed from the
+whole pieces.
+
+Cost: the bytes of the rank's share of an export in host memory, and about a second for each GB of it on one core.
+"""
+
+import math
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from ...utils.distributed import all_ranks_succeed, gather_numbers, gather_objects, get_rank, get_world_size
+from ...utils.files import as_write_error, bytes_digest
+from ...utils.logging import get_logger
+from ...utils.manifest import (
+    DELTA_FILES,
+    DELTA_NAME,
+    FORMAT_VERSION,
+    FileEntry,
+    manifest_digest,
+    read_manifest,
+    write_entry,
+    write_manifest,
+)
+from ...utils.pieces import Piece
+from .delta_file import DeltaFile, unsigned
+from .safetensors_layout import Layout, TensorSlot
+from .weight_files import WeightWriter
+
+logger = get_logger(__name__)
+
+_MOST_OF_FULL = 0.5  # a larger delta is not worth it
+_MOST_UNFIT = 2  # publications in a row with larger deltas, after which no more are tried
+
+
+@dataclass(frozen=True)
+class Base:
+    """The version that a `PublishedCopy` holds, and how it was published."""
+
+    path: str
+    version: int
+    label: str  # ``<version>-<digest of its manifest>``
+    layout: str  # digest of the names and headers of all weight files
+    world_size: int
+    deltas: int  # versions without weight files since the last one with them
+    unfit: int  # publications in a row, up to this one, whose changes were too large
+
+
+class PublishedCopy:
+    """The bytes that this rank published last, piece by piece. Pass the same object to each publication.
+
+    It is valid for one version in one folder. If a publication fails on any rank, it is invalid, and the next version
+    has all weights.
+    """
+
+    def __init__(self) -> None:
+        self.base: Base | None = None
+        self.given_up = False
+        self._pieces: list[tuple[str, Piece, np.ndarray]] = []
+        self._at = 0
+
+    def begin(self) -> None:
+        """Begin a publication. The copy is invalid until ``base`` is set again."""
+        self.base, self._at = None, 0
+
+    def swap(self, file: str, piece: Piece, new: np.ndarray) -> np.ndarray | None:
+        """Keep ``new``, the elements of the next piece. Returns a mask of those that differ from the previous ones.
+
+        None if the previous publication had another piece at this point.
+        """
+        at, self._at = self._at, self._at + 1
+        if at < len(self._pieces) and self._pieces[at][:2] == (file, piece) and self._pieces[at][2].dtype == new.dtype:
+            kept = self._pieces[at][2]
+            changed = new != kept
+            np.copyto(kept, new)
+            return changed
+        self._pieces[at:] = [(file, piece, new.copy())]
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all pieces of the previous publication were swapped in this one."""
+        return self._at == len(self._pieces)
+
+    def write_into(self, files: WeightWriter) -> None:
+        """Write all pieces."""
+        for file, piece, values in self._pieces:
+            files.put(file, piece, values.view(np.uint8).data)
+
+    def give_up(self) -> None:
+        """Free the copy. No later version is a delta."""
+        self._pieces, self.given_up = [], True
+
+
+class DeltaPublication:
+    """One publication that may be a delta. All ranks of ``group`` call each method.
+
+    Args:
+        copy: what this rank published last.
+        final: folder of the new version, next to the folders of the other versions.
+        version: number of the new version.
+        anchor_interval: number of deltas after which a version has weight files again. 0: never for this reason.
+        group: control group.
+
+    Attributes:
+        base: the version that the changes are from. None: the version has no delta.
+        full: whether the version has weight files.
+        n_changed: number of elements that changed, on all ranks. None: they were not compared.
+        compare_s: seconds of comparing and encoding on this rank.
+    """
+
+    def __init__(
+        self, copy: PublishedCopy, final: Path, version: int, anchor_interval: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._copy, self._final, self._version = copy, final, version
+        self._anchor_interval, self._group = anchor_interval, group
+        self.base: Base | None = None
+        self.full = True
+        self.n_changed: int | None = None
+        self.compare_s = 0.0
+        self._torn, self._unfit = False, 0
+
+    def open(self, folder: Path, layout: Layout) -> WeightWriter:
+        """Decide whether the staged ``folder`` gets weight files, and open the writer of this rank."""
+        self._folder, self._layout = folder, layout
+        self._file = DeltaFile(folder / DELTA_NAME, f"rank_{get_rank(self._group):05d}.safetensors")
+        self._names = {(s.file, s.offset): key for key, s in layout.slots.items() if 0 not in s.shape}
+        bases = gather_objects(self._usable_base(), self._group)
+        self.base = bases[0] if all(base == bases[0] for base in bases) else None
+        self.full = self.base is None or 0 < self._anchor_interval <= self.base.deltas
+        self._copy.begin()
+        return WeightWriter(folder if self.full else None, None if self._copy.given_up else self._take)
+
+    @property
+    def _layout_key(self) -> str:
+        return bytes_digest(b"".join(file.name.encode() + file.header for file in self._layout.files))
+
+    def _usable_base(self) -> Base | None:
+        base, group = self._copy.base, self._group
+        if base is None or Path(base.path).parent != self._final.parent:
+            return None
+        if (base.layout, base.world_size) != (self._layout_key, get_world_size(group)):
+            return None
+        try:
+            there = get_rank(group) != 0 or f"{base.version}-{manifest_digest(base.path)}" == base.label
+        except OSError:
+            there = False
+        return base if there else None
+
+    def _take(self, slot: TensorSlot, piece: Piece, data: memoryview) -> None:
+        started = time.perf_counter()
+        new = np.frombuffer(data, unsigned(slot.dtype.itemsize))
+        changed = self._copy.swap(slot.file, piece, new)
+        if changed is None:
+            self._torn = True
+        elif self.base is not None and not self._torn:
+            first = (piece.offset - slot.offset) // slot.dtype.itemsize
+            self._file.add(self._names[slot.file, slot.offset], first, piece, changed, new)
+        self.compare_s += time.perf_counter() - started
+
+    def settle(self) -> list[FileEntry]:
+        """Finish the changes, or drop them and write the weight files. Returns entries of this rank's changes."""
+        if self.base is None:
+            return []
+        entries = list[FileEntry]()
+        with all_ranks_succeed(f"writing the changes of {self._final}", self._group), as_write_error(self._final):
+            self._torn = self._torn or not self._copy.complete
+            entries = [] if self._torn else self._file.close()
+        numbers = [self._torn, sum(entry.bytes for entry in entries), self._file.changed]
+        torn, n_bytes, n_changed = map(sum, zip(*gather_numbers(numbers, self._group), strict=True))
+        if not torn:
+            self.n_changed = int(n_changed)
+            if n_bytes <= _MOST_OF_FULL * self._layout.total_bytes:
+                return entries
+            self._unfit = self.base.unfit + 1
+        self._drop()
+        return []
+
+    def _drop(self) -> None:
+        """Remove the changes, and write the weight files from the copy unless they are there."""
+        group, folder = self._group, self._folder
+        with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder), WeightWriter(folder) as files:
+            if get_rank(group) == 0:
+                shutil.rmtree(folder / DELTA_NAME, ignore_errors=True)
+                for file in () if self.full else self._layout.files:
+                    files.create(file)
+                files.sync()
+        with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder), WeightWriter(folder) as files:
+            if not self.full:
+                self._copy.write_into(files)
+                files.sync()
+        self.base, self.full = None, True
+        if self._unfit == _MOST_UNFIT:
+            self._copy.give_up()
+            if get_rank(group) == 0:
+                logger.warning(
+                    "version %d changes %.0f %% of the weights (%s). For the second time in a row, the changes are "
+                    "larger than half of all weights, so no more are tried; publish in 16 bits, or without delta",
+                    *(self._version, 100 * self.figures["changed"], self._dtype),
+                )
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """``delta``: 1 if the version holds changes alone. ``changed``: fraction of the elements, if compared."""
+        figures = {"delta": float(not self.full)}
+        return figures if self.n_changed is None else figures | {"changed": self.n_changed / self._n_elements}
+
+    @property
+    def _n_elements(self) -> int:
+        return max(1, sum(math.prod(slot.shape) for slot in self._layout.slots.values()))
+
+    @property
+    def _dtype(self) -> str:
+        ((dtype, _),) = Counter(slot.dtype for slot in self._layout.slots.values()).most_common(1)
+        return str(dtype).removeprefix("torch.")
+
+    def seal(self, files: Sequence[FileEntry], changes: Sequence[FileEntry]) -> int:
+        """Write the manifest of the changes, and remove the other files of a version without weight files.
+
+        Called on rank 0. ``files`` are those of the version with all weights, ``changes`` those of all ranks. Returns
+        the bytes of all changes.
+        """
+        if self.base is None:
+            return 0
+        root, before, entries = self._folder / DELTA_NAME, read_manifest(self.base.path)["files"], list(changes)
+        root.mkdir(exist_ok=True)
+        for file in files:
+            if not file.pieces and before.get(file.name, {}).get("digest") != file.digest:
+                name = f"{DELTA_FILES}/{file.name}"
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                entries.append(write_entry(root, name, (self._folder / file.name).read_bytes()))
+        facts = {
+            "format_version": FORMAT_VERSION,
+            "weight_version": self._version,
+            "base": {"version": self.base.version, "label": self.base.label},
+            "elements": self._n_elements,
+            "changed": self.n_changed,
+        }
+        write_manifest(root, entries, facts)
+        for path in () if self.full else sorted(self._folder.iterdir()):
+            if path != root:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return sum(entry.bytes for entry in entries)
+
+    def commit(self, label: str) -> None:
+        """Declare the copy valid for the new version, which has been renamed."""
+        if not self._copy.given_up:
+            deltas = 0 if self.base is None or self.full else self.base.deltas + 1
+            place = str(self._final), self._version, label, self._layout_key, get_world_size(self._group)
+            self._copy.base = Base(*place, deltas, self._unfit)
