@@ -70,7 +70,7 @@ class _Rows(NamedTuple):
 
 
 def cut_buckets(tensors: Sequence[FileTensor], limit_bytes: int) -> list[Bucket]:
-    """Cut ``tensors`` into buckets of at most ``limit_bytes``, in order. A larger tensor gets a bucket of its own."""
+    """Cut ``tensors`` into buckets of at most ``limit_bytes``, in order. A larger tensor fills a bucket alone."""
     cuts, size = list[list[FileTensor]](), 0
     for tensor in tensors:
         if not cuts or size + tensor.nbytes > limit_bytes:
@@ -193,7 +193,7 @@ class WeightGatherer:
 
 
 def _in_file_order(plan: ExportPlan) -> list[FileTensor]:
-    """All file tensors, those that are gathered whole last."""
+    """All file tensors. Tensors that are gathered whole come last."""
     by_key = {tensor.key: tensor for tensor in plan.transfers.tensors}
     ordered = [by_key[key] for key in plan.layout.slots]
     return [tensor for tensor in ordered if tensor.spans is not None] + [

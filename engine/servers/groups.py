@@ -27,7 +27,7 @@ class SenderGroup(Protocol):
 
     @property
     def init_info(self) -> dict[str, Any]:
-        """What a worker needs to join."""
+        """Address, sizes and ranks, with which a worker joins."""
         ...
 
     def connect(self) -> None:
@@ -117,7 +117,7 @@ class KeptGroup:
             buckets.wait()
             yield group
         except BaseException as error:
-            buckets.close()  # before the error is described, for which the server may be asked
+            buckets.close()  # at once: the caller may still ask the server for its status
             self._abort(group)
             if isinstance(error, StreamEndedError) and buckets.released:
                 problem = f"the weights could not be sent: {error}; {_IN_PIECES}"

@@ -25,7 +25,7 @@ _SHORT_PATIENCE_S = 5.0
 
 
 class StreamEndedError(Exception):
-    """The weights, or the rest of them, are not sent to a server. The message says why."""
+    """A server gets no more weights. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ class WeightStream:
         self._readers: list[BucketReader] | None = None
 
     def open(self, awaited: Iterable[bool]) -> "list[BucketReader]":
-        """Create a reader for each server. Those that are not ``awaited`` have less time to take a bucket."""
+        """Create a reader for each server. It has less time to take a bucket if its server is not ``awaited``."""
         with self.changed:
             self._readers = [BucketReader(self, self._count, self.patience_s if one else 0.0) for one in awaited]
             self.changed.notify_all()
             return self._readers
 
     def make_room(self) -> bool:
-        """Wait until there is a buffer for the next bucket. False: nobody reads any more."""
+        """Wait until there is a buffer for the next bucket. False: no reader is left."""
         waiting_since: float | None = None
         with self.changed:
             number = len(self.filled)
@@ -125,7 +125,7 @@ class WeightStream:
             self.changed.notify_all()
 
     def end(self, problem: str) -> None:
-        """Fill no more buckets. Readers that have not read all of them raise ``problem``."""
+        """Fill no more buckets. A reader that misses one raises ``problem``."""
         with self.changed:
             self.problem = self.problem or problem
             self.changed.notify_all()
@@ -137,8 +137,8 @@ class BucketReader:
     Attributes:
         patience_s: time limit for sending a bucket.
         largest_bytes: size of the largest bucket.
-        released: number of buckets that it does not need any more.
-        problem: why nobody waits for it any more.
+        released: number of buckets that were sent.
+        problem: why the others do not wait for it. None: they do.
     """
 
     def __init__(self, stream: WeightStream, count: int, patience_s: float) -> None:
@@ -171,7 +171,7 @@ class BucketReader:
             self.close(f"bucket {self.released} was not taken in {self._take_s:g} s, while other servers waited")
 
     def close(self, problem: str = "the update of this server is over") -> None:
-        """Read no more. Nobody waits for this reader then."""
+        """Read no more. The other readers do not wait for this one any longer."""
         with self._stream.changed:
             self.problem = self.problem or problem
             self._stream.changed.notify_all()

@@ -22,9 +22,9 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class CheckedEngine(WeightTransferEngine):
-    """Base of the engines. It dismantles no layer before every worker has the first weights and has checked them.
+    """Base of the engines. It dismantles no layer before every worker has checked the first weights.
 
-    A version comes in one or several calls of `receive_weights`. From the first to the last of them layers are apart.
+    A version comes in one or several calls of `receive_weights`. Layers are apart from the first call to the last.
     """
 
     _mixed = False
@@ -74,10 +74,10 @@ class CheckedEngine(WeightTransferEngine):
         self._mixed = False
 
     def _put_back(self) -> None:
-        """If layers are apart, restore the old weights of those that are incomplete.
+        """Restore the old weights of layers that are apart and incomplete.
 
-        vLLM keeps what was loaded for them: the next reload would start with it and report success with half of a
-        failed version.
+        vLLM keeps the weights loaded for such a layer: the next reload would start with them and report success with
+        half of a failed version.
         """
         if self._loaded is None:
             return

@@ -38,7 +38,7 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """A bucket: tensors whose bytes are side by side, those of wide dtypes first."""
+    """A bucket: tensors whose bytes are side by side. Wide dtypes come first."""
 
     names: list[str]  # names as in a Hugging Face folder
     dtype_names: list[str]  # such as "bfloat16"

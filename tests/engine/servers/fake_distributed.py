@@ -62,7 +62,7 @@ def sglang_distributed_routes(engine: FakeEngine, check: Callable[[web.Request],
         if not open_session:
             return _answer("end_weight_update without begin_weight_update")
         open_session = False
-        engine.assemble() if engine.is_complete() else engine.put_back()  # it does not look what is missing
+        engine.assemble() if engine.is_complete() else engine.put_back()  # whatever is missing
         return _answer(None)
 
     posts = (init_weights_update_group, begin_weight_update, update_weights_from_distributed, end_weight_update)

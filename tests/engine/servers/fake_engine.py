@@ -181,7 +181,7 @@ class FakeEngine:
         return isinstance(self.weights, ModelWeights) and self.weights.names() == self.received
 
     def assemble(self) -> None:
-        """Serve what was received. The layers stay apart if a tensor is missing."""
+        """Serve the received tensors. The layers stay apart if one is missing."""
         assert isinstance(self.weights, ModelWeights)
         if missing := self.weights.names() - self.received:
             raise ValueError(f"{sorted(missing)[0]} was not in it ({len(missing)} in all)")

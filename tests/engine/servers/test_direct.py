@@ -1,4 +1,4 @@
-"""Weights sent to servers straight from the shards: what arrives, and what a death or a hang on either side leaves."""
+"""Weights sent to servers straight from the shards, and deaths, hangs and errors on either side."""
 
 import ctypes
 import gc
@@ -124,7 +124,7 @@ def test_versions_are_served_over_groups_that_are_kept(ranks: int, base: str, st
 
 
 class Outcome(NamedTuple):
-    """What a publication with a fault did on one rank."""
+    """Result of a publication with a fault, on one rank."""
 
     states: list[ServerState]
     error: str | None
@@ -353,7 +353,7 @@ def test_a_restarted_server_loads_the_folder_or_waits_for_the_next_version(
 
 
 class NcclOverGloo(GlooGroup):
-    """`NcclGroup` for servers without GPUs. A fake server reads ``timeout_s`` of it, too."""
+    """`NcclGroup` for servers without GPUs. A fake server also reads ``timeout_s``."""
 
     def __init__(self, url: str, workers: int, limit_s: float, largest_bytes: int) -> None:
         super().__init__(url, workers, limit_s)

@@ -1,4 +1,4 @@
-"""Buckets between threads: every reader gets every byte, and nobody waits for a reader without a limit."""
+"""Buckets between threads: every reader gets every byte, and each wait for a reader has a limit."""
 
 import time
 from collections.abc import Iterable, Iterator
