@@ -40,7 +40,7 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 ADAPTER_FORMS = ("merged", "peft")
 """Export forms of a model with adapters: all weights with merged adapters, or a PEFT folder."""
 
-UPDATE_TYPES = ("disk", "broadcast", "adapter")
+UPDATE_TYPES = ("disk", "xccl", "adapter")
 """Ways to publish weights, see `WeightUpdateMeta.type`."""
 
 
@@ -156,37 +156,50 @@ class WeightUpdateMeta:
     """How weights are published to the inference servers.
 
     Attributes:
-        type: ``"disk"``: the servers read Hugging Face weights from the folder. ``"broadcast"``: rank 0 sends the
-            written weights over a separate process group to each `BroadcastServer`, which need not see the folder.
+        type: ``"disk"``: the servers read Hugging Face weights from the folder. ``"xccl"``: rank 0 gathers the weights
+            of all ranks in buckets, and sends them over a separate process group to each `DistributedServer`.
             ``"adapter"``: only the LoRA adapters are written, as a PEFT folder, and each `AdapterServer`, started with
             the base model, loads them.
-        path: folder of the ``v<N>`` folders.
+        path: folder of the ``v<N>`` folders. None, only with ``"xccl"``: no weights are written. With a folder, each
+            version is written there before it is sent, and a restarted server loads it from there.
         version: version to publish. None: the engine's version.
         keep: number of newest versions to keep.
         timeout_s: time limit for a server to load a version. It may be longer than the engine's timeout.
         dtype: as in `SaveLoadMeta`. None takes the dtype of the folder from which the engine's model was built, and
             leaves adapters in float32.
         min_servers: number of servers that must confirm a version. None: as their `ServerFleet` says, else all.
+        weight_chunked_mem_mb: with ``"xccl"``, size of a bucket in MiB. Rank 0 has memory for two, or for two of the
+            largest tensor.
         delta: with type ``"disk"``, write only the elements that changed since the version before. Every server needs a
             ``mirror``, which makes the weights from them (docs/servers.md).
         anchor_interval: with ``delta``, write all weights again after this number of deltas. 0: only when needed.
     """
 
     type: str
-    path: str
+    path: str | None = None
     version: int | None = None
     keep: int = 2
     timeout_s: float = 300.0
     dtype: str | None = None
     min_servers: int | None = None
+    weight_chunked_mem_mb: int = 1024
     delta: bool = False
     anchor_interval: int = 20
 
     def __post_init__(self) -> None:
+        if self.type == "broadcast":
+            raise ConfigError(
+                "WeightUpdateMeta type 'broadcast' is called 'xccl' now, and the backend of the plugin for vLLM "
+                "'holdfast_gloo'. The weights are sent from the memory of the ranks, with or without a path"
+            )
         require_choice("type", self.type, UPDATE_TYPES)
-        advice = "give one that the servers see too; `engine.save` exports to URLs"
-        folder = require_local(self.path, "publishing", advice, "WeightUpdateMeta.path")
-        object.__setattr__(self, "path", os.fspath(folder))  # of a file:// URL
+        if self.path is not None:
+            advice = "give one that the servers see too; `engine.save` exports to URLs"
+            folder = require_local(self.path, "publishing", advice, "WeightUpdateMeta.path")
+            object.__setattr__(self, "path", os.fspath(folder))  # of a file:// URL
+        elif self.type != "xccl":
+            raise ConfigError(f"WeightUpdateMeta type {self.type!r} needs a path, a folder that the servers see too")
+        require_range("weight_chunked_mem_mb", self.weight_chunked_mem_mb, low=1)
         require_range("keep", self.keep, low=1)
         require_range("version", self.version, low=0)
         require_range("min_servers", self.min_servers, low=1)
@@ -218,11 +231,14 @@ class InferenceServer(Protocol):
 
 
 @runtime_checkable
-class BroadcastServer(InferenceServer, Protocol):
+class DistributedServer(InferenceServer, Protocol):
     """An inference server that receives weights over a process group."""
 
-    def update_weights_from_distributed(self, path: str, version: int) -> int:
-        """Receive the weights of the Hugging Face folder ``path``. Return the version served from now on."""
+    def update_weights_from_distributed(self, path: str, version: int, buckets: Any) -> int:
+        """Receive the weights that the folder ``path`` describes. Return the version served from now on.
+
+        ``buckets`` is a `holdfast.engine.servers.stream.BucketReader`.
+        """
         ...
 
 

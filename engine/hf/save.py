@@ -162,7 +162,7 @@ def write_hf(
 
     Returns entries for a manifest. Every file is described by exactly one rank, which may also upload it. The commit
     must fsync the directories. For ``share_bytes`` see `plan_export`. Every rank passes its bytes of the weights to the
-    writer that it opens with ``open_writer``, a collective.
+    writer that it opens with ``open_writer``, a collective. If that writes no files, only rank 0 needs the folder.
     """
     with all_ranks_succeed(f"preparing {folder}", group):
         plan = plan_export(model, options, get_group_ranks(group), share_bytes=share_bytes)

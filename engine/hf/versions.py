@@ -36,7 +36,9 @@ from ...utils.timing import timed
 from ..api import EXPORT_DTYPES, HFExportOptions, WeightUpdateMeta, export_dtype
 from .adapter_folder import WEIGHTS, write_adapters
 from .deltas import DeltaPublication, PublishedCopy
+from .safetensors_layout import Layout
 from .save import write_hf
+from .weight_files import WeightWriter
 
 logger = get_logger(__name__)
 
@@ -78,6 +80,7 @@ def write_version(
     version: int,
     group: dist.ProcessGroup | None = None,
     *,
+    weights: bool = True,
     base_model_path: str | None = None,
     base_dtype: torch.dtype | None = None,
     extra_files: Mapping[str, bytes] | None = None,
@@ -86,8 +89,10 @@ def write_version(
     """Write the weights as ``version`` and remove the same version and newer ones. Every rank of ``group`` calls this.
 
     The arguments are those of `publish_weights`. The manifest of adapters names ``base_dtype`` and their own dtype,
-    because a server computes in the dtype of their base.
+    because a server computes in the dtype of their base. Without ``weights``, a version has only its manifest and small
+    files, and only rank 0 needs to see the folder.
     """
+    assert meta.path is not None, "the caller names a folder"
     final, facts = version_path(meta.path, version), {"weight_version": version}
     delta = (
         DeltaPublication(copy or PublishedCopy(), final, version, meta.anchor_interval, group) if meta.delta else None
@@ -99,7 +104,7 @@ def write_version(
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
         with timed(seconds, "write"):
-            own, changes = _write_files(model, staging, meta, group, base_model_path, base_dtype, delta)
+            own, changes = _write_files(model, staging, meta, group, base_model_path, base_dtype, delta, weights)
         written = time.monotonic()
         with all_ranks_succeed(f"describing {final}", group), as_write_error(final):
             if extra_files and get_rank(group) == 0:
@@ -114,7 +119,8 @@ def write_version(
 
         label, delta_bytes = rank_zero_decides(seal, group)
     full_bytes = sum(file.bytes for file in files)
-    figures = {"bytes": full_bytes, "full_bytes": full_bytes, "delta": 0.0}
+    written_bytes = full_bytes if weights else sum(file.bytes for file in files if not file.pieces)
+    figures = {"bytes": written_bytes, "full_bytes": full_bytes, "delta": 0.0}
     if delta is not None:
         delta.commit(label)
         seconds["compare"] = delta.compare_s
@@ -131,6 +137,7 @@ def _write_files(
     base_model_path: str | None,
     base_dtype: torch.dtype | None,
     delta: DeltaPublication | None,
+    weights: bool,
 ) -> tuple[list[FileEntry], list[FileEntry]]:
     """Entries of the files that this rank describes, and of its changes."""
     if meta.type == "adapter":
@@ -138,10 +145,12 @@ def _write_files(
         with all_ranks_succeed(f"describing {folder}", group), as_write_error(folder):
             return file_entries(folder, names), []
     options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
-    if delta is None:
-        return write_hf(model, folder, options, group=group, share_bytes=_MIN_FILE_BYTES), []
-    entries = write_hf(model, folder, options, group=group, share_bytes=_MIN_FILE_BYTES, open_writer=delta.open)
-    return entries, delta.settle()
+
+    def open_writer(place: Path, layout: Layout) -> WeightWriter:
+        return WeightWriter(place if weights else None) if delta is None else delta.open(place, layout)
+
+    entries = write_hf(model, folder, options, group=group, share_bytes=_MIN_FILE_BYTES, open_writer=open_writer)
+    return entries, [] if delta is None else delta.settle()
 
 
 def holds_adapters(manifest: Mapping[str, Any]) -> bool:

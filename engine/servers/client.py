@@ -39,14 +39,14 @@ from .api import (
     weights_label,
 )
 from .generation import PromptLimits, folder_vocab_size, samples_plainly, stated_limits, temperature_error
+from .groups import KeptGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
+from .mirror import prepared_folder
 from .probe import DTYPES, CheckedAnswer, WeightsProbe, checked_answer, content_problem, read_probe
 from .sleep import Sleep, SleepingClient
+from .stream import BucketReader
 
 logger = get_logger(__name__)
-
-MIRROR_TOKEN = "HOLDFAST_WEIGHTS_TOKEN"
-"""Environment variable with the token that a mirror asks for."""
 
 _UPDATE_TIMEOUT_S = 300.0
 _WITHDRAW_LIMIT_S = 10.0  # a limit separate from the update's, which may be used up by then
@@ -55,7 +55,6 @@ _UNLOADED = (
     "They were unloaded again, and it goes on with those before: tell it again, or restart it with the base model that "
     "is trained"
 )
-_NOT_PREPARED = "the server was not told, and goes on with the weights it has"
 _NO_ROOM = (
     "if it waits for requests of older versions to end, let it compute with more versions at a time (--max-loras of "
     "vLLM, --max-loras-per-batch of SGLang)"
@@ -107,6 +106,7 @@ class ServerClient(SleepingClient):
         self._warned_unchecked = False
         self._vocab_size: int | None = None
         self._limits: PromptLimits | None = None
+        self._group = KeptGroup()
 
     def __reduce__(self) -> tuple[partial["ServerClient"], tuple[()]]:
         return partial(type(self), **{field.name: getattr(self, field.name) for field in fields(self)}), ()
@@ -162,7 +162,20 @@ class ServerClient(SleepingClient):
             PublishError: the server refused or reports another state, and may be paused. A refusal of the plugin leaves
                 it as it was.
         """
-        return self._serve(path, version, self._load_weights)
+        self._group.drop()  # a server that loads a folder may have been restarted
+
+        def load(calls: Calls, path: str, label: str) -> None:
+            folder = path if self.mirror is None else prepared_folder(calls, self.mirror, version, label)
+            self._load_weights(calls, folder, label)
+
+        return self._serve(path, version, load)
+
+    def update_weights_from_distributed(self, path: str, version: int, buckets: BucketReader) -> int:
+        """Receive the weights that the published folder ``path`` describes. Else like `update_weights_from_disk`.
+
+        An error before the first bucket leaves the server as it was. After a later one it is poisoned.
+        """
+        return self._serve(path, version, partial(self._send_weights, buckets))
 
     def _serve(self, path: str, version: int, load: Callable[[Calls, str, str], None]) -> int:
         """Replace the weights by ``load(calls, path, label)``, and check what the server answers then."""
@@ -170,7 +183,7 @@ class ServerClient(SleepingClient):
             raise PublishError(f"{path} holds adapters alone; tell servers of it by update_adapters_from_disk")
         label, probe = weights_label(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
-            load(calls, self._mirrored(calls, path, version, label), label)
+            load(calls, os.fspath(path), label)
             if (status := self._status(calls)) != ServerStatus(label, paused=False):
                 raise self._withdrawn(
                     calls,
@@ -182,16 +195,6 @@ class ServerClient(SleepingClient):
                 self._adapters.switch(None)
                 self._retire(calls)
         return version
-
-    def _mirrored(self, calls: Calls, path: str, version: int, label: str) -> str:
-        """The folder that the server loads. A mirror makes it first, while the server still answers requests."""
-        if self.mirror is None:
-            return os.fspath(path)
-        body, token = {"version": version, "label": label}, os.environ.get(MIRROR_TOKEN)
-        told = calls.post("prepare", f"{self.mirror}/prepare", body, key=token, advice=_NOT_PREPARED)
-        if not isinstance(folder := told.get("path"), str):
-            raise calls.refuse(f"its mirror says that the weights are in {folder!r}; {_NOT_PREPARED}")
-        return folder
 
     def update_adapters_from_disk(self, path: str, version: int) -> int:
         """Load the adapters in ``path``, verify them, and use them for new requests. Returns ``version``.
@@ -367,6 +370,9 @@ class ServerClient(SleepingClient):
 
     @abstractmethod
     def _load_weights(self, calls: Calls, path: str, label: str) -> None: ...
+
+    @abstractmethod
+    def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None: ...
 
     def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
         """Raise PublishError if the server was started without room for adapters that it would not refuse itself."""

@@ -8,11 +8,15 @@ paused, recovers by itself.
 Only one process may update a server: rank 0 of the trainers, or the driver of a Ray job. All threads are daemons.
 """
 
+import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from os import PathLike, fspath
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread
@@ -23,18 +27,19 @@ from ...utils.errors import ConfigError, NoServerError, PublishError, ServerErro
 from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
-from ..api import AdapterServer, BroadcastServer, SleepingServer
+from ..api import AdapterServer, DistributedServer, SleepingServer
 from ..hf.versions import holds_adapters, holds_delta_alone
 from .api import ServerReport, ServerState, server_stats, weights_label
 from .fleet_member import FleetMember, PublishedFolder, S
 from .sleep import KV_CACHE, TAGS
+from .stream import WeightStream
 
 logger = get_logger(__name__)
 
 _SILENCE_S = 10.0  # A server is gone if a status request takes longer. A busy server may take some seconds.
 _NEEDED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "broadcast": (
-        lambda server: isinstance(server, BroadcastServer),
+    "xccl": (
+        lambda server: isinstance(server, DistributedServer),
         "cannot be sent weights; publish with WeightUpdateMeta type 'disk'",
     ),
     "adapter": (
@@ -79,6 +84,7 @@ class ServerFleet(Generic[S]):
             raise ConfigError(f"inference server {twice[0]} is named twice; name each once, or give them other names")
         self._min_servers = self._require_enough(min_servers)
         self._folder: PublishedFolder | None = None
+        self._scratch: str | None = None
         self._updating = Lock()
         self._asleep = False
         self._probe_interval_s = probe_interval_s
@@ -92,7 +98,7 @@ class ServerFleet(Generic[S]):
         timeout_s: float,
         min_servers: int | None = None,
         *,
-        broadcast: bool = False,
+        stream: WeightStream | None = None,
     ) -> list[ServerReport]:
         """Have every server load a published folder of weights or adapters. Return once enough have confirmed it.
 
@@ -102,12 +108,14 @@ class ServerFleet(Generic[S]):
 
         Args:
             path: folder of the version, as `publish_weights` writes it. The servers must see it under this path, unless
-                its weights are broadcast.
+                its weights are sent.
             version: version in its manifest.
             timeout_s: time limit of each server, now and when the prober updates it later. A client with a shorter
                 limit keeps to its limit.
             min_servers: needed confirmations. None: as in `ServerFleet`.
-            broadcast: send the weights to the servers, which must be `BroadcastServer`s.
+            stream: buckets of the folder's weights, which another thread gathers, for servers that are
+                `DistributedServer`s. The folder may then hold only its manifest and small files. Only if it holds the
+                weights, too, can the prober update a server.
 
         Returns:
             `states` after the update.
@@ -122,23 +130,26 @@ class ServerFleet(Generic[S]):
                 their errors.
         """
         needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
-        if broadcast:
-            self.require_support("broadcast")
-        folder = _published(path, version, broadcast, timeout_s)
+        if stream is not None:
+            self.require_support("xccl")
+        folder = _published(path, version, stream is not None, timeout_s)
         self.require_support(folder.type)
         with self._updating:
             self.require_awake()
-            return self._have_loaded(folder, needed)
+            return self._have_loaded(folder, needed, stream)
 
-    def _have_loaded(self, folder: PublishedFolder, needed: int) -> list[ServerReport]:
+    def _have_loaded(
+        self, folder: PublishedFolder, needed: int, stream: WeightStream | None = None
+    ) -> list[ServerReport]:
         deadline = time.monotonic() + folder.timeout_s
         self._folder = folder
         awaited = {member for member in self._members if member.expected}
         for member in self._members:
             member.want(folder)
+        readers = stream.open(member in awaited for member in self._members) if stream else repeat(None)
         told = {
-            on_daemon_thread(partial(member.tell, folder, deadline), f"weight update of {member.name}"): member
-            for member in self._members
+            on_daemon_thread(partial(member.tell, folder, deadline, own), f"weight update of {member.name}"): member
+            for member, own in zip(self._members, readers, strict=False)
         }
         try:
             confirmed, errors = _wait(told, awaited, needed, deadline)
@@ -214,7 +225,7 @@ class ServerFleet(Generic[S]):
         self.require_support("sleep")
         with self._updating:
             self._asleep = False
-            if KV_CACHE in tags and self._folder is not None:
+            if KV_CACHE in tags and self._folder is not None and self._folder.on_disk:
                 return self._have_loaded(replace(self._folder, timeout_s=timeout_s), needed)
             for member in self._members:
                 member.rest([tag for tag in TAGS if tag not in tags])
@@ -300,6 +311,13 @@ class ServerFleet(Generic[S]):
         """Folders that a server is loading, or whose adapters a request still uses."""
         return {Path(folder) for member in self._members for folder in member.folders_in_use()}
 
+    def scratch_folder(self) -> str:
+        """A temporary folder for descriptions of weights that are not written. It goes with the fleet."""
+        if self._scratch is None:
+            self._scratch = tempfile.mkdtemp(prefix="holdfast-weights-")
+            weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        return self._scratch
+
     def close(self) -> None:
         """Stop the prober. An update that runs on a server goes on."""
         self._closed.set()
@@ -343,22 +361,16 @@ class ServerFleet(Generic[S]):
                 on_daemon_thread(member.probe, f"probe of {member.name}")
 
 
-def _published(path: str | PathLike[str], version: int, broadcast: bool, timeout_s: float) -> PublishedFolder:
+def _published(path: str | PathLike[str], version: int, sent: bool, timeout_s: float) -> PublishedFolder:
     try:
         manifest, label, changes = read_manifest(path), weights_label(path, version), holds_delta_alone(path)
     except OSError as error:
         raise PublishError(f"{path} cannot be read: {error}; no server was told. Publish again") from error
     if (found := manifest.get("weight_version")) != version:
         raise ConfigError(f"{path} holds weight version {found}; it was to be published as version {version}")
-    if (adapters := holds_adapters(manifest)) and broadcast:
-        raise ConfigError(
-            f"{path} holds adapters, which servers read from the folder: broadcast sends all weights of a model; leave "
-            "it out, or publish merged weights"
-        )
-    if changes and broadcast:
-        raise ConfigError(f"{path} holds only changes, and a broadcast sends all weights; publish without delta")
-    update_type = "broadcast" if broadcast else "adapter" if adapters else "delta" if changes else "disk"
-    return PublishedFolder(fspath(path), version, label, update_type, timeout_s)
+    update_type = "xccl" if sent else "adapter" if holds_adapters(manifest) else "delta" if changes else "disk"
+    on_disk = not sent or any(Path(path).glob("*.safetensors"))
+    return PublishedFolder(fspath(path), version, label, update_type, timeout_s, on_disk)
 
 
 def _reasons(failed: dict[FleetMember[S], BaseException]) -> str:

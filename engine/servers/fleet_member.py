@@ -19,10 +19,11 @@ from ...utils.errors import PublishError, ServerError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ...utils.timing import timed
-from ..api import AdapterServer, BroadcastServer, InferenceServer, SleepingServer
+from ..api import AdapterServer, DistributedServer, InferenceServer, SleepingServer
 from .api import ObservableServer, ServerReport, ServerState, ServerStatus, weights_label
 from .client import ServerClient
 from .sleep import TAGS
+from .stream import BucketReader
 
 logger = get_logger(__name__)
 
@@ -41,6 +42,7 @@ class PublishedFolder:
     label: str  # `weights_label` of the folder
     type: str  # see `WeightUpdateMeta.type`. "delta": it holds changes alone
     timeout_s: float  # time limit of one server
+    on_disk: bool = True  # whether it has the weights, or only describes weights that are sent
 
     def unchanged(self) -> bool:
         """Whether the folder still has the same contents, by the digest of its manifest."""
@@ -49,14 +51,14 @@ class PublishedFolder:
         except OSError:
             return False
 
-    def load_into(self, server: InferenceServer) -> int:
-        """Have a server load the folder. Returns the version that it serves then."""
+    def load_into(self, server: InferenceServer, buckets: BucketReader | None = None) -> int:
+        """Have a server load the folder, or receive its weights. Returns the version that it serves then."""
         if isinstance(server, ServerClient):
             server.allow(self.timeout_s)
         if self.type == "adapter":
             return cast(AdapterServer, server).update_adapters_from_disk(self.path, self.version)
-        if self.type == "broadcast":
-            return cast(BroadcastServer, server).update_weights_from_distributed(self.path, self.version)
+        if buckets is not None:
+            return cast(DistributedServer, server).update_weights_from_distributed(self.path, self.version, buckets)
         return server.update_weights_from_disk(self.path, self.version)
 
 
@@ -105,17 +107,22 @@ class FleetMember(Generic[S]):
             if folder is None and self.report.state is ServerState.SERVING:
                 self._note(ServerState.BEHIND, "its weights are about to be replaced", self.report.label)
 
-    def tell(self, folder: PublishedFolder, deadline: float) -> None:
-        """Have the server load ``folder`` of the last `want`, once it has answered an earlier update.
+    def tell(self, folder: PublishedFolder, deadline: float, buckets: BucketReader | None = None) -> None:
+        """Have the server load ``folder`` of the last `want`, or receive its weights, once it has answered an earlier
+        update.
 
         Raises any error of the client, and PublishError if the server serves another version afterwards, or did not
         answer an earlier update before ``deadline`` (``time.monotonic``).
         """
-        with self._alone(deadline):
-            if self._wanted is not folder or self._rest:
-                raise PublishError(f"it is not to load {folder.path} any more")
-            if self._confirmed is not folder:  # else the prober was faster
-                self._load(folder)
+        try:
+            with self._alone(deadline):
+                if self._wanted is not folder or self._rest:
+                    raise PublishError(f"it is not to load {folder.path} any more")
+                if self._confirmed is not folder:  # else the prober was faster
+                    self._load(folder, buckets)
+        finally:
+            if buckets is not None:
+                buckets.close()
 
     @contextmanager
     def _alone(self, deadline: float) -> Iterator[None]:
@@ -193,7 +200,7 @@ class FleetMember(Generic[S]):
             folder = self._wanted
             if self._rest:
                 return self._probe_sleeper()
-            if folder is None or not self._needs(folder):
+            if folder is None or not self._needs(folder) or not folder.on_disk:
                 return
             if self._wanted is folder and not self._rest and time.monotonic() >= self._retry_at:
                 self._load(folder)
@@ -246,12 +253,12 @@ class FleetMember(Generic[S]):
         self._note_unready(status, known or seen)
         return True
 
-    def _load(self, folder: PublishedFolder) -> None:
+    def _load(self, folder: PublishedFolder, buckets: BucketReader | None = None) -> None:
         self._loading, self._confirmed = folder.path, None
         seconds: dict[str, float] = {}
         try:
             with timed(seconds, "total"):
-                served = folder.load_into(self.server)
+                served = folder.load_into(self.server, buckets)
             if served != folder.version:
                 raise PublishError(f"it serves version {served!r} after it was told to load version {folder.version}")
             if not folder.unchanged():

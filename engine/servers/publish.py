@@ -2,10 +2,15 @@
 
 A version is complete on disk (`write_version`) before rank 0 tells all servers at once. The other ranks wait meanwhile.
 Old versions are deleted after enough servers have confirmed the new one, and a folder that a server reads stays.
+
+With type ``"xccl"`` all ranks gather the weights while rank 0 sends them (`_send`). Before that, their digests are
+computed and the manifest is written, so that a version has the same label whatever carries it.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +21,17 @@ from transformers import PreTrainedModel
 from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides, rank_zero_decides_slowly
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
+from ...utils.threads import on_daemon_thread
 from ...utils.timing import timed
-from ..api import InferenceServer, WeightUpdateMeta
+from ..api import HFExportOptions, InferenceServer, WeightUpdateMeta, export_dtype
 from ..hf.adapter_folder import require_adapters
+from ..hf.buckets import WeightGatherer
 from ..hf.deltas import PublishedCopy
 from ..hf.versions import delete_old, version_path, write_version
 from .api import ServerReport, server_stats
 from .fleet import ServerFleet
 from .probe import PROBE_NAME, WeightsProbe, probe_weights
+from .stream import WeightStream
 
 logger = get_logger(__name__)
 
@@ -33,10 +41,12 @@ class PublishedWeights:
     """Result of a publication.
 
     Attributes:
-        path, version: folder and number of the version.
+        path, version: folder and number of the version. If `WeightUpdateMeta` has no ``path``, a temporary folder of
+            rank 0 without weights.
         seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync), ``commit``
-            (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``. An engine adds ``probe``
-            (`probe_weights`). With deltas ``write`` includes ``compare``.
+            (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``. With deltas, ``write`` includes
+            ``compare``. With type ``"xccl"``, ``tell`` includes ``gather`` (cast, collect on rank 0). An engine adds
+            ``probe`` (`probe_weights`).
         servers: report on each server, on every rank.
         figures: see `WrittenVersion`.
     """
@@ -86,7 +96,8 @@ def publish_weights(
     Raises:
         CheckpointWriteError: a rank could not write. No server was told.
         ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type`` or has no mirror for
-            ``meta.delta``, the servers sleep, or the model has no adapters to publish, nothing was written.
+            ``meta.delta``, the servers sleep, there are none to send weights to, or the model has no adapters to
+            publish, nothing was written.
         PublishError, WorkerLost: see `ServerFleet.update`. Raised on every rank.
     """
     seconds: dict[str, float] = {}
@@ -97,27 +108,75 @@ def publish_weights(
                 require_adapters(model)
             fleet.require_support("delta" if meta.delta else meta.type)
             fleet.require_awake()
+            if meta.type == "xccl" and get_rank(group) == 0 and not fleet.states():
+                raise ConfigError(
+                    "WeightUpdateMeta type 'xccl' sends the weights to the servers of rank 0, which has none; give it "
+                    "their clients, or publish with type 'disk'"
+                )
         fleet.withdraw(version)
+        root = meta.path or rank_zero_decides(fleet.scratch_folder, group)
         written = write_version(
             model,
-            meta,
+            replace(meta, path=root),
             version,
             group,
+            weights=meta.path is not None,
             base_model_path=base_model_path,
             base_dtype=base_dtype,
             extra_files=extra_files,
             copy=copy,
         )
         seconds |= written.seconds
-        path = version_path(meta.path, version)
+        path = version_path(root, version)
         with timed(seconds, "tell"):
-            broadcast = meta.type == "broadcast"
-            reports = rank_zero_decides_slowly(
-                lambda: fleet.update(path, version, meta.timeout_s, meta.min_servers, broadcast=broadcast), group
-            )
-        rank_zero_decides(lambda: delete_old(meta.path, meta.keep, fleet.folders_in_use()), group)
+            if meta.type == "xccl":
+                reports = _send(model, meta, version, path, fleet, group, base_dtype, seconds)
+            else:
+                reports = rank_zero_decides_slowly(
+                    lambda: fleet.update(path, version, meta.timeout_s, meta.min_servers), group
+                )
+        rank_zero_decides(lambda: delete_old(root, meta.keep, fleet.folders_in_use()), group)
     logger.info("published weight version %d to %s in %.3f s", version, path, seconds["total"])
     return PublishedWeights(path, version, seconds, tuple(reports), written.figures)
+
+
+def _send(
+    model: PreTrainedModel,
+    meta: WeightUpdateMeta,
+    version: int,
+    path: Path,
+    fleet: ServerFleet,
+    group: dist.ProcessGroup | None,
+    base_dtype: torch.dtype | None,
+    seconds: dict[str, float],
+) -> list[ServerReport]:
+    """Gather the weights on rank 0, bucket by bucket, while its threads send them to the servers.
+
+    Before each bucket, rank 0 waits for a free buffer and tells the other ranks that they wait, so no collective waits
+    for a server. When nobody reads any more, all ranks stop together.
+    """
+    options = HFExportOptions(export_dtype(meta.dtype, base_dtype))
+    gatherer = WeightGatherer(model, options, meta.weight_chunked_mem_mb << 20, group)
+    stream, told = None, Future[list[ServerReport]]()
+    if get_rank(group) == 0:
+        stream = WeightStream(gatherer.buckets, meta.timeout_s, pinned=gatherer.on_gpu)
+        update = partial(fleet.update, path, version, meta.timeout_s, meta.min_servers, stream=stream)
+        told = on_daemon_thread(update, "weight update")
+        told.add_done_callback(lambda _: stream.end("the update is over"))
+    try:
+        for bucket in gatherer.buckets:
+            if not rank_zero_decides_slowly(lambda: stream is not None and stream.make_room(), group):
+                break
+            with timed(seconds, "gather"):
+                gatherer.gather(bucket, None if stream is None else stream.target(bucket))
+            if stream is not None:
+                stream.put(bucket)
+    except BaseException as error:
+        if stream is not None:
+            stream.end(f"the trainers failed: {type(error).__name__}: {error}")
+            wait([told], meta.timeout_s)
+        raise
+    return rank_zero_decides_slowly(told.result, group)
 
 
 def open_fleet(

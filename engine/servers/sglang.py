@@ -10,16 +10,20 @@ Adapters are loaded next to the base, one name per version, while requests go on
 of the adapter, so the client asks for it only after that request.
 """
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
-from ...utils.errors import PoisonedServerError, PublishError
+from ...utils.errors import PoisonedServerError, PublishError, ServerError
 from .api import ModelRequest, ModelResponse
 from .client import ServerClient
 from .generation import adapter_spans, response_of
+from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
 from .sleep import KV_CACHE, NO_MEMORY, Sleep
+from .stream import BucketReader
 
 _POISONED = (
     "its weights may be in pieces or its cache that of older ones, and it stays paused. Check that it sees the folder, "
@@ -55,6 +59,7 @@ class SGLangServer(ServerClient):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._paused = False
+        self._group_name = ""
 
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
         self._pause(calls, "pause")
@@ -70,10 +75,66 @@ class SGLangServer(ServerClient):
         )
         if loaded.get("success") is not True:
             raise calls.refuse(f"the load was answered with {loaded}; {_POISONED}", PoisonedServerError)
+        self._awake(calls, half, asleep)
+
+    def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None:
+        serving = self._status(calls).label
+        with self._group.open(label, serving, lambda: self._form_group(calls, buckets), buckets, calls) as group:
+            self._pause(calls, "pause")
+            asleep, half = self._wake_weights(calls), Sleep((KV_CACHE,), label)
+            self._begin_update(calls)
+            for bucket in buckets:
+                body: Json = {
+                    "names": bucket.names,
+                    "dtypes": bucket.dtype_names,
+                    "shapes": bucket.shapes,
+                    "group_name": self._group_name,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": bucket.last,
+                }
+                if bucket.last:
+                    body["weight_version"] = half.label if asleep else label
+                tell = partial(self._command, calls, "/update_weights_from_distributed", body)
+                send_bucket(group, buckets, bucket, calls, tell)
+            self._command(calls, "/end_weight_update", {})
+            self._awake(calls, half, asleep)
+
+    def _awake(self, calls: Calls, half: Sleep, asleep: bool) -> None:
+        """Serve the loaded weights. If the KV cache sleeps, it wakes up first, and ``half`` was the label until now."""
         if asleep:
             self._wake(calls, KV_CACHE, half)
-            self._set_label(calls, label)
+            self._set_label(calls, half.weights)
         self._go_on(calls)
+
+    def _begin_update(self, calls: Calls) -> None:
+        try:
+            self._command(calls, "/begin_weight_update", {"selector": "all"})
+        except PoisonedServerError:  # a failed update or a killed publisher left its session open
+            self._command(calls, "/end_weight_update", {})
+            self._command(calls, "/begin_weight_update", {"selector": "all"})
+
+    def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup:
+        told = calls.get("join", "/server_info", key=self.api_key, advice=_KEYS)
+        with calls.reading("what GET /server_info says of its workers"):
+            workers, apart = int(told["tp_size"]), {key: told[key] for key in ("dp_size", "pp_size") if told[key] != 1}
+        if apart:
+            raise calls.refuse(f"it was started with {apart}, and weights are sent to servers that have 1 of each")
+        self._group_name = name = f"holdfast-{uuid.uuid4().hex[:12]}"
+        group = GlooGroup(calls.url, workers, buckets.patience_s, (name, f"{name}/", "cpu/"))
+
+        def join(info: Json) -> None:
+            self._command(calls, "/init_weights_update_group", {**info, "group_name": name, "backend": "gloo"}, None)
+
+        return connected(group, calls, join)
+
+    def _command(
+        self, calls: Calls, path: str, body: Json, error: type[ServerError] | None = PoisonedServerError
+    ) -> None:
+        """Send a request of an update by buckets, and raise ``error`` if it was not carried out."""
+        advice = _KEYS if error is None else _POISONED
+        done = self._administer(calls, "join" if error is None else "load", path, body, error=error, advice=advice)
+        if done.get("success") is not True:
+            raise calls.refuse(f"POST {path} was answered with {done}; {advice}", error)
 
     def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]:
         body = _generation(request.input_ids, _sampling_params(request))

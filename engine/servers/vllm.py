@@ -19,31 +19,33 @@ a folder is gone. It computes with ``--max-loras`` adapters at once, and request
 The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs/servers.md.
 """
 
+import re
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from ...utils.config import require_choice
 from ...utils.errors import PoisonedServerError, PublishError
-from ...utils.threads import on_daemon_thread
 from .adapters import AdapterFacts
 from .api import ModelRequest, ModelResponse
-from .broadcast import WeightSender
 from .client import ServerClient
 from .generation import adapter_spans, response_of
+from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
 from .sleep import KV_CACHE, NO_MEMORY, WEIGHTS, Sleep
+from .stream import BucketReader
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _SLEEP_MODE = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
 _SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
 _NO_LABEL = "default"  # label of a server that has just been started
-_TRANSFERS = (None, "holdfast_disk")
-"""Ways to load a folder: vLLM's own, or a weight-transfer backend of ``plugins/vllm``."""
-_BROADCAST = "holdfast_broadcast"  # backend of ``plugins/vllm`` that receives weights
+_DISK, _GLOO, _NCCL = "holdfast_disk", "holdfast_gloo", "nccl"
+_TRANSFERS = (None, _DISK, _GLOO, _NCCL)
+"""Weight-transfer backends that a server is started with: of ``plugins/vllm``, or vLLM's own ``nccl``."""
+_NCCL_SINCE = (0, 32)  # first version of vLLM that takes a unique id, without a store whose objects it unpickles
 _POISONED = (
     "its weights are in pieces, and it stays paused: do not resume it, a completion would kill it. Check that it sees "
     "the folder, and tell it again; if that fails too, restart it"
@@ -80,8 +82,10 @@ class VLLMServer(ServerClient):
         mirror: URL of the `holdfast-weights mirror` next to the server, which makes the folders that the server loads
             (docs/servers.md). The environment variable ``HOLDFAST_WEIGHTS_TOKEN`` has its token, if it needs one. None:
             the server reads the published folders.
-        transfer: how the server loads a folder. None: vLLM's ``reload_weights``. ``"holdfast_disk"``: the backend of
-            ``plugins/vllm``, which compares the folder with its manifest first.
+        transfer: the backend in the server's ``--weight-transfer-config``. ``"holdfast_disk"`` of ``plugins/vllm``
+            compares a folder with its manifest before it loads it. ``"nccl"`` of vLLM and ``"holdfast_gloo"`` of
+            ``plugins/vllm`` receive weights of type ``"xccl"``. None: ``holdfast_gloo`` for these, and vLLM's
+            ``reload_weights`` for folders, as with the other two.
     """
 
     _: KW_ONLY
@@ -95,13 +99,6 @@ class VLLMServer(ServerClient):
         self._salt: str | None = None
 
     # Updates of all weights
-
-    def update_weights_from_distributed(self, path: str, version: int) -> int:
-        """Send the weights to a server that does not see the folder. Otherwise like `update_weights_from_disk`.
-
-        The server must run the backend ``holdfast_broadcast`` of ``plugins/vllm``, and reach any port of this host.
-        """
-        return self._serve(path, version, self._send_weights)
 
     @contextmanager
     def _replacing_weights(self, calls: Calls, label: str) -> Iterator[bool]:
@@ -122,26 +119,48 @@ class VLLMServer(ServerClient):
 
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
         with self._replacing_weights(calls, label) as asleep:
-            if self.transfer is None:
+            if self.transfer != _DISK:
                 load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
                 calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
             else:
-                _open_transfer(calls, self.transfer)
+                _open_transfer(calls, _DISK)
                 self._transfer(calls, {"path": path, "manifest": label.partition("-")[2]}, asleep)
+                calls.post("load", "/finish_weight_update", {})
 
-    def _send_weights(self, calls: Calls, path: str, label: str) -> None:
-        timeout_s = self._update_limit_s
-        with self._replacing_weights(calls, label) as asleep:
-            _open_transfer(calls, _BROADCAST)
-            workers = int(calls.get("load", "/get_world_size")["world_size"])
-            sender = WeightSender(path, calls.url, workers, timeout_s)
-            joined = on_daemon_thread(sender.connect, "weight sender")
-            calls.post("load", "/init_weight_transfer_engine", {"init_info": sender.init_info})
-            _require_done(calls, joined, timeout_s)
-            sent = on_daemon_thread(sender.send, "weight sender")
-            self._transfer(calls, sender.update_info, asleep)
-            _require_done(calls, sent, timeout_s)
-            del sender, joined, sent  # frees the group and the mapped weights before the server resumes
+    def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None:
+        backend = _NCCL if self.transfer == _NCCL else _GLOO
+        serving = self._status(calls).label
+        with (
+            self._group.open(label, serving, lambda: self._form_group(calls, buckets), buckets, calls) as group,
+            self._replacing_weights(calls, label) as asleep,
+        ):
+            _open_transfer(calls, backend)
+            for bucket in buckets:
+                info: Json = {"names": bucket.names, "dtype_names": bucket.dtype_names, "shapes": bucket.shapes}
+                if backend == _GLOO:
+                    info |= {"digest": bucket.digest, "last": bucket.last}
+                send_bucket(group, buckets, bucket, calls, partial(self._transfer, calls, info, asleep))
+            calls.post("load", "/finish_weight_update", {}, error=PoisonedServerError, advice=_POISONED)
+
+    def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup:
+        workers = int(calls.get("join", "/get_world_size", params={"include_dp": "true"})["world_size"])
+        if self.transfer == _NCCL:
+            _require_version(calls)
+            with suppress(PublishError):  # the communicator of an earlier group would stay
+                calls.post("join", "/shutdown_weight_transfer_engine")
+            from .nccl import NcclGroup  # only where there are GPUs
+
+            group: SenderGroup = NcclGroup(workers, buckets.patience_s, buckets.largest_bytes)
+            further: Json = {}
+        else:
+            group = GlooGroup(calls.url, workers, buckets.patience_s)
+            further = {"timeout_s": buckets.patience_s}
+
+        def join(info: Json) -> None:
+            body = {"init_info": {**info, **further}}
+            calls.post("join", "/init_weight_transfer_engine", body, advice=_DEV_MODE)
+
+        return connected(group, calls, join)
 
     def _transfer(self, calls: Calls, info: Json, asleep: bool) -> None:
         try:
@@ -153,7 +172,6 @@ class VLLMServer(ServerClient):
                 raise calls.refuse(f"its KV cache goes on sleeping: {error}") from error
             self._go_on(calls)
             raise calls.refuse(f"it goes on with the weights it has: {error}") from error
-        calls.post("load", "/finish_weight_update", {})
 
     def _reset_prefix_cache(self, calls: Calls) -> None:
         for attempt in range(5):
@@ -314,11 +332,14 @@ def _open_transfer(calls: Calls, backend: str) -> None:
         calls.post("load", "/start_weight_update", advice=advice)
 
 
-def _require_done(calls: Calls, work: "Future[None]", timeout_s: float) -> None:
-    try:
-        work.result(timeout_s)
-    except (RuntimeError, TimeoutError) as error:
-        raise calls.refuse(f"the weights could not be sent: {type(error).__name__}: {error}") from error
+def _require_version(calls: Calls) -> None:
+    version = str(calls.get("join", "/version").get("version"))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < _NCCL_SINCE:
+        raise calls.refuse(
+            f"it is vLLM {version}, whose 'nccl' backend cannot be joined from here; expected {_NCCL_SINCE[0]}."
+            f"{_NCCL_SINCE[1]} or newer"
+        )
 
 
 def _sampling_params(request: ModelRequest) -> Json:

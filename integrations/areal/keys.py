@@ -121,7 +121,7 @@ _ENGINE = {
     "archon.fp8_config.mode": _refused(FP8, "disabled"),
     "archon.moe_router_dtype": _refused(ROUTER, None),
     "archon": _ignored(MEGATRON),
-    "weight_update_mode": _ignored(PUBLISHING),
+    "weight_update_mode": _ignored("`WeightUpdateMeta.type` says it here: `disk` or `xccl`. There is no `awex`"),
     "enable_delta_weight_update": _ignored("`WeightUpdateMeta.delta` says it"),
     "weight_update_anchor_interval": _ignored("`WeightUpdateMeta.anchor_interval` says it"),
     "weight_update_delta_method": _ignored("new values are written, and bits are compared"),

@@ -57,8 +57,8 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 SERVERS = {
     "loads": plugin("holdfast_disk"),
     "loads, bfloat16": (*plugin("holdfast_disk"), "--dtype", "bfloat16"),
-    "receives": plugin("holdfast_broadcast"),
-    "receives, bfloat16": (*plugin("holdfast_broadcast"), "--dtype", "bfloat16"),
+    "receives": plugin("holdfast_gloo"),
+    "receives, bfloat16": (*plugin("holdfast_gloo"), "--dtype", "bfloat16"),
     "adapts": (
         *("--enable-lora", "--max-lora-rank", str(LORA_RANK), "--max-loras", "2"),
         *("--logprobs-mode", "processed_logprobs", "--lora-target-modules", *LAYERS),
@@ -73,14 +73,14 @@ class Way:
 
     Attributes:
         type: see `WeightUpdateMeta`.
-        folder: place of the folder, ``"disk"`` or ``"tmpfs"``.
+        folder: place of the folder, ``"disk"`` or ``"tmpfs"``. None: no folder.
         server: one of `SERVERS`.
         dtype: published dtype.
         transfer: how the server loads a folder, see `VLLMServer`.
     """
 
     type: str
-    folder: str
+    folder: str | None
     server: str
     dtype: str = "float32"
     transfer: str | None = None
@@ -93,8 +93,9 @@ WAYS = {
     "tmpfs, reload_weights": Way("disk", "tmpfs", "loads"),
     "tmpfs, holdfast_disk": Way("disk", "tmpfs", "loads", transfer="holdfast_disk"),
     "tmpfs, holdfast_disk, bfloat16": Way("disk", "tmpfs", "loads, bfloat16", "bfloat16", "holdfast_disk"),
-    "tmpfs, broadcast": Way("broadcast", "tmpfs", "receives"),
-    "tmpfs, broadcast, bfloat16": Way("broadcast", "tmpfs", "receives, bfloat16", "bfloat16"),
+    "sent": Way("xccl", None, "receives"),
+    "sent, bfloat16": Way("xccl", None, "receives, bfloat16", "bfloat16"),
+    "tmpfs, sent": Way("xccl", "tmpfs", "receives"),
     "disk, adapters": Way("adapter", "disk", "adapts"),
 }
 
@@ -149,12 +150,12 @@ def publish(
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
     lora: dict[str, Any] = {"use_lora": True, "lora_rank": LORA_RANK, "lora_alpha": 2 * LORA_RANK}
     whole, adapted = make_engine(model), make_engine(model, **lora)
+    clients = {name: VLLMServer(urls[way.server], transfer=way.transfer, timeout_s=900) for name, way in WAYS.items()}
     for _ in range(1 + rounds):
         for name, way in WAYS.items():
-            client = VLLMServer(urls[way.server], transfer=way.transfer, timeout_s=900)
-            path = folders[way.folder] / way.type
-            meta = WeightUpdateMeta(way.type, str(path), keep=1, timeout_s=900, dtype=way.dtype)
-            rows[name].append(measure(adapted if way.type == "adapter" else whole, client, meta, rank))
+            path = None if way.folder is None else str(folders[way.folder] / way.type)
+            meta = WeightUpdateMeta(way.type, path, keep=1, timeout_s=900, dtype=way.dtype)
+            rows[name].append(measure(adapted if way.type == "adapter" else whole, clients[name], meta, rank))
     adapted.destroy()
     whole.destroy()
     return rows

@@ -50,6 +50,7 @@ class Trainer:
 
     def folder_of(self, version: int) -> Path:
         """Folder of a version."""
+        assert self.meta.path is not None
         return Path(self.meta.path) / f"v{version:08d}"
 
     def error(self, response: ModelResponse) -> float:

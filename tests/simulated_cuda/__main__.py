@@ -26,6 +26,7 @@ TESTS = (
     "tests/engine/hf/test_export.py",
     "tests/engine/hf/test_load.py",
     "tests/engine/lora/test_checkpoints.py",
+    "tests/engine/servers/test_direct.py::test_versions_are_served_over_groups_that_are_kept",
     "tests/engine/servers/test_publish.py",
     "tests/engine/test_fsdp_engine.py",
     "tests/engine/test_meshes.py",

@@ -1,8 +1,8 @@
-"""vLLM plugin: weight-transfer engines that check all weights before they dismantle a layer of the model.
+"""vLLM plugin: weight-transfer engines that check weights before they dismantle a layer of the model.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "holdfast_disk"}'
 
-``holdfast_disk`` loads published folders, ``holdfast_broadcast`` receives tensors over a process group. vLLM's own
+``holdfast_disk`` loads published folders, ``holdfast_gloo`` receives tensors over a process group. vLLM's own
 ``reload_weights`` dismantles the model before it reads. After an unreadable folder the next completion ends the server.
 """
 
@@ -10,7 +10,7 @@
 
 _ENGINES = {
     "holdfast_disk": ("holdfast_vllm.disk", "DiskWeightTransferEngine"),
-    "holdfast_broadcast": ("holdfast_vllm.broadcast", "BroadcastWeightTransferEngine"),
+    "holdfast_gloo": ("holdfast_vllm.gloo", "GlooWeightTransferEngine"),
 }
 
 

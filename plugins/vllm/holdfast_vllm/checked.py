@@ -22,31 +22,72 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class CheckedEngine(WeightTransferEngine):
-    """Base of the engines. It dismantles no layer before every worker has all weights and has checked them."""
+    """Base of the engines. It dismantles no layer before every worker has checked the first weights.
+
+    A version comes in one or several calls of `receive_weights`. Layers are apart from the first call to the last.
+    """
 
     _mixed = False
+    _loaded: set[str] | None = None  # parameters loaded so far. None: no layer is apart
+    _names_known = True  # whether the model tells which parameters it loads
 
     @abstractmethod
     def checked_weights(self, update_info: Any, rank: int, world_size: int) -> Weights:
-        """Check and return all weights of an update, or raise. The workers may share the checks by ``rank``."""
+        """Check and return the weights of a call, or raise. The workers may share the checks by ``rank``."""
 
     def start_weight_update(self) -> None:
-        """Do nothing. `receive_weights` dismantles the model after the check."""
+        """Restore layers that an unfinished version left apart. `receive_weights` dismantles them after the check."""
+        self._put_back()
 
     def receive_weights(self, update_info: Any) -> None:
-        """Check the weights on all workers, then load them.
+        """Check the weights on all workers, then load them. Without ``last: False`` they complete the version.
 
         Raises:
-            RuntimeError: "refused": a worker refused the weights, and no worker changed. "mixed": vLLM could not load a
-                weight, or some were missing. Each layer has its old or its new weights, and a sound version repairs it.
+            RuntimeError: "refused": a worker refused the weights, and no worker changed. "mixed": a later part of the
+                version was refused, vLLM could not load a weight, or some were missing. Each layer has its old or its
+                new weights, and a sound version repairs it.
         """
         weights = self._agree(update_info)
-        self._mixed = True
-        _load_weights(self.model, self.model_config, weights)
-        self._mixed = False
+        try:
+            if self._loaded is None:
+                self._mixed, self._loaded, self._names_known = True, set(), True
+                initialize_layerwise_reload(self.model)
+            loaded = self.model.load_weights(weights)  # type: ignore[operator]
+            self._names_known = self._names_known and loaded is not None
+            self._loaded |= loaded or set()
+            if getattr(update_info, "last", True):
+                self._complete()
+        except Exception as error:
+            self._put_back()
+            raise RuntimeError(f"old and new weights are mixed, load a sound version: {error}") from error
 
     def finish_weight_update(self) -> None:
-        """Do nothing. `receive_weights` has loaded everything."""
+        """Close a version that has ended early. `receive_weights` has finished a complete one."""
+        self._put_back()
+
+    def _complete(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        loaded, self._loaded = self._loaded or set(), None
+        kept = sorted({name for name, _ in self.model.named_parameters()} - loaded)
+        if kept and self.model_config.quantization is None and self._names_known:  # quantized ones have other names
+            raise RuntimeError(f"{kept[0]} was not in it ({len(kept)} in all)")
+        self._mixed = False
+
+    def _put_back(self) -> None:
+        """Restore the old weights of layers that are apart and incomplete.
+
+        vLLM keeps the weights loaded for such a layer: the next reload would start with them and report success with
+        half of a failed version.
+        """
+        if self._loaded is None:
+            return
+        self._loaded = None
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+                info.reset()
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def _agree(self, update_info: Any) -> Weights:
         """Call `checked_weights`, and raise on all workers if one raised."""
@@ -58,35 +99,7 @@ class CheckedEngine(WeightTransferEngine):
         answers: list[tuple[str | None, bool]] = [(None, False)] * workers.world_size
         dist.all_gather_object(answers, (refusal, self._mixed), group=workers.cpu_group)
         if refusals := [refusal for refusal, _ in answers if refusal]:
+            self._put_back()
             stay = "are still mixed" if any(mixed for _, mixed in answers) else "stay as they are"
             raise RuntimeError(f"refused, the weights {stay}: {refusals[0]}") from cause
         return weights
-
-
-def _load_weights(model: torch.nn.Module, model_config: Any, weights: Weights) -> None:
-    initialize_layerwise_reload(model)
-    try:
-        loaded = model.load_weights(weights)  # type: ignore[operator]
-        finalize_layerwise_reload(model, model_config)
-    except Exception as error:
-        _put_back(model, model_config)
-        raise RuntimeError(f"old and new weights are mixed, load a sound version: {error}") from error
-    if model_config.quantization is None and loaded is not None:  # quantized parameters have names of their own
-        kept = sorted({name for name, _ in model.named_parameters()} - loaded)
-        if kept:
-            raise RuntimeError(
-                f"old and new weights are mixed, load a sound version: {kept[0]} was not in it ({len(kept)} in all)"
-            )
-
-
-def _put_back(model: torch.nn.Module, model_config: Any) -> None:
-    """Restore the old weights of dismantled layers, and drop the weights loaded for them.
-
-    vLLM keeps the loaded ones: the next reload would start with them and report success with half of a failed version.
-    """
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and info.kernel_tensors is not None:
-            _place_kernel_tensors(layer, info)
-            info.reset()
-    finalize_layerwise_reload(model, model_config)

@@ -97,6 +97,8 @@ class FakeEngine:
     ) -> None:
         self.faults, self.calls_seen = Faults(), 0
         self.label, self.in_pieces = "default", False
+        self.mixed = False  # whether old and new weights are mixed, although no layer is in pieces
+        self.received: set[str] = set()
         self._of_version = of_version
         self.weights: Weights = HashedWeights(-1, of_version)
         self.weights_id = "default"
@@ -175,16 +177,40 @@ class FakeEngine:
             return
         try:
             self.weights_id, self.weights = load_weights(folder, self._dtype, self._of_version)
-            self.in_pieces = False
+            self.in_pieces = self.mixed = False
+            self.received.clear()
         except Exception:
             self.weights_id, self.weights, self.in_pieces = "pieces", HashedWeights(None), True
             raise
 
+    def dismantle(self) -> None:
+        """Take the layers apart, to receive weights in several parts."""
+        self.in_pieces = self.mixed = True
+
     def take(self, tensors: dict[str, Any]) -> None:
-        """Serve received tensors with the current model."""
+        """Load received tensors into the current model."""
         self._touch("weights")
         assert isinstance(self.weights, ModelWeights)
-        self.weights.load_state_dict(tensors)
+        self.weights.load(tensors)
+        self.received |= tensors.keys()
+
+    def put_back(self) -> None:
+        """Put old weights back where no new ones arrived. The model is a mixture."""
+        self.in_pieces = False
+        self.received.clear()
+
+    def is_complete(self) -> bool:
+        """Whether all tensors were received."""
+        return isinstance(self.weights, ModelWeights) and self.weights.names() == self.received
+
+    def assemble(self) -> None:
+        """Serve the received tensors. The layers stay apart if one is missing."""
+        assert isinstance(self.weights, ModelWeights)
+        if missing := self.weights.names() - self.received:
+            raise ValueError(f"{sorted(missing)[0]} was not in it ({len(missing)} in all)")
+        self.in_pieces = self.mixed = False
+        self.received.clear()
+        self.weights_id = f"received {self.weights_id}"
 
     def reset_prefixes(self) -> bool:
         """Drop cached prefixes, unless a request holds a cache."""
@@ -274,7 +300,8 @@ class FakeEngine:
         """Record each call, and commit the requested faults."""
         if request.path == "/fake" and request.method == "GET":
             state = {"paused": self.paused, "label": self.label, "version": self.weights.version}
-            state |= {"in_flight": len(self.requests), "in_pieces": self.in_pieces, "asleep": sorted(self.asleep)}
+            state |= {"in_flight": len(self.requests), "in_pieces": self.in_pieces, "mixed": self.mixed}
+            state |= {"asleep": sorted(self.asleep)}
             return web.json_response(state | {"adapters": list(self.adapters.loaded)})
         if request.path == "/fake":
             self.faults, self.calls_seen = Faults(**await request.json()), 0

@@ -5,6 +5,7 @@ import os
 from aiohttp import web
 
 from tests.engine.servers.fake_adapters import sglang_adapter_routes
+from tests.engine.servers.fake_distributed import sglang_distributed_routes
 from tests.engine.servers.fake_engine import FakeEngine, Generation
 
 
@@ -18,6 +19,7 @@ def application(
     lora: bool = False,
     memory_saver: bool = True,
     cpu_backup: bool = False,
+    dp_size: int = 1,
 ) -> web.Application:
     """The HTTP application of a fake SGLang.
 
@@ -30,6 +32,7 @@ def application(
         lora: ``--enable-lora``.
         memory_saver: ``--enable-memory-saver``.
         cpu_backup: ``--enable-weights-cpu-backup``.
+        dp_size: ``--dp-size``.
     """
 
     def check(request: web.Request, key: str | None) -> None:
@@ -98,6 +101,7 @@ def application(
     async def server_info(request: web.Request) -> web.Response:
         check(request, api_key)
         flags = {"enable_memory_saver": memory_saver, "enable_weights_cpu_backup": cpu_backup}
+        flags |= {"tp_size": 1, "dp_size": dp_size, "pp_size": 1}
         return web.json_response(flags)
 
     async def model_info(request: web.Request) -> web.Response:
@@ -157,6 +161,7 @@ def application(
     app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
     app.add_routes([web.get("/model_info", model_info), web.get("/server_info", server_info)])
     app.add_routes([web.get("/v1/models", models)])
+    app.add_routes(sglang_distributed_routes(engine, lambda request: check(request, admin_key or api_key)))
     app.add_routes(sglang_adapter_routes(engine, lambda request: check(request, admin_key or api_key), lora))
     return app
 

@@ -24,6 +24,8 @@ def application(
     plugin: bool = False,
     sleep_mode: bool = True,
     device: str = "cuda",
+    nccl: bool = False,
+    version: str = "0.32.0",
     max_model_len: int = 100_000,
     lora: bool = False,
     lora_updating: bool = True,
@@ -39,7 +41,9 @@ def application(
         dev_mode: ``VLLM_SERVER_DEV_MODE=1``.
         processed_logprobs: ``--logprobs-mode processed_logprobs``. Otherwise log-probabilities are raw.
         api_key: ``--api-key``.
-        plugin: ``--weight-transfer-config '{"backend": "holdfast_disk"}'``.
+        plugin: ``--weight-transfer-config '{"backend": "holdfast_disk"}'``, or ``holdfast_gloo``.
+        nccl: the same with vLLM's own backend ``nccl``, over gloo.
+        version: answer of ``/version``.
         sleep_mode: ``--enable-sleep-mode``.
         device: type of its device.
         max_model_len: ``--max-model-len``.
@@ -179,8 +183,8 @@ def application(
         posts = [pause, resume, sleep, wake_up, collective_rpc, reset_prefix_cache, update_weight_version]
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
         app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, is_sleeping, weight_info)])
-    if plugin:
-        app.add_routes(weight_transfer_routes(engine))
+    if plugin or nccl:
+        app.add_routes(weight_transfer_routes(engine, nccl, version))
     return app
 
 

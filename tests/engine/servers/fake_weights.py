@@ -71,9 +71,14 @@ class ModelWeights:
         self.version: int | None = version
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
-    def load_state_dict(self, tensors: dict[str, Any]) -> None:
-        """Replace the tensors. The version is then unknown."""
-        self._model.load_state_dict(tensors)
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._model.state_dict())
+
+    def load(self, tensors: dict[str, Any]) -> None:
+        """Replace some tensors. The version is then unknown."""
+        unknown = self._model.load_state_dict(tensors, strict=False).unexpected_keys
+        assert not unknown, unknown
         self.version = None
 
     def _logprobs(self, ids: Sequence[int], temperature: float = 1.0) -> Any:

@@ -97,19 +97,20 @@ class FakeServer:
         self._process.join(stretched(20))
         return not self._process.is_alive()
 
-    def _record(self) -> list[dict[str, Any]]:
+    def record(self) -> list[dict[str, Any]]:
+        """All lines of its record: calls with their bodies, tokens and faults."""
         return [json.loads(line) for line in self._log.read_text().splitlines()]
 
     def calls(self) -> list[str]:
         """``"POST /pause?mode=keep"`` ..., in order, since its first start."""
-        return [line["call"] for line in self._record() if "call" in line]
+        return [line["call"] for line in self.record() if "call" in line]
 
     def tokens(self) -> list[dict[str, Any]]:
         """Every token with ``rid``, ``position``, ``token``, ``logprob``, ``mixed``, and the ``version`` that really
         sampled
         it.
         """
-        return [line for line in self._record() if "token" in line]
+        return [line for line in self.record() if "token" in line]
 
     def __enter__(self) -> "FakeServer":
         return self

@@ -1,5 +1,6 @@
 """Published folders as a publisher leaves them: tiny models with a probe, or almost nothing for hashed weights."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,8 +44,7 @@ def model_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
 
 def publish_model(root: Path, version: int, model: PreTrainedModel, dtype: str = "float32", probe: bool = True) -> str:
     """Publish a model and return the path of the folder."""
-    folder, stored = version_path(root, version), tiny_model()
-    stored.load_state_dict(model.state_dict())
+    folder, stored = version_path(root, version), copy.deepcopy(model)
     stored.to(getattr(torch, dtype)).save_pretrained(folder)
     entries = file_entries(folder, list(walk_files(folder)))
     if probe:

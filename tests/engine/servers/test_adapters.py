@@ -365,9 +365,7 @@ def test_an_sglang_server_is_told_too(tmp_path: Path) -> None:
         assert serves(server, folder, 1)
 
 
-def test_clients_without_adapters_and_broadcasts_of_adapters_are_refused(tmp_path: Path) -> None:
+def test_clients_without_adapters_are_refused(tmp_path: Path) -> None:
     folder = publish_hashed_adapters(tmp_path / "w", 1)
     with pytest.raises(ConfigError, match=r"a PlainServer, has no endpoint that loads adapters.*type 'disk'"):
         ServerFleet([PlainServer()]).update(folder, 1, 1)
-    with pytest.raises(ConfigError, match="holds adapters, which servers read from the folder: broadcast sends all"):
-        ServerFleet([VLLMServer("http://127.0.0.1:9")]).update(folder, 1, 1, broadcast=True)
