@@ -44,7 +44,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {"vllm": {"plugin": True}, "sglang": 
 BUCKET = "/update_weights"
 TIMEOUT_S = stretched(20)
 N_BUCKETS = 7
-SERVING, BEHIND, PAUSED, GONE = ServerState
+SERVING, BEHIND, PAUSED, _, GONE = ServerState
 
 Kinds = Sequence[str]
 
