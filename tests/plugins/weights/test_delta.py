@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from holdfast_weights import delta
 from holdfast_weights.delta import apply_deltas, read_header
 from holdfast_weights.errors import FolderError
 from holdfast_weights.manifest import parse_manifest
@@ -89,6 +90,21 @@ def test_elements_at_odd_places_are_changed(places: Sequence[int], code: str, tm
     apply(tmp_path, chunk(places, values, 0, code))
     assert np.array_equal(read(tmp_path, "w", "<u2"), expected)
     assert not read(tmp_path, "b", "<u4").any()
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("share", [0.001, 0.2, 0.9])
+def test_long_chunks_are_changed_a_block_at_a_time(
+    share: float, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(delta, "PIECE_BYTES", 100)
+    expected, random = write_base(tmp_path), np.random.default_rng(1)
+    places = 300 + np.flatnonzero(random.random(20_000) < share)
+    values = random.integers(0, 1 << 16, len(places))
+    expected[places] = values
+    apply(tmp_path, chunk(places.tolist(), values.tolist(), 290, code))
+    assert np.array_equal(read(tmp_path, "w", "<u2"), expected)
 
 
 @pytest.mark.parametrize("code", CODES)

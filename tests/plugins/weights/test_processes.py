@@ -23,6 +23,7 @@ from tests.limits import stretched
 from tests.plugins.weights.killed import STEPS
 from tests.plugins.weights.processes import COMMAND, Running
 from tests.plugins.weights.publisher import SHAPES, Publisher, assert_same
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,7 +70,10 @@ def test_polling_moves_current(publisher: Publisher, tmp_path: Path) -> None:
             assert_same(tmp_path / "local" / "current", publisher, version)
 
 
-@pytest.mark.parametrize("step", STEPS)
+QUICK = ("fetching", "copying", "patching", "verified", "rename", "renamed", "current")
+
+
+@pytest.mark.parametrize("step", slow_but(QUICK, STEPS))
 def test_a_mirror_killed_at_any_step_goes_on(step: str, publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish_chain((1, 2, 3), share=0.2)
     armed, local = tmp_path / "armed", tmp_path / "local"
