@@ -13,7 +13,7 @@ from ..memory.tensors import normal_tensors
 from .adam8bit import Adam8bit
 from .adam_bf16 import AdamBF16
 from .host_optimizer import StateOnHost, on_host, to_host
-from .muon import Muon
+from .muon import Muon, hidden_matrices
 
 _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "auto": {},  # torch's choice: foreach on CUDA, a loop elsewhere
@@ -22,7 +22,6 @@ _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
 }
 
-
 _KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.AdamW,
     "adam_bf16": AdamBF16,
@@ -30,6 +29,12 @@ _KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "muon": Muon,
     "sgd": torch.optim.SGD,
 }
+
+
+def optimizer_for(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer over the trained parameters of a model that FSDP2 has sharded. Raises as `hidden_matrices`."""
+    trained = (param for param in model.parameters() if param.requires_grad)
+    return build_optimizer(trained, config, hidden_matrices(model) if config.type == "muon" else ())
 
 
 def build_optimizer(
