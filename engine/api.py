@@ -1,7 +1,7 @@
 """Value types and protocols of the public interface, under AReaL's names."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -252,6 +252,19 @@ class AdapterServer(InferenceServer, Protocol):
 
     def folders_in_use(self) -> set[str]:
         """Folders of adapters that the server may read again. They must not be deleted yet."""
+        ...
+
+
+@runtime_checkable
+class SleepingServer(InferenceServer, Protocol):
+    """An inference server that frees the memory of its GPUs for a while."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and KV cache. Level 2 does not keep the weights."""
+        ...
+
+    def wake_up(self, tags: Collection[str] = ("weights", "kv_cache")) -> None:
+        """Take back memory. An update of the weights takes back the rest."""
         ...
 
 

@@ -16,7 +16,13 @@ PACKED_ATTENTION = "holdfast"
 """Name of Holdfast's attention in transformers."""
 ALL_LINEAR = "all-linear"
 """In ``target_modules``: every linear layer except the head."""
-_IMPLEMENTATIONS = {"adam": ("loop", "foreach", "fused"), "adam_bf16": ("foreach",), "sgd": ("loop", "foreach")}
+_IMPLEMENTATIONS = {
+    "adam": ("loop", "foreach", "fused"),
+    "adam_bf16": ("foreach",),
+    "adam8bit": ("foreach",),
+    "muon": ("loop", "foreach", "fused"),
+    "sgd": ("loop", "foreach"),
+}
 """Values of ``optimizer.implementation`` by ``optimizer.type``. torch has no fused SGD for DTensors."""
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -27,11 +33,13 @@ class OptimizerConfig:
 
     type: str = "adam"
     """``adam`` (AdamW, decoupled weight decay), ``adam_bf16`` (`AdamBF16`: moments in bfloat16, 4 bytes per parameter
-    instead of 8) or ``sgd``."""
+    instead of 8), ``adam8bit`` (`Adam8bit`: moments in 8 bits, 2.06 bytes), ``muon`` (`Muon` for the matrices of the
+    blocks, 4 bytes, and AdamW for the rest) or ``sgd``."""
     implementation: str = "auto"
     """Kernels of the update: ``loop`` (several for each parameter), ``foreach`` (several for all) or ``fused`` (one).
     ``auto``: ``fused`` for ``adam`` on CUDA, else torch's default. Results of ``fused`` differ by rounding. Checkpoints
-    of one load into another. ``fused`` is for ``adam`` only, and ``adam_bf16`` has ``foreach`` only."""
+    of one load into another. ``fused`` is for ``adam`` and ``muon`` (its AdamW) only, and ``adam_bf16`` and
+    ``adam8bit`` have ``foreach`` only."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.01
@@ -42,8 +50,8 @@ class OptimizerConfig:
     """AdamW's second-moment decay."""
     eps: float = 1e-8
     """AdamW's epsilon."""
-    momentum: float = 0.0
-    """SGD's momentum."""
+    momentum: float | None = None
+    """Momentum of SGD and Muon. Null: 0 for ``sgd``, 0.95 for ``muon``."""
     lr_scheduler_type: str = "constant"
     """``constant``, ``linear`` or ``cosine``, after the warm-up."""
     warmup_steps: int | None = None
@@ -173,7 +181,7 @@ class TrainEngineConfig:
     is_critic: bool = False
     """Replace the language-model head by a value head (one output per token)."""
     dtype: str = "bfloat16"
-    """Compute dtype. Parameters, gradients and optimizer state are always float32."""
+    """Compute dtype. Parameters and gradients are always float32, and ``optimizer.type`` says what the state is."""
     device: str = "auto"
     """``cpu``, ``cuda``, or ``auto``: CUDA if torch sees a device and the default process group, if it already exists,
     has nccl (else a warning). A rank uses the only device it sees, or the one with index LOCAL_RANK. The job does not

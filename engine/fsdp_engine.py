@@ -61,6 +61,7 @@ from .training.meshes import Meshes
 from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
 from .training.model import describe_parameters
 from .training.model_output import ModelOutput, model_output, own_output
+from .training.muon import hidden_matrices
 from .training.optimizer import build_optimizer, build_scheduler
 from .training.optimizer_step import clip_and_step
 from .training.process_groups import close_process_groups, open_process_groups
@@ -139,7 +140,8 @@ class FSDPEngine(Offloadable):
         with all_ranks_succeed("building the optimizer", groups.control):
             if self.config.optimizer is not None:
                 trained = (param for param in model.parameters() if param.requires_grad)
-                self.optimizer = build_optimizer(trained, self.config.optimizer)
+                matrices = hidden_matrices(model) if self.config.optimizer.type == "muon" else ()
+                self.optimizer = build_optimizer(trained, self.config.optimizer, matrices)
                 self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
                 self._routers = Routers(model, self.config, groups.meshes)
         self._sync_last = self.optimizer is not None and syncs_last(model, self.config, groups)

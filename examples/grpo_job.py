@@ -192,6 +192,14 @@ class TrainWorker:
         """Write the weights for the servers of `connect`, and wait until they serve them."""
         return self.engine.update_weights()
 
+    def offload(self) -> None:
+        """Leave the GPUs to the servers."""
+        self.engine.offload()
+
+    def onload(self) -> None:
+        """Come back to the GPUs."""
+        self.engine.onload()
+
     def export(self, path: str) -> None:
         """Export the policy as a Hugging Face folder."""
         meta = SaveLoadMeta(path, "hf", with_optim=False, base_model_path=str(self.engine.model_folder))

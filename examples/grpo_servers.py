@@ -75,6 +75,8 @@ class GRPOServersConfig(GRPOConfig):
     """``disk``: publish whole weights, with adapters merged. ``adapter`` (with ``actor.use_lora``): publish only the
     adapters, which the servers add to the base model that they were started with.
     """
+    colocate: bool = False
+    """Trainers and servers take turns on the same GPUs. The servers must be able to sleep (``--enable-sleep-mode``)."""
     publish_timeout_s: float = 300.0
     """Longest time for loading a version."""
     weights_folder: str | None = None
@@ -174,6 +176,8 @@ def open_servers(config: GRPOServersConfig) -> Iterator[Servers]:
 
 def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None:
     """Run the job to its end, from a fresh start or the newest generation."""
+    if config.colocate:
+        servers.fleet.sleep()
     trainer = attempt.worker_group(
         TrainWorker,
         args=(config,),
@@ -224,6 +228,10 @@ def train_step(
     """Publish the weights after ``step`` steps, let sampling run ahead, and train on the tickets of this step."""
     times = PhaseTimes("publishing", "sampling", "training")
     with times.phase("publishing"):
+        if config.colocate:
+            trainer.call_all("offload")
+            fleet.wake_up(("weights",))
+            rollouts.resume()
         fleet.withdraw(step)  # after a crash, the run writes this version a second time
         published = trainer.call_all("publish")[0]
         fleet.update(published.path, published.version, config.publish_timeout_s)
@@ -231,6 +239,10 @@ def train_step(
         rollouts.set_version(step)
         accepted = rollouts.next_trajectories(step)
     with times.phase("training"):
+        if config.colocate:
+            rollouts.pause()
+            fleet.sleep()
+            trainer.call_all("onload")
         batch = concat_trajectories([trajectory for _, trajectory in accepted])
         shares = split_rows(batch, config, trainer.world_size, config.n_samples)
         stats = trainer.call_all("train_step", per_rank=shares)[0]

@@ -15,6 +15,7 @@ from tests.limits import stretched
 
 ROOT = Path(__file__).parents[1]
 PACKAGE_DIRS = ("engine", "integrations", "recover", "utils")
+PLUGINS = ("vllm", "weights")
 
 
 def source_files(root: Path) -> set[str]:
@@ -67,6 +68,15 @@ def test_the_packages_listed_are_the_packages_on_disk() -> None:
     assert setuptools["package-dir"] == {f"holdfast.{name}": name for name in PACKAGE_DIRS}
 
 
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_the_packages_of_a_plugin_are_listed(plugin: str) -> None:
+    facts = tomllib.loads((ROOT / "plugins" / plugin / "pyproject.toml").read_text())
+    folders = {path.parent.name for path in (ROOT / "plugins" / plugin).glob("holdfast_*/*.py")}
+    assert facts["tool"]["setuptools"]["packages"] == sorted(folders)
+    assert facts["project"]["name"] == f"holdfast-{plugin}"
+    assert (ROOT / "plugins" / plugin / facts["project"]["readme"]).is_file()
+
+
 def test_type_checker_links_lead_to_the_packages() -> None:
     for name in PACKAGE_DIRS:
         assert (ROOT / ".typing" / "holdfast" / name).resolve() == ROOT / name
@@ -110,3 +120,16 @@ def test_editable_install_imports_the_sources_from_outside_the_checkout(checkout
     run(*install, "--no-build-isolation", "-e", checkout, cwd=tmp_path)
     files = import_packages(python, cwd=tmp_path)
     assert files and all(Path(file).is_relative_to(checkout) for file in files)
+
+
+@pytest.mark.slow
+def test_the_plugins_install_together_without_holdfast(tmp_path: Path) -> None:
+    python = fresh_python(tmp_path / "venv")
+    for plugin in PLUGINS:
+        shutil.copytree(ROOT / "plugins" / plugin, tmp_path / plugin, ignore=shutil.ignore_patterns("*.egg-info"))
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    run(*install, "--no-build-isolation", *(tmp_path / plugin for plugin in PLUGINS), cwd=tmp_path)
+    assert "0.1.0" in run(tmp_path / "venv" / "bin" / "holdfast-weights", "--version", cwd=tmp_path)
+    script = "import sys, holdfast_vllm.published, holdfast_weights.cli as c; print(c.__file__, 'torch' in sys.modules)"
+    file, torch = run(python, "-c", script, cwd=tmp_path).split()
+    assert Path(file).is_relative_to(tmp_path / "venv") and torch == "False"

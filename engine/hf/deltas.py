@@ -87,10 +87,11 @@ class PublishedCopy:
         self._pieces[at:] = [(file, piece, new.copy())]
         return None
 
-    @property
-    def complete(self) -> bool:
-        """Whether all pieces of the previous publication were swapped in this one."""
-        return self._at == len(self._pieces)
+    def end(self) -> bool:
+        """End the pieces of a publication. Returns False if the previous one had more, which are dropped."""
+        had_more = self._at < len(self._pieces)
+        del self._pieces[self._at :]
+        return not had_more
 
     def write_into(self, files: WeightWriter) -> None:
         """Write all pieces."""
@@ -170,11 +171,11 @@ class DeltaPublication:
 
     def settle(self) -> list[FileEntry]:
         """Finish the changes, or drop them and write the weight files. Returns entries of this rank's changes."""
+        self._torn |= not self._copy.end()
         if self.base is None:
             return []
         entries = list[FileEntry]()
         with all_ranks_succeed(f"writing the changes of {self._final}", self._group), as_write_error(self._final):
-            self._torn = self._torn or not self._copy.complete
             entries = [] if self._torn else self._file.close()
         numbers = [self._torn, sum(entry.bytes for entry in entries), self._file.changed]
         torn, n_bytes, n_changed = map(sum, zip(*gather_numbers(numbers, self._group), strict=True))
@@ -191,7 +192,8 @@ class DeltaPublication:
         group, folder = self._group, self._folder
         with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder), WeightWriter(folder) as files:
             if get_rank(group) == 0:
-                shutil.rmtree(folder / DELTA_NAME, ignore_errors=True)
+                if (folder / DELTA_NAME).exists():
+                    shutil.rmtree(folder / DELTA_NAME)
                 for file in () if self.full else self._layout.files:
                     files.create(file)
                 files.sync()

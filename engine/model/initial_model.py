@@ -24,6 +24,7 @@ from ..hf.quantized import refuse_quantized
 from ..hf.weight_files import WeightReader
 from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters
+from ..training.adam8bit import require_whole_blocks
 from ..training.compilation import compile_blocks
 from ..training.expert_parallel import shard_experts
 from ..training.head import ScoringHead, find_scoring_head
@@ -76,6 +77,8 @@ def build_initial_model(
         if groups.meshes.tensor is not None:
             require_cuttable(config, model, groups.meshes.tensor.size())
             cut_over_ranks(model, groups.meshes.tensor)
+            if config.optimizer is not None and config.optimizer.type == "adam8bit":
+                require_whole_blocks(model)
         if config.use_lora:
             add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
         require_routers(model, config)

@@ -5,6 +5,8 @@ have shapes but no memory: autograd tells what each block keeps for its backward
 does: queries, keys, values, output, and one float32 per query.
 """
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from math import gcd
 from typing import Any
@@ -13,25 +15,31 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ...utils.compat.torch_private import storage_id, without_memory
+from ...utils.compat.torch_private import TorchDispatchMode, storage_id, tree_leaves, without_memory
 from ...utils.compat.transformers_private import set_attention
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import OptimizerConfig, TrainEngineConfig
 from ..lora.build import add_adapters
 from ..parallel_strategy import ParallelStrategy
+from ..training.adam8bit import BLOCK, PIECE
+from ..training.adam_bf16 import CPU_BUCKET, GPU_BUCKET
+from ..training.checkpointing import keeps_result
 from ..training.gradient_sync import choose_last
 from ..training.host_optimizer import BLOCK_BYTES
 from ..training.logprobs import chunk_elements
 from ..training.model import COMPUTE_DTYPES, UNUSABLE, build_on_meta, cast_buffers, describe_unusable
+from ..training.muon import trained_matrices
 from ..training.sharding import block_classes
 
 logger = get_logger(__name__)
 
 _PROBE = "holdfast_plan"
 """Name of an attention in transformers that computes nothing and keeps what flash attention keeps."""
-_MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 4}
-"""Bytes of optimizer state per trained parameter. SGD has none without momentum."""
+_MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "adam8bit": 2 + 8 / BLOCK, "muon": 8, "sgd": 4}
+"""Bytes of optimizer state per trained parameter. SGD has none without momentum, and Muon 4 for matrices."""
+_attended: ContextVar[Callable[[torch.Tensor], None]] = ContextVar("attended")
+"""Called with each result of an attention."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,11 @@ class Unit:
         dense_bytes, expert_bytes: the same in bytes, as they are stored.
         trained: elements of the trained dense parameters.
         trained_experts: elements of the trained experts.
+        matrices: elements of the trained matrices that `Muon` updates.
         largest: elements of the largest trained parameter.
         kept: bytes per token that the backward needs and that every rank of a tensor-parallel group has.
         kept_in_parts: bytes per token that these ranks share.
+        results, results_in_parts: the same for what ``gradient_checkpointing: selective`` keeps.
     """
 
     dense: int = 0
@@ -54,9 +64,12 @@ class Unit:
     expert_bytes: int = 0
     trained: int = 0
     trained_experts: int = 0
+    matrices: int = 0
     largest: int = 0
     kept: float = 0.0
     kept_in_parts: float = 0.0
+    results: float = 0.0
+    results_in_parts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,11 @@ class ModelSizes:
         """Number of trained parameters."""
         return sum(unit.trained + unit.trained_experts for unit in (*self.blocks, self.rest))
 
+    @property
+    def n_in_matrices(self) -> int:
+        """Number of trained parameters in matrices that `Muon` updates."""
+        return sum(unit.matrices for unit in self.blocks)
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -87,7 +105,8 @@ class MemoryPlan:
     Attributes:
         weights: shards of the parameters, float32 if trained, else in their dtype.
         gradients: shards of the gradients, or with ``gradient_sync: last`` the whole sum of a step.
-        moments: shards of the optimizer's state, or of the block that ``optimizer.offload`` has brought.
+        moments: shards of the optimizer's state, or of the block that ``optimizer.offload`` has brought. In the step
+            also what an update takes.
         gathered: parameters that FSDP2 has gathered at a time, and the gradients that it is reducing.
         activations: what the backward of a micro-batch needs.
         head: logits of a chunk with their gradient, and the gradient of the last hidden states.
@@ -142,8 +161,9 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
                 f"{describe_unusable(error)}"
             ) from error
         text, seen = model.config.get_text_config(decoder=True), set[int]()
-        sizes = [_unit(module, kept[index], stored, seen) for module, index in units.items()]
-        rest = _unit(model, kept[-1], stored, seen)
+        matrices = {id(param) for param in trained_matrices(units)}
+        sizes = [_unit(module, kept[index], stored, matrices, seen) for module, index in units.items()]
+        rest = _unit(model, kept[-1], stored, matrices, seen)
         layers = getattr(text, "per_layer_config", [text])  # their numbers may differ, or transformers has no such view
         heads = [getattr(e, "num_key_value_heads", None) or getattr(e, "num_attention_heads", 1) for e in layers]
         return ModelSizes(tuple(sizes), rest, text.hidden_size, text.vocab_size, gcd(*heads))
@@ -154,8 +174,7 @@ def plan_step(
 ) -> MemoryPlan:
     """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a row).
 
-    ``gradient_checkpointing: selective`` is counted like ``false``: an upper bound. A loss with entropies takes 256 MiB
-    more in the head.
+    A loss with entropies takes 256 MiB more in the head.
 
     Args:
         sizes: of `measure_model`, with the same settings of LoRA and dtype.
@@ -180,16 +199,18 @@ def plan_step(
     trained = sharded(sum(unit.trained for unit in units), sum(unit.trained_experts for unit in units))
     summed = reduced * sum(whole(unit.trained, unit.trained_experts) for unit in units)
     weights = sharded(sum(unit.dense_bytes for unit in units), sum(unit.expert_bytes for unit in units))
-    of_moments = moment_bytes(config.optimizer)
-    moments = of_moments * trained
+    moments = moment_bytes(config.optimizer, trained, sharded(sizes.n_in_matrices, 0))
 
     kept = [local_tokens * (unit.kept + unit.kept_in_parts / t) for unit in units]
     again, choice = 0.0, config.gradient_checkpointing
-    if choice and choice != "selective":  # only inputs of blocks are kept, and one block at a time runs again
-        step, needed = 1 if choice is True else int(choice.removeprefix("every_")), kept[:-1]
-        kept[:-1:step] = [local_tokens * item * sizes.hidden_size] * len(needed[::step])
+    if choice:  # inputs of blocks are kept, and with `selective` some results, and one block at a time runs again
+        needed = kept[:-1]
+        step = int(choice.removeprefix("every_")) if isinstance(choice, str) and choice != "selective" else 1
+        results = [local_tokens * (unit.results + unit.results_in_parts / t) for unit in sizes.blocks]
+        results = results if choice == "selective" else [0.0] * len(results)
+        kept[:-1:step] = [local_tokens * item * sizes.hidden_size + result for result in results[::step]]
         for number, block in list(enumerate(needed))[::step]:  # the backward has freed all blocks after it
-            again = max(again, block - sum(kept[number + 1 : -1]))
+            again = max(again, block - results[number] - sum(kept[number + 1 : -1]))
     gathered = [item * whole(unit.dense, unit.experts) for unit in units]
     *of_blocks, of_rest = gathered
     resharded = config.fsdp.reshard_after_forward
@@ -204,8 +225,11 @@ def plan_step(
     params_stay, moments_stay = (part not in config.parts_on_host for part in ("weights", "optimizer"))
     reduced_gradients = 4 * trained * params_stay
     gradients = summed if last else reduced_gradients
-    block = min(trained, BLOCK_BYTES // 4 + max(unit.largest for unit in units) // shards)  # of `host_optimizer`
-    in_step = moments if moments_stay else of_moments * block * params_stay
+    largest = max(unit.largest for unit in units) // shards
+    block = min(trained, BLOCK_BYTES // 4 + largest)  # of `host_optimizer`
+    in_step = moments if moments_stay else moments * block // max(1, trained) * params_stay
+    updated = min(trained if moments_stay else block, max(GPU_BUCKET if memory else CPU_BUCKET, largest))
+    in_step += _update_bytes(config.optimizer, updated) * params_stay
     held = moments * moments_stay
     reducing = reduced * in_rest + (reduced * in_rest if last else item * in_rest + reduced * in_rest // shards)
     # (gradients, moments, gathered, activations, head) in the backward of head, block and rest, and in the step.
@@ -251,14 +275,27 @@ def log_plan(config: TrainEngineConfig, strategy: ParallelStrategy, device: torc
     )  # fmt: skip
 
 
-def moment_bytes(config: OptimizerConfig) -> int:
-    """Bytes of optimizer state per trained parameter."""
-    return _MOMENT_BYTES[config.type] * (config.type != "sgd" or config.momentum > 0)
+def moment_bytes(config: OptimizerConfig, trained: int, in_matrices: int) -> int:
+    """Bytes of optimizer state for a number of trained parameters, some of them in matrices that `Muon` updates."""
+    if config.type == "sgd" and not config.momentum:
+        return 0
+    return int(_MOMENT_BYTES[config.type] * trained) - 4 * in_matrices * (config.type == "muon")
 
 
-def _unit(module: nn.Module, kept: tuple[float, float], stored: dict[int, int], seen: set[int]) -> Unit:
+def _update_bytes(config: OptimizerConfig, together: int) -> int:
+    """Bytes of the temporary tensors of an update, for the number of parameters that are updated together."""
+    match config.type:
+        case "adam_bf16":
+            return 30 * together
+        case "adam8bit":
+            return 16 * together + 26 * min(together, PIECE)
+        case _:
+            return 0
+
+
+def _unit(module: nn.Module, kept: list[float], stored: dict[int, int], matrices: set[int], seen: set[int]) -> Unit:
     """Sum up the parameters of ``module`` that are not yet ``seen``."""
-    names = ("dense", "experts", "dense_bytes", "expert_bytes", "trained", "trained_experts", "largest")
+    names = ("dense", "experts", "dense_bytes", "expert_bytes", "trained", "trained_experts", "matrices", "largest")
     sums = dict.fromkeys(names, 0)
     for name, param in module.named_parameters():
         if id(param) in seen:
@@ -268,15 +305,18 @@ def _unit(module: nn.Module, kept: tuple[float, float], stored: dict[int, int], 
         sums["experts" if is_expert else "dense"] += param.numel()
         sums["expert_bytes" if is_expert else "dense_bytes"] += param.numel() * stored[id(param)]
         sums["trained_experts" if is_expert else "trained"] += param.numel() * param.requires_grad
+        sums["matrices"] += param.numel() * (id(param) in matrices)
         sums["largest"] = max(sums["largest"], param.numel() * param.requires_grad)
-    return Unit(**sums, kept=kept[0], kept_in_parts=kept[1])
+    kept_bytes = zip(("kept", "kept_in_parts", "results", "results_in_parts"), kept, strict=True)
+    return Unit(**sums, **dict(kept_bytes))
 
 
-def _kept_bytes(model: PreTrainedModel, units: dict[nn.Module, int], tokens: int) -> dict[int, tuple[float, float]]:
-    """Bytes per token that autograd keeps in each unit (-1: outside of them), of hidden states and of all others."""
+def _kept_bytes(model: PreTrainedModel, units: dict[nn.Module, int], tokens: int) -> dict[int, list[float]]:
+    """Bytes per token in each unit (-1: outside of them): of hidden states and of others that autograd keeps, and the
+    same of results that ``gradient_checkpointing: selective`` keeps."""
     width = model.config.get_text_config(decoder=True).hidden_size
     known = {storage_id(param) for param in model.parameters()}
-    kept: dict[int, list[float]] = {index: [0.0, 0.0] for index in (-1, *units.values())}
+    kept: dict[int, list[float]] = {index: [0.0] * 4 for index in (-1, *units.values())}
     held, current = [], [-1]
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -286,6 +326,9 @@ def _kept_bytes(model: PreTrainedModel, units: dict[nn.Module, int], tokens: int
             kept[current[-1]][tensor.shape[-1:] != (width,)] += tensor.untyped_storage().nbytes() / tokens
         return tensor
 
+    def add_result(tensor: torch.Tensor) -> None:
+        kept[current[-1]][2 + (tensor.shape[-1:] != (width,))] += tensor.nbytes / tokens
+
     def leave(*_: Any) -> None:
         current.pop()
 
@@ -293,16 +336,37 @@ def _kept_bytes(model: PreTrainedModel, units: dict[nn.Module, int], tokens: int
         module.register_forward_pre_hook(lambda *_, index=index: current.append(index))
         module.register_forward_hook(leave)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    token = _attended.set(add_result)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Results(add_result):
         model.base_model(input_ids=ids, position_ids=ids.clone(), use_cache=False)
-    return {index: (hidden, others) for index, (hidden, others) in kept.items()}
+    _attended.reset(token)
+    return kept
+
+
+class _Results(TorchDispatchMode):
+    """Reports the results of operators that ``gradient_checkpointing: selective`` keeps."""
+
+    def __init__(self, add: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._add = add
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if keeps_result(func):
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    self._add(tensor)
+        return out
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        for result in (out, sums):
+            _attended.get()(result)
+        ctx.save_for_backward(query, key, value, out, sums)
         return out
 
 

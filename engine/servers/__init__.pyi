@@ -1,5 +1,6 @@
 # The public names and where they are; `lazy_loader` imports each when it is first used.
 
+from .colocated import colocated as colocated
 from .fleet import ServerFleet as ServerFleet
 from .sglang import SGLangServer as SGLangServer
 from .vllm import VLLMServer as VLLMServer

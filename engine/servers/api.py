@@ -105,6 +105,7 @@ class ServerStatus:
 
     label: str | None  # `weights_label` of the served weights. None: no published weights, as after a start
     paused: bool  # whether the server holds requests back
+    asleep: tuple[str, ...] = ()  # the parts of its memory that sleep: ``weights`` and ``kv_cache``
 
 
 @runtime_checkable
@@ -135,6 +136,8 @@ class ServerState(StrEnum):
     """The server answers, but serves other weights or failed to load the published ones."""
     PAUSED = "paused"
     """The server answers and completes nothing: an update failed, or its publisher was killed."""
+    ASLEEP = "asleep"
+    """The server was put to sleep, or only its weights are awake. Its memory is free for other programs."""
     GONE = "gone"
     """The server does not answer."""
 

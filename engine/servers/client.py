@@ -4,8 +4,9 @@ The clients trust no server: after each update they compare log-probabilities wi
 prompt before they send it. The subclasses hold the HTTP calls of one kind of server each.
 """
 
+import asyncio
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -27,12 +28,22 @@ from ...utils.errors import (
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ..hf.adapter_folder import WEIGHTS
+from ..hf.versions import published_file
 from .adapters import AdapterFacts, AdaptersInUse, adapter_label, adapter_name, read_facts
-from .api import GenerationHyperparameters, ModelRequest, ModelResponse, ServerStatus, weights_label
+from .api import (
+    GenerationHyperparameters,
+    ModelRequest,
+    ModelResponse,
+    ServerStatus,
+    labelled_version,
+    weights_label,
+)
 from .generation import PromptLimits, folder_vocab_size, samples_plainly, stated_limits, temperature_error
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
+from .mirror import prepared_folder
 from .probe import DTYPES, CheckedAnswer, WeightsProbe, checked_answer, content_problem, read_probe
+from .sleep import Sleep, SleepingClient
 from .stream import BucketReader
 
 logger = get_logger(__name__)
@@ -51,11 +62,11 @@ _NO_ROOM = (
 
 
 @dataclass(eq=False, repr=False)
-class ServerClient(ABC):
+class ServerClient(SleepingClient):
     """A client of one server. `VLLMServer` and `SGLangServer` describe the attributes. Pickling keeps only these.
 
     ConfigError if ``url`` is no HTTP URL of a host, has a query, or holds a user although ``api_key`` is given, if a
-    limit is not positive, or ``dtype`` is unknown.
+    limit is not positive, or ``dtype`` is unknown. The same for the URL of the ``mirror``.
     """
 
     checks_content: ClassVar[bool] = True
@@ -72,11 +83,16 @@ class ServerClient(ABC):
     status_timeout_s: float = 10.0
     generation_timeout_s: float = 1800.0
     dtype: str | None = None
+    mirror: str | None = None
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
-        if not leads_to_a_server(self.url):
-            raise ConfigError(f"server URL {self.name!r} is unknown; expected http://host:port, or a path behind that")
+        self.mirror = None if self.mirror is None else self.mirror.rstrip("/")
+        for what, url in (("server", self.url), ("mirror", self.mirror)):
+            if url is not None and not leads_to_a_server(url):
+                raise ConfigError(
+                    f"{what} URL {without_secrets(url)!r} is unknown; expected http://host:port, or a path behind that"
+                )
         if self.api_key and "@" in self.url.partition("://")[2].partition("/")[0]:
             raise ConfigError(f"{self.name} is given with a user and with an api_key, but one header carries both")
         for key in ("timeout_s", "status_timeout_s", "generation_timeout_s"):
@@ -119,14 +135,24 @@ class ServerClient(ABC):
         """
         with self._calls("", self.status_timeout_s, ServerError) as calls:
             status, name = self._status(calls), self._adapters.current
-            if status.label is None and name is not None and name in self._loaded_adapters(calls):
+            known = status.label is not None or status.asleep
+            if not known and name is not None and name in self._loaded_adapters(calls):
                 return replace(status, label=adapter_label(name))
             return status
+
+    def _status(self, calls: Calls) -> ServerStatus:
+        label = Sleep.read(self._label(calls))
+        paused, self._asleep = self._is_paused(calls), bool(label.tags)
+        known = None if labelled_version(label.weights) is None else label.weights
+        return ServerStatus(known, paused or self._asleep, label.tags)
 
     # Updates
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Load the published folder ``path`` and verify that the server serves it. Returns ``version``.
+
+        With a ``mirror``, the mirror first makes a folder with the same contents for the server. If that fails, the
+        server is not told.
 
         Raises:
             UnreachableServerError: the server could not be reached, or the connection broke.
@@ -137,7 +163,12 @@ class ServerClient(ABC):
                 it as it was.
         """
         self._group.drop()  # a server that loads a folder may have been restarted
-        return self._serve(path, version, self._load_weights)
+
+        def load(calls: Calls, path: str, label: str) -> None:
+            folder = path if self.mirror is None else prepared_folder(calls, self.mirror, version, label)
+            self._load_weights(calls, folder, label)
+
+        return self._serve(path, version, load)
 
     def update_weights_from_distributed(self, path: str, version: int, buckets: BucketReader) -> int:
         """Receive the weights that the published folder ``path`` describes. Else like `update_weights_from_disk`.
@@ -206,19 +237,28 @@ class ServerClient(ABC):
 
     @contextmanager
     def _update(self, path: str, version: int) -> Iterator[Calls]:
-        """Open the calls of one update. Updates exclude each other, or one would resume what another loads."""
-        what, limit_s = f", told to load version {version} from {path}", self._update_limit_s
+        """Open the calls of one update."""
+        with self._exclusive(f", told to load version {version} from {path}", PublishError) as calls:
+            self._seconds = calls.seconds
+            yield calls
+
+    @contextmanager
+    def _exclusive(self, what: str, error: type[ServerError]) -> Iterator[Calls]:
+        """Open the calls of an operation. Operations exclude each other, or one would resume what another loads."""
+        limit_s = self._update_limit_s
         if not self._updating.acquire(timeout=limit_s):
             raise SlowServerError(f"{self.name}{what}: the update before it has not ended within {limit_s:g} s")
         try:
-            with self._calls(what, limit_s) as calls:
-                self._seconds = calls.seconds
+            with self._calls(what, limit_s, error) as calls:
                 yield calls
         finally:
             self._updating.release()
 
     def _require_base(self, calls: Calls) -> None:
         status = self._status(calls)
+        if status.label is None and status.asleep:
+            self._wake_up(calls)
+            status = self._status(calls)
         if status.label is not None:
             raise calls.refuse(
                 f"its base model was replaced by the published weights {status.label}, and adapters belong on the one "
@@ -240,7 +280,8 @@ class ServerClient(ABC):
 
     def _read_probe(self, path: str) -> WeightsProbe | None:
         """Read the probe of a published folder and note its vocabulary. Warn once if there is no probe."""
-        if (vocab_size := folder_vocab_size(path)) is not None and vocab_size != self._vocab_size:
+        model_folder = published_file(path, "config.json").parent
+        if (vocab_size := folder_vocab_size(model_folder)) is not None and vocab_size != self._vocab_size:
             self._vocab_size, self._limits = vocab_size, None
         if (probe := read_probe(path)) is None and not self._warned_unchecked:
             self._warned_unchecked = True
@@ -289,8 +330,13 @@ class ServerClient(ABC):
 
         Raises:
             PromptError: the prompt is empty or too long, or has token ids outside the vocabulary. It was not sent.
+            BusyServerError: the server sleeps. The prompt was not sent.
             ServerError: the server could not be reached, failed, aborted the request, or has no published weights.
         """
+        if self._asleep:  # when this client last asked
+            await asyncio.to_thread(self.status)
+        if self._asleep:
+            raise BusyServerError(f"{self.name} sleeps, and takes requests after it was woken up")
         await self._require_fit(request)
         with self._adapters.request() as adapter:
             path, body = self._completion(request, adapter)
@@ -328,10 +374,7 @@ class ServerClient(ABC):
     @abstractmethod
     def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None: ...
 
-    @abstractmethod
-    def _status(self, calls: Calls) -> ServerStatus: ...
-
-    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:  # noqa: B027
+    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
         """Raise PublishError if the server was started without room for adapters that it would not refuse itself."""
 
     @abstractmethod

@@ -12,8 +12,9 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from os import PathLike, fspath
@@ -21,15 +22,16 @@ from pathlib import Path
 from threading import Condition, Event, Lock, Thread
 from typing import Generic
 
-from ...utils.config import require_range
-from ...utils.errors import ConfigError, PublishError, WorkerLost
+from ...utils.config import require_choice, require_range
+from ...utils.errors import ConfigError, NoServerError, PublishError, ServerError, WorkerLost
 from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
-from ..api import AdapterServer, DistributedServer
+from ..api import AdapterServer, DistributedServer, SleepingServer
 from ..hf.versions import holds_adapters, holds_delta_alone
 from .api import ServerReport, ServerState, server_stats, weights_label
 from .fleet_member import FleetMember, PublishedFolder, S
+from .sleep import KV_CACHE, TAGS
 from .stream import WeightStream
 
 logger = get_logger(__name__)
@@ -49,8 +51,9 @@ _NEEDED: dict[str, tuple[Callable[[object], bool], str]] = {
         "has no mirror, which makes weights from changes; give the client its URL (mirror='http://host:9000'), or "
         "publish without delta",
     ),
+    "sleep": (lambda server: isinstance(server, SleepingServer), "cannot sleep; give it GPUs of its own"),
 }
-"""Type of an update -> whether a server supports it, and the problem if it does not."""
+"""Type of an update, or ``sleep`` -> whether a server supports it, and the problem if it does not."""
 
 
 class ServerFleet(Generic[S]):
@@ -83,6 +86,7 @@ class ServerFleet(Generic[S]):
         self._folder: PublishedFolder | None = None
         self._scratch: str | None = None
         self._updating = Lock()
+        self._asleep = False
         self._probe_interval_s = probe_interval_s
         self._prober: Thread | None = None
         self._woken, self._closed = Event(), Event()
@@ -117,8 +121,9 @@ class ServerFleet(Generic[S]):
             `states` after the update.
 
         Raises:
-            ConfigError: ``min_servers`` exceeds the number of servers, the folder has another version, or a server
-                cannot receive weights, takes no adapters, or has no mirror for a folder of changes.
+            ConfigError: ``min_servers`` exceeds the number of servers, the folder has another version, a server cannot
+                receive weights, takes no adapters, or has no mirror for a folder of changes, or the servers were put to
+                sleep.
             CheckpointCorruptError: there is no published folder.
             WorkerLost: too few servers confirmed, and one of the others lost its worker.
             PublishError: the folder cannot be read, or too few servers confirmed. The message names the others and
@@ -130,36 +135,141 @@ class ServerFleet(Generic[S]):
         folder = _published(path, version, stream is not None, timeout_s)
         self.require_support(folder.type)
         with self._updating:
-            deadline = time.monotonic() + timeout_s
-            self._folder = folder
-            awaited = {member for member in self._members if member.expected}
+            self.require_awake()
+            return self._have_loaded(folder, needed, stream)
+
+    def _have_loaded(
+        self, folder: PublishedFolder, needed: int, stream: WeightStream | None = None
+    ) -> list[ServerReport]:
+        deadline = time.monotonic() + folder.timeout_s
+        self._folder = folder
+        awaited = {member for member in self._members if member.expected}
+        for member in self._members:
+            member.want(folder)
+        readers = stream.open(member in awaited for member in self._members) if stream else repeat(None)
+        told = {
+            on_daemon_thread(partial(member.tell, folder, deadline, own), f"weight update of {member.name}"): member
+            for member, own in zip(self._members, readers, strict=False)
+        }
+        try:
+            confirmed, errors = _wait(told, awaited, needed, deadline)
+        finally:
+            late = time.monotonic() >= deadline
             for member in self._members:
-                member.want(folder)
-            readers = stream.open(member in awaited for member in self._members) if stream else repeat(None)
-            told = {
-                on_daemon_thread(partial(member.tell, folder, deadline, own), f"weight update of {member.name}"): member
-                for member, own in zip(self._members, readers, strict=False)
-            }
-            try:
-                confirmed, errors = _wait(told, awaited, needed, deadline)
-            finally:
-                late = time.monotonic() >= deadline
-                for member in self._members:
-                    if late:
-                        member.give_up(folder, ServerState.GONE, f"it did not load {path} within {timeout_s:g} s")
-                    elif member in awaited:
-                        member.give_up(folder, ServerState.BEHIND, f"it has not loaded {path} yet")
-                self._probe_soon()
-            if confirmed >= needed:
-                took_s = time.monotonic() - deadline + timeout_s
-                if count := len(self._members):  # else the driver updates the servers, and logs it
-                    logger.info("%d of %d inference servers serve %s after %.3f s", confirmed, count, path, took_s)
-                return self.states()
-            failure = self._failure(folder, confirmed, needed)
-            for error in errors:
-                if isinstance(error, WorkerLost):  # the caller may start the worker again
-                    raise error from failure
-            raise failure from next(iter(errors), None)
+                if late:
+                    member.give_up(
+                        folder, ServerState.GONE, f"it did not load {folder.path} within {folder.timeout_s:g} s"
+                    )
+                elif member in awaited:
+                    member.give_up(folder, ServerState.BEHIND, f"it has not loaded {folder.path} yet")
+            self._probe_soon()
+        if confirmed >= needed:
+            took_s = time.monotonic() - deadline + folder.timeout_s
+            if count := len(self._members):  # else the driver updates the servers, and logs it
+                logger.info("%d of %d inference servers serve %s after %.3f s", confirmed, count, folder.path, took_s)
+            return self.states()
+        failure = self._failure(folder, confirmed, needed)
+        for error in errors:
+            if isinstance(error, WorkerLost):  # the caller may start the worker again
+                raise error from failure
+        raise failure from next(iter(errors), None)
+
+    def sleep(self, timeout_s: float = 300.0, level: int = 1) -> list[ServerReport]:
+        """Have all servers free the memory of their GPUs. Returns `states` once all of them sleep.
+
+        They get no requests from now on. Requests in flight wait, and the weights of the next update answer them. The
+        prober puts a server to sleep that is restarted meanwhile. A server that is down has no memory, and is no error.
+
+        Args:
+            timeout_s: time limit of each server.
+            level: see `VLLMServer.sleep`.
+
+        Raises:
+            ConfigError: a server cannot sleep, or level 2 would drop the base model of adapters.
+            ServerError: a server may still have its memory. The message names it and its error.
+        """
+        with self._updating:
+            self.require_sleep(level, None if self._folder is None else self._folder.type)
+            self._asleep = True
+            for member in self._members:
+                member.rest(TAGS, level)
+            failed = self._command(lambda member, end: member.sleep(timeout_s, end), "sleep", timeout_s)
+            self._probe_soon()
+        if awake := {member: error for member, error in failed.items() if not isinstance(error, NoServerError)}:
+            raise ServerError(
+                f"{len(awake)} of {len(self._members)} inference servers may still have the memory of their GPUs: "
+                f"{_reasons(awake)}. See to them, or end them, before anything else takes that memory"
+            ) from next(iter(awake.values()))
+        return self.states()
+
+    def wake_up(
+        self, tags: Collection[str] = TAGS, timeout_s: float = 300.0, min_servers: int | None = None
+    ) -> list[ServerReport]:
+        """Have the servers take their memory back. Returns `states` once enough of them have it.
+
+        With ``("weights",)`` they serve after the next `update`, which wakes their KV caches after the load. With both
+        tags they load the last published version again and serve it.
+
+        Args:
+            tags: parts to wake up, ``"weights"`` and ``"kv_cache"``.
+            timeout_s: time limit of each server.
+            min_servers: servers that must wake up. None: as in `ServerFleet`.
+
+        Raises:
+            ConfigError: there is no such tag, or a server cannot sleep.
+            ServerError, WorkerLost: too few servers woke up. The message names the others and their errors.
+        """
+        for tag in tags:
+            require_choice("tags", tag, TAGS)
+        needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
+        self.require_support("sleep")
+        with self._updating:
+            self._asleep = False
+            if KV_CACHE in tags and self._folder is not None and self._folder.on_disk:
+                return self._have_loaded(replace(self._folder, timeout_s=timeout_s), needed)
+            for member in self._members:
+                member.rest([tag for tag in TAGS if tag not in tags])
+            failed = self._command(lambda member, end: member.wake_up(tags, timeout_s, end), "wake up", timeout_s)
+        if len(self._members) - len(failed) < needed:
+            raise ServerError(
+                f"{len(self._members) - len(failed)} of {len(self._members)} inference servers woke up, {needed} are "
+                f"needed: {_reasons(failed)}. See to these servers, or let fewer suffice (min_servers)"
+            ) from next(iter(failed.values()))
+        return self.states()
+
+    def _command(
+        self, command: Callable[[FleetMember[S], float], None], what: str, timeout_s: float
+    ) -> dict[FleetMember[S], BaseException]:
+        """Give all servers a command at once, and wait. Returns the errors."""
+        end = time.monotonic() + timeout_s
+        told = {member: on_daemon_thread(partial(command, member, end), what) for member in self._members}
+        wait(told.values(), timeout_s)
+        failed: dict[FleetMember[S], BaseException] = {}
+        for member, call in told.items():
+            if not call.done():
+                failed[member] = ServerError(f"it did not {what} within {timeout_s:g} s")
+                member.note_gone(str(failed[member]))
+            elif (error := call.exception()) is not None:
+                failed[member] = error
+        if count := len(self._members):
+            took_s = time.monotonic() - end + timeout_s
+            logger.info("%d of %d inference servers did %s, after %.3f s", count - len(failed), count, what, took_s)
+        return failed
+
+    def require_awake(self) -> None:
+        """Raise ConfigError if the servers were put to sleep, because an update takes memory of their GPUs."""
+        if self._asleep:
+            raise ConfigError(
+                "the inference servers sleep, and something else may have the memory of their GPUs; publish inside of "
+                "`colocated(engine, fleet).rollout()`, or call fleet.wake_up(('weights',)) first"
+            )
+
+    def require_sleep(self, level: int, update_type: str | None) -> None:
+        """Raise ConfigError if a server cannot sleep, or level 2 would drop what updates of this type build on."""
+        require_choice("level", level, (1, 2))
+        self.require_support("sleep")
+        if level == 2 and update_type == "adapter":
+            raise ConfigError("sleep at level 2 drops the base model of the published adapters; take level 1")
 
     def withdraw(self, version: int) -> None:
         """Stop loading ``version`` or a newer one, because it is about to be replaced. Its servers are behind then."""
@@ -261,6 +371,10 @@ def _published(path: str | PathLike[str], version: int, sent: bool, timeout_s: f
     update_type = "xccl" if sent else "adapter" if holds_adapters(manifest) else "delta" if changes else "disk"
     on_disk = not sent or any(Path(path).glob("*.safetensors"))
     return PublishedFolder(fspath(path), version, label, update_type, timeout_s, on_disk)
+
+
+def _reasons(failed: dict[FleetMember[S], BaseException]) -> str:
+    return "; ".join(f"{member.name} is {member.report.state}: {error}" for member, error in failed.items())
 
 
 def _wait(

@@ -88,10 +88,10 @@ class Calls:
         answer = self._send(phase, "POST", path, key, json=body, params=params)
         return _parsed(answer, f"{self._what}: POST {path}", error or self._error, advice)
 
-    def tell(self, phase: str, path: str, body: Json, *, key: str | None = None) -> None:
+    def tell(self, phase: str, path: str, body: Json, *, key: str | None = None, advice: str = "") -> None:
         """Send a POST request and accept any successful answer, whatever its text. Otherwise as `post`."""
         answer = self._send(phase, "POST", path, key, json=body)
-        _require_success(answer, f"{self._what}: POST {path}", self._error, "")
+        _require_success(answer, f"{self._what}: POST {path}", self._error, advice)
 
     def _send(self, phase: str, method: str, path: str, key: str | None, **options: Any) -> httpx2.Response:
         try:

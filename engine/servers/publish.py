@@ -96,8 +96,8 @@ def publish_weights(
     Raises:
         CheckpointWriteError: a rank could not write. No server was told.
         ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type`` or has no mirror for
-            ``meta.delta``, there is none to send weights to, or the model has no adapters to publish, nothing was
-            written.
+            ``meta.delta``, the servers sleep, there are none to send weights to, or the model has no adapters to
+            publish, nothing was written.
         PublishError, WorkerLost: see `ServerFleet.update`. Raised on every rank.
     """
     seconds: dict[str, float] = {}
@@ -107,6 +107,7 @@ def publish_weights(
             if meta.type == "adapter":
                 require_adapters(model)
             fleet.require_support("delta" if meta.delta else meta.type)
+            fleet.require_awake()
             if meta.type == "xccl" and get_rank(group) == 0 and not fleet.states():
                 raise ConfigError(
                     "WeightUpdateMeta type 'xccl' sends the weights to the servers of rank 0, which has none; give it "
@@ -210,9 +211,7 @@ class ServerConnection:
         If a server checks contents, the folder gets a `WeightsProbe`, which costs one forward. The one of an offloaded
         engine is from `before_offload`.
         """
-        meta = meta or self._meta
-        if meta is None:
-            raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
+        meta = self.meta_for(meta)
         group, version = engine.control_group, engine.get_version() if meta.version is None else meta.version
         fleet = self._open(group)
         seconds: dict[str, float] = {}
@@ -223,6 +222,17 @@ class ServerConnection:
         done = publish_weights(model, meta, version, fleet, group, folder, engine.base_dtype, extra, self._copy)
         total_s = seconds["probe"] + done.seconds["total"]
         return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
+
+    def meta_for(self, meta: WeightUpdateMeta | None, fleet: ServerFleet | None = None) -> WeightUpdateMeta:
+        """``meta`` or the one of `connect`. ConfigError if there is none, or ``fleet`` is not connected."""
+        if fleet is not None and self._servers is not fleet:
+            raise ConfigError(
+                "this fleet is not the one that the engine publishes to; call connect_engine with it first"
+            )
+        meta = meta or self._meta
+        if meta is None:
+            raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
+        return meta
 
     def before_offload(self, engine: Any) -> None:
         """Compute the probe for a publication of the weights while they are offloaded, if servers are connected."""

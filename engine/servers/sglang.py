@@ -12,16 +12,17 @@ of the adapter, so the client asks for it only after that request.
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from ...utils.errors import PoisonedServerError, PublishError, ServerError
-from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version
+from .api import ModelRequest, ModelResponse
 from .client import ServerClient
 from .generation import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
+from .sleep import KV_CACHE, NO_MEMORY, Sleep
 from .stream import BucketReader
 
 _POISONED = (
@@ -29,6 +30,7 @@ _POISONED = (
     "and tell it again; a good load repairs it"
 )
 _REFUSED = "it goes on with the adapters it has"
+_GRAPHS = "cuda_graph"  # a third part, which sleeps and wakes with the KV cache here
 _KEYS = "is it an SGLang server, and has the client its api_key and admin_key?"
 
 
@@ -44,7 +46,7 @@ class SGLangServer(ServerClient):
         server = SGLangServer("http://10.0.0.5:30000", api_key=key, admin_key=admin_key)
 
     Attributes:
-        url, timeout_s, status_timeout_s, generation_timeout_s, dtype: as for `VLLMServer`.
+        url, timeout_s, status_timeout_s, generation_timeout_s, dtype, mirror: as for `VLLMServer`.
         api_key: the server's ``--api-key``.
         admin_key: the server's ``--admin-api-key``. A server with this key accepts no other key for updates.
     """
@@ -60,22 +62,26 @@ class SGLangServer(ServerClient):
         self._group_name = ""
 
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
-        self._paused = True
-        self._administer(calls, "pause", "/pause_generation", {"mode": "retract"}, advice=_KEYS)
-        load: Json = {"model_path": path, "weight_version": label, "flush_cache": True, "abort_all_requests": False}
+        self._pause(calls, "pause")
+        asleep, half = self._wake_weights(calls), Sleep((KV_CACHE,), label)
+        load: Json = {
+            "model_path": path,
+            "weight_version": half.label if asleep else label,
+            "flush_cache": True,
+            "abort_all_requests": False,
+        }
         loaded = self._administer(
             calls, "load", "/update_weights_from_disk", load, error=PoisonedServerError, advice=_POISONED
         )
         if loaded.get("success") is not True:
             raise calls.refuse(f"the load was answered with {loaded}; {_POISONED}", PoisonedServerError)
-        self._administer(calls, "resume", "/continue_generation", {})
-        self._paused = False
+        self._awake(calls, half, asleep)
 
     def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None:
         serving = self._status(calls).label
         with self._group.open(label, serving, lambda: self._form_group(calls, buckets), buckets, calls) as group:
-            self._paused = True
-            self._administer(calls, "pause", "/pause_generation", {"mode": "retract"}, advice=_KEYS)
+            self._pause(calls, "pause")
+            asleep, half = self._wake_weights(calls), Sleep((KV_CACHE,), label)
             self._begin_update(calls)
             for bucket in buckets:
                 body: Json = {
@@ -87,12 +93,18 @@ class SGLangServer(ServerClient):
                     "flush_cache": bucket.last,
                 }
                 if bucket.last:
-                    body["weight_version"] = label
+                    body["weight_version"] = half.label if asleep else label
                 tell = partial(self._command, calls, "/update_weights_from_distributed", body)
                 send_bucket(group, buckets, bucket, calls, tell)
             self._command(calls, "/end_weight_update", {})
-            self._administer(calls, "resume", "/continue_generation", {})
-            self._paused = False
+            self._awake(calls, half, asleep)
+
+    def _awake(self, calls: Calls, half: Sleep, asleep: bool) -> None:
+        """Serve the loaded weights. If the KV cache sleeps, it wakes up first, and ``half`` was the label until now."""
+        if asleep:
+            self._wake(calls, KV_CACHE, half)
+            self._set_label(calls, half.weights)
+        self._go_on(calls)
 
     def _begin_update(self, calls: Calls) -> None:
         try:
@@ -141,12 +153,55 @@ class SGLangServer(ServerClient):
         logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
         return response_of(request, tokens, logprobs, spans, meta["finish_reason"]["type"])
 
-    def _status(self, calls: Calls) -> ServerStatus:
-        # SGLang does not report whether it is paused, so this client remembers how it left the server.
+    def _label(self, calls: Calls) -> str:
         label = calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS).get("weight_version")
         if not isinstance(label, str):
             raise calls.refuse(f"the server says that its label is {label!r}")
-        return ServerStatus(None if labelled_version(label) is None else label, self._paused)
+        return label
+
+    def _set_label(self, calls: Calls, label: str) -> None:
+        self._administer(calls, "label", "/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    def _is_paused(self, calls: Calls) -> bool:
+        return self._paused  # SGLang does not report it, so this client remembers how it left the server
+
+    def _pause(self, calls: Calls, phase: str) -> None:
+        self._paused = True
+        self._administer(calls, phase, "/pause_generation", {"mode": "retract"}, advice=_KEYS)
+
+    def _go_on(self, calls: Calls) -> None:
+        self._administer(calls, "resume", "/continue_generation", {})
+        self._paused = False
+
+    def _keeps_weights(self, calls: Calls) -> bool:
+        told = calls.get("sleep", "/server_info", key=self.api_key, advice=_KEYS)
+        with calls.reading("what GET /server_info says of sleep"):
+            if not told["enable_memory_saver"]:
+                raise calls.refuse("it would free no memory while it sleeps; start it with --enable-memory-saver")
+            return bool(told["enable_weights_cpu_backup"])
+
+    def _sleep_now(self, calls: Calls) -> Sleep:
+        asleep = super()._sleep_now(calls)
+        if asleep.changing:
+            raise calls.refuse(
+                f"its label is {asleep.label}: it was cut off while it fell asleep or woke up, and SGLang does not say "
+                "which parts are awake; restart it"
+            )
+        return asleep
+
+    def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
+        if tags := [tag for tag in asleep.tags if tag not in before.tags]:  # SGLang dies of a second release
+            self._set_label(calls, replace(asleep, changing=True).label)
+            self._tell_memory(calls, "sleep", "/release_memory_occupation", tags, _KEYS)
+        self._set_label(calls, asleep.label)
+
+    def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
+        self._set_label(calls, replace(asleep, changing=True).label)
+        self._tell_memory(calls, "wake", "/resume_memory_occupation", [tag], NO_MEMORY)
+
+    def _tell_memory(self, calls: Calls, phase: str, path: str, tags: list[str], advice: str) -> None:
+        named = [*tags, _GRAPHS] if KV_CACHE in tags else tags
+        calls.tell(phase, path, {"tags": named}, key=self.admin_key or self.api_key, advice=advice)
 
     def _administer(self, calls: Calls, phase: str, path: str, body: Json, **options: Any) -> Json:
         return calls.post(phase, path, body, key=self.admin_key or self.api_key, **options)

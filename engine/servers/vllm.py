@@ -30,14 +30,16 @@ from typing import Any, ClassVar
 from ...utils.config import require_choice
 from ...utils.errors import PoisonedServerError, PublishError
 from .adapters import AdapterFacts
-from .api import ModelRequest, ModelResponse, ServerStatus, labelled_version
+from .api import ModelRequest, ModelResponse
 from .client import ServerClient
 from .generation import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
+from .sleep import KV_CACHE, NO_MEMORY, WEIGHTS, Sleep
 from .stream import BucketReader
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
+_SLEEP_MODE = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
 _SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
 _NO_LABEL = "default"  # label of a server that has just been started
 _DISK, _GLOO, _NCCL = "holdfast_disk", "holdfast_gloo", "nccl"
@@ -77,6 +79,9 @@ class VLLMServer(ServerClient):
         generation_timeout_s: longest duration of a completion, including the time that the server is paused.
         dtype: dtype that the server computes in (``float32``, ``float16`` or ``bfloat16``) if it is coarser than the
             dtype of the published folders. None: the same.
+        mirror: URL of the `holdfast-weights mirror` next to the server, which makes the folders that the server loads
+            (docs/servers.md). The environment variable ``HOLDFAST_WEIGHTS_TOKEN`` has its token, if it needs one. None:
+            the server reads the published folders.
         transfer: the backend in the server's ``--weight-transfer-config``. ``"holdfast_disk"`` of ``plugins/vllm``
             compares a folder with its manifest before it loads it. ``"nccl"`` of vLLM and ``"holdfast_gloo"`` of
             ``plugins/vllm`` receive weights of type ``"xccl"``. None: ``holdfast_gloo`` for these, and vLLM's
@@ -96,22 +101,30 @@ class VLLMServer(ServerClient):
     # Updates of all weights
 
     @contextmanager
-    def _replacing_weights(self, calls: Calls, label: str) -> Iterator[None]:
-        """Replace the weights in this block. After an error the server stays paused."""
-        calls.post("pause", "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
-        yield
+    def _replacing_weights(self, calls: Calls, label: str) -> Iterator[bool]:
+        """Replace the weights in this block, which gets whether the KV cache sleeps.
+
+        After an error the server stays paused, and its KV cache asleep.
+        """
+        self._pause(calls, "pause")
+        asleep = self._wake_weights(calls)
+        yield asleep
         self._reset_prefix_cache(calls)
-        calls.post("label", "/update_weight_version", {"new_version": label})
-        calls.post("resume", "/resume")
+        if asleep:
+            half = Sleep((KV_CACHE,), label)
+            self._set_label(calls, half.label)  # vLLM goes on with requests as soon as it is awake
+            self._wake(calls, KV_CACHE, half)
+        self._set_label(calls, label)
+        self._go_on(calls)
 
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
-        with self._replacing_weights(calls, label):
+        with self._replacing_weights(calls, label) as asleep:
             if self.transfer != _DISK:
                 load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
                 calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
             else:
                 _open_transfer(calls, _DISK)
-                _transfer(calls, {"path": path, "manifest": label.partition("-")[2]})
+                self._transfer(calls, {"path": path, "manifest": label.partition("-")[2]}, asleep)
                 calls.post("load", "/finish_weight_update", {})
 
     def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None:
@@ -119,14 +132,14 @@ class VLLMServer(ServerClient):
         serving = self._status(calls).label
         with (
             self._group.open(label, serving, lambda: self._form_group(calls, buckets), buckets, calls) as group,
-            self._replacing_weights(calls, label),
+            self._replacing_weights(calls, label) as asleep,
         ):
             _open_transfer(calls, backend)
             for bucket in buckets:
                 info: Json = {"names": bucket.names, "dtype_names": bucket.dtype_names, "shapes": bucket.shapes}
                 if backend == _GLOO:
                     info |= {"digest": bucket.digest, "last": bucket.last}
-                send_bucket(group, buckets, bucket, calls, partial(_transfer, calls, info))
+                send_bucket(group, buckets, bucket, calls, partial(self._transfer, calls, info, asleep))
             calls.post("load", "/finish_weight_update", {}, error=PoisonedServerError, advice=_POISONED)
 
     def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup:
@@ -149,6 +162,17 @@ class VLLMServer(ServerClient):
 
         return connected(group, calls, join)
 
+    def _transfer(self, calls: Calls, info: Json, asleep: bool) -> None:
+        try:
+            calls.post("load", "/update_weights", {"update_info": info}, error=PoisonedServerError, advice=_POISONED)
+        except PoisonedServerError as error:
+            if _REFUSED not in str(error):
+                raise
+            if asleep:
+                raise calls.refuse(f"its KV cache goes on sleeping: {error}") from error
+            self._go_on(calls)
+            raise calls.refuse(f"it goes on with the weights it has: {error}") from error
+
     def _reset_prefix_cache(self, calls: Calls) -> None:
         for attempt in range(5):
             time.sleep(0.2 if attempt else 0.0)
@@ -159,18 +183,57 @@ class VLLMServer(ServerClient):
             "computed; the server stays paused: tell it again"
         )
 
-    def _status(self, calls: Calls) -> ServerStatus:
+    def _label(self, calls: Calls) -> str:
         label = calls.get("read back", "/weight_info", advice=_DEV_MODE).get("weight_version")
+        if not isinstance(label, str):
+            raise calls.refuse(f"the server says that its label is {label!r}")
+        return label
+
+    def _set_label(self, calls: Calls, label: str) -> None:
+        calls.post("label", "/update_weight_version", {"new_version": label})
+
+    def _is_paused(self, calls: Calls) -> bool:
         paused = calls.get("read back", "/is_paused", advice=_DEV_MODE).get("is_paused")
-        if not isinstance(label, str) or not isinstance(paused, bool):
-            raise calls.refuse(f"the server says that its label is {label!r} and paused is {paused!r}")
-        return ServerStatus(None if labelled_version(label) is None else label, paused)
+        if not isinstance(paused, bool):
+            raise calls.refuse(f"the server says that paused is {paused!r}")
+        return paused
+
+    def _pause(self, calls: Calls, phase: str) -> None:
+        calls.post(phase, "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
+
+    def _go_on(self, calls: Calls) -> None:
+        calls.post("resume", "/resume")
 
     def _withdraw(self, calls: Calls, adapter: str | None) -> None:
         if adapter is not None:
             return self._unload_adapter(calls, adapter)
         calls.post("withdraw", "/pause", params={"mode": "abort", "clear_cache": "true"})
         calls.post("withdraw", "/update_weight_version", {"new_version": _NO_LABEL})
+
+    # Sleep
+
+    def _keeps_weights(self, calls: Calls) -> bool:
+        told = calls.get("sleep", "/server_info", params={"config_format": "json"}, advice=_SLEEP_MODE)
+        with calls.reading("what GET /server_info says of sleep"):
+            config = told["vllm_config"]
+            frees, device = config["model_config"]["enable_sleep_mode"], config["device_config"]["device_type"]
+        if not frees and device != "cpu":  # on CPUs, vLLM sleeps in all respects but the memory
+            raise calls.refuse(f"it would free no memory while it sleeps; {_SLEEP_MODE}")
+        return True
+
+    def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
+        self._set_label(calls, asleep.label)
+        self._sleep(calls, level)
+
+    def _sleep(self, calls: Calls, level: int) -> None:
+        calls.post("sleep", "/sleep", params={"level": str(level), "mode": "keep"}, advice=_SLEEP_MODE)
+
+    def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
+        if tag == WEIGHTS:  # If a kill left it awake in spite of its label, vLLM would go on with requests.
+            self._sleep(calls, level=1)
+        told = calls.post("wake", "/wake_up", params={"tags": tag}, advice=NO_MEMORY).get("status")
+        if tag == KV_CACHE and told != "awake":
+            raise calls.refuse(f"it was woken up, and says {told!r}; restart it")
 
     # Adapters
 
@@ -267,16 +330,6 @@ def _open_transfer(calls: Calls, backend: str) -> None:
     except PublishError:  # a killed publisher left its update open, or the next call states another reason
         calls.post("load", "/finish_weight_update", {}, advice=advice)
         calls.post("load", "/start_weight_update", advice=advice)
-
-
-def _transfer(calls: Calls, info: Json) -> None:
-    try:
-        calls.post("load", "/update_weights", {"update_info": info}, error=PoisonedServerError, advice=_POISONED)
-    except PoisonedServerError as error:
-        if _REFUSED not in str(error):
-            raise
-        calls.post("resume", "/resume")
-        raise calls.refuse(f"it goes on with the weights it has: {error}") from error
 
 
 def _require_version(calls: Calls) -> None:

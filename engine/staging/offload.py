@@ -25,6 +25,7 @@ from ...utils.devices import free_cached_memory
 from ...utils.distributed import all_ranks_succeed
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
+from ..api import WeightUpdateMeta
 from ..dcp.state import DCPState
 from ..memory.offloaded import MODEL, host_copies, refuse
 from ..memory.tensors import by_clean_name, first_names, is_expanded, local_tensor
@@ -214,6 +215,10 @@ class Offloadable:
                 may be tried again.
         """
         self._parts().onload(_checked(tags))
+
+    def publication_to(self, fleet: Any, meta: WeightUpdateMeta | None = None) -> WeightUpdateMeta:
+        """``meta``, or the `WeightUpdateMeta` of `connect_engine`. ConfigError if ``fleet`` is not connected."""
+        return self._servers.meta_for(meta, fleet)
 
     def _require_onloaded(self, *tags: str) -> None:
         self._parts().require_onloaded(*tags)

@@ -39,7 +39,11 @@ def checkpoint_activations(model: PreTrainedModel, choice: bool | str) -> None:
             block.gradient_checkpointing = number % int(choice.removeprefix("every_")) == 0
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keeps_result(operator: Any) -> bool:
+    """Whether ``gradient_checkpointing: selective`` keeps the result of an operator."""
     name = operator.name().partition("::")[2].partition(".")[0]
-    kept = name in _PRODUCTS or "attention" in name or "attn" in name
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return name in _PRODUCTS or "attention" in name or "attn" in name
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if keeps_result(operator) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,11 +1,12 @@
 """Optimizers whose state is in host memory. A step brings it to the device block by block.
 
 The device then holds weights, gradients, and the state of one block. The values are those of the plain optimizer to the
-bit, because optimizers compute every element for itself. Cost: the state crosses the bus twice in each step.
+bit, because optimizers compute every parameter for itself. Cost: the state crosses the bus twice in each step.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..memory.pinned import host_copies_of
 from ..memory.tensors import local_tensor, normal_tensors
 
 BLOCK_BYTES = 256 << 20
-"""Size of the parameters on this rank that are updated together. At least one parameter."""
+"""Size of the shards of the parameters that are updated together. At least one parameter."""
 
 
 class StateOnHost(torch.optim.Optimizer):
@@ -73,15 +74,23 @@ def to_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Cut a list into blocks, the same on every rank, because steps may have collectives."""
     block, n_bytes = [], 0
     for param in params:
         block.append(param)
-        n_bytes += local_tensor(param).nbytes
+        n_bytes += param.numel() * param.element_size() // _n_shards(param)
         if n_bytes >= BLOCK_BYTES:
             yield block
             block, n_bytes = [], 0
     if block:
         yield block
+
+
+def _n_shards(param: torch.Tensor) -> int:
+    if not isinstance(param, DTensor):
+        return 1
+    cuts = zip(param.device_mesh.shape, param.placements, strict=True)
+    return prod(size for size, cut in cuts if not cut.is_replicate())
 
 
 def _wait_for(devices: Collection[torch.device]) -> None:

@@ -41,6 +41,10 @@ def _refused(why: str, *neutral: Any, of: str = "") -> Fate:
 
 SAME = Fate("same")
 PLACEMENT = "placement and workers are the caller's (`WorkerGroup`, torchrun)"
+COLOCATION = (
+    "placement is the caller's. On GPUs of the servers (`type: colocation`) your loop takes turns with them: "
+    "`colocated(engine, fleet).rollout()`"
+)
 MEGATRON = "trained with FSDP2, in `dtype`"
 PUBLISHING = "weights go to servers as `WeightUpdateMeta` says"
 SPEED = "speed only"
@@ -118,9 +122,11 @@ _ENGINE = {
     "archon.moe_router_dtype": _refused(ROUTER, None),
     "archon": _ignored(MEGATRON),
     "weight_update_mode": _ignored("`WeightUpdateMeta.type` says it here: `disk` or `xccl`. There is no `awex`"),
-    "enable_delta_weight_update": _ignored(PUBLISHING),
-    **dict.fromkeys(("weight_update_delta_method", "weight_update_anchor_interval"), _ignored(PUBLISHING)),
-    **dict.fromkeys(("scheduling_spec", "scheduling_strategy", "_version", "admin_api_key"), _ignored(PLACEMENT)),
+    "enable_delta_weight_update": _ignored("`WeightUpdateMeta.delta` says it"),
+    "weight_update_anchor_interval": _ignored("`WeightUpdateMeta.anchor_interval` says it"),
+    "weight_update_delta_method": _ignored("new values are written, and bits are compared"),
+    **dict.fromkeys(("scheduling_spec", "_version", "admin_api_key"), _ignored(PLACEMENT)),
+    "scheduling_strategy": _ignored(COLOCATION),
     **dict.fromkeys(("log_level", "request_timeout", "setup_timeout"), _ignored(PLACEMENT)),
     "workers_ready_timeout": _ignored(PLACEMENT),
 }
@@ -195,7 +201,8 @@ _ROLLOUT = {
     "return_routed_experts": _refused("routing is not replayed here", False),
     "deterministic_sampling": _ignored("each sample has the seed of its ticket", False),
     **dict.fromkeys(("consumer_batch_size", "queue_size"), _ignored("a step takes the batch of the loader")),
-    **dict.fromkeys(("backend", "scheduling_spec", "scheduling_strategy", "agent"), _ignored(SERVERS)),
+    **dict.fromkeys(("backend", "scheduling_spec", "agent"), _ignored(SERVERS)),
+    "scheduling_strategy": _ignored(COLOCATION),
     **dict.fromkeys(("experiment_name", "trial_name", "fileroot", "tokenizer_path"), _ignored(SERVERS)),
     **dict.fromkeys(("setup_timeout", "workers_ready_timeout", "pause_grace_period"), _ignored(SERVERS)),
     **dict.fromkeys(("_version", "admin_api_key", "model", "routing_strategy", "poll_interval"), _ignored(SERVERS)),
@@ -251,7 +258,8 @@ FILE: Mapping[str, Fate] = {
     "allocation_mode": Fate("renamed", "in each engine's section, unless it has one: the part after `+`", to="backend"),
     "enable_offload": Fate(
         "ignored",
-        "your loop calls `engine.offload()` before rollouts and `engine.onload()` after them",
+        "your loop calls `engine.offload()` before rollouts and `engine.onload()` after them, or "
+        "`colocated(engine, fleet).rollout()`, where the servers sleep, too",
         neutral=(False,),
         of="TrainEngineConfig",
     ),

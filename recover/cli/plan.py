@@ -61,9 +61,10 @@ class _Share(click.ParamType):
 @click.option("--gpus-per-node", default=8, show_default=True, type=click.IntRange(1), help="GPUs of a node.")
 @click.option("--memory", default="80GB", show_default=True, type=_Bytes(), help="Memory of a GPU.")
 @click.option("--tokens", default=16384, show_default=True, type=click.IntRange(1), help="Tokens of a micro-batch.")
-@click.option("--optimizer", default="adam", show_default=True, type=click.Choice(("adam", "adam_bf16", "sgd")),
-              help="As optimizer.type.")  # fmt: skip
-@click.option("--checkpointing", is_flag=True, help="Recompute activations (gradient_checkpointing).")
+@click.option("--optimizer", default="adam", show_default=True, help="As optimizer.type.",
+              type=click.Choice(("adam", "adam_bf16", "adam8bit", "muon", "sgd")))  # fmt: skip
+@click.option("--checkpointing", is_flag=True, help="Recompute activations (gradient_checkpointing: true).")
+@click.option("--selective", is_flag=True, help="Recompute some of them (gradient_checkpointing: selective).")
 @click.option("--lora", type=click.IntRange(1), help="Train adapters of this rank.")
 @click.option("--offload", type=click.Choice(("optimizer", "params")),
               help="Keep state in host memory: optimizer.offload or fsdp.offload_params.")  # fmt: skip
@@ -85,7 +86,7 @@ def plan_command(model: str, as_json: bool, **asked: Any) -> None:
         backend=asked["backend"],
         fsdp=FSDPConfig(replicate_size=asked["replicate"], offload_params=asked["offload"] == "params"),
         optimizer=OptimizerConfig(type=asked["optimizer"], offload=asked["offload"] == "optimizer"),
-        gradient_checkpointing=asked["checkpointing"],
+        gradient_checkpointing="selective" if asked["selective"] else asked["checkpointing"],
         use_lora=asked["lora"] is not None,
         lora_rank=asked["lora"] or 32,
     )
@@ -172,7 +173,7 @@ def _faster_changes(case: _Case, usable: int) -> Iterator[tuple[str, _Case]]:
 def _options(case: _Case) -> Iterator[tuple[str, _Case]]:
     config, strategy, sizes = case.config, case.strategy, case.sizes
     assert sizes is not None and config.optimizer is not None
-    if not config.gradient_checkpointing:
+    if config.gradient_checkpointing is not True:
         yield "gradient_checkpointing: true", case.changed(gradient_checkpointing=True)
     if config.optimizer.type == "adam" and not config.use_lora:
         yield "optimizer.type: adam_bf16", case.changed(optimizer=replace(config.optimizer, type="adam_bf16"))
@@ -208,7 +209,8 @@ def _found(case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth
 
     sizes, step = case.sizes, case.step
     assert sizes is not None and case.config.optimizer is not None
-    generation = (4 + moment_bytes(case.config.optimizer)) * sizes.n_trained
+    moments = moment_bytes(case.config.optimizer, sizes.n_trained, sizes.n_in_matrices)
+    generation = 4 * sizes.n_trained + moments
     export = 2 * (sizes.n_trained if case.config.use_lora else sizes.n_parameters)
     return {
         "parameters": sizes.n_parameters,

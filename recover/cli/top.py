@@ -18,6 +18,7 @@ from .runs import Run, run_argument
 
 _TAIL_BYTES = 256 << 10
 _LAST_STEPS = 20
+_SERVERS = "servers_"
 _STATS = ("stats/stats.jsonl", "stats.jsonl")
 
 
@@ -34,7 +35,8 @@ def top_command(run: str, stats: Path | None, every: float, once: bool, as_json:
     """Show step, reward, time per step, newest generation and failed snapshots of RUN, until Ctrl-C.
 
     Step times come from the journal of the run. Seconds of sampling, training and publishing are the values that the
-    run logs with `StatsLogger` under names that end with _s. The run itself is not contacted.
+    run logs with `StatsLogger` under names that end with _s. The states of inference servers are logged, too
+    (`ServerFleet.stats`). The run itself is not contacted.
     """
     place = Run(run)
     if as_json:
@@ -131,6 +133,8 @@ def _screen(found: dict[str, Any]) -> Any:
     metric = next((name for name in ("reward", "loss") if name in stats), None)
     if metric is not None:
         rows.append((metric, number_text(stats[metric])))
+    if servers := _servers_text(stats):
+        rows.append(("servers", servers))
     if found["seconds_a_step"] is not None:
         rows.append(("a step takes", seconds_text(found["seconds_a_step"])))
     rows += [(f"  {name}", seconds_text(seconds)) for name, seconds in found["spent_s"].items()]
@@ -142,3 +146,11 @@ def _screen(found: dict[str, Any]) -> Any:
         rows.append(("newest generation", f"step {newest['step']}, {age} ago, {size}, written in {took}"))
     rows.append(("failed in a row", str(found["failed_in_a_row"])))
     return make_table(("", ""), rows)
+
+
+def _servers_text(stats: dict[str, Any]) -> str:
+    """``2 serving, 1 asleep`` after the logged `ServerFleet.stats`, or nothing without servers."""
+    counts = {name.removeprefix(_SERVERS): count for name, count in stats.items() if name.startswith(_SERVERS)}
+    return ", ".join(
+        f"{count:g} {state}" for state, count in counts.items() if isinstance(count, int | float) and count
+    )

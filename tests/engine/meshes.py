@@ -72,9 +72,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def _saves(rank: int, world_size: int, folder: str, out: Path, mesh: Mesh) -> dict[str, Any]:
+def _saves(rank: int, world_size: int, folder: str, out: Path, mesh: Mesh, changes: dict[str, Any]) -> dict[str, Any]:
     """Save after a step, blocking and in the background, and load both again."""
-    engine = engine_on(folder, mesh)
+    engine = engine_on(folder, mesh, **changes)
     engine.train_batch(own_rows(engine), nll, loss_tokens)
     engine.set_version(3)
     for meta, later in zip(metas(out, "now"), metas(out, "later"), strict=True):
@@ -82,13 +82,15 @@ def _saves(rank: int, world_size: int, folder: str, out: Path, mesh: Mesh) -> di
         engine.save(later, blocking=False)
         engine.wait_for_save()
     found = {"whole": whole(engine), "fingerprint": fingerprint(engine)}
-    _check_loaded(found, _loads(rank, world_size, folder, out, mesh))
+    _check_loaded(found, _loads(rank, world_size, folder, out, mesh, changes))
     return found
 
 
-def _loads(rank: int, world_size: int, folder: str, out: Path, mesh: Mesh) -> list[dict[str, Any]]:
+def _loads(
+    rank: int, world_size: int, folder: str, out: Path, mesh: Mesh, changes: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Load both, each time over another state."""
-    engine, exported = (engine_on(folder, mesh) for _ in range(2))
+    engine, exported = (engine_on(folder, mesh, **changes) for _ in range(2))
     found = []
     for kind in ("now", "later"):
         for each, meta in zip((engine, exported), metas(out, kind), strict=True):
@@ -104,10 +106,10 @@ def _check_loaded(saved: dict[str, Any], loaded: list[dict[str, Any]]) -> None:
         assert same(found["whole"], saved["whole"]) and found["fingerprint"] == saved["fingerprint"]
 
 
-def check_loads(folder: str | Path, out: Path, saved_by: Mesh, loaded_by: Iterable[Mesh]) -> None:
+def check_loads(folder: str | Path, out: Path, saved_by: Mesh, loaded_by: Iterable[Mesh], **changes: Any) -> None:
     """Save on one mesh, and load on that and on others: every bit is the same, as are both exports."""
-    saved = run_ranks(_saves, saved_by.ranks, str(folder), out, saved_by)[0]
+    saved = run_ranks(_saves, saved_by.ranks, str(folder), out, saved_by, changes)[0]
     assert contents(out / "now_hf") == contents(out / "later_hf")
     for mesh in loaded_by:
-        for loaded in run_ranks(_loads, mesh.ranks, str(folder), out, mesh):
+        for loaded in run_ranks(_loads, mesh.ranks, str(folder), out, mesh, changes):
             _check_loaded(saved, loaded)

@@ -77,6 +77,23 @@ def test_a_server_a_trainer_and_the_driver_die_and_no_ticket_is_lost(run: GrpoRu
     assert not any(token["mixed"] for server in servers for token in server.tokens())
 
 
+def test_trainers_and_servers_take_turns(run: GrpoRun, servers: list[FakeServer]) -> None:
+    run._command.append("colocate=true")
+    run.start()
+    train_until(run, 2)
+    assert run.kill("trainer", 1)
+    train_until(run, run.last_step() + 2)
+    run.kill("driver")
+    servers[0].restart()
+    run.start()
+    assert run.wait(PATIENCE_S) == 0, run.log_tail()
+    assert f"tickets 0 to {4 * STEPS - 1} were trained, each once and in its step" in run.log_tail()
+    assert stats(run)[-1]["servers_asleep"] == 2
+    for server in servers:
+        assert server.state()["asleep"] == ["kv_cache", "weights"] and "POST /wake_up?tags=kv_cache" in server.calls()
+        assert not any(token["mixed"] for token in server.tokens())
+
+
 def test_adapters_alone_are_published_to_servers_of_the_base(tmp_path: Path) -> None:
     base = write_model_folder(tmp_path / "base", hidden=128, for_vllm=True)
     write_manifest(base, file_entries(base, list(walk_files(base))), {"weight_version": 0})  # the fakes read it

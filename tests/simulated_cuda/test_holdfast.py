@@ -27,6 +27,8 @@ from holdfast.engine.staging.staged_state import Staging
 from holdfast.engine.training import host_optimizer
 from holdfast.engine.training.microbatch import MicroBatch, weigh
 from holdfast.utils.errors import EngineOffloadedError, TornSnapshotError
+from holdfast.utils.manifest import described_digest
+from holdfast.utils.pieces import Piece, join_digests, piece_digest
 from holdfast.utils.rng import capture_rng, derive_rng, restore_rng
 from tests.simulated_cuda import device
 
@@ -375,12 +377,16 @@ def test_weight_files_hold_the_values_of_the_device_and_bring_them_back(
     monkeypatch.setattr(weight_files, "READ_BYTES", 64)
     given = {"a": torch.randn(9, 11).to(on), "b": torch.randn(100).to(on), "c": torch.randn(8, 8).to(on).t()}
     layout = plan_layout([TensorSpec(k, tuple(v.shape), stored, k, 0) for k, v in given.items()], 10**9, 0)
-    with WeightWriter(tmp_path) as writer:
+    seen: list[tuple[Piece, bytes]] = []
+    with WeightWriter(tmp_path, lambda _, piece, data: seen.append((piece, piece_digest(data)))) as writer:
         for file in layout.files:
             writer.create(file)
         for name, values in given.items():
             writer.write(layout.slots[name], 0, values)
         writer.sync()
+    pieces, digests = zip(*sorted(writer.digests[WEIGHTS_NAME]), strict=True)
+    assert described_digest(tmp_path / WEIGHTS_NAME, {"pieces": pieces}) == join_digests(digests)
+    assert writer.digests[WEIGHTS_NAME][-len(seen) :] == seen
     expected = {name: values.cpu().to(stored) for name, values in given.items()}
     found = load_file(tmp_path / WEIGHTS_NAME)
     assert all(torch.equal(found[name], expected[name]) for name in given)

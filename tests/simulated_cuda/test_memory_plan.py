@@ -22,6 +22,12 @@ OFFLOAD: dict[str, dict[str, Any]] = {
     "nothing": {},
     "optimizer": {"optimizer": OptimizerConfig(offload=True)},
     "params": {"fsdp": FSDPConfig(gradient_sync="every", offload_params=True)},
+    "adam8bit": {"optimizer": OptimizerConfig(type="adam8bit")},
+    "optimizer, adam8bit": {"optimizer": OptimizerConfig(type="adam8bit", offload=True)},
+    "params, muon": {
+        "fsdp": FSDPConfig(gradient_sync="every", offload_params=True),
+        "optimizer": OptimizerConfig(type="muon"),
+    },
 }
 TOKENS = 16
 """Few, because the attention of these devices is not flash attention, and so that state is most of the memory."""
@@ -48,7 +54,8 @@ def _of_one_setting(world_size: int, folder: str, changes: dict[str, Any]) -> An
     gradients = params if engine.config.fsdp.offload_params else []
     on_host = sum(local_tensor(each).nbytes for each in (*params, *gradients, *states) if each.device.type == "cpu")
     sizes = measure_model(engine.config, TOKENS)
-    plan = plan_step(sizes, engine.config, ParallelStrategy().for_world(world_size), TOKENS)
+    memory = torch.cuda.get_device_properties(0).total_memory
+    plan = plan_step(sizes, engine.config, ParallelStrategy().for_world(world_size), TOKENS, memory)
     engine.destroy()
     return (peak, on_host), (plan.peak, plan.on_host)
 

@@ -406,16 +406,19 @@ def test_delta_is_for_folders_that_servers_or_mirrors_read() -> None:
         WeightUpdateMeta("disk", "/weights", delta=True, anchor_interval=-1)
 
 
-def test_the_copy_of_another_plan_is_replaced_from_there_on(tmp_path: Path) -> None:
+def test_the_copy_of_another_plan_is_replaced_from_there_on() -> None:
     copy, values = PublishedCopy(), np.arange(4, dtype="<u2")
-    copy.begin()
     places = [Piece(8 * number, 8, 0, 1) for number in range(4)]
-    assert [copy.swap("f", piece, values) for piece in places] == [None] * 4
-    copy.begin()
-    changed = copy.swap("f", places[0], values)
-    assert changed is not None and not changed.any() and not copy.complete
-    assert copy.swap("g", places[1], values) is None and copy.swap("f", places[2], values) is None
-    assert copy.complete, "the fourth piece belongs to the plan of before"
-    copy.begin()
-    changed = copy.swap("f", places[0], values + np.uint16(1))
-    assert changed is not None and changed.all() and copy.swap("g", places[1], values) is not None
+
+    def publish(*pieces: tuple[str, Piece], add: int = 0) -> tuple[list[int | None], bool]:
+        copy.begin()
+        masks = [copy.swap(file, piece, values + np.uint16(add)) for file, piece in pieces]
+        return [None if mask is None else int(mask.sum()) for mask in masks], copy.end()
+
+    all_of_f = [("f", place) for place in places]
+    assert publish(*all_of_f) == ([None] * 4, True)
+    assert publish(*all_of_f) == ([0] * 4, True)
+    assert publish(*all_of_f[:2]) == ([0, 0], False), "two pieces of before are missing"
+    assert publish(*all_of_f[:2], add=1) == ([4, 4], True)
+    assert publish(all_of_f[0], ("g", places[1]), all_of_f[1], add=1) == ([0, None, None], True)
+    assert publish(all_of_f[0], ("g", places[1]), all_of_f[1], add=1) == ([0, 0, 0], True)

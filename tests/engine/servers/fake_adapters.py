@@ -89,20 +89,23 @@ class FakeAdapters:
         return [base, *({"id": a.name, "root": a.path, "parent": "/model"} for a in self.loaded.values())]
 
 
-def vllm_adapter_routes(engine: Any, config: dict[str, Any] | None, updating: bool) -> list[web.RouteDef]:
+def vllm_adapter_routes(
+    engine: Any, config: dict[str, Any] | None, updating: bool, others: dict[str, Any]
+) -> list[web.RouteDef]:
     """Routes of a vLLM server for adapters.
 
     Args:
         engine: a `FakeEngine`.
         config: ``lora_config`` as reported by the server. None without ``--enable-lora``.
         updating: VLLM_ALLOW_RUNTIME_LORA_UPDATING.
+        others: the rest of ``vllm_config``.
     """
     if config is not None:
         engine.adapters.slots = config["max_loras"]
         engine.adapters.memory = config["max_cpu_loras"]
 
     async def server_info(_: web.Request) -> web.Response:
-        return web.json_response({"vllm_config": {"lora_config": config}, "vllm_env": {}})
+        return web.json_response({"vllm_config": {**others, "lora_config": config}, "vllm_env": {}})
 
     async def load_lora_adapter(request: web.Request) -> web.Response:
         body = await request.json()

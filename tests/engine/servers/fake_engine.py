@@ -105,6 +105,8 @@ class FakeEngine:
         if folder is not None:
             self.weights_id, self.weights = load_weights(folder, dtype, of_version)
         self.requests: set[Generation] = set()
+        self.asleep: set[str] = set()
+        self._dropped = False
         self.adapters = FakeAdapters(folder, dtype, of_version)
         self._log = open(log, "a", buffering=1)  # noqa: SIM115 - as long as the process
         self._dtype, self._token_s, self._dies_of_pieces = dtype, token_s, dies_of_pieces
@@ -144,12 +146,32 @@ class FakeEngine:
     def resume(self) -> None:
         self._running.set()
 
+    def sleep(self, tags: set[str], keeps_weights: bool) -> None:
+        """Free the memory of ``tags``."""
+        assert self.paused, "it frees the memory of running requests"
+        self.asleep |= tags
+        if "weights" in tags and not keeps_weights:
+            self._dropped = True
+
+    def wake_up(self, tags: set[str]) -> None:
+        """Take memory back. Weights that were not kept are garbage then, until a load."""
+        self.asleep -= tags
+        if "weights" in tags and self._dropped:
+            self.weights_id, self.weights, self.in_pieces, self._dropped = "dropped", HashedWeights(None), True, False
+
+    def _touch(self, *tags: str) -> None:
+        """Read or write memory of these tags. Like a GPU, die if it was freed."""
+        if freed := self.asleep.intersection(tags):
+            self.note(died=f"an access to memory that was freed: {sorted(freed)}")
+            os._exit(16)
+
     async def drained(self) -> None:
         """Wait until no request is in flight."""
         await self._idle.wait()
 
     def load(self, folder: str) -> None:
         """Load a published folder, unless the fake lies. If the load fails, the weights are partially loaded."""
+        self._touch("weights")
         if self.faults.lie > 0:
             self.faults.lie -= 1
             return
@@ -167,6 +189,7 @@ class FakeEngine:
 
     def take(self, tensors: dict[str, Any]) -> None:
         """Load received tensors into the current model."""
+        self._touch("weights")
         assert isinstance(self.weights, ModelWeights)
         self.weights.load(tensors)
         self.received |= tensors.keys()
@@ -235,11 +258,13 @@ class FakeEngine:
     async def ready(self) -> None:
         """Wait while the engine is paused. Die if the weights are partially loaded."""
         await self._running.wait()
+        self._touch("weights", "kv_cache")
         if self.in_pieces and self._dies_of_pieces:
             self.note(died="a completion by weights in pieces")
             os._exit(13)
 
     def _step(self, request: Generation) -> None:
+        self._touch("weights", "kv_cache")
         if self.in_pieces and self._dies_of_pieces:
             self.note(died="a completion by weights in pieces")
             os._exit(13)
@@ -276,6 +301,7 @@ class FakeEngine:
         if request.path == "/fake" and request.method == "GET":
             state = {"paused": self.paused, "label": self.label, "version": self.weights.version}
             state |= {"in_flight": len(self.requests), "in_pieces": self.in_pieces, "mixed": self.mixed}
+            state |= {"asleep": sorted(self.asleep)}
             return web.json_response(state | {"adapters": list(self.adapters.loaded)})
         if request.path == "/fake":
             self.faults, self.calls_seen = Faults(**await request.json()), 0

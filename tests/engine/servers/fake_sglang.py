@@ -1,5 +1,7 @@
 """A fake of SGLang 0.5: its endpoints for updates and for completions of token ids, after its source."""
 
+import os
+
 from aiohttp import web
 
 from tests.engine.servers.fake_adapters import sglang_adapter_routes
@@ -15,6 +17,8 @@ def application(
     original_logprob: bool = False,
     max_model_len: int = 100_000,
     lora: bool = False,
+    memory_saver: bool = True,
+    cpu_backup: bool = False,
     dp_size: int = 1,
 ) -> web.Application:
     """The HTTP application of a fake SGLang.
@@ -26,6 +30,8 @@ def application(
         original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: log-probabilities ignore the temperature.
         max_model_len: ``--context-length``.
         lora: ``--enable-lora``.
+        memory_saver: ``--enable-memory-saver``.
+        cpu_backup: ``--enable-weights-cpu-backup``.
         dp_size: ``--dp-size``.
     """
 
@@ -64,6 +70,39 @@ def application(
                 return _updated(False, "Cache flush failed after updating weights")
         engine.set_label(body.get("weight_version") or engine.label)
         return _updated(True, "Succeeded to update model weights.")
+
+    async def update_weight_version(request: web.Request) -> web.Response:
+        check(request, admin_key or api_key)
+        body = await request.json()
+        assert body["abort_all_requests"] is False
+        engine.set_label(body["new_version"])
+        return web.json_response({"success": True, "message": "...", "new_version": body["new_version"]})
+
+    async def release_memory_occupation(request: web.Request) -> web.Response:
+        check(request, admin_key or api_key)
+        tags = set((await request.json())["tags"])
+        if not engine.paused or "weights" in tags & engine.asleep:
+            die("a release of running requests, or of weights that are not there to be read")
+        engine.sleep(tags, cpu_backup)
+        return web.json_response(None)
+
+    async def resume_memory_occupation(request: web.Request) -> web.Response:
+        check(request, admin_key or api_key)
+        tags = set((await request.json())["tags"])
+        if not tags <= engine.asleep:
+            die("KeyError: a tag that was not released")
+        engine.wake_up(tags)
+        return web.json_response(None)
+
+    def die(why: str) -> None:
+        engine.note(died=why)
+        os._exit(17)
+
+    async def server_info(request: web.Request) -> web.Response:
+        check(request, api_key)
+        flags = {"enable_memory_saver": memory_saver, "enable_weights_cpu_backup": cpu_backup}
+        flags |= {"tp_size": 1, "dp_size": dp_size, "pp_size": 1}
+        return web.json_response(flags)
 
     async def model_info(request: web.Request) -> web.Response:
         check(request, api_key)
@@ -116,15 +155,12 @@ def application(
         }
         return web.json_response({"text": "", "output_ids": generation.tokens, "meta_info": meta})
 
-    async def server_info(request: web.Request) -> web.Response:
-        check(request, api_key)
-        return web.json_response({"tp_size": 1, "dp_size": dp_size, "pp_size": 1})
-
     app = web.Application(middlewares=[engine.with_faults])
-    posts = [pause_generation, continue_generation, update_weights_from_disk, generate]
+    posts = [pause_generation, continue_generation, update_weights_from_disk, update_weight_version, generate]
+    posts += [release_memory_occupation, resume_memory_occupation]
     app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
-    app.add_routes([web.get("/model_info", model_info), web.get("/v1/models", models)])
-    app.add_routes([web.get("/server_info", server_info)])
+    app.add_routes([web.get("/model_info", model_info), web.get("/server_info", server_info)])
+    app.add_routes([web.get("/v1/models", models)])
     app.add_routes(sglang_distributed_routes(engine, lambda request: check(request, admin_key or api_key)))
     app.add_routes(sglang_adapter_routes(engine, lambda request: check(request, admin_key or api_key), lora))
     return app

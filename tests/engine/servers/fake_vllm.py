@@ -11,6 +11,8 @@ from tests.engine.servers.fake_engine import FakeEngine, Generation, Json
 from tests.engine.servers.fake_plugin import weight_transfer_routes
 from tests.engine.servers.fake_weights import Weights
 
+TAGS = ("weights", "kv_cache")
+
 
 def application(
     engine: FakeEngine,
@@ -20,6 +22,8 @@ def application(
     processed_logprobs: bool = True,
     api_key: str | None = None,
     plugin: bool = False,
+    sleep_mode: bool = True,
+    device: str = "cuda",
     nccl: bool = False,
     version: str = "0.32.0",
     max_model_len: int = 100_000,
@@ -40,6 +44,8 @@ def application(
         plugin: ``--weight-transfer-config '{"backend": "holdfast_disk"}'``, or ``holdfast_gloo``.
         nccl: the same with vLLM's own backend ``nccl``, over gloo.
         version: answer of ``/version``.
+        sleep_mode: ``--enable-sleep-mode``.
+        device: type of its device.
         max_model_len: ``--max-model-len``.
         lora: ``--enable-lora``.
         lora_updating: ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``.
@@ -60,6 +66,25 @@ def application(
 
     async def is_paused(_: web.Request) -> web.Response:
         return web.json_response({"is_paused": engine.paused})
+
+    async def sleep(request: web.Request) -> web.Response:
+        level, mode = int(request.query.get("level", "1")), request.query.get("mode", "abort")
+        assert level in (1, 2)
+        engine.pause(mode, drop_caches=True)
+        if "weights" not in engine.asleep:  # else "Executor is already sleeping."
+            engine.sleep(set(TAGS), keeps_weights=level == 1)
+        return web.json_response({"status": "sleeping", "level": level})
+
+    async def wake_up(request: web.Request) -> web.Response:
+        tags = set(request.query.getall("tags", []))
+        if tags <= engine.asleep:  # else "Tag ... is not in sleeping tags" or "Executor is not sleeping."
+            engine.wake_up(tags or set(engine.asleep))
+        if not engine.asleep:
+            engine.resume()
+        return web.json_response({"status": "sleeping" if engine.asleep else "awake", "tags": sorted(tags) or None})
+
+    async def is_sleeping(_: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": bool(engine.asleep) or engine.paused})
 
     async def collective_rpc(request: web.Request) -> web.Response:
         body = await request.json()
@@ -153,10 +178,11 @@ def application(
     app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", is_paused)])
     app.add_routes([web.get("/v1/models", models)])
     if dev_mode:
-        app.add_routes(vllm_adapter_routes(engine, lora_config, lora_updating))
-        posts = [pause, resume, collective_rpc, reset_prefix_cache, update_weight_version]
+        config = {"model_config": {"enable_sleep_mode": sleep_mode}, "device_config": {"device_type": device}}
+        app.add_routes(vllm_adapter_routes(engine, lora_config, lora_updating, config))
+        posts = [pause, resume, sleep, wake_up, collective_rpc, reset_prefix_cache, update_weight_version]
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
-        app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, weight_info)])
+        app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, is_sleeping, weight_info)])
     if plugin or nccl:
         app.add_routes(weight_transfer_routes(engine, nccl, version))
     return app

@@ -64,7 +64,7 @@ class FakeServer:
     def state(self) -> dict[str, Any]:
         """The real state: ``paused``, ``label``, ``version``, ``in_flight`` requests, and ``in_pieces``: whether the
         weights
-        are partially loaded.
+        are partially loaded, and ``asleep``: the tags whose memory is free.
         """
         return httpx2.get(f"{self.url}/fake", timeout=stretched(20)).raise_for_status().json()
 

@@ -250,6 +250,8 @@ def _a_fleet_outlives_the_loss_of_a_server(rank: int, world_size: int, folder: s
         assert all(0 < stats[phase] < 60 for phase in phases)
         assert sum(stats[phase] for phase in phases if phase[0] == "p") <= stats["publish_total_s"]
         assert stats["servers_serving"] == 2 and stats["servers_gone"] == 0
+        written = sum(entry["bytes"] for entry in verify_folder(done.path)["files"].values())
+        assert stats["publish_bytes"] == stats["publish_full_bytes"] == written and stats["publish_delta"] == 0
 
         lost.alive = False
         publish(engine, 2)

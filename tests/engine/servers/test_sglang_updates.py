@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 
 CYCLE = [
     "POST /pause_generation",
+    "GET /model_info",
     "POST /update_weights_from_disk",
     "POST /continue_generation",
     "GET /model_info",
@@ -51,7 +52,7 @@ def test_versions_are_served_and_a_skipped_update_is_found(dtype: str, tmp_path:
             folder = publish_model(tmp_path / "w", version, model, dtype)
             assert server.update_weights_from_disk(folder, version) == version
             assert server.status() == ServerStatus(weights_label(folder, version), paused=False)
-        assert fake.calls()[1:6] == [*CYCLE, "POST /generate"]
+        assert fake.calls()[1:7] == [*CYCLE, "POST /generate"]
         step(model, 1e-5)
         folder = publish_model(tmp_path / "w", 3, model, dtype)
         fake.tell(lie=1)
@@ -79,7 +80,7 @@ def test_a_refused_load_keeps_the_server_paused_until_one_succeeds(
     with pytest.raises(PoisonedServerError, match=r"disk was answered with 400 \(.*; its weights may be in pieces"):
         server.update_weights_from_disk(second, 2)
     monkeypatch.undo()
-    assert fake.calls()[seen:] == CYCLE[:2]
+    assert fake.calls()[seen:] == CYCLE[:3]
     assert server.status() == ServerStatus(weights_label(first, 1), paused=True) and paused(fake)
     third = publish_hashed(tmp_path / "w", 3)
     server.update_weights_from_disk(third, 3)

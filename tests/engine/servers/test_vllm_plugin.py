@@ -30,8 +30,9 @@ def client(fake: FakeServer) -> VLLMServer:
 def test_an_update_is_checked_by_the_plugin(fake: FakeServer, tmp_path: Path) -> None:
     server, folder = client(fake), publish_hashed(tmp_path, 1)
     assert server.update_weights_from_disk(folder, 1) == 1
-    routes = ("/pause?mode=keep&clear_cache=true", "/start_weight_update", "/update_weights", "/finish_weight_update")
-    assert fake.calls()[: len(routes)] == [f"POST {route}" for route in routes]
+    routes = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+    expected = ["POST /pause?mode=keep&clear_cache=true", "GET /weight_info", *(f"POST {route}" for route in routes)]
+    assert fake.calls()[: len(expected)] == expected
     assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
 
 

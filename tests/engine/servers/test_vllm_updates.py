@@ -38,6 +38,7 @@ pytestmark = pytest.mark.timeout(60)
 
 CYCLE = [
     "POST /pause?mode=keep&clear_cache=true",
+    "GET /weight_info",
     "POST /collective_rpc",
     "POST /reset_prefix_cache",
     "POST /update_weight_version",
@@ -94,7 +95,7 @@ def test_three_versions_are_served_as_the_trainer_computes_them(tmp_path: Path) 
                 answer = server._prompt_logprobs(calls, PROMPT)
             expected = model_logprobs(model, PROMPT)
             assert max(abs(a - b) for a, b in zip(answer, expected, strict=True)) < 1e-4
-        assert fake.calls()[2:9] == CYCLE
+        assert fake.calls()[2:10] == CYCLE
         assert server.seconds.keys() == {"pause", "load", "reset cache", "label", "resume", "read back", "check"}
         assert all(seconds > 0 for seconds in server.seconds.values())
 
@@ -156,7 +157,7 @@ def test_a_failed_load_is_not_resumed_and_a_good_folder_repairs_it(fake: FakeSer
             PoisonedServerError, match=r"POST /collective_rpc was answered with 500 .* do not resume it"
         ):
             server.update_weights_from_disk(bad, 2)
-    assert fake.calls()[seen:] == CYCLE[:2]
+    assert fake.calls()[seen:] == CYCLE[:3]
     assert server.status() == ServerStatus(weights_label(good, 1), paused=True)
     third = publish_hashed(tmp_path / "w", 3)
     server.update_weights_from_disk(third, 3)
@@ -200,7 +201,7 @@ def test_unreachable_and_slow_servers_are_distinguished(fake: FakeServer, tmp_pa
     with pytest.raises(SlowServerError, match=r"version 1 from .*/v00000001: POST /collective_rpc was not answered"):
         hasty.update_weights_from_disk(folder, 1)
     assert hasty.status().paused
-    fake.tell(at_call=1)
+    fake.tell(at_call=2)
     with pytest.raises(UnreachableServerError, match=r"POST /collective_rpc broke off .*it may have died"):
         VLLMServer(fake.url).update_weights_from_disk(folder, 1)
     assert fake.died()

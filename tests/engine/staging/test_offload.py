@@ -61,6 +61,12 @@ KINDS: Mapping[str, dict[str, Any]] = {
     "optimizer on the host": {"optimizer": OptimizerConfig(lr=1e-2, offload=True)},
     "t2, optimizer on the host": {"backend": "fsdp:t2", "optimizer": OptimizerConfig(lr=1e-2, offload=True)},
     "d2e2, optimizer on the host": {"backend": "fsdp:d2e2", "optimizer": OptimizerConfig(lr=1e-2, offload=True)},
+    "adam8bit on the host": {"optimizer": OptimizerConfig(type="adam8bit", lr=1e-2, offload=True)},
+    "muon on the host": {"optimizer": OptimizerConfig(type="muon", lr=1e-2, offload=True)},
+    "muon, params on the host": {
+        "optimizer": OptimizerConfig(type="muon", lr=1e-2),
+        "fsdp": FSDPConfig(offload_params=True),
+    },
     "bfloat16": {"dtype": "bfloat16", "optimizer": OptimizerConfig(type="adam_bf16", lr=1e-2, offload=True)},
 }
 
@@ -150,7 +156,10 @@ def _three_rounds(rank: int, world_size: int, base: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    slow_but([("full", 2), ("lora", 1), ("t2", 2), ("d2e2", 2)], [(kind, n) for kind in KINDS for n in RANKS[kind]]),
+    slow_but(
+        [("full", 2), ("lora", 1), ("t2", 2), ("d2e2", 2), ("muon on the host", 2)],
+        [(kind, n) for kind in KINDS for n in RANKS[kind]],
+    ),
 )
 def test_three_rounds_of_training_between_offloads_change_no_bit(kind: str, world_size: int, tmp_path: Path) -> None:
     write_model(tmp_path, kind)

@@ -76,6 +76,9 @@ def test_the_optimizers_have_the_numbers_of_the_config() -> None:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw of the config": lambda params: build_optimizer(params, OptimizerConfig(lr=0.1)),
+    "adam_bf16 of the config": lambda params: build_optimizer(params, OptimizerConfig(type="adam_bf16", lr=0.1)),
+    "adam8bit of the config": lambda params: build_optimizer(params, OptimizerConfig(type="adam8bit", lr=0.1)),
+    "muon of the config": lambda params: build_optimizer(params, OptimizerConfig(type="muon", lr=0.1), params[:1]),
     "sgd of the config": lambda params: build_optimizer(params, OptimizerConfig(type="sgd", lr=0.1)),
     "sgd with momentum of the config": lambda params: build_optimizer(
         params, OptimizerConfig(type="sgd", lr=0.1, momentum=0.9)
@@ -150,7 +153,7 @@ def test_state_that_exists_is_left_alone() -> None:
     assert {id(p): describe(state) for p, state in optimizer.state.items()} == before
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam_bf16", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "adam_bf16", "adam8bit", "muon", "sgd"])
 def test_hooks_see_one_step_of_an_optimizer_on_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_optimizer, "BLOCK_BYTES", 1)
     build_optimizer(make_params(), OptimizerConfig(type=kind))  # torch wraps hooks around the steps of its class

@@ -253,6 +253,17 @@ def test_keys_of_offload_are_kept_or_are_for_the_loop(tmp_path: Path, caplog: py
         load_areal(TrainEngineConfig, write(tmp_path, actor={"path": "m", "fsdp": both, "optimizer": {"lr": 0.1}}))
 
 
+def test_colocation_is_for_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = {"type": "colocation", "target": "actor"}
+    path = write(tmp_path, actor={"path": "m"}, rollout={"scheduling_strategy": strategy}, enable_offload=True)
+    load_areal(Job, path)
+    (warning,) = warnings(caplog)
+    assert (
+        "rollout.scheduling_strategy (placement is the caller's. On GPUs of the servers (`type: colocation`" in warning
+    )
+    assert warning.count("colocated(engine, fleet).rollout()") == 2
+
+
 def test_rollouts_are_read_from_their_sections(tmp_path: Path) -> None:
     path = write(
         tmp_path,

@@ -127,7 +127,8 @@ def test_top_shows_the_reward_and_where_the_seconds_went_from_the_files_that_are
     logger = StatsLogger(tmp_path)
     logger.resume_after(None)
     for step in range(4):
-        logger.log(step, {"reward": 0.1 * step, "sampling_s": 2.0, "training_s": 1.0 + step})
+        servers = {"servers_serving": 2.0, "servers_behind": 0.0, "servers_asleep": 1.0}
+        logger.log(step, {"reward": 0.1 * step, "sampling_s": 2.0, "training_s": 1.0 + step, **servers})
     logger.close()
     found = answer("top", troubled, "--stats", tmp_path / "stats.jsonl")
     assert found["step"] == 10 and found["generation"]["step"] == 9
@@ -135,6 +136,7 @@ def test_top_shows_the_reward_and_where_the_seconds_went_from_the_files_that_are
     assert found["stats"]["reward"] == pytest.approx(0.3)
     code, out, _ = holdfast("top", troubled, "--stats", tmp_path / "stats.jsonl")
     assert code == 0 and "sampling" in out and "reward" in out and "newest generation" in out
+    assert "2 serving, 1 asleep" in out
 
 
 def test_a_torn_line_of_a_journal_spoils_no_other(tmp_path: Path) -> None:

@@ -41,6 +41,19 @@ def test_a_plan_names_parts_peak_disk_and_changes_that_make_it_fit(qwen3_8b: Pat
     assert again["bytes_per_gpu"]["peak"] == found["changes"][0]["peak_bytes"]
 
 
+def test_the_optimizer_and_checkpointing_are_those_of_the_options(qwen3_8b: Path) -> None:
+    plain = answer("plan", qwen3_8b, "--gpus", "8", "--checkpointing")
+    n, outside = plain["parameters"], 2 * 151936 * 4096
+    for kind, n_bytes in (("adam_bf16", 4 * n), ("adam8bit", 2.0625 * n), ("muon", 4 * n + 4 * outside)):
+        found = answer("plan", qwen3_8b, "--gpus", "8", "--checkpointing", "--optimizer", kind)
+        assert found["bytes_per_gpu"]["moments"] == pytest.approx(n_bytes / 8, rel=1e-3), kind
+        assert found["bytes_on_disk"]["generation"] == pytest.approx(4 * n + n_bytes, rel=1e-3)
+        peaks = [each["bytes_per_gpu"]["peak"] for each in (plain, found)]
+        assert peaks[0] - peaks[1] == pytest.approx((8 * n - n_bytes) / 8, rel=1e-3)
+    every, some = (answer("plan", qwen3_8b, *options) for options in ((), ("--selective",)))
+    assert plain["bytes_per_gpu"]["peak"] < some["bytes_per_gpu"]["peak"] < every["bytes_per_gpu"]["peak"]
+
+
 def test_state_in_host_memory_comes_last_among_the_changes_and_counts_there(qwen3_8b: Path) -> None:
     found = answer("plan", qwen3_8b, "--gpus", "1", "--checkpointing")
     assert [each["change"] for each in found["changes"]] == ["fsdp.offload_params: true"] and found[

@@ -1,0 +1,9 @@
+"""Errors of this package. An OSError means that a local file or disk failed."""
+
+
+class FolderError(ValueError):
+    """A folder or a delta differs from the published one, or cannot be read. Nothing was changed."""
+
+
+class MissingError(FolderError):
+    """A file that was expected does not exist."""
