@@ -165,8 +165,7 @@ class ServerClient(SleepingClient):
         self._group.drop()  # a server that loads a folder may have been restarted
 
         def load(calls: Calls, path: str, label: str) -> None:
-            folder = path if self.mirror is None else prepared_folder(calls, self.mirror, version, label)
-            self._load_weights(calls, folder, label)
+            self._load_weights(calls, prepared_folder(calls, self.mirror, path, version, label), label)
 
         return self._serve(path, version, load)
 
@@ -234,7 +233,6 @@ class ServerClient(SleepingClient):
 
     @contextmanager
     def _update(self, path: str, version: int) -> Iterator[Calls]:
-        """Open the calls of one update."""
         with self._exclusive(f", told to load version {version} from {path}", PublishError) as calls:
             self._seconds = calls.seconds
             yield calls

@@ -10,11 +10,13 @@ MIRROR_TOKEN = "HOLDFAST_WEIGHTS_TOKEN"
 _NOT_PREPARED = "the server was not told, and goes on with the weights it has"
 
 
-def prepared_folder(calls: Calls, mirror: str, version: int, label: str) -> str:
-    """Have the mirror at this URL make a version, while the server still answers requests. Returns its folder.
+def prepared_folder(calls: Calls, mirror: str | None, path: str, version: int, label: str) -> str:
+    """The folder that the server loads. The mirror at this URL first makes it, while the server answers requests.
 
-    PublishError if it cannot. The calls then say why.
+    Without a mirror it is the published folder ``path``. PublishError if the mirror cannot make the version.
     """
+    if mirror is None:
+        return path
     body, token = {"version": version, "label": label}, os.environ.get(MIRROR_TOKEN)
     told = calls.post("prepare", f"{mirror}/prepare", body, key=token, advice=_NOT_PREPARED)
     if not isinstance(folder := told.get("path"), str):
