@@ -170,10 +170,7 @@ class ServerClient(SleepingClient):
         return self._serve(path, version, load)
 
     def update_weights_from_distributed(self, path: str, version: int, buckets: BucketReader) -> int:
-        """Receive the weights that the published folder ``path`` describes. Else like `update_weights_from_disk`.
-
-        An error before the first bucket leaves the server as it was. After a later one it is poisoned.
-        """
+        """Receive the weights that the folder ``path`` describes. Errors after the first bucket poison the server."""
         return self._serve(path, version, partial(self._send_weights, buckets))
 
     def _serve(self, path: str, version: int, load: Callable[[Calls, str, str], None]) -> int:

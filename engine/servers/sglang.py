@@ -12,6 +12,7 @@ of the adapter, so the client asks for it only after that request.
 
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -119,6 +120,9 @@ class SGLangServer(ServerClient):
             workers, apart = int(told["tp_size"]), {key: told[key] for key in ("dp_size", "pp_size") if told[key] != 1}
         if apart:
             raise calls.refuse(f"it was started with {apart}, and weights are sent to servers that have 1 of each")
+        if self._group_name:
+            with suppress(PublishError):  # else the server keeps it. A restarted server does not have it
+                self._administer(calls, "join", "/destroy_weights_update_group", {"group_name": self._group_name})
         self._group_name = name = f"holdfast-{uuid.uuid4().hex[:12]}"
         group = GlooGroup(calls.url, workers, buckets.patience_s, (name, f"{name}/", "cpu/"))
 

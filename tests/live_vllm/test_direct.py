@@ -67,6 +67,12 @@ def test_versions_that_are_sent_are_served(trainer: Trainer, client: VLLMServer)
         assert_serves(client, trainer, trainer.publish([client]))
 
 
+def test_the_same_weights_without_a_folder_have_the_same_label(trainer: Trainer, client: VLLMServer) -> None:
+    folder = trainer.publish([client])
+    trainer.engine.update_weights(replace(trainer.meta, path=None))
+    assert_serves(client, trainer, folder)
+
+
 @pytest.mark.parametrize("bucket", [0, 2])
 def test_a_sender_that_dies_leaves_a_server_that_the_next_version_repairs(
     bucket: int, trainer: Trainer, client: VLLMServer

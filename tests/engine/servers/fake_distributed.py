@@ -29,6 +29,14 @@ def sglang_distributed_routes(engine: FakeEngine, check: Callable[[web.Request],
             return _answer(f"Failed to initialize custom process group: {error}.")
         return _answer(None)
 
+    async def destroy_weights_update_group(request: web.Request) -> web.Response:
+        check(request)
+        gone = groups.pop((await request.json())["group_name"], None)
+        if gone is None:
+            return _answer("The group to be destroyed does not exist.")
+        dist.destroy_process_group(gone)
+        return _answer(None)
+
     async def begin_weight_update(request: web.Request) -> web.Response:
         nonlocal open_session
         check(request)
@@ -66,6 +74,7 @@ def sglang_distributed_routes(engine: FakeEngine, check: Callable[[web.Request],
         return _answer(None)
 
     posts = (init_weights_update_group, begin_weight_update, update_weights_from_distributed, end_weight_update)
+    posts = (*posts, destroy_weights_update_group)
     return [web.post(f"/{route.__name__}", route) for route in posts]
 
 
@@ -83,6 +92,7 @@ def _join(told: dict[str, Any]) -> dist.ProcessGroup:
         timeout=limit,
     )
     assert isinstance(group, dist.ProcessGroup)
+    distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 
 

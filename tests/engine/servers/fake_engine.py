@@ -106,6 +106,7 @@ class FakeEngine:
             self.weights_id, self.weights = load_weights(folder, dtype, of_version)
         self.requests: set[Generation] = set()
         self.asleep: set[str] = set()
+        self._shell: Weights | None = None  # weights whose values were dropped
         self._dropped = False
         self.adapters = FakeAdapters(folder, dtype, of_version)
         self._log = open(log, "a", buffering=1)  # noqa: SIM115 - as long as the process
@@ -157,6 +158,7 @@ class FakeEngine:
         """Take memory back. Weights that were not kept are garbage then, until a load."""
         self.asleep -= tags
         if "weights" in tags and self._dropped:
+            self._shell = self.weights
             self.weights_id, self.weights, self.in_pieces, self._dropped = "dropped", HashedWeights(None), True, False
 
     def _touch(self, *tags: str) -> None:
@@ -186,6 +188,7 @@ class FakeEngine:
     def dismantle(self) -> None:
         """Take the layers apart, to receive weights in several parts."""
         self.in_pieces = self.mixed = True
+        self.weights, self._shell = self._shell or self.weights, None
 
     def take(self, tensors: dict[str, Any]) -> None:
         """Load received tensors into the current model."""

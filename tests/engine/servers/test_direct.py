@@ -22,7 +22,7 @@ import torch.distributed as dist
 from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta, publish_weights
 from holdfast.engine.hf.buckets import WeightGatherer
 from holdfast.engine.hf.versions import version_path
-from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer, nccl
+from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer, colocated, nccl
 from holdfast.engine.servers.api import ServerState, ServerStatus, weights_label
 from holdfast.engine.servers.groups import GlooGroup
 from holdfast.engine.servers.publish import PublishedWeights
@@ -44,7 +44,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {"vllm": {"plugin": True}, "sglang": 
 BUCKET = "/update_weights"
 TIMEOUT_S = stretched(20)
 N_BUCKETS = 7
-SERVING, BEHIND, PAUSED, _, GONE = ServerState
+SERVING, BEHIND, PAUSED = ServerState.SERVING, ServerState.BEHIND, ServerState.PAUSED
 
 Kinds = Sequence[str]
 
@@ -511,3 +511,29 @@ def test_memory_is_two_buckets_on_rank_0_and_a_share_on_the_others(tmp_path: Pat
     assert weights > 12 * bucket
     print(f"{weights / 1e6:.0f} MB of weights, buckets of {bucket / 1e6:.1f} MB: {first / 1e6:.1f}, {other / 1e6:.1f}")
     assert first < 2 * bucket + 6e6 and other < bucket / 2 + 6e6
+
+
+def _send_to_sleepers(
+    rank: int, world_size: int, base: str, named: Sequence[tuple[str, str]], level: int
+) -> list[PublishedWeights]:
+    engine, done = make_engine(base), list[PublishedWeights]()
+    with closing(ServerFleet(clients(named), probe_interval_s=None)) as fleet:
+        engine.connect_engine(fleet, meta(None))
+        for _ in range(2):
+            step(engine)
+            with colocated(engine, fleet, level).rollout() as published:
+                done.append(published)
+    engine.destroy()
+    return done
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_servers_that_sleep_wake_up_and_receive_weights(level: int, base: str, start: Any) -> None:
+    fakes = {kind: start(kind) for kind in CLIENTS}
+    named = [(kind, fake.url) for kind, fake in fakes.items()]
+    done = run_ranks(_send_to_sleepers, 2, base, named, level)[0]
+    assert [[report.state for report in published.servers] for published in done] == [[SERVING] * 2] * 2
+    assert all({"kv_cache", "weights"} <= set(fake.state()["asleep"]) for fake in fakes.values())
+    calls = fakes["sglang"].calls()
+    joins, leaves = (calls.count(f"POST /{name}_weights_update_group") for name in ("init", "destroy"))
+    assert joins - leaves == 1, "SGLang keeps groups until they are destroyed"
