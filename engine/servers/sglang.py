@@ -194,6 +194,7 @@ class SGLangServer(ServerClient):
         return asleep
 
     def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
+        self._pause(calls, "sleep")
         if tags := [tag for tag in asleep.tags if tag not in before.tags]:  # SGLang dies of a second release
             self._set_label(calls, replace(asleep, changing=True).label)
             self._tell_memory(calls, "sleep", "/release_memory_occupation", tags, _KEYS)

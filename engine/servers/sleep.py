@@ -70,7 +70,6 @@ class SleepingClient(ABC):
             before = self._sleep_now(calls)
             if not before.tags and self._is_paused(calls):
                 kept = False  # an update was cut off
-            self._pause(calls, "sleep")
             self._asleep = True
             self._put_to_sleep(calls, before, Sleep(TAGS, before.weights if kept else DROPPED), level)
 
@@ -144,12 +143,8 @@ class SleepingClient(ABC):
         """Whether level 1 keeps the weights. ServerError if the server cannot free memory."""
 
     @abstractmethod
-    def _pause(self, calls: Calls, phase: str) -> None:
-        """Pause the server, and keep the requests in flight without their caches."""
-
-    @abstractmethod
     def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
-        """Free the memory of a paused server that may sleep already, and set the label of ``asleep``."""
+        """Pause a server that may sleep already, free its memory, and set the label of ``asleep``."""
 
     @abstractmethod
     def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:

@@ -35,7 +35,7 @@ from .client import ServerClient
 from .generation import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
-from .sleep import KV_CACHE, NO_MEMORY, WEIGHTS, Sleep
+from .sleep import DROPPED, KV_CACHE, NO_MEMORY, WEIGHTS, Sleep
 from .stream import BucketReader
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
@@ -222,6 +222,9 @@ class VLLMServer(ServerClient):
         return True
 
     def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
+        # A kill after a pause would look like that of an update. But no token may be sampled under the other label.
+        if asleep.weights == DROPPED:
+            self._pause(calls, "sleep")
         self._set_label(calls, asleep.label)
         self._sleep(calls, level)
 

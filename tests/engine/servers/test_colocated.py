@@ -174,12 +174,12 @@ CALLS = [
     *("POST /update_weight_version", "POST /wake_up", "POST /update_weight_version", "POST /resume"),  # the KV cache
     *("GET /weight_info", "GET /is_paused", "POST /inference/v1/generate"),  # the check
     *("GET /server_info", "GET /weight_info", "GET /is_paused"),  # the end of the turn
-    *("POST /pause", "POST /update_weight_version", "POST /sleep", "GET /weight_info", "GET /is_paused"),
+    *("POST /update_weight_version", "POST /sleep", "GET /weight_info", "GET /is_paused"),
 ]
 """Calls of one turn to one server, in order."""
 KILLS: dict[str, int] = {f"{place} {call}": place for place, call in enumerate(CALLS)}
 KILLS |= {"offload": -1, "body": -2, "onload": -3}
-FAST_KILLS = ["9 POST /collective_rpc", "body", "23 POST /sleep"]
+FAST_KILLS = ["9 POST /collective_rpc", "body", "22 POST /sleep"]
 
 
 def _run(rank: int, world_size: int, base: str, root: Path, url: str, kill: int | None) -> dict[str, Any]:

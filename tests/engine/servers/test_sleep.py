@@ -44,6 +44,41 @@ def client(fake: FakeServer, kind: str = "vllm", **options: Any) -> Any:
     return CLIENTS[kind](fake.url, **{"timeout_s": LIMIT_S} | options)
 
 
+class Killed(BaseException):
+    """Stands for the death of the process that makes the calls."""
+
+
+class Cut:
+    """Raises `Killed` after a number of calls to a server."""
+
+    def __init__(self) -> None:
+        self.never()
+
+    def after(self, n_calls: int) -> None:
+        self._left = n_calls
+
+    def never(self) -> None:
+        self._left = 10**9
+
+    def made(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Killed
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
+    cut, send = Cut(), Calls._send
+
+    def counted(*args: Any, **options: Any) -> Any:
+        answer = send(*args, **options)
+        cut.made()
+        return answer
+
+    monkeypatch.setattr(Calls, "_send", counted)
+    return cut
+
+
 def serves(server: Any, folder: Path, version: int) -> bool:
     answer = asyncio.run(server.agenerate(REQUEST))
     return server.status() == ServerStatus(weights_label(folder, version), False) and answer.output_versions == [
@@ -239,6 +274,26 @@ def test_the_base_of_adapters_is_kept_if_only_its_weights_woke_up(tmp_path: Path
         assert fake.state()["asleep"] == [] and fake.alive()
 
 
+@pytest.mark.slow
+def test_the_base_of_adapters_is_kept_after_a_kill_at_any_call(tmp_path: Path, cut: Cut) -> None:
+    with FakeServer("vllm", tmp_path, lora=True) as fake:
+        for n_calls in range(1000):
+            cut.after(n_calls)
+            try:
+                server = client(fake)
+                server.sleep()
+                server.wake_up((WEIGHTS,))
+                server.update_adapters_from_disk(publish_hashed_adapters(tmp_path / "w", n_calls), n_calls)
+                break
+            except Killed:
+                cut.never()
+            server = client(fake)
+            server.sleep()
+            server.update_adapters_from_disk(publish_hashed_adapters(tmp_path / "w", n_calls + 500), n_calls + 500)
+            assert fake.state()["asleep"] == [] and fake.alive()
+        assert n_calls > 15
+
+
 def test_a_second_sleep_at_level_2_drops_weights_that_the_first_one_would_have_kept(tmp_path: Path) -> None:
     folder = write_published(tmp_path / "w", 1)
     with FakeServer("vllm", tmp_path) as fake:
@@ -306,10 +361,6 @@ def test_a_client_notices_that_another_one_woke_the_server(tmp_path: Path) -> No
         assert serves(copy, folder, 1)
 
 
-class Killed(BaseException):
-    """Stands for the death of the process that makes the calls."""
-
-
 LIVES = {"sleeps first": True, "publishes at once": False}
 
 
@@ -318,17 +369,10 @@ LIVES = {"sleeps first": True, "publishes at once": False}
 @pytest.mark.parametrize("sleeps", LIVES.values(), ids=LIVES)
 @pytest.mark.parametrize("backup", [True, False], ids=["level 1", "level 2"])
 def test_after_a_kill_at_any_call_the_next_life_serves_or_says_to_restart(
-    kind: str, sleeps: bool, backup: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, sleeps: bool, backup: bool, tmp_path: Path, cut: Cut
 ) -> None:
     options: dict[str, Any] = {"cpu_backup": backup} if kind == "sglang" else {}
-    level, send, left = 1 if backup else 2, Calls._send, [10**9]
-
-    def counted(self: Calls, *args: Any, **options: Any) -> Any:
-        answer = send(self, *args, **options)
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        return answer
+    level, advised = 1 if backup else 2, 0
 
     def turn(fake: FakeServer, number: int) -> None:
         server, folder = client(fake, kind), write_published(tmp_path / "w", number)
@@ -339,17 +383,15 @@ def test_after_a_kill_at_any_call_the_next_life_serves_or_says_to_restart(
         assert serves(server, folder, number)
         server.sleep(level)
 
-    monkeypatch.setattr(Calls, "_send", counted)
-    advised = 0
     with FakeServer(kind, tmp_path, **options) as fake:
         turn(fake, 1)
         for n_calls in range(1000):
-            left[0] = n_calls
+            cut.after(n_calls)
             try:
                 turn(fake, 2)
                 break
             except Killed:
-                left[0] = 10**9
+                cut.never()
             try:
                 turn(fake, 3)
             except ServerError as error:
