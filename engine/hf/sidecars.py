@@ -28,7 +28,10 @@ WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json"),
     ".pkl",  # generators, as Accelerate keeps them
 )
-_NOT_OF_MODEL = (MANIFEST_NAME, "trainer_state.json")  # files that a run leaves in the folder of a model
+PROBE_NAME = "weights_probe.json"
+"""File of a published version, with log-probabilities of its weights. See `holdfast.engine.servers.probe`."""
+
+_NOT_OF_MODEL = (MANIFEST_NAME, PROBE_NAME, "trainer_state.json")  # files that a run leaves in the folder of a model
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 _VERBATIM = "_holdfast_generation_config"
 

@@ -24,11 +24,9 @@ import torch
 from ...utils.config import require_choice
 from ...utils.errors import PublishError
 from ...utils.manifest import read_manifest
+from ..hf.sidecars import PROBE_NAME
 from ..hf.versions import holds_adapters, published_file
 from ..training.logprobs import token_logprobs
-
-PROBE_NAME = "weights_probe.json"
-"""The file of a published folder that holds its `WeightsProbe`."""
 
 _LIMITS = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
 """Largest mean difference of log-probabilities that other kernels explain, by dtype. Finer dtypes come first."""

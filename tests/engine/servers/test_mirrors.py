@@ -159,3 +159,14 @@ def test_the_probe_of_a_version_without_it_is_not_that_of_its_base(tmp_path: Pat
     assert read_probe(version_path(root, 3)) is None
     shutil.rmtree(version_path(root, 1))
     assert read_probe(version_path(root, 2)) is None, "its file was deleted, by somebody else"
+
+
+def test_a_published_folder_can_be_the_base_of_the_next_job(tmp_path: Path) -> None:
+    model, root, meta = tiny_model(), tmp_path / "w", WeightUpdateMeta("disk", str(tmp_path / "w"), keep=3)
+    base = str(version_path(root, 1))
+    publish_weights(model, meta, 1, [], extra_files=probe_of(model))
+    train(model, 1)
+    publish_weights(model, meta, 2, [], base_model_path=base, extra_files=probe_of(model))
+    assert read_probe(version_path(root, 2)) != read_probe(base) is not None
+    publish_weights(model, meta, 3, [], base_model_path=base)
+    assert read_probe(version_path(root, 3)) is None, "the probe of the base is of other weights"
