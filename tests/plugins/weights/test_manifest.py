@@ -108,10 +108,11 @@ def test_a_hostile_manifest_is_refused(name: str) -> None:
         parse_manifest(manifest(**changes), "m.json")
 
 
-def test_a_piece_of_more_than_four_mebibytes_is_refused() -> None:
-    size = (4 << 20) + 1
+@pytest.mark.parametrize("piece", [[0, (4 << 20) + 1, 0, 1], [0, 8, 8, 1 << 20]])
+def test_a_piece_of_more_than_four_mebibytes_is_refused(piece: list[int]) -> None:
+    size = piece[1] * piece[3]
     with pytest.raises(FolderError, match="or larger than 4194304"):
-        parse_manifest(manifest(entry={"bytes": size, "pieces": [[0, size, 0, 1]]}), "m.json")
+        parse_manifest(manifest(entry={"bytes": size, "pieces": [piece]}), "m.json")
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[" * 100_000, manifest()[:-1], manifest().replace(b"16", b"17")])

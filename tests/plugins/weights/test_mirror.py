@@ -126,9 +126,9 @@ def test_the_way_with_fewer_bytes_is_taken(mirror: Mirror) -> None:
     fetched = record(mirror.source, "fetch")
     mirror.prepare(4, publisher.label(4))
     assert fetched == [f"v0000000{n}/delta" for n in (2, 3, 4)]
-    publisher.train(0.9)
+    publisher.train(0.6)
     publisher.publish(5, 4)
-    publisher.train(0.9)
+    publisher.train(0.6)
     publisher.publish(6, 5, full=True)
     mirror.prepare(6, publisher.label(6))
     assert fetched[3:] == ["v00000006"]
