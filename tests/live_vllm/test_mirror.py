@@ -61,7 +61,7 @@ class Mirrored:
 
     @property
     def client(self) -> VLLMServer:
-        return VLLMServer(self.live.url, timeout_s=stretched(60))
+        return VLLMServer(self.live.url, timeout_s=stretched(60), mirror=self.mirror.url)
 
     def assert_serves(self) -> None:
         """Check that tokens are sampled with the newest weights, also by a server without a label."""
@@ -77,7 +77,7 @@ class Mirrored:
 def mirrored(trainer: Trainer, scratch: Path) -> Iterator[Mirrored]:
     trainer.publish([])
     shapes = tensor_shapes(trainer.folder / "model.safetensors")
-    publisher = Publisher(scratch / "source", shapes, piece_elements=1000, format_version=2)
+    publisher = Publisher(scratch / "source", shapes, piece_elements=1000)
     local = scratch / "mirror"
     with Running("mirror", scratch / "source", local, "--poll", 0) as mirror:
         live = LiveServer(local / "current", scratch, "--logprobs-mode", "processed_logprobs")
@@ -102,10 +102,10 @@ def test_a_server_starts_with_current_and_follows_deltas(mirrored: Mirrored) -> 
     mirrored.assert_serves()
     for _ in range(2):
         version = mirrored.publish()
-        folder = mirrored.prepare(version)
-        assert_same(folder, mirrored.publisher, version)
-        assert not list(mirrored.publisher.folder(version).glob("*.safetensors")), "it was a delta"
+        folder = mirrored.publisher.folder(version)
+        assert not list(folder.glob("*.safetensors")), "it is a delta"
         mirrored.client.update_weights_from_disk(str(folder), version)
+        assert_same(mirrored.local / "current", mirrored.publisher, version)
         assert mirrored.client.status().label == weights_label(folder, version)
         mirrored.assert_serves()
 
@@ -113,7 +113,7 @@ def test_a_server_starts_with_current_and_follows_deltas(mirrored: Mirrored) -> 
 def test_a_server_that_missed_versions_loads_once(mirrored: Mirrored) -> None:
     for _ in range(5):
         version = mirrored.publish()
-    mirrored.client.update_weights_from_disk(str(mirrored.prepare(version)), version)
+    mirrored.client.update_weights_from_disk(str(mirrored.publisher.folder(version)), version)
     mirrored.assert_serves()
 
 
@@ -138,10 +138,10 @@ def test_a_wrong_byte_in_the_local_folder_is_found(mirrored: Mirrored, clients: 
             clients["plugin"].update_weights_from_disk(str(folder), version)
         assert not isinstance(caught.value, PoisonedServerError)
         with pytest.raises(PublishError, match="it answers by other weights"):
-            mirrored.client.update_weights_from_disk(str(folder), version)
+            mirrored.client.update_weights_from_disk(str(mirrored.publisher.folder(version)), version)
         os.pwrite(file, (values ^ 0x00400000).tobytes(), largest.offset)
     finally:
         os.close(file)
     check_folder(folder)
-    mirrored.client.update_weights_from_disk(str(folder), version)
+    mirrored.client.update_weights_from_disk(str(mirrored.publisher.folder(version)), version)
     mirrored.assert_serves()
