@@ -399,7 +399,7 @@ def test_thirty_steps_at_a_small_rate_are_published_as_deltas(tmp_path: Path) ->
 
 
 def test_delta_is_for_folders_that_servers_or_mirrors_read() -> None:
-    for kind in ("broadcast", "adapter"):
+    for kind in ("xccl", "adapter"):
         with pytest.raises(ConfigError, match=f"delta is for WeightUpdateMeta type 'disk', not '{kind}'"):
             WeightUpdateMeta(kind, "/weights", delta=True)
     with pytest.raises(ConfigError, match="anchor_interval"):
