@@ -4,7 +4,7 @@ Two ranks train a model of 127 million parameters in float32 and publish it in b
 weights and once as a delta, to folders next to each other. Not a part of ``make bench``, because what matters, the time
 of the bytes on a network, is computed here and not measured.
 
-docs/servers.md has the results.
+docs/servers-reference.md has the results.
 """
 
 import argparse
