@@ -4,7 +4,7 @@ Two ranks train a model of 127 million parameters in float32 and publish it in b
 weights and once as a delta, to folders next to each other. A mirror of each folder then fetches the version over HTTP,
 at the speed of a network. Its LOCAL is next to the folder. What a server needs to load it is the same for both.
 
-docs/performance.md has the results.
+docs/servers-reference.md has the results.
 """
 
 import argparse

@@ -16,7 +16,7 @@ whole folder first, and a failed one changes nothing. Unloading forgets the name
 engine keeps the ``--max-cpu-loras`` last used adapters in memory. It reads others again from their folders, and dies if
 a folder is gone. It computes with ``--max-loras`` adapters at once, and requests for another one wait.
 
-The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs/servers.md.
+The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs/servers-reference.md.
 """
 
 import re
