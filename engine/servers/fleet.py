@@ -208,8 +208,8 @@ class ServerFleet(Generic[S]):
         """Have the servers take their memory back. Returns `states` once enough of them have it.
 
         With ``("weights",)`` they serve after the next `update`, which wakes their KV caches after the load. With both
-        tags they load the last published version again and serve it. If its weights were sent and are in no folder, the
-        servers wake up, and serve after the next `update`.
+        tags they load the last published version again and serve it. If it is in no folder, they serve the weights that
+        they kept.
 
         Args:
             tags: parts to wake up, ``"weights"`` and ``"kv_cache"``.

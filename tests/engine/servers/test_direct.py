@@ -537,3 +537,55 @@ def test_servers_that_sleep_wake_up_and_receive_weights(level: int, base: str, s
     calls = fakes["sglang"].calls()
     joins, leaves = (calls.count(f"POST /{name}_weights_update_group") for name in ("init", "destroy"))
     assert joins - leaves == 1, "SGLang keeps groups until they are destroyed"
+
+
+def _wake_without_a_folder(
+    rank: int, world_size: int, base: str, named: Sequence[tuple[str, str]], other: str
+) -> list[list[ServerState]]:
+    """States after the servers woke up, later, and after something else was published to them while they slept."""
+    engine, servers, found = make_engine(base), clients(named), list[list[ServerState]]()
+    with closing(ServerFleet(servers, probe_interval_s=0.1)) as fleet:
+        engine.connect_engine(fleet, meta(None))
+        step(engine)
+        engine.update_weights()
+        for strange in (False, True):
+            fleet.sleep(TIMEOUT_S)
+            if strange:
+                for server in clients(named):
+                    server.update_weights_from_disk(other, 0)
+                    server.sleep()
+            found.append([report.state for report in fleet.wake_up(timeout_s=TIMEOUT_S)])
+            time.sleep(0.5)
+            found.append([report.state for report in fleet.states()])
+    engine.destroy()
+    return found
+
+
+def test_weights_without_a_folder_are_served_after_a_sleep_that_kept_them(base: str, start: Any) -> None:
+    fakes = {"vllm": start("vllm"), "sglang": start("sglang", cpu_backup=True)}
+    named = [(kind, fake.url) for kind, fake in fakes.items()]
+    (found,) = run_ranks(_wake_without_a_folder, 1, base, named, base)
+    assert found == [[SERVING] * 2] * 2 + [[BEHIND] * 2] * 2
+
+
+def _fail_at_the_end(rank: int, world_size: int, base: str, url: str) -> ServerStatus:
+    engine, (server,) = make_engine(base), clients([("sglang", url)])
+    with closing(ServerFleet([server], probe_interval_s=None)) as fleet:
+        engine.connect_engine(fleet, meta(None))
+        step(engine)
+        engine.update_weights()
+        fleet.sleep(TIMEOUT_S)
+        tell(url, fail={"/end_weight_update": 1})
+        with pytest.raises(PublishError), colocated(engine, fleet).rollout():
+            raise AssertionError("entered")
+        status = server.status()
+        with colocated(engine, fleet).rollout():
+            assert fleet.serving() == [server]
+    engine.destroy()
+    return status
+
+
+def test_sglang_has_no_weights_until_a_session_has_ended(base: str, start: Any) -> None:
+    fake = start("sglang", cpu_backup=True)
+    (status,) = run_ranks(_fail_at_the_end, 1, base, fake.url)
+    assert status == ServerStatus(None, paused=True, asleep=("weights", "kv_cache"))
