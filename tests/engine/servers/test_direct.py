@@ -176,7 +176,7 @@ STRIKES = [
     (kind, does, bucket, when)
     for kind, does, bucket, when in product(CLIENTS, ("die", "stop"), (0, 3, N_BUCKETS - 1), ("before", "after"))
 ]
-FAST_STRIKES = [("vllm", "die", 3, "before"), ("vllm", "stop", 3, "before"), ("sglang", "die", 3, "after")]
+FAST_STRIKES = [("vllm", "die", 3, "before"), ("sglang", "die", 3, "after")]
 
 
 @pytest.mark.parametrize("kind, does, bucket, when", slow_but(FAST_STRIKES, STRIKES))
@@ -234,7 +234,7 @@ def _die_in_bucket(
 DEATHS = list(product(CLIENTS, (0, 1), (0, 1, 3, N_BUCKETS - 1)))
 
 
-@pytest.mark.parametrize("kind, dying, bucket", slow_but([("vllm", 0, 3), ("vllm", 1, 3), ("sglang", 1, 3)], DEATHS))
+@pytest.mark.parametrize("kind, dying, bucket", slow_but([("vllm", 0, 3), ("sglang", 1, 3)], DEATHS))
 def test_a_trainer_that_dies_in_a_bucket_leaves_a_paused_server_that_the_next_repairs(
     kind: str, dying: int, bucket: int, base: str, start: Any, tmp_path: Path
 ) -> None:
@@ -486,6 +486,28 @@ def test_wrong_settings_are_refused_before_anything_is_written(tmp_path: Path) -
         VLLMServer("http://127.0.0.1:1", transfer="gloo")
 
 
+class _Hanging(PlainServer):
+    def update_weights_from_distributed(self, path: str, version: int, buckets: Any) -> int:
+        self.began.set()
+        self.go.wait()
+        return version
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_waits_for_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = _Hanging()
+    server.go.clear()
+
+    def interrupted(*args: Any) -> None:
+        assert server.began.wait(stretched(20))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WeightGatherer, "gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        publish_weights(tiny_model(), meta(None, timeout_s=600.0), 1, [server])
+    server.go.set()
+
+
 def _memory(rank: int, world_size: int, base: str, url: str) -> tuple[float, float]:
     """Peak growth of memory in the second of two publications, and bytes of a bucket."""
     engine = make_engine(base)
@@ -543,12 +565,13 @@ def _wake_without_a_folder(
     rank: int, world_size: int, base: str, named: Sequence[tuple[str, str]], other: str
 ) -> list[list[ServerState]]:
     """States after the servers woke up, later, and after something else was published to them while they slept."""
-    engine, servers, found = make_engine(base), clients(named), list[list[ServerState]]()
-    with closing(ServerFleet(servers, probe_interval_s=0.1)) as fleet:
-        engine.connect_engine(fleet, meta(None))
-        step(engine)
-        engine.update_weights()
-        for strange in (False, True):
+    engine, found = make_engine(base), list[list[ServerState]]()
+    for strange in (False, True):
+        interval_s = None if strange else 0.1  # a prober would command the servers while the other job does
+        with closing(ServerFleet(clients(named), probe_interval_s=interval_s)) as fleet:
+            engine.connect_engine(fleet, meta(None))
+            step(engine)
+            engine.update_weights()
             fleet.sleep(TIMEOUT_S)
             if strange:
                 for server in clients(named):
