@@ -412,6 +412,7 @@ def _trained(rank: int, world_size: int, folder: str, root: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_thirty_steps_at_a_small_rate_are_published_as_deltas(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3(tied=False))
     run_ranks(_trained, 2, str(tmp_path / "model"), str(tmp_path / "weights"))
