@@ -193,6 +193,7 @@ def safe_names(folder: Path) -> list[str]:
     return [name for path in folder.glob("*.safetensors") for name in safe_open(path, "pt").keys()]  # noqa: SIM118
 
 
+@pytest.mark.slow
 def test_checkpoints_of_shared_experts_load_into_shards_and_back(folders: dict[str, Path], tmp_path: Path) -> None:
     check_loads(folders["uneven"], tmp_path / "shared", MESHES[0], [Mesh(2)])
     check_loads(folders["uneven"], tmp_path / "shards", Mesh(2), [MESHES[0]])
@@ -247,6 +248,7 @@ def _drawn(rank: int, world_size: int, folder: str, mesh: Mesh) -> dict[str, tor
     return before
 
 
+@pytest.mark.slow
 def test_weights_drawn_from_a_seed_are_the_same_however_experts_are_split(folders: dict[str, Path]) -> None:
     one, two = (run_ranks(_drawn, 2, str(folders["uneven"]), mesh)[0] for mesh in (Mesh(2), MESHES[0]))
     assert same(one, two)

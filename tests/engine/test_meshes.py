@@ -199,6 +199,7 @@ def test_gradients_are_summed_once_a_step_if_their_whole_sum_is_small(folder: Pa
     assert run_ranks(_choices, 1, str(folder)) == [dict.fromkeys(expected, False)]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_replicas_load_into_shards_and_back(folder: Path, tmp_path: Path) -> None:
     check_loads(folder, tmp_path, MESHES[0], [Mesh(2)])
 

@@ -167,6 +167,7 @@ def _updates(rank: int, world_size: int, folder: str) -> None:
         assert len(ours) > 20 and ours == theirs, "weights and moments that every rank has stay equal"
 
 
+@pytest.mark.slow
 def test_updates_are_those_of_whole_matrices_and_equal_on_all_ranks(folders: dict[str, Path]) -> None:
     run_ranks(_updates, 2, str(folders["qwen3"]))
 
@@ -204,6 +205,7 @@ def _nothing_stays(rank: int, world_size: int, folder: str) -> None:
         engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_step_leaves_no_activation_behind(folders: dict[str, Path]) -> None:
     run_ranks(_nothing_stays, 2, str(folders["qwen3"]))
 
@@ -237,6 +239,7 @@ def _draws(rank: int, world_size: int, folder: str, mesh: Mesh) -> dict[str, tor
     return drawn
 
 
+@pytest.mark.slow
 def test_weights_drawn_from_a_seed_do_not_depend_on_the_mesh(folders: dict[str, Path]) -> None:
     (alone,) = run_ranks(_draws, 1, str(folders["qwen3"]), Mesh(1))
     for drawn in run_ranks(_draws, 2, str(folders["qwen3"]), MESHES[0]):
@@ -263,6 +266,7 @@ def _values(rank: int, world_size: int, folder: str) -> None:
             assert difference < 1e-5, name
 
 
+@pytest.mark.slow
 def test_a_critic_and_micro_batches_that_do_not_count_give_the_gradients_of_whole_matrices(
     folders: dict[str, Path],
 ) -> None:
@@ -283,6 +287,7 @@ def _algorithm(rank: int, world_size: int, folder: str) -> None:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_an_algorithm_counts_tokens_and_sequences_once(folders: dict[str, Path]) -> None:
     run_ranks(_algorithm, 2, str(folders["qwen3"]))
 

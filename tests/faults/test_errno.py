@@ -26,6 +26,7 @@ from tests.faults.snapshots import Snapshot
 from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop
 from tests.recover.runs import hidden
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -133,10 +134,18 @@ CASES = [((0,), False), ((1,), False), ((0,), True), ((1,), True), ((0, 1), True
 """Ranks whose calls fail, and whether all calls from the n-th on fail."""
 FEW = 0.05
 """Below this share, each case has one or two errnos at more calls, and all cases together have all of them."""
+FAST = [
+    ("snapshot", *CASES[0]),
+    ("delta", *CASES[1]),
+    ("export", *CASES[2]),
+    ("publication", *CASES[3]),
+    ("snapshot", *CASES[4]),
+]
 
 
-@pytest.mark.parametrize(("victims", "lasting"), CASES)
-@pytest.mark.parametrize("name", SESSIONS)
+@pytest.mark.parametrize(
+    ("name", "victims", "lasting"), slow_but(FAST, [(name, *case) for name in SESSIONS for case in CASES])
+)
 def test_an_error_at_any_system_call_is_reported_and_survived(
     shop: Workshop,
     name: str,

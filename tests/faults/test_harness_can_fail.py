@@ -218,7 +218,7 @@ RENAMES: dict[str, tuple[str, Callable[[], None]]] = {
 }
 
 
-@pytest.mark.parametrize("change", RENAMES)
+@pytest.mark.parametrize("change", slow_but(["the manifest is written after the rename"], RENAMES))
 def test_the_oracle_sees_something_that_is_not_whole_when(change: str, shop: Workshop, notice: Notice) -> None:
     broken = record(shop, *RENAMES[change])
     notice(survey(broken, QUICK, until_first_loss=True).losses, change)
@@ -314,6 +314,7 @@ def _flip(name: str, at: int, folder: Path) -> None:
 def _no_check(*_: object) -> None: ...
 
 
+@pytest.mark.slow
 def test_without_digests_a_flipped_bit_is_loaded(good: Path, victim: Victim, tmp_path: Path, notice: Notice) -> None:
     name, root = "state/rank_00000.pt", tmp_path / "root"
     flips = [partial(_flip, name, at) for at in range(0, (good / NEWER / name).stat().st_size, 499)]

@@ -101,7 +101,7 @@ def _judge(recorded: Recorded, tally: Tally, say: Callable[[str], None], effort:
     assert not lost, "\n".join(found.losses[:5])
 
 
-@pytest.mark.parametrize("name", POWER_SCENARIOS)
+@pytest.mark.parametrize("name", slow_but([n for n in POWER_SCENARIOS if n != MIRRORED], POWER_SCENARIOS))
 def test_a_power_cut_leaves_the_old_or_new_and_what_was_promised(
     name: str, recorded: Callable[[str], Recorded], tally: Tally, say: Callable[[str], None]
 ) -> None:
@@ -111,7 +111,7 @@ def test_a_power_cut_leaves_the_old_or_new_and_what_was_promised(
 BACK = [name for name in POWER_SCENARIOS if name not in ("export", MIRRORED)]  # no job resumes from an export
 
 
-@pytest.mark.parametrize("name", [*BACK, pytest.param(MIRRORED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", slow_but(["snapshot that retires", "publication"], [*BACK, MIRRORED]))
 def test_a_job_that_comes_back_trusts_nothing_not_yet_on_disk(
     name: str,
     shop: Workshop,

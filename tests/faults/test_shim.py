@@ -18,6 +18,7 @@ from holdfast.recover.storage.journal import JOURNAL_NAME
 from tests.faults.scenarios import EVERY, Scenario, make_scenario
 from tests.faults.shim import Call, Shim, not_durable, read_calls, record, replay, write_half
 from tests.faults.workshop import Workshop
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,7 +45,7 @@ def contents(root: Path) -> dict[str, bytes | None]:
     return {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", slow_but(["snapshot that retires"], EVERY))
 def test_replaying_what_was_recorded_makes_the_same_folder(shop: Workshop, tmp_path: Path, name: str) -> None:
     built = shop.build(make_scenario(name, shop.model))
     replay(built.calls, built.base, tmp_path)
@@ -56,7 +57,7 @@ def test_replaying_what_was_recorded_makes_the_same_folder(shop: Workshop, tmp_p
     assert contents(tmp_path) == contents(root)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", slow_but(["snapshot that retires"], EVERY))
 def test_the_kernel_saw_the_same_calls(shop: Workshop, name: str) -> None:
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call, Shim
 from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop, workshop
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -160,19 +161,27 @@ def _taken(folder: Path, inodes: bool) -> int:
     return len(files) if inodes else sum(-(-file.stat().st_size // PAGE_BYTES) for file in files)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["before", "amidst"])
-@pytest.mark.parametrize("inodes", [False, True], ids=["bytes", "inodes"])
-@pytest.mark.parametrize("name", SESSIONS)
+FAST = [
+    ("snapshot", "pages", "amidst"),
+    ("export", "pages", "before"),
+    ("publication", "inodes", "amidst"),
+    ("delta", "pages", "before"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "lack", "when"), slow_but(FAST, product(SESSIONS, ("pages", "inodes"), ("before", "amidst")))
+)
 def test_a_disk_full_to_its_last_page_or_inode_costs_one_attempt(
-    disk: SmallDisk, name: str, inodes: bool, late: bool, tally: Tally, say: Callable[[str], None]
+    disk: SmallDisk, name: str, lack: str, when: str, tally: Tally, say: Callable[[str], None]
 ) -> None:
-    stage = partial(fill_the_disk, name, str(disk.path), disk.shop.model, inodes, late, SHARE)
+    stage = partial(fill_the_disk, name, str(disk.path), disk.shop.model, lack == "inodes", when == "amidst", SHARE)
     outcome = disk.shop.ranks.run(stage, timeout_s=900)
     _count(outcome.errors, "full disk", tally)
     faults, room = outcome.require_success()[0][0]
     assert faults > 0
     tally.add("full disk", injected=faults, survived=faults)
-    say(f"{name}: {faults} attempts failed on a full disk; {room} {'inodes' if inodes else 'pages'} are enough")
+    say(f"{name}: {faults} attempts failed on a full disk; {room} {lack} are enough")
 
 
 def _limit_files(
@@ -204,8 +213,10 @@ def _limit_files(
     return faults, limit
 
 
-@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("name", SESSIONS)
+@pytest.mark.parametrize(
+    ("name", "victims"),
+    slow_but([("snapshot", (0, 1)), ("delta", (0,)), ("export", (1,))], product(SESSIONS, [(0,), (1,), (0, 1)])),
+)
 def test_a_limit_on_the_size_of_files_costs_only_the_attempt(
     shop: Workshop, name: str, victims: tuple[int, ...], tally: Tally, say: Callable[[str], None]
 ) -> None:

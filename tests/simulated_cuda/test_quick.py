@@ -4,6 +4,7 @@ import pytest
 
 from tests.simulated_cuda.__main__ import MODES, QUICK, run_pytest
 from tests.simulated_cuda.build import BuildError, built_library
+from tests.tiers import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def builds() -> None:
 
 
 @pytest.mark.timeout(300)  # with the build
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(["races"], MODES))
 def test_staging_and_blocks_wait_wherever_cuda_requires_it(builds: None, mode: str) -> None:
     done = run_pytest(mode, "-q", *QUICK, quiet=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

@@ -50,6 +50,7 @@ def test_lines_that_are_nested_or_endless_are_left_out(tmp_path: Path) -> None:
     assert list(read_lines(path, "step")) == [{"step": 0}, {"step": 1}]
 
 
+@pytest.mark.slow
 def test_a_long_file_costs_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(to_line({"event": "a"}) + to_line({"event": "step"}) * 1_000_000)

@@ -136,6 +136,7 @@ def _size(rank: int, world_size: int, root: str) -> int:
     return sum(tensor.nbytes for tensor in trained_state(engine).values())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_little_larger_than_adapters_and_moments(root: Path) -> None:
     write_base(root / "wide", hidden_size=384)
     trained_bytes = run_ranks(_size, 2, str(root))[0]
@@ -371,6 +372,7 @@ def _on_two_meshes(rank: int, world_size: int, root: str) -> None:
         source.wait_for_save()
 
 
+@pytest.mark.slow
 def test_adapters_of_replicas_load_into_shards_and_back(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     run_ranks(_on_two_meshes, 2, str(tmp_path))

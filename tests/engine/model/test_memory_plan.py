@@ -101,7 +101,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("model", "setting"),
     slow_but(
-        [("qwen3_moe", "checkpointing"), ("qwen3", "selective")],
+        [("qwen3", "selective")],
         [(model, setting) for model in MODELS for setting in SETTINGS],
     ),
 )

@@ -68,6 +68,7 @@ def test_a_server_may_stand_behind_a_gateway(options: Any, fake: FakeServer, fol
         check_use(VLLMServer(f"{gateway.url}/"), folder)
 
 
+@pytest.mark.slow
 def test_a_certificate_that_is_not_trusted_is_told_from_a_server_that_is_gone(
     fake: FakeServer, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +226,7 @@ def test_the_only_server_of_a_list_is_waited_for_while_it_is_not_there(
     assert caplog.text.count("requests wait for") == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_never_comes_back_is_given_up() -> None:
     with Gateway() as gateway:
         pass
@@ -234,6 +236,7 @@ def test_a_server_that_never_comes_back_is_given_up() -> None:
             executor.next_batch(0)
 
 
+@pytest.mark.slow
 def test_a_request_that_ends_its_server_is_not_taken_for_one_that_was_never_sent(tmp_path: Path) -> None:
     with FakeServer("vllm", tmp_path) as fake:
         server = VLLMServer(fake.url)

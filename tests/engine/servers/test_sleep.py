@@ -309,6 +309,7 @@ def test_a_second_sleep_at_level_2_drops_weights_that_the_first_one_would_have_k
         assert serves(server, folder, 1)
 
 
+@pytest.mark.slow
 def test_a_server_that_says_that_it_sleeps_and_is_awake_samples_nothing_before_a_load(tmp_path: Path) -> None:
     """A load was cut off, and then the sleep after it: its weights are in pieces, and requests are waiting."""
     folder = write_published(tmp_path / "w", 1)
@@ -443,6 +444,7 @@ def test_a_fleet_sleeps_and_wakes_up(fakes: list[FakeServer], tmp_path: Path, ca
     assert [record for record in caplog.records if record.levelname == "WARNING" and "asleep" in record.message] == []
 
 
+@pytest.mark.slow
 def test_a_server_that_starts_again_while_others_sleep_is_put_to_sleep(fakes: list[FakeServer], tmp_path: Path) -> None:
     folder = write_published(tmp_path / "w", 1)
     with closing(ServerFleet([client(fake) for fake in fakes], min_servers=1, probe_interval_s=0.05)) as fleet:
@@ -463,6 +465,7 @@ def test_a_server_that_starts_again_while_others_sleep_is_put_to_sleep(fakes: li
         assert all(serves(server, folder, 2) for server in fleet.serving())
 
 
+@pytest.mark.slow
 def test_a_fleet_names_the_servers_that_do_not_sleep_or_wake_up(fakes: list[FakeServer], tmp_path: Path) -> None:
     folder, urls = write_published(tmp_path / "w", 1), [fake.url for fake in fakes]
     with closing(ServerFleet([client(fake) for fake in fakes], probe_interval_s=None)) as fleet:

@@ -157,7 +157,7 @@ def _three_rounds(rank: int, world_size: int, base: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     slow_but(
-        [("full", 2), ("lora", 1), ("t2", 2), ("d2e2", 2), ("muon on the host", 2)],
+        [("full", 2), ("lora", 1), ("muon on the host", 2)],
         [(kind, n) for kind in KINDS for n in RANKS[kind]],
     ),
 )
@@ -268,6 +268,7 @@ def _goes_away_during_saves(rank: int, world_size: int, base: str, root: Path) -
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_goes_on_while_the_engine_leaves_and_trains(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     run_ranks(_goes_away_during_saves, 2, str(tmp_path / "base"), tmp_path)
@@ -313,6 +314,7 @@ def _leaves_an_export_its_base(rank: int, world_size: int, base: str, root: Path
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_an_export_in_the_background_keeps_the_frozen_base(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     run_ranks(_leaves_an_export_its_base, 2, str(tmp_path / "base"), tmp_path)
@@ -391,6 +393,7 @@ def _run(rank: int, world_size: int, base: str, root: str, away: bool, kill_afte
     return record
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_away_ends_as_if_it_had_stayed(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     base = str(tmp_path / "base")

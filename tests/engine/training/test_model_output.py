@@ -124,6 +124,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_a_loss_without_entropies_computes_no_gradient_of_them(engine: FSDPEngine) -> None:
     def of_logprobs(output: Any, mb: Batch) -> torch.Tensor:
         assert torch.isfinite(output.entropy).all(), "a loss may look at entropies"
@@ -182,6 +183,7 @@ def test_models_that_cap_or_scale_their_logits_keep_them(
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_an_output_can_be_used_as_the_logits_it_stands_for(engine: FSDPEngine) -> None:
     seen: list[Any] = []
 
@@ -211,6 +213,7 @@ def test_a_second_question_that_needs_another_forward_is_refused(engine: FSDPEng
             engine.eval_batch(make_batch((3, 2)), loss_fn, loss_tokens)
 
 
+@pytest.mark.slow
 def test_hooks_on_the_head_or_the_model_are_given_the_logits(engine: FSDPEngine) -> None:
     seen: list[Any] = []
     model: Any = engine.model

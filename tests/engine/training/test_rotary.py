@@ -167,8 +167,7 @@ def logprobs_alone(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 CASES = [(name, is_long) for name in CONFIGS for is_long in (False, True)]
 DEFAULT_CASES = [
-    *(("Phi-4-mini", True), ("Phi-3.5-MoE", True)),
-    *(("InternLM2 as Llama", False), ("Granite with bases by layer", True)),
+    *(("Phi-4-mini", True), ("InternLM2 as Llama", False)),
 ]
 
 
@@ -189,6 +188,7 @@ def test_a_sequence_has_the_same_log_probabilities_beside_a_long_one_as_alone(
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_generation_computes_with_the_same_frequencies(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", CONFIGS["Phi-3-mini-128k"])
     engine = make_engine(tmp_path / "model", max_model_len=MOST)

@@ -205,6 +205,7 @@ def test_odd_bytes_on_the_wire_disturb_nobody(tmp_path: Path) -> None:
         assert running.request("/status")[0] == 200
 
 
+@pytest.mark.slow
 def test_mirrors_feed_mirrors(publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish_chain((1, 2))
     with mirror(tmp_path) as first, Running("serve", tmp_path / "local") as served:
@@ -319,6 +320,7 @@ def test_a_full_disk_leaves_the_old_version(room: int, tmp_path: Path) -> None:
         assert_same(inside / "v00000002", publisher, 2)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_versions(publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish(1)
     with mirror(tmp_path) as running:
@@ -363,6 +365,7 @@ def test_memory_does_not_grow_with_the_model(over_http: bool, tmp_path: Path) ->
     assert large - small < 48 << 20
 
 
+@pytest.mark.slow
 def test_verify_reads_full_versions_and_deltas(publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish_chain((1, 2, 3), anchors=(3,))
 

@@ -54,6 +54,7 @@ def test_the_optimizer_and_checkpointing_are_those_of_the_options(qwen3_8b: Path
     assert plain["bytes_per_gpu"]["peak"] < some["bytes_per_gpu"]["peak"] < every["bytes_per_gpu"]["peak"]
 
 
+@pytest.mark.slow
 def test_state_in_host_memory_comes_last_among_the_changes_and_counts_there(qwen3_8b: Path) -> None:
     found = answer("plan", qwen3_8b, "--gpus", "1", "--checkpointing")
     assert [each["change"] for each in found["changes"]] == ["fsdp.offload_params: true"] and found[
@@ -73,6 +74,7 @@ def test_state_in_host_memory_comes_last_among_the_changes_and_counts_there(qwen
     assert [each["change"] for each in enough["changes"]] == ["optimizer.offload: true"]
 
 
+@pytest.mark.slow
 def test_a_server_takes_turns_with_training(qwen3_8b: Path) -> None:
     options = ("plan", qwen3_8b, "--checkpointing", "--colocate", "vllm:0.4")
     found = answer(*options)

@@ -142,6 +142,7 @@ def test_training_goes_on_while_exports_are_written_one_at_a_time(tmp_path: Path
     trainer.assert_exported(tmp_path, [1])
 
 
+@pytest.mark.slow
 def test_exports_are_blocking_when_snapshots_are_and_only_the_newest_stay(tmp_path: Path, staged: list[bool]) -> None:
     trainer = Trainer(tmp_path)
     with make(tmp_path, freq_steps=2, hf_max_to_keep=2, async_save=False) as handler:
@@ -154,6 +155,7 @@ def test_exports_are_blocking_when_snapshots_are_and_only_the_newest_stay(tmp_pa
     trainer.assert_exported(tmp_path, [10, 11])
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_renames_exports_and_makes_the_lost_one(
     tmp_path: Path,
 ) -> None:
@@ -268,6 +270,7 @@ def test_wait_and_close_tell_of_an_export_that_failed_in_the_background(tmp_path
         handler.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_has_the_export_under_way_and_the_last(tmp_path: Path, gate: Gate) -> None:
     trainer, handler = Trainer(tmp_path), make(tmp_path, freq_steps=4)
     handler.load(trainer.state)
