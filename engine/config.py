@@ -182,7 +182,7 @@ class TrainEngineConfig:
     """Replace the language-model head by a value head (one output per token)."""
     train_vision: bool = False
     """Train a model that sees: text and images in, text out (``AutoModelForImageTextToText``). Batches then hold images
-    in ``multi_modal_input``, see docs/models.md. False: only text, and models without a text-only form are refused."""
+    in ``multi_modal_input``, see docs/vision.md. False: only text, and models without a text-only form are refused."""
     freeze_vision_tower: bool = False
     """With ``train_vision``: do not change the vision tower. Its projection to the language model stays trained if it
     is outside of the tower (Gemma 3, InternVL, LLaVA)."""

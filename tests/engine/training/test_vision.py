@@ -10,10 +10,14 @@ import torch
 from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, TrainEngineConfig, full_state_dict
 from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec, OptimizerConfig
+from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.engine.rl.losses import count_loss_tokens, sft_loss_fn
 from holdfast.engine.rl.update import split_minibatches
-from holdfast.engine.training.batch import IMAGES, select_rows
+from holdfast.engine.rollouts.ledger import Ledger
+from holdfast.engine.rollouts.trajectory import concat_trajectories
+from holdfast.engine.training.batch import IMAGES, join_trajectories, select_rows
 from holdfast.utils.errors import BatchError, ConfigError
+from holdfast.utils.plain_values import pack_plain, unpack_plain
 from tests.engine.seeing import GRID, IMAGE, MODELS, alone_logprobs, load_reference, seeing_batch, write_seeing_folder
 from tests.helpers import run_ranks
 
@@ -292,3 +296,36 @@ def test_a_trained_step_is_exported_and_resumed_bit_for_bit(folder: Path, tmp_pa
 
 def test_the_families_are_told_apart() -> None:
     assert {*GRID} < {*MODELS}
+
+
+def test_a_ledger_keeps_images_and_shares_join_them(qwen: Path) -> None:
+    trajectories = [_trajectory(qwen, images, seed) for seed, images in enumerate([(1, 0), (2, 2)])]
+    ledger = Ledger(batch_size=2, seed=1)
+    ledger.set_version(0)
+    ledger.drawn = [0, 1]
+    ledger.hand_out(0, 2)
+    for number, trajectory in enumerate(trajectories):
+        ledger.settle(number, trajectory)
+    other = Ledger(batch_size=2, seed=1)
+    other.load_state_dict(unpack_plain(pack_plain("rollouts", ledger.state_dict()), "rollouts"))
+    batch = concat_trajectories([trajectory for _, trajectory in other.accepted(0)])
+    given: list[Any] = [own for trajectory in trajectories for own in trajectory[IMAGES]]
+    joined: list[Any] = [batch[IMAGES], join_trajectories(trajectories)[IMAGES]]
+    for images in joined:
+        for own, found in zip(given, images, strict=True):
+            assert own.keys() == found.keys() and all(torch.equal(value, found[key]) for key, value in own.items())
+    new_engine(qwen).forward_batch(batch)
+
+
+def test_an_actor_updates_on_images(qwen: Path) -> None:
+    engine = new_engine(qwen)
+    actor = PPOActor(PPOActorConfig(group_size=2, ppo_n_minibatches=3), engine)
+    batch = _trajectory(qwen, (1, 2), 0)
+    batch["logprobs"] = actor.compute_logp(batch)
+    assert actor.ppo_update(actor.compute_advantages(batch))["n_seqs"] == 2
+
+
+def _trajectory(folder: Path, images: Sequence[int], seed: int) -> Batch:
+    batch = seeing_batch(folder, images, seed)
+    zeros = torch.zeros(batch["input_ids"].shape)
+    return {**batch, "logprobs": zeros, "versions": zeros.int(), "rewards": torch.arange(float(len(images)))}
