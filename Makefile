@@ -32,7 +32,7 @@ VERL_VENV := .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo learn serve-demo test test-slow test-all test-verl test-vllm test-peers test-simulated-gpu faults coverage durations lint docs bench bench-compare bench-vllm gpu clean
+.PHONY: help demo learn serve-demo test test-slow test-all test-verl test-vllm test-peers test-simulated-gpu faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -100,6 +100,10 @@ bench: $(INSTALLED) $(BENCH_INSTALLED)  ## Measure speed and memory beside AReaL
 
 bench-compare: $(INSTALLED)  ## Compare that with the saved baseline (RESULTS=bench_out/results.json: of a run there was)
 	$(PY) -m benchmarks.compare $(RESULTS)
+
+bench-publish: $(INSTALLED)  ## Measure publications of all weights and of the changes alone, in memory and on the disk
+	$(PY) -m benchmarks.deltas --folder /dev/shm
+	$(PY) -m benchmarks.deltas --gbits 1
 
 bench-vllm: $(INSTALLED) $(VLLM_INSTALLED)  ## Measure what a publication to real vLLM servers takes, by phase
 	$(PY) -m tests.live_vllm.publish_figures

@@ -213,7 +213,7 @@ def _messages() -> list[str]:
 
 def test_messages_on_the_pages_about_errors_are_in_the_sources() -> None:
     page = (DOCS / "troubleshooting.md").read_text().partition("## Exit codes")[0]
-    page += (DOCS / "servers.md").read_text().partition("## Errors")[2]
+    page += (DOCS / "servers-reference.md").read_text().partition("## Errors")[2]
     sources = _messages()
     named = [row[0][1:-1] for row in _rows(page) if row[0].startswith("`")]
     assert len(named) > 40

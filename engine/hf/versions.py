@@ -97,6 +97,8 @@ def write_version(
     delta = (
         DeltaPublication(copy or PublishedCopy(), final, version, meta.anchor_interval, group) if meta.delta else None
     )
+    if delta is None and copy is not None and copy.base is not None and Path(copy.base.path).parent == final.parent:
+        copy.begin()  # a later delta would be from a version before this one, which may be deleted by then
     seconds: dict[str, float] = {}
     if meta.type == "adapter":
         base = next((name for name, dtype in EXPORT_DTYPES.items() if dtype == base_dtype), None)

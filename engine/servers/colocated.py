@@ -54,6 +54,7 @@ class Colocated:
         with all_ranks_succeed("a turn of the inference servers", group):
             how: WeightUpdateMeta = engine.publication_to(self.fleet, meta)
             self.fleet.require_sleep(self.level, how.type)
+            self.fleet.require_support("delta" if how.delta else how.type)
             if WEIGHTS in engine.offloaded:
                 raise ConfigError("the engine is offloaded already: end the turn before, or call its onload")
         try:

@@ -208,7 +208,8 @@ class ServerFleet(Generic[S]):
         """Have the servers take their memory back. Returns `states` once enough of them have it.
 
         With ``("weights",)`` they serve after the next `update`, which wakes their KV caches after the load. With both
-        tags they load the last published version again and serve it.
+        tags they load the last published version again and serve it. If it is in no folder, they serve the weights that
+        they kept.
 
         Args:
             tags: parts to wake up, ``"weights"`` and ``"kv_cache"``.

@@ -84,6 +84,7 @@ class FleetMember(Generic[S]):
         self._failures, self._retry_at = 0, 0.0
         self._logged: frozenset[str] = frozenset()
         self._rest: tuple[str, ...] = ()  # parts that should sleep
+        self._slept_with: PublishedFolder | None = None  # what it had confirmed when it was put to sleep
         self._level, self._sleeps = 1, False  # whether it was put to sleep since the last `rest`
 
     def folders_in_use(self) -> set[str]:
@@ -137,6 +138,7 @@ class FleetMember(Generic[S]):
     def rest(self, tags: Collection[str], level: int = 1) -> None:
         """Set the parts that should sleep, without telling the server. It gets no requests from now on."""
         with self._changed:
+            self._slept_with = self._confirmed or self._slept_with
             self._rest, self._level, self._confirmed, self._sleeps = tuple(tags), level, None, False
             self._forget_failures()
             if self.report.state is ServerState.SERVING:
@@ -148,7 +150,7 @@ class FleetMember(Generic[S]):
             self._fall_asleep(timeout_s)
 
     def wake_up(self, tags: Collection[str], timeout_s: float, deadline: float) -> None:
-        """Wake parts of the server. Raises as `tell` does."""
+        """Wake parts of the server. It gets requests if it kept the wanted weights. Raises as `tell` does."""
         with self._answering(deadline):
             self._command(lambda server: server.wake_up(tags), timeout_s)
 
@@ -179,8 +181,19 @@ class FleetMember(Generic[S]):
         finally:
             if not isinstance(self.server, ObservableServer):
                 self._note(ServerState.ASLEEP if self._rest and error is None else ServerState.BEHIND, error)
-            elif (status := self._ask(self.server, error)) is not None:
+            elif (status := self._ask(self.server, error)) is not None and not self._note_kept(status):
                 self._note_unready(status, error)
+
+    def _note_kept(self, status: ServerStatus) -> bool:
+        """Note that it serves if it woke up with the wanted weights, which it had confirmed before it slept."""
+        with self._changed:
+            folder = self._wanted
+            if self._rest or folder is None or folder is not self._slept_with:
+                return False
+            if served := status == ServerStatus(folder.label, paused=False):
+                self._confirmed = folder
+                self._note(ServerState.SERVING, None, folder.label)
+            return served
 
     def note_gone(self, error: str) -> None:
         """Note that the server did not answer a command in time."""
@@ -254,7 +267,7 @@ class FleetMember(Generic[S]):
         return True
 
     def _load(self, folder: PublishedFolder, buckets: BucketReader | None = None) -> None:
-        self._loading, self._confirmed = folder.path, None
+        self._loading, self._confirmed, self._slept_with = folder.path, None, None
         seconds: dict[str, float] = {}
         try:
             with timed(seconds, "total"):

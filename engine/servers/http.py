@@ -86,7 +86,7 @@ class Calls:
             ServerError: a refusal, or an answer without a JSON object.
         """
         answer = self._send(phase, "POST", path, key, json=body, params=params)
-        return _parsed(answer, f"{self._what}: POST {path}", error or self._error, advice)
+        return _parsed(answer, f"{self._what}: POST {without_secrets(path)}", error or self._error, advice)
 
     def tell(self, phase: str, path: str, body: Json, *, key: str | None = None, advice: str = "") -> None:
         """Send a POST request and accept any successful answer, whatever its text. Otherwise as `post`."""
@@ -99,7 +99,7 @@ class Calls:
                 again = Retrying(**_trying(self._end - time.monotonic(), *_NOT_CONNECTED))
                 return again(self._receive, method, path, headers=bearer(key), **options)
         except httpx2.RequestError as failure:
-            raise _broken(failure, f"{self._what}: {method} {path}", self._limit_s) from failure
+            raise _broken(failure, f"{self._what}: {method} {without_secrets(path)}", self._limit_s) from failure
 
     def _receive(self, method: str, path: str, **options: Any) -> httpx2.Response:
         # The read limit of httpx starts again with every byte, so the deadline is also checked here.

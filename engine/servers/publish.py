@@ -174,7 +174,8 @@ def _send(
     except BaseException as error:
         if stream is not None:
             stream.end(f"the trainers failed: {type(error).__name__}: {error}")
-            wait([told], meta.timeout_s)
+            if isinstance(error, Exception):  # Ctrl-C waits for no server
+                wait([told], meta.timeout_s)
         raise
     return rank_zero_decides_slowly(told.result, group)
 

@@ -93,11 +93,10 @@ class SGLangServer(ServerClient):
                     "load_format": "flattened_bucket",
                     "flush_cache": bucket.last,
                 }
-                if bucket.last:
-                    body["weight_version"] = half.label if asleep else label
                 tell = partial(self._command, calls, "/update_weights_from_distributed", body)
                 send_bucket(group, buckets, bucket, calls, tell)
             self._command(calls, "/end_weight_update", {})
+            self._set_label(calls, half.label if asleep else label)
             self._awake(calls, half, asleep)
 
     def _awake(self, calls: Calls, half: Sleep, asleep: bool) -> None:

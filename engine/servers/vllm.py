@@ -16,7 +16,7 @@ whole folder first, and a failed one changes nothing. Unloading forgets the name
 engine keeps the ``--max-cpu-loras`` last used adapters in memory. It reads others again from their folders, and dies if
 a folder is gone. It computes with ``--max-loras`` adapters at once, and requests for another one wait.
 
-The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs/servers.md.
+The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs/servers-reference.md.
 """
 
 import re
@@ -216,7 +216,7 @@ class VLLMServer(ServerClient):
         told = calls.get("sleep", "/server_info", params={"config_format": "json"}, advice=_SLEEP_MODE)
         with calls.reading("what GET /server_info says of sleep"):
             config = told["vllm_config"]
-            frees, device = config["model_config"]["enable_sleep_mode"], config["device_config"]["device_type"]
+            frees, device = config["model_config"]["enable_sleep_mode"], config["device_config"]["device"]
         if not frees and device != "cpu":  # on CPUs, vLLM sleeps in all respects but the memory
             raise calls.refuse(f"it would free no memory while it sleeps; {_SLEEP_MODE}")
         return True

@@ -29,7 +29,7 @@ from holdfast.recover.storage.mirror import Mirror
 from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import CheckpointExistsError
 from holdfast.utils.manifest import MANIFEST_NAME, verify_folder
-from tests.engine.hf.delta_reader import files_of_version
+from tests.engine.hf.mirrored import files_of_version
 from tests.faults.snapshots import Action, Resume, Snapshot, Tree, tree
 
 

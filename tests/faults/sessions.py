@@ -21,7 +21,7 @@ from holdfast.recover import GenerationStore
 from holdfast.utils.distributed import is_write_failure
 from holdfast.utils.errors import CheckpointWriteError, PeerError, PublishError
 from holdfast.utils.manifest import verify_folder
-from tests.engine.hf.delta_reader import files_of_version
+from tests.engine.hf.mirrored import files_of_version
 from tests.faults.scenarios import change_a_little, sharded_model
 from tests.faults.snapshots import Trainee, Tree, tree
 from tests.recover.runs import hidden, make_handler, names, step_info

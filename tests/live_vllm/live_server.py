@@ -107,6 +107,10 @@ class LiveServer:
         """Send one request."""
         return httpx2.post(self.url + route, json=body, timeout=stretched(timeout_s))
 
+    def sleeps(self) -> bool:
+        """Whether vLLM says that it sleeps."""
+        return httpx2.get(self.url + "/is_sleeping", timeout=stretched(60)).raise_for_status().json()["is_sleeping"]
+
     def generated_tokens(self) -> float:
         """Number of tokens sampled since its start."""
         metrics = httpx2.get(self.url + "/metrics", timeout=stretched(60)).raise_for_status().text

@@ -178,7 +178,7 @@ def application(
     app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", is_paused)])
     app.add_routes([web.get("/v1/models", models)])
     if dev_mode:
-        config = {"model_config": {"enable_sleep_mode": sleep_mode}, "device_config": {"device_type": device}}
+        config = {"model_config": {"enable_sleep_mode": sleep_mode}, "device_config": {"device": device}}
         app.add_routes(vllm_adapter_routes(engine, lora_config, lora_updating, config))
         posts = [pause, resume, sleep, wake_up, collective_rpc, reset_prefix_cache, update_weight_version]
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,12 @@ def _fails(rank: int, world_size: int, base: str, fakes: list[FakeServer], root:
     with pytest.raises(ConfigError, match="'level' is 0"):
         colocated(engine, fleet, 0)
     engine.connect_engine(fleet, meta)
+    changes = replace(meta, delta=True)
+    with pytest.raises(ConfigError, match="has no mirror"), colocated(engine, fleet).rollout(changes):
+        raise AssertionError("entered")
+    assert engine.offloaded == frozenset()
     if rank == 0:
+        assert not any(fake.state()["asleep"] for fake in fakes)
         fleet.sleep()
     expected = values_of(engine)
 
@@ -179,7 +185,7 @@ CALLS = [
 """Calls of one turn to one server, in order."""
 KILLS: dict[str, int] = {f"{place} {call}": place for place, call in enumerate(CALLS)}
 KILLS |= {"offload": -1, "body": -2, "onload": -3}
-FAST_KILLS = ["9 POST /collective_rpc", "body", "22 POST /sleep"]
+FAST_KILLS = ["9 POST /collective_rpc"]
 
 
 def _run(rank: int, world_size: int, base: str, root: Path, url: str, kill: int | None) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from holdfast.engine.servers.api import ServerStatus, weights_label
 from holdfast.engine.servers.mirror import MIRROR_TOKEN
 from holdfast.engine.servers.probe import PROBE_NAME, WeightsProbe, read_probe
 from holdfast.utils.errors import ConfigError, NoServerError, PublishError, SlowServerError
-from tests.engine.servers.fake_mirror import FakeMirror
 from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.faulty_mirror import FaultyMirror
 from tests.engine.servers.folders import PROMPT, model_logprobs, publish_hashed, tiny_model
 from tests.engine.servers.scripted import ScriptedServer
 
@@ -29,8 +29,8 @@ SERVED = "the server was not told, and goes on with the weights it has"
 
 
 @pytest.fixture
-def mirror(tmp_path: Path) -> Iterator[FakeMirror]:
-    with FakeMirror(tmp_path / "w", tmp_path / "local") as running:
+def mirror(tmp_path: Path) -> Iterator[FaultyMirror]:
+    with FaultyMirror(tmp_path / "w", tmp_path / "local") as running:
         yield running
 
 
@@ -47,7 +47,7 @@ def probe_of(model: Any) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_deltas_are_served_like_full_versions(kind: str, tmp_path: Path, mirror: FakeMirror) -> None:
+def test_deltas_are_served_like_full_versions(kind: str, tmp_path: Path, mirror: FaultyMirror) -> None:
     model, copy, root = tiny_model(), PublishedCopy(), tmp_path / "w"
     with FakeServer(kind, tmp_path, dtype="float32") as fake:
         busy: list[bool] = []
@@ -78,7 +78,7 @@ def test_deltas_are_served_like_full_versions(kind: str, tmp_path: Path, mirror:
 
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_mirror_works_without_deltas_and_a_copy_of_the_client_knows_it(
-    kind: str, tmp_path: Path, mirror: FakeMirror
+    kind: str, tmp_path: Path, mirror: FaultyMirror
 ) -> None:
     with FakeServer(kind, tmp_path) as fake:
         server = pickle.loads(pickle.dumps(CLIENTS[kind](fake.url, mirror=f"{mirror.url}/")))
@@ -91,7 +91,7 @@ def test_a_mirror_works_without_deltas_and_a_copy_of_the_client_knows_it(
 
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_mirror_that_cannot_leaves_the_server_as_it_is(
-    kind: str, tmp_path: Path, mirror: FakeMirror, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, mirror: FaultyMirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeServer(kind, tmp_path) as fake:
         server = CLIENTS[kind](fake.url, mirror=mirror.url)
@@ -105,13 +105,15 @@ def test_a_mirror_that_cannot_leaves_the_server_as_it_is(
         mirror.refuses, mirror.answer = "", {"path": 7}
         with pytest.raises(PublishError, match=f"its mirror says that the weights are in 7; {SERVED}"):
             server.update_weights_from_disk(second, 2)
-        mirror.answer, mirror.token = None, "secret"
+        mirror.answer = None
+        mirror.ask_for("secret")
         with pytest.raises(PublishError, match="was answered with 401"):
             server.update_weights_from_disk(second, 2)
         monkeypatch.setenv(MIRROR_TOKEN, "another")
         with pytest.raises(PublishError, match="was answered with 401") as caught:
             server.update_weights_from_disk(second, 2)
         assert "another" not in str(caught.value)
+        monkeypatch.setenv(MIRROR_TOKEN, "secret")
         mirror.slow_s, server.timeout_s = 2.0, 0.5
         with pytest.raises(SlowServerError, match=r"/prepare was not answered, all together within 0\.5 s"):
             server.update_weights_from_disk(second, 2)
@@ -122,12 +124,11 @@ def test_a_mirror_that_cannot_leaves_the_server_as_it_is(
         assert len(fake.calls()) == seen and server.status() == status
 
         mirror.slow_s = 0.0
-        monkeypatch.setenv(MIRROR_TOKEN, "secret")
         server.update_weights_from_disk(second, 2)
         assert server.status() == ServerStatus(weights_label(second, 2), paused=False)
 
 
-def test_a_server_without_a_mirror_is_refused_before_anything_is_written(tmp_path: Path, mirror: FakeMirror) -> None:
+def test_a_server_without_a_mirror_is_refused_before_anything_is_written(tmp_path: Path, mirror: FaultyMirror) -> None:
     model, copy, root = tiny_model(), PublishedCopy(), tmp_path / "w"
     meta = WeightUpdateMeta("disk", str(root), delta=True)
     servers = [VLLMServer("http://127.0.0.1:9", mirror=mirror.url), ScriptedServer("plain")]
@@ -147,6 +148,13 @@ def test_a_server_without_a_mirror_is_refused_before_anything_is_written(tmp_pat
 def test_the_url_of_a_mirror_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"mirror URL '10\.0\.0\.5:9000' is unknown; expected http://host:port"):
         VLLMServer("http://10.0.0.5:8000", mirror="10.0.0.5:9000")
+
+
+def test_a_password_in_the_url_of_a_mirror_is_not_shown(tmp_path: Path) -> None:
+    server = VLLMServer("http://127.0.0.1:9", mirror="http://user:hidden@127.0.0.1:9")
+    with pytest.raises(NoServerError, match="/prepare found no server there") as caught:
+        server.update_weights_from_disk(publish_hashed(tmp_path, 1), 1)
+    assert "hidden" not in str(caught.value)
 
 
 def test_the_probe_of_a_version_without_it_is_not_that_of_its_base(tmp_path: Path) -> None:

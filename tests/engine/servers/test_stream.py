@@ -12,6 +12,7 @@ from holdfast.engine.hf.buckets import Bucket
 from holdfast.engine.hf.tensor_origins import FileTensor
 from holdfast.engine.servers.stream import BucketReader, StreamEndedError, WeightStream
 from tests.limits import stretched
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -94,7 +95,9 @@ def test_at_most_one_bucket_is_complete_while_another_is_sent() -> None:
             reader.release()
 
 
-@pytest.mark.parametrize("awaited, timeout_s, waits_s", [(True, 2.0, 0.5), (False, 60.0, 5.0)])
+@pytest.mark.parametrize(
+    "awaited, timeout_s, waits_s", slow_but([(True, 2.0, 0.5)], [(True, 2.0, 0.5), (False, 60.0, 5.0)])
+)
 def test_a_reader_that_takes_no_bucket_is_dropped(awaited: bool, timeout_s: float, waits_s: float) -> None:
     some = buckets(10)
     stream = WeightStream(some, timeout_s)

@@ -242,6 +242,7 @@ def slow_source(folder: Path, delay_s: float) -> Iterator[str]:
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_slow_source_holds_up_no_status_and_is_finished_after_a_request_gave_up(
     publisher: Publisher, tmp_path: Path
 ) -> None:
@@ -260,6 +261,7 @@ def test_a_slow_source_holds_up_no_status_and_is_finished_after_a_request_gave_u
         assert_same(tmp_path / "local" / "v00000002", publisher, 2)
 
 
+@pytest.mark.slow
 def test_a_source_that_comes_back_is_used_again(publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish_chain((1, 2))
     with (
