@@ -180,6 +180,12 @@ class TrainEngineConfig:
     """Seed of weights drawn from scratch and of a new critic head. The same result at every world size."""
     is_critic: bool = False
     """Replace the language-model head by a value head (one output per token)."""
+    train_vision: bool = False
+    """Train a model that sees: text and images in, text out (``AutoModelForImageTextToText``). Batches then hold images
+    in ``multi_modal_input``, see docs/vision.md. False: only text, and models without a text-only form are refused."""
+    freeze_vision_tower: bool = False
+    """With ``train_vision``: do not change the vision tower. Its projection to the language model stays trained if it
+    is outside of the tower (Gemma 3, InternVL, LLaVA)."""
     dtype: str = "bfloat16"
     """Compute dtype. Parameters and gradients are always float32, and ``optimizer.type`` says what the state is."""
     device: str = "auto"
@@ -255,6 +261,16 @@ class TrainEngineConfig:
             raise ConfigError(
                 f"config key 'attn_impl' is {PACKED_ATTENTION!r}, which is for packed sequences, but 'pack_sequences' "
                 "is false; set it to true, or 'attn_impl' to null"
+            )
+        if self.train_vision and not self.pack_sequences:
+            raise ConfigError(
+                "config keys 'train_vision' is true and 'pack_sequences' false, but images are only supported in "
+                "packed rows; set 'pack_sequences' to true"
+            )
+        if self.freeze_vision_tower and not self.train_vision:
+            raise ConfigError(
+                "config key 'freeze_vision_tower' is true, but 'train_vision' is false; set that to true, or leave "
+                "this out"
             )
         choice = self.gradient_checkpointing
         if isinstance(choice, str) and choice != "selective" and not re.fullmatch("every_[1-9][0-9]*", choice):

@@ -6,6 +6,7 @@ the layer's name, as for all initial weights (see `training.model`).
 """
 
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ..api import SaveLoadMeta
 from ..config import ALL_LINEAR, TrainEngineConfig
+from ..training.model import untrained_by_text
 from ..training.value_model import body_name
 from ..training.weights import keep_own_shard
 from .adapters import adapted_layers, adapters_of
@@ -35,13 +37,19 @@ def add_adapters(
     """
     peft = _import_peft()
     heads = [name for name, child in model.named_children() if name != body_name(model)]
-    targets = _targets(model, config.target_modules)
+    towers = untrained_by_text(model) if config.train_vision else []
+    targets = _targets(model, config.target_modules, towers)
+    takes_all = ALL_LINEAR in config.target_modules or not config.target_modules
+    excluded: Any = heads if takes_all else None
+    if towers:  # a pattern, because a name in a list stands for one module without its children
+        outside = [*towers, *heads] if takes_all else towers
+        excluded = rf"({'|'.join(map(re.escape, outside))})(\..*)?"
     named = dict(model.named_parameters())
     adapted = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules=targets,
-        exclude_modules=heads if ALL_LINEAR in config.target_modules or not config.target_modules else None,
+        exclude_modules=excluded,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="TOKEN_CLS" if config.is_critic else "CAUSAL_LM",
     )
@@ -89,9 +97,13 @@ def _import_peft() -> Any:
     return peft
 
 
-def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Names of the layers to adapt: the last parts of the names of all linear layers but the head's, or ``names``."""
-    modules = dict(model.named_modules())
+def _targets(model: PreTrainedModel, names: list[str], towers: list[str]) -> list[str]:
+    """Names of the layers to adapt: the last parts of the names of all linear layers but the head's, or ``names``.
+
+    Layers in ``towers`` are not adapted.
+    """
+    inside = tuple(f"{tower}." for tower in towers)
+    modules = {name: module for name, module in model.named_modules() if not f"{name}.".startswith(inside or "\0")}
     body = f"{body_name(model)}."
     is_linear = {name: isinstance(module, nn.Linear | Conv1D) for name, module in modules.items()}
     linear = {name.rpartition(".")[2] for name, found in is_linear.items() if found and name.startswith(body)}
@@ -99,9 +111,10 @@ def _targets(model: PreTrainedModel, names: list[str]) -> list[str]:
         return sorted(linear)
     for wanted in names:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in modules):
+            where = " outside of its vision tower, where LoRA is not supported" if towers else ""
             raise ConfigError(
-                f"config key 'target_modules' names {wanted!r}, which {type(model).__name__} does not have; its linear "
-                f"layers are {', '.join(sorted(linear))} (or {ALL_LINEAR!r} for all of them)"
+                f"config key 'target_modules' names {wanted!r}, which {type(model).__name__} does not have{where}; its "
+                f"linear layers are {', '.join(sorted(linear))} (or {ALL_LINEAR!r} for all of them)"
             )
     return sorted(names)
 

@@ -59,6 +59,8 @@ def build_initial_model(
         PeerError: only other ranks failed.
     """
     config, name = replace(config, path=str(folder)), config.path
+    if config.train_vision:
+        _require_whole_rows(groups)
     if config.trust_remote_code:
         _import_code(config, groups.control)
     frozen_dtype = None
@@ -90,8 +92,8 @@ def build_initial_model(
     sequence = groups.meshes.sequence
     check_tensor_parallel(model, groups.device, groups.control)
     if config.pack_sequences:
-        longest_row = config.mb_spec.max_tokens_per_mb
-        prepare_packing(model, config.attn_impl, groups.device, groups.control, longest_row, sequence)
+        longest_row, sees = config.mb_spec.max_tokens_per_mb, config.train_vision
+        prepare_packing(model, config.attn_impl, groups.device, groups.control, longest_row, sequence, sees)
     elif sequence is not None:
         raise ConfigError(
             "config key 'pack_sequences' is false, but only packed rows are cut (context_parallel_size is "
@@ -123,6 +125,17 @@ def build_initial_model(
     if base is not model:
         set_conversions(model, conversions_of(base))
     return model, head
+
+
+def _require_whole_rows(groups: ProcessGroups) -> None:
+    strategy = groups.meshes.strategy
+    for letter, key, size in (("c", "context", strategy.cp_size), ("t", "tensor", strategy.tp_size)):
+        if size > 1:
+            raise ConfigError(
+                f"config key 'train_vision' is true, but {key}_parallel_size is {size}: how ranks share the rows or "
+                f"matrices of a model with a vision tower is not supported; leave {letter!r} out of config key "
+                "'backend'"
+            )
 
 
 def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | None) -> BaseFolder:

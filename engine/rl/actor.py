@@ -27,7 +27,15 @@ from .kl import AdaptiveKLController, FixedKLController, kl_estimate, kl_stats
 from .losses import aggregate, count_losses, with_loss_weights
 from .off_policy import approximation_errors, behave_weights, interpolate_prox_logp, prox_alpha
 from .policy_losses import POLICY_LOSSES, picked_tokens, policy_inputs
-from .update import TokenStats, all_ranks_accept, loss_mask_of, mean_over_ranks, require_per_token, train_minibatches
+from .update import (
+    INPUTS,
+    TokenStats,
+    all_ranks_accept,
+    loss_mask_of,
+    mean_over_ranks,
+    require_per_token,
+    train_minibatches,
+)
 
 _TOKEN_STATS = (
     *("ratio", "clip_fraction", "dual_clip_fraction", "cov_fraction"),
@@ -162,7 +170,7 @@ class PPOActor:
         return {"reward": reward, **self._update_kl_ctl(batch), **stats.reduce(self.engine, _TOKEN_STATS), **result}
 
     def _share_of(self, batch: Batch) -> Batch:
-        needed = ("input_ids", "attention_mask", "advantages", "ref_logp")
+        needed = (*INPUTS, "advantages", "ref_logp")
         share = {key: batch[key] for key in needed if key in batch}
         share["loss_mask"] = loss_mask_of(batch)
         if "logprobs" in batch:

@@ -11,7 +11,7 @@ from ..training.batch import validate_batch
 from ..training.logprobs import align_with_tokens
 from .config import PPOCriticConfig
 from .losses import Stats, aggregate, count_losses, with_loss_weights
-from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
+from .update import INPUTS, TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
 
 _TOKEN_STATS = ("value", "value_clip_fraction", "value_error")
 
@@ -57,7 +57,7 @@ class PPOCritic:
             require_per_token(batch, "values", mask, "call compute_values first")
             hint = "call the actor's compute_advantages on a batch with values first"
             require_per_token(batch, "returns", mask, hint)
-        share = {key: batch[key] for key in ("input_ids", "attention_mask", "values", "returns")} | {"loss_mask": mask}
+        share = {key: batch[key] for key in (*INPUTS, "values", "returns") if key in batch} | {"loss_mask": mask}
         share = with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
         stats = TokenStats()
         self.engine.train()

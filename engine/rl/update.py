@@ -14,9 +14,10 @@ import torch
 from ...utils.distributed import any_rank
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, LossWeightFn, TrainEngine
-from ..training.batch import select_rows, sequence_lengths
+from ..training.batch import IMAGES, select_rows, sequence_lengths, with_images
 from ..training.partition import partition
 from ..training.routers import ROUTER_STATS
+from ..training.vision import TOKEN_TYPES
 from .losses import Stats
 
 
@@ -61,6 +62,10 @@ def all_ranks_accept(engine: TrainEngine) -> Iterator[None]:
         raise BatchError(f"{refused:.0f} other rank(s) refused their share of the batch; their errors say why")
 
 
+INPUTS = ("input_ids", "attention_mask", IMAGES, TOKEN_TYPES)
+"""Entries of a batch that the model reads."""
+
+
 def loss_mask_of(batch: Batch) -> torch.Tensor:
     """``[B, S]`` bool: the loss mask (else the attention mask) without padding and without first tokens."""
     mask = batch.get("loss_mask", batch["attention_mask"]).bool() & batch["attention_mask"].bool()
@@ -90,8 +95,12 @@ def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
     parts = partition(lengths, min(n_minibatches, len(lengths)), "kk")
     parts.sort(key=lambda rows: rows[0])
     minibatches = [select_rows(batch, rows) for rows in parts]
-    filler = {key: tensor[:1, :1] if tensor.dim() >= 2 else tensor[:1] for key, tensor in batch.items()}
+    plain = with_images(batch, None)
+    filler = {key: tensor[:1, :1] if tensor.dim() >= 2 else tensor[:1] for key, tensor in plain.items()}
     filler["loss_mask"] = torch.zeros_like(filler["input_ids"])
+    if IMAGES in batch:  # the token may be an image's
+        zeros = {key: torch.zeros_like(filler[key]) for key in ("input_ids", TOKEN_TYPES) if key in filler}
+        filler = with_images(filler | zeros, [{}])
     return minibatches + [filler] * (n_minibatches - len(parts))
 
 

@@ -28,6 +28,7 @@ from ...utils.errors import ConfigError, RolloutError, RolloutTimeout
 from ...utils.heartbeat import beating
 from ...utils.logging import get_logger
 from ..api import Batch
+from ..training.batch import map_tensors
 from .config import RolloutConfig
 from .ledger import Ledger, Ticket
 from .requests import RequestSender, Servers, TicketEngine
@@ -325,7 +326,7 @@ class RolloutExecutor:
             return
         with self._changed:
             if trajectory is not None:
-                trajectory = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trajectory.items()}
+                trajectory = map_tensors(trajectory, lambda tensor: tensor.detach().to("cpu", copy=True))
             self._ledger.settle(ticket.number, trajectory)
             if self._ledger.decided(ticket.step):
                 self._changed.notify_all()

@@ -8,7 +8,7 @@ import torch
 from ...utils.errors import BatchError
 from ..api import Batch
 from ..servers.api import ModelResponse
-from ..training.batch import validate_batch
+from ..training.batch import IMAGES, join_images, validate_batch, with_images
 
 Trajectory = dict[str, torch.Tensor]
 """The sequences of one ticket, right-padded: ``input_ids``, ``attention_mask``, ``loss_mask``, ``logprobs`` and
@@ -106,7 +106,9 @@ def concat_trajectories(trajectories: Sequence[Trajectory]) -> Batch:
     if other := [sorted(each) for each in trajectories if each.keys() != names]:
         raise BatchError(f"the trajectories of a batch have different entries: {sorted(names)} and {other[0]}")
     longest = max(each["input_ids"].shape[1] for each in trajectories)
-    return {name: torch.cat([_widened(name, each, longest) for each in trajectories]) for name in names}
+    tensors = [name for name in names if name != IMAGES]
+    joined = {name: torch.cat([_widened(name, each, longest) for each in trajectories]) for name in tensors}
+    return with_images(joined, join_images(trajectories))
 
 
 def _widened(name: str, trajectory: Trajectory, length: int) -> torch.Tensor:

@@ -1,12 +1,46 @@
 """Padded batches: checks, selected rows, and lists of trajectories as AReaL's workflows return them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ...utils.errors import BatchError
 from ..api import Batch, Trajectories
+
+IMAGES = "multi_modal_input"
+"""The one entry of a batch that is not a tensor: a list with a dict of tensors for each row, empty without images."""
+
+
+def images_of(batch: Batch) -> list[Batch] | None:
+    """Pixels of each row, or None if the batch has no `IMAGES`."""
+    found: Any = batch.get(IMAGES)
+    return found
+
+
+def refuse_images(batch: Batch) -> None:
+    """Raise BatchError if a batch for a model of text has images."""
+    if images_of(batch) is not None:
+        raise BatchError(
+            f"the batch has {IMAGES!r}, but config key 'train_vision' is false, so that the model has no use for "
+            "images; set it to true, or give a batch of text"
+        )
+
+
+def map_tensors(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """Apply ``change`` to every tensor of a batch, also to its pixels."""
+    result, images = {key: change(tensor) for key, tensor in batch.items() if key != IMAGES}, images_of(batch)
+    changed = None if images is None else [{key: change(value) for key, value in own.items()} for own in images]
+    return with_images(result, changed)
+
+
+def with_images(batch: Batch, images: Sequence[Batch] | None) -> Batch:
+    """The batch with other `IMAGES`. None: without any."""
+    found: dict[str, Any] = {key: tensor for key, tensor in batch.items() if key != IMAGES}
+    if images is not None:
+        found[IMAGES] = list(images)
+    return found
 
 
 def join_trajectories(batch: Trajectories) -> Batch:
@@ -22,7 +56,14 @@ def join_trajectories(batch: Trajectories) -> Batch:
     if isinstance(batch, dict):
         return batch
     _check_alike(batch)
-    return {key: _join([trajectory[key] for trajectory in batch]) for key in batch[0]}
+    joined = {key: _join([trajectory[key] for trajectory in batch]) for key in batch[0] if key != IMAGES}
+    return with_images(joined, join_images(batch))
+
+
+def join_images(batch: Sequence[Batch]) -> list[Batch] | None:
+    """`IMAGES` of all trajectories, in order. None if they have none."""
+    given = [images_of(trajectory) for trajectory in batch]
+    return None if given[0] is None else [own for images in given for own in images or ()]
 
 
 def split_like(result: torch.Tensor, batch: Sequence[Batch]) -> list[torch.Tensor]:
@@ -39,7 +80,8 @@ def _check_alike(batch: Sequence[Batch]) -> None:
             raise BatchError(f"trajectory {i} is a {type(trajectory).__name__}; expected a dict of tensors")
         if (found := trajectory.keys()) != batch[0].keys():
             raise BatchError(f"trajectory {i} has the keys {sorted(found)}, the first one {sorted(batch[0])}")
-        for key, value in trajectory.items():
+        _validate_images(trajectory, f"trajectory {i}: {IMAGES!r}")
+        for key, value in with_images(trajectory, None).items():
             if not isinstance(value, torch.Tensor):
                 raise BatchError(f"trajectory {i}: {key!r} is a {type(value).__name__}; expected a torch.Tensor")
             first = batch[0][key]
@@ -71,10 +113,13 @@ def validate_batch(batch: Batch) -> None:
             - ``input_ids`` or ``attention_mask`` is missing, not ``[B, S]``, empty, or has a wrong dtype.
             - A row of the mask has no token, or is not ones followed by zeros.
             - Another entry is not a tensor, or is neither ``[B, S, ...]`` nor ``[B]``.
+            - `IMAGES` is not a list with a dict of tensors for each row.
     """
     for key in ("input_ids", "attention_mask"):
         if key not in batch:
             raise BatchError(f"the batch has no {key!r}; it has {sorted(batch)}")
+    _validate_images(batch, f"batch[{IMAGES!r}]")
+    batch = with_images(batch, None)
     for key, tensor in batch.items():
         if not isinstance(tensor, torch.Tensor):
             raise BatchError(f"batch[{key!r}] is a {type(tensor).__name__}; expected a torch.Tensor")
@@ -92,6 +137,18 @@ def validate_batch(batch: Batch) -> None:
             expected = f"{list(input_ids.shape)} (per token) or {list(input_ids.shape[:1])} (per sequence)"
             raise BatchError(f"batch[{key!r}] has shape {list(tensor.shape)}; expected {expected}")
     _validate_mask(mask)
+
+
+def _validate_images(batch: Batch, what: str) -> None:
+    images: Any = batch.get(IMAGES)
+    if images is None:
+        return
+    if not isinstance(images, list) or len(images) != len(batch["input_ids"]):
+        found = f"{len(images)} entries" if isinstance(images, list) else f"a {type(images).__name__}"
+        raise BatchError(f"{what} is {found}; expected a list with one dict for each of {len(batch['input_ids'])} rows")
+    for row, own in enumerate(images):
+        if not isinstance(own, dict) or not all(isinstance(value, torch.Tensor) for value in own.values()):
+            raise BatchError(f"{what}[{row}] is no dict of tensors: {type(own).__name__}; expected {{}} without images")
 
 
 def _validate_mask(mask: torch.Tensor) -> None:
@@ -120,5 +177,7 @@ def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """Select rows of a padded batch, cut to the longest selected row."""
     index = torch.tensor(rows, dtype=torch.int64, device=batch["input_ids"].device)
     longest = max(int(batch["attention_mask"][index].bool().sum(dim=1).max()), 1)
-    picked = {key: tensor[index] for key, tensor in batch.items()}
-    return {key: tensor[:, :longest] if tensor.dim() >= 2 else tensor for key, tensor in picked.items()}
+    picked = {key: tensor[index] for key, tensor in with_images(batch, None).items()}
+    picked = {key: tensor[:, :longest] if tensor.dim() >= 2 else tensor for key, tensor in picked.items()}
+    images = images_of(batch)
+    return with_images(picked, None if images is None else [images[row] for row in rows])

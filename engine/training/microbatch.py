@@ -7,7 +7,7 @@ is deterministic. Cost: one copy of the batch and one small collective.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isclose
 
 import torch
@@ -19,8 +19,9 @@ from ...utils.errors import BatchError
 from ..api import Batch, LossWeightFn, Trajectories
 from ..config import MicroBatchSpec
 from ..memory.tensors import bytes_of, memory_of
-from .batch import join_trajectories, sequence_lengths, validate_batch
+from .batch import join_trajectories, refuse_images, sequence_lengths, validate_batch
 from .partition import partition_within, split_until, warn_of_long_rows
+from .vision import ROPE_POSITIONS, TOKEN_TYPES, Vision, join_pixels
 
 _ROUNDING = 1e-3
 """Relative difference between the numbers of ranks with the same data that counts as rounding."""
@@ -40,6 +41,8 @@ class MicroBatch:
         row_tokens: token count to which a packed row is filled up. 0: no filling.
         longest: most tokens of a filler sequence. 0: as many as the longest of ``lengths``.
         is_dummy: one token with loss mask 0, so that this rank can join the collectives of its peers.
+        vision: how the model takes images. None: it is trained on text.
+        pixels: pixels of all images, in order. Empty without images.
     """
 
     data: Batch
@@ -48,6 +51,8 @@ class MicroBatch:
     row_tokens: int = 0
     longest: int = 0
     is_dummy: bool = False
+    vision: Vision | None = None
+    pixels: Batch = field(default_factory=dict)
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -68,15 +73,17 @@ class MicroBatch:
         """Copy the micro-batch to ``device``."""
         ahead = torch.device(device).type == "cuda"  # to the host, data could be read before it arrives
         data = {key: tensor.to(device, non_blocking=ahead) for key, tensor in self.data.items()}
-        return replace(self, data=data, indices=self.indices.to(device, non_blocking=ahead))
+        pixels = {key: tensor.to(device, non_blocking=ahead) for key, tensor in self.pixels.items()}
+        return replace(self, data=data, indices=self.indices.to(device, non_blocking=ahead), pixels=pixels)
 
     def first_token(self) -> "MicroBatch":
         """A dummy: the first token, with every other number 0. Its row is filled up like this one's."""
         data = {key: torch.zeros_like(tensor[:1]) for key, tensor in self.data.items()}
-        data |= {key: self.data[key][:1] for key in ("input_ids", "attention_mask")}
+        kept = ("input_ids", "attention_mask") if self.vision is None else ("attention_mask",)  # no image's token
+        data |= {key: self.data[key][:1] for key in kept}
         data["cu_seqlens"] = torch.arange(2, dtype=torch.int32, device=self.cu_seqlens.device)
         longest = self.longest or max(self.lengths)
-        return MicroBatch(data, self.indices[:0], (1,), self.row_tokens, longest, is_dummy=True)
+        return MicroBatch(data, self.indices[:0], (1,), self.row_tokens, longest, is_dummy=True, vision=self.vision)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -87,17 +94,21 @@ class MicroBatch:
 
     def row_size(self, multiple: int = 1) -> int:
         """Number of tokens of `row`."""
-        return -(-max(self.row_tokens, self.n_tokens) // multiple) * multiple
+        dummy = 0 if self.vision is None else self.vision.image_tokens
+        full = self.row_tokens + dummy if self.row_tokens else 0
+        return -(-max(full, self.n_tokens + (0 if self.pixels else dummy)) // multiple) * multiple
 
     def row(self, multiple: int = 1) -> "MicroBatch":
         """Input for a model that supports packing: the tokens, filled up to ``row_tokens`` with zeros.
 
         The length is a multiple of ``multiple``. The zeros form extra sequences at the end, none longer than the
-        longest real one.
+        longest real one. If the model takes images and the row has none, a dummy image comes before the zeros.
         """
+        if self.vision is not None and not self.pixels:
+            return self._with_dummy_image(self.vision).row(multiple)
         n_tokens = self.row_size(multiple)
         n_more = n_tokens - self.n_tokens
-        data = {key: self.data[key] for key in ("input_ids", "attention_mask", "position_ids", "cu_seqlens")}
+        data = {key: self.data[key] for key in _ROW if key in self.data}
         if n_more == 0:
             return replace(self, data=data)
         longest = self.longest or max(self.lengths)
@@ -107,10 +118,19 @@ class MicroBatch:
         more |= {
             "position_ids": numbers % longest,
             "cu_seqlens": torch.cat([ends, ends.new_full((1,), n_tokens)]),
+            TOKEN_TYPES: numbers.new_zeros(n_more),
+            ROPE_POSITIONS: (numbers % longest)[:, None].expand(-1, 3),
         }
         filled = {key: torch.cat([data[key], more[key].to(data[key].dtype)]) for key in data}
         whole, rest = divmod(n_more, longest)
         return replace(self, data=filled, lengths=(*self.lengths, *[longest] * whole, *[rest] * (rest > 0)))
+
+    def _with_dummy_image(self, vision: Vision) -> "MicroBatch":
+        more, pixels = vision.dummy(self.position_ids.device)
+        more["cu_seqlens"] = self.cu_seqlens[-1:] + vision.image_tokens
+        data = {key: torch.cat([self.data[key], tensor.to(self.data[key].dtype)]) for key, tensor in more.items()}
+        longest = self.longest or max(self.lengths)
+        return replace(self, data=data, lengths=(*self.lengths, vision.image_tokens), longest=longest, pixels=pixels)
 
     def padded(self) -> Batch:
         """``input_ids`` and ``attention_mask``, ``[n, longest]`` int64, for a model that does not support packing.
@@ -121,6 +141,10 @@ class MicroBatch:
         mask, places = input_ids.clone(), (self.rows, self.position_ids)
         input_ids[places], mask[places] = self.data["input_ids"].long(), 1
         return {"input_ids": input_ids, "attention_mask": mask}
+
+
+_ROW = ("input_ids", "attention_mask", "position_ids", "cu_seqlens", TOKEN_TYPES, ROPE_POSITIONS)
+"""Entries of a row."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +167,28 @@ class WeighedBatch:
         return [(mb.to(device), weight / self.total) for mb, weight in pairs]
 
 
+@dataclass(frozen=True)
+class CutRules:
+    """What a model and its ranks require of micro-batches.
+
+    Attributes:
+        row_tokens: see `MicroBatch`.
+        max_model_len: most tokens of a sequence. None: no limit.
+        ranks_with_same_data: number of consecutive ranks that are given the same batch.
+        vision: how the model takes images. None: it is trained on text.
+    """
+
+    row_tokens: int = 0
+    max_model_len: int | None = None
+    ranks_with_same_data: int = 1
+    vision: Vision | None = None
+
+
+NO_RULES = CutRules()
+
+
 def split_batch(
-    batch: Trajectories,
-    spec: MicroBatchSpec,
-    group: dist.ProcessGroup | None = None,
-    row_tokens: int = 0,
-    max_model_len: int | None = None,
-    ranks_with_same_data: int = 1,
+    batch: Trajectories, spec: MicroBatchSpec, group: dist.ProcessGroup | None = None, rules: CutRules = NO_RULES
 ) -> list[MicroBatch]:
     """Cut this rank's ``batch`` into packed micro-batches, the same number on every rank of ``group``.
 
@@ -162,17 +201,15 @@ def split_batch(
             sequence counts.
         spec: limits and algorithm.
         group: ranks that must agree on the number. None: the default group (or no other rank).
-        row_tokens: see `MicroBatch`.
-        max_model_len: most tokens of a sequence. None: no limit.
-        ranks_with_same_data: number of consecutive ranks that are given the same batch.
+        rules: what the model and its ranks require.
 
     Raises:
         BatchError: see `validate_batch` and `join_trajectories`. Or ``spec.granularity`` does not divide the number of
-            sequences, or a sequence is longer than ``max_model_len``. The other ranks raise `PeerError`. Or ranks with
-            the same data were given different batches. All ranks raise this.
+            sequences, or a sequence is longer than ``rules.max_model_len``. The other ranks raise `PeerError`. Or ranks
+            with the same data were given different batches. All ranks raise this.
     """
-    cutter = _Cutter(batch, spec, lambda data: torch.zeros(()), row_tokens, max_model_len)
-    return _cut_together(cutter, group, ranks_with_same_data).micro_batches
+    cutter = _Cutter(batch, spec, lambda data: torch.zeros(()), rules)
+    return _cut_together(cutter, group).micro_batches
 
 
 def split_and_weigh(
@@ -180,9 +217,7 @@ def split_and_weigh(
     spec: MicroBatchSpec,
     loss_weight_fn: LossWeightFn,
     group: dist.ProcessGroup | None = None,
-    row_tokens: int = 0,
-    max_model_len: int | None = None,
-    ranks_with_same_data: int = 1,
+    rules: CutRules = NO_RULES,
 ) -> WeighedBatch:
     """`split_batch`, and the weight of each micro-batch, in the same collective.
 
@@ -191,14 +226,16 @@ def split_and_weigh(
         Exception: ``loss_weight_fn`` raised it. The other ranks raise `PeerError`. If it only fails when this rank cuts
             further because another rank has more micro-batches, the others wait for the group's timeout.
     """
-    cutter = _Cutter(batch, spec, loss_weight_fn, row_tokens, max_model_len)
-    weighed = _cut_together(cutter, group, ranks_with_same_data)
+    cutter = _Cutter(batch, spec, loss_weight_fn, rules)
+    weighed = _cut_together(cutter, group)
     if not weighed.total > 0:
         raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {weighed.total}")
     return weighed
 
 
-def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None, ranks_with_same_data: int) -> WeighedBatch:
+def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None) -> WeighedBatch:
+    ranks_with_same_data = cutter.rules.ranks_with_same_data
+
     def cut() -> tuple[float, ...]:
         return *cutter.cut(), *(cutter.fingerprint() if ranks_with_same_data > 1 else (0.0, 0.0))
 
@@ -222,16 +259,11 @@ class _Cutter:
     """
 
     def __init__(
-        self,
-        batch: Trajectories,
-        spec: MicroBatchSpec,
-        loss_weight_fn: LossWeightFn,
-        row_tokens: int,
-        max_model_len: int | None,
+        self, batch: Trajectories, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn, rules: CutRules
     ) -> None:
-        self._given, self._spec, self._loss_weight_fn = batch, spec, loss_weight_fn
-        self._row_tokens, self._max_model_len = row_tokens, max_model_len
+        self._given, self._spec, self._loss_weight_fn, self.rules = batch, spec, loss_weight_fn, rules
         self._batch: Batch = {}
+        self._pixels: list[Batch] = []
         self._lengths: list[int] = []
         self._unit_lengths: list[int] = []
         self._bins: list[list[int]] = []
@@ -243,11 +275,11 @@ class _Cutter:
         self._batch = join_trajectories(self._given)
         validate_batch(self._batch)
         self._lengths, step = sequence_lengths(self._batch), self._spec.granularity
-        if self._max_model_len is not None and max(self._lengths) > self._max_model_len:
-            longest = max(self._lengths)
+        longest, limit = max(self._lengths), self.rules.max_model_len
+        if limit is not None and longest > limit:
             raise BatchError(
                 f"row {self._lengths.index(longest)} of the batch has {longest} tokens; expected at most "
-                f"{self._max_model_len}, which is config key 'max_model_len' or, when that is null, the length of the "
+                f"{limit}, which is config key 'max_model_len' or, when that is null, the length of the "
                 "model's rotary frequencies; set it to the --max-model-len of the inference servers, or cut sequences"
             )
         if len(self._lengths) % step:
@@ -255,7 +287,12 @@ class _Cutter:
                 f"the batch has {len(self._lengths)} sequences, which config key 'mb_spec.granularity' ({step}) does "
                 "not divide; give it whole groups of them"
             )
-        self._unit_lengths = [sum(self._lengths[row : row + step]) for row in range(0, len(self._lengths), step)]
+        vision, most, costs = self.rules.vision, self._spec.max_tokens_per_mb, self._lengths
+        if vision is None:
+            refuse_images(self._batch)
+        else:
+            self._batch, self._pixels, costs = vision.prepare(self._batch, self._lengths, most)
+        self._unit_lengths = [sum(costs[row : row + step]) for row in range(0, len(costs), step)]
         self._pack(partition_within(self._unit_lengths, self._spec))
         return len(self._bins), sum(self.weights)
 
@@ -288,7 +325,8 @@ class _Cutter:
         done = dict(zip(map(tuple, self._bins), zip(self.micro_batches, self.weights, strict=True), strict=True))
         self._bins = sorted(bins, key=lambda units: (-sum(self._unit_lengths[unit] for unit in units), units[0]))
         new = [units for units in self._bins if tuple(units) not in done]
-        packed = [_pack(self._batch, self._rows(units), self._lengths, self._row_tokens) for units in new]
+        how = self._lengths, self.rules.row_tokens, self.rules.vision, self._pixels
+        packed = [pack_rows(self._batch, self._rows(units), *how) for units in new]
         done |= zip(map(tuple, new), zip(packed, weigh(packed, self._loss_weight_fn), strict=True), strict=True)
         self.micro_batches = [done[tuple(units)][0] for units in self._bins]
         self.weights = [done[tuple(units)][1] for units in self._bins]
@@ -331,8 +369,18 @@ def expand_to_tokens(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Te
     return torch.repeat_interleave(values, cu_seqlens.diff().to(values.device).long(), dim=0)
 
 
-def _pack(batch: Batch, rows: Sequence[int], lengths: Sequence[int], row_tokens: int) -> MicroBatch:
-    """Sizes are known on the host, so this never waits for the device of the batch."""
+def pack_rows(
+    batch: Batch,
+    rows: Sequence[int],
+    lengths: Sequence[int],
+    row_tokens: int = 0,
+    vision: Vision | None = None,
+    pixels: Sequence[Batch] = (),
+) -> MicroBatch:
+    """Pack rows of a batch, with images as `Vision.prepare` returns them.
+
+    Sizes are known on the host, so this never waits for the device of the batch.
+    """
     device = batch["input_ids"].device
     indices = torch.tensor(rows, dtype=torch.int64)
     row_lengths = torch.tensor([lengths[row] for row in rows], dtype=torch.int64)
@@ -348,4 +396,5 @@ def _pack(batch: Batch, rows: Sequence[int], lengths: Sequence[int], row_tokens:
     loss_mask = data.get("loss_mask", data["attention_mask"])
     data["loss_mask"] = loss_mask.masked_fill(position_ids == 0, 0)
     data["position_ids"], data["cu_seqlens"] = position_ids, cu_seqlens.to(device, torch.int32, non_blocking=True)
-    return MicroBatch(data, indices, tuple(lengths[row] for row in rows), row_tokens)
+    images = join_pixels([pixels[row] for row in rows] if pixels else ())
+    return MicroBatch(data, indices, tuple(lengths[row] for row in rows), row_tokens, vision=vision, pixels=images)

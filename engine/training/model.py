@@ -17,6 +17,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -30,7 +31,8 @@ from ..config import TrainEngineConfig
 from ..model.model_folder import require_model_folder
 from .checkpointing import checkpoint_activations
 from .rotary import fix_frequencies
-from .value_model import build_value_model, value_model_class
+from .value_model import body_name, build_value_model, value_model_class
+from .vision import Vision, vision_tower
 
 logger = get_logger(__name__)
 
@@ -49,9 +51,13 @@ def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
 
     Raises:
         ConfigError: ``path`` has no ``config.json`` or contains untrusted code, or transformers has no such head or
-            attention for the architecture. Or see `fix_frequencies` and `checkpoint_activations`.
+            attention for the architecture. Or see `fix_frequencies`, `checkpoint_activations` and `Vision`.
     """
     model = _construct(config, torch.float32)
+    if config.train_vision:
+        Vision(model)  # raises if its images are not understood
+        if config.freeze_vision_tower:
+            model.get_submodule(vision_tower(model)).requires_grad_(False)
     if config.disable_dropout:
         _disable_dropout(model)
     checkpoint_activations(model, config.gradient_checkpointing)
@@ -66,12 +72,12 @@ def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel
     options = {} if config.attn_impl is None else {"attn_implementation": config.attn_impl}
     try:
         with torch.device("meta"):
-            if _is_made(factory, hf_config):
+            if _is_made(factory, hf_config) and not (config.is_critic and config.train_vision):
                 model = factory.from_config(
                     hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options
                 )
             else:
-                model = build_value_model(hf_config, dtype, **options)
+                model = build_value_model(hf_config, dtype, _body_factory(config), **options)
     except UNUSABLE as error:
         attention = "" if config.attn_impl is None else f" with config key 'attn_impl' {config.attn_impl!r}"
         raise ConfigError(
@@ -83,7 +89,12 @@ def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _factory(config: TrainEngineConfig) -> type[Any]:
-    return AutoModelForTokenClassification if config.is_critic else AutoModelForCausalLM
+    # transformers' models for token classification see no images
+    return AutoModelForTokenClassification if config.is_critic and not config.train_vision else _body_factory(config)
+
+
+def _body_factory(config: TrainEngineConfig) -> type[Any]:
+    return AutoModelForImageTextToText if config.train_vision else AutoModelForCausalLM
 
 
 def read_config(config: TrainEngineConfig) -> PretrainedConfig:
@@ -102,6 +113,8 @@ def read_config(config: TrainEngineConfig) -> PretrainedConfig:
                 "the folder has Python code of its own, which only config key 'trust_remote_code' true allows to run"
             )
         raise ConfigError(f"config key 'path': {folder / 'config.json'} cannot be used: {reason}") from error
+    if config.train_vision:
+        return _require_vision(hf_config, config)
     if _is_made(factory, hf_config) or (config.is_critic and value_model_class(hf_config) is not None):
         return hf_config
     if config.is_critic:
@@ -112,8 +125,26 @@ def read_config(config: TrainEngineConfig) -> PretrainedConfig:
         )
     raise ConfigError(
         f"config key 'path': {folder} holds a {hf_config.model_type} model, for which transformers has no causal "
-        "language model; name another folder"
+        f"language model; name another folder{', or set train_vision to true' if _sees(hf_config) else ''}"
     )
+
+
+def _require_vision(hf_config: PretrainedConfig, config: TrainEngineConfig) -> PretrainedConfig:
+    if not _sees(hf_config):
+        raise ConfigError(
+            f"config key 'train_vision' is true, but {config.path} holds a {hf_config.model_type} model, which has no "
+            "'vision_config', or which transformers does not build for images and text; set it to false"
+        )
+    if config.is_critic and value_model_class(hf_config, AutoModelForImageTextToText) is None:
+        raise ConfigError(
+            f"config keys 'train_vision' and 'is_critic' are true, but no value head can be put on a "
+            f"{hf_config.model_type} model; set one to false"
+        )
+    return hf_config
+
+
+def _sees(hf_config: PretrainedConfig) -> bool:
+    return hasattr(hf_config, "vision_config") and has_head(AutoModelForImageTextToText, hf_config)
 
 
 def _is_made(factory: type[Any], hf_config: PretrainedConfig) -> bool:
@@ -237,8 +268,13 @@ def _is_model_of(module: nn.Module, config: PretrainedConfig) -> bool:
     return isinstance(module, PreTrainedModel) and type(module.config) is type(config)
 
 
-def describe_parameters(model: PreTrainedModel) -> str:
-    """Describe how many parameters there are, how many are trained, and which of these text gives no gradient."""
+def describe_parameters(model: PreTrainedModel, sees: bool) -> str:
+    """Describe how many parameters there are, how many are trained, and which of these text gives no gradient.
+
+    If the model ``sees`` images: how many each part has, and whether they are trained.
+    """
+    if sees:
+        return _describe_parts(model)
 
     def count(module: nn.Module) -> int:
         return sum(param.numel() for param in module.parameters() if param.requires_grad)
@@ -249,6 +285,20 @@ def describe_parameters(model: PreTrainedModel) -> str:
     if n_untouched:
         text += f"; text gives no gradient to the {n_untouched} of {', '.join(towers)}, which take memory all the same"
     return text
+
+
+def _describe_parts(model: PreTrainedModel) -> str:
+    body = body_name(model)
+    parts = [(f"{body}.{name}", part) for name, part in model.get_submodule(body).named_children()]
+    parts += [(name, part) for name, part in model.named_children() if name != body]
+    described = []
+    for name, part in parts:
+        numels = {True: 0, False: 0}
+        for param in part.parameters():
+            numels[param.requires_grad] += param.numel()
+        described += [f"{name} {numels[True]} trained"] * (numels[True] > 0)
+        described += [f"{name} {numels[False]} frozen"] * (numels[False] > 0)
+    return f"{sum(param.numel() for param in model.parameters())} parameters: {', '.join(described)}"
 
 
 def casting_class(cls: type[nn.Module], dtypes: Mapping[str, torch.dtype]) -> type[nn.Module]:

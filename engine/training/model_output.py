@@ -144,8 +144,9 @@ def own_output(
     if packed:
         row = mb.row(1 if sequence is None else dist.get_world_size(sequence))
         ids, positions = (own_part(each, sequence)[None] for each in (row.data["input_ids"], row.position_ids))
+        images = {} if row.vision is None else row.vision.inputs(row)
         with packed_row(row.lengths, row.cu_seqlens, sequence):
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+            logits = model(**{"input_ids": ids, "position_ids": positions} | images, use_cache=False).logits[0]
         logits = logits[: mb.n_tokens] if sequence is None else logits
     else:
         logits = model(**mb.padded(), use_cache=False).logits[mb.rows, mb.position_ids]

@@ -11,8 +11,9 @@ Measured on 160 architectures: packed ones differ by at most 3e-7 (relative), al
 
 import copy
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,12 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
+from .microbatch import pack_rows
 from .probe_model import NOT_UNDERSTOOD, probe_tokens, reason_of, twin_dtype, twin_of
 from .rank_parts import gather_parts, own_part
 from .rotary import length_boundaries, move_boundary
 from .unsharded import unsharded_class
+from .vision import Vision
 
 logger = get_logger(__name__)
 
@@ -49,24 +52,30 @@ def prepare_packing(
     group: dist.ProcessGroup | None = None,
     max_row_tokens: int | None = None,
     sequence: dist.ProcessGroup | None = None,
+    sees: bool = False,
 ) -> None:
     """Replace ``sdpa`` by our attention if the model supports it and ``attn_impl`` is None, then `check_packing`.
 
     This changes the attention in the model's configs, which is not part of ``config.json``. If the ranks of
     ``sequence`` share rows, the model must support our attention, and compute a row in parts as it computes it whole.
+    If the model ``sees``, the sequences of the check have 1, 0 and 2 images.
 
     Raises:
         ConfigError: see `check_packing`. Or ranks share rows, and the model does not support it.
     """
-    reason = _why_not_ours(model, attn_impl, device, group)
+    reason = _why_not_ours(model, attn_impl, device, group, sees)
     if sequence is not None:
         _require_parts(model, reason, device, group, sequence)
     elif reason is not None or attn_impl is not None:
-        check_packing(model, device, group, max_row_tokens)
+        check_packing(model, device, group, max_row_tokens, sees)
 
 
 def _why_not_ours(
-    model: PreTrainedModel, attn_impl: str | None, device: torch.device, group: dist.ProcessGroup | None
+    model: PreTrainedModel,
+    attn_impl: str | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    sees: bool,
 ) -> str | None:
     """Replace ``sdpa`` by our attention if possible. Return why another attention is used, or None."""
     used = attention_of(_text(model.config))
@@ -78,7 +87,7 @@ def _why_not_ours(
         return f"transformers computes its attention in another way ({used!r})"
     set_attention(model, PACKED_ATTENTION, instead_of="sdpa")
     try:
-        if _comes_out_alike(model, _windows(model.config), device, group):
+        if _comes_out_alike(model, _windows(model.config), device, group, sees=sees):
             return None
         reason = "its sequences come out otherwise than alone"
     except ConfigError as error:
@@ -116,6 +125,7 @@ def check_packing(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     max_row_tokens: int | None = None,
+    sees: bool = False,
 ) -> None:
     """Raise ConfigError unless this architecture computes packed sequences as it computes them alone.
 
@@ -125,12 +135,12 @@ def check_packing(
     (``max_row_tokens``).
     """
     windows = _windows(model.config)
-    if _comes_out_alike(model, windows, device, group):
+    if _comes_out_alike(model, windows, device, group, sees=sees):
         return
     name = unsharded_class(model).__name__
-    if not windows or not _comes_out_alike(model, (), device, group):
+    if not windows or not _comes_out_alike(model, (), device, group, sees=sees):
         raise ConfigError(f"{name} lets packed sequences see each other; set config key 'pack_sequences' to false")
-    cut_the_row = [key for key in windows if not _comes_out_alike(model, (key,), device, group)]
+    cut_the_row = [key for key in windows if not _comes_out_alike(model, (key,), device, group, sees=sees)]
     key = min(cut_the_row or windows, key=windows.__getitem__)
     if max_row_tokens is None or max_row_tokens > windows[key]:
         other_way = "" if key in length_boundaries(model.config) else ", or 'pack_sequences' to false"
@@ -157,6 +167,7 @@ def _comes_out_alike(
     device: torch.device,
     group: dist.ProcessGroup | None,
     sequence: dist.ProcessGroup | None = None,
+    sees: bool = False,
 ) -> bool:
     """Whether a twin with the windows ``small`` shortened computes a sequence behind another one as it does alone, in a
     row that the ranks of ``sequence`` share."""
@@ -167,9 +178,9 @@ def _comes_out_alike(
         else:
             setattr(_text(config), key, _WINDOW_TOKENS)
     attention = attention_of(_text(config))
-    alike = _difference_is_small(model, config, twin_dtype(config), device, group, sequence)
+    alike = _difference_is_small(model, config, twin_dtype(config), device, group, sequence, sees)
     if alike and attention == PACKED_ATTENTION and device.type == "cuda":  # another kernel
-        return _difference_is_small(model, config, torch.bfloat16, device, group, sequence)
+        return _difference_is_small(model, config, torch.bfloat16, device, group, sequence, sees)
     return alike
 
 
@@ -181,29 +192,50 @@ def _difference_is_small(
     device: torch.device,
     group: dist.ProcessGroup | None,
     sequence: dist.ProcessGroup | None,
+    sees: bool,
 ) -> bool:
     most = getattr(_text(model.config), "max_position_embeddings", None) or 0
     lengths = [min(length, most) if most > 0 else length for length in _LENGTHS]
     lengths += [1] * (-sum(lengths) % (1 if sequence is None else dist.get_world_size(sequence)))
-    ids = probe_tokens(config, sum(lengths))[None].to(device)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    text = probe_tokens(config, sum(lengths)).split(lengths)
     differences = []
     with twin_of(model, config, dtype, device) as twin:
+        row, alone, lengths = _probe_rows(text, device, Vision(twin) if sees else None)
         try:
+            own = {name: own_part(row[name], sequence, 1) for name in ("input_ids", "position_ids")}
             with _row_of(*lengths, device=device, group=sequence):
-                own = {"input_ids": own_part(ids, sequence, 1), "position_ids": own_part(positions, sequence, 1)}
-                row = gather_parts(twin(**own, use_cache=False).logits[0].float(), sequence)
-            for tokens, behind in list(zip(ids.split(lengths, dim=1), row.split(lengths), strict=True))[1:]:
+                logits = gather_parts(twin(**row | own, use_cache=False).logits[0].float(), sequence)
+            for inputs, behind in list(zip(alone, logits.split(lengths), strict=True))[1:]:
                 # In float32 ours is compared with transformers', in bfloat16 with itself, because rounding differs.
                 with nullcontext() if dtype == torch.float32 else _row_of(len(behind), device=device):
-                    alone = twin(input_ids=tokens, use_cache=False).logits[0].float()  # at positions from 0
-                differences.append(float((behind - alone).square().mean().sqrt() / alone.square().mean().sqrt()))
+                    expected = twin(**inputs, use_cache=False).logits[0].float()  # at positions from 0
+                differences.append(float((behind - expected).square().mean().sqrt() / expected.square().mean().sqrt()))
         except NOT_UNDERSTOOD as error:
             raise ConfigError(
                 f"{unsharded_class(model).__name__} fails at a packed row ({reason_of(error)}); set config key "
                 "'pack_sequences' to false"
             ) from error
     return all_agree(all(difference <= _LIMITS[dtype] for difference in differences), group)
+
+
+def _probe_rows(
+    text: Sequence[torch.Tensor], device: torch.device, vision: Vision | None
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[int]]:
+    """Inputs of a model for sequences in one row, and for each alone without positions, and the lengths."""
+    lengths = [len(ids) for ids in text]
+    if vision is None:
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        row = {"input_ids": torch.cat(list(text))[None].to(device), "position_ids": positions.to(device)}
+        return row, [{"input_ids": ids[None].to(device)} for ids in text], lengths
+    batch, lengths = vision.probe(text)
+    batch, pixels, _ = vision.prepare(batch, lengths)
+    numbers = range(len(lengths))
+    packed, *alone = (
+        pack_rows(batch, rows, lengths, 0, vision, pixels).to(device) for rows in (numbers, *([n] for n in numbers))
+    )
+    row = {"input_ids": packed.data["input_ids"][None], "position_ids": packed.position_ids[None]}
+    row |= vision.inputs(packed)
+    return row, [{"input_ids": mb.data["input_ids"][None]} | vision.images(mb) for mb in alone], lengths
 
 
 def _row_of(

@@ -13,22 +13,28 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from ...utils.compat.transformers_private import build_from_config, class_with_head, loading_rules
+from ...utils.compat.transformers_private import build_from_config, class_with_head, convert_like, loading_rules
 
 
-def value_model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+def value_model_class(config: PretrainedConfig, factory: type[Any] = AutoModelForCausalLM) -> Any:
     """Model class with a ``score`` layer on the body. None if there is no causal language model either.
 
     Args:
         config: config of the causal model, or of a multimodal one, from which the text part is used.
+        factory: auto class of the model with the body.
     """
-    causal = class_with_head(AutoModelForCausalLM, config)
-    return None if causal is None else _class_over(causal)
+    causal = class_with_head(factory, config)
+    cls = None if causal is None else _class_over(causal)
+    if cls is not None and causal is not None and factory is not AutoModelForCausalLM:
+        convert_like(cls, causal)
+    return cls
 
 
-def build_value_model(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+def build_value_model(
+    config: PretrainedConfig, dtype: torch.dtype, factory: type[Any] = AutoModelForCausalLM, **options: Any
+) -> PreTrainedModel:
     """Build a model of `value_model_class` with new weights on the default device. ``options`` go to transformers."""
-    cls: Any = value_model_class(config)
+    cls: Any = value_model_class(config, factory)
     text_only = cls.config_class is not type(config) and cls.config_class is config.sub_configs.get("text_config")
     return build_from_config(cls, config.get_text_config() if text_only else config, dtype, **options)
 

@@ -24,6 +24,9 @@ NAMES = privates(
             "transformers:PreTrainedModel._adjust_missing_and_unexpected_keys(loading_info)",
             "transformers.modeling_utils:LoadStateDictConfig(weight_mapping)",
             "transformers.conversion_mapping:get_model_conversion_mapping(model)",
+            "transformers.conversion_mapping:get_checkpoint_conversion_mapping(model_type)",
+            "transformers.conversion_mapping:"
+            "register_checkpoint_conversion_mapping(model_type_or_class_name, mapping, overwrite)",
             *(f"transformers:PreTrainedModel.{name}" for name in _RULES),
         ],
         "name and convert weights as save_pretrained does": [
@@ -53,7 +56,11 @@ PARALLEL = privates(
 )
 """Names that only meshes with tensor or expert parallelism need, so that older releases work without them."""
 
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import LoadStateDictConfig
@@ -82,6 +89,13 @@ def load_state(model: PreTrainedModel, tensors: Mapping[str, Any]) -> Any:
 def loading_rules(model_class: type[PreTrainedModel]) -> dict[str, Any]:
     """Return the class attributes on how a folder may name a model's tensors, and which tensors keep their dtype."""
     return {name: getattr(model_class, name) for name in ("base_model_prefix", *_RULES)}
+
+
+def convert_like(model_class: type[PreTrainedModel], other: type[PreTrainedModel]) -> None:
+    """Give ``model_class`` the conversions that transformers has for the name of the class ``other``, if it has any."""
+    conversions = get_checkpoint_conversion_mapping(other.__name__)
+    if conversions is not None:
+        register_checkpoint_conversion_mapping(model_class.__name__, conversions, overwrite=True)
 
 
 def drop_tolerated_keys(model: PreTrainedModel, found: Any) -> None:
