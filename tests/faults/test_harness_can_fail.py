@@ -351,7 +351,7 @@ def test_without_the_look_at_sizes_an_unreported_short_file_becomes_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     generations = GenerationStore(tmp_path / "recover")
-    entry = FileEntry("data.pt", 100, "xxh3_128:00")
+    entry = FileEntry("data.pt", 100, f"xxh3_128:{0:032x}")
 
     def commit_what_is_short() -> None:
         staged = generations.open_staging(0)
