@@ -1,6 +1,6 @@
 """Power cuts while a mirror makes a version: ``current`` is always whole, and the promised version is there.
 
-A mirror that starts afterwards removes what is not whole, and makes the version again.
+A mirror that starts afterwards removes damaged folders, and makes the version again.
 """
 
 import logging
@@ -33,8 +33,8 @@ class Whole:
     """Oracle for the mirror's folder.
 
     Args:
-        publisher: what the mirror reads.
-        made: the version that was made when the power failed.
+        publisher: publisher of the mirror's source.
+        made: version that the mirror made when the power failed.
     """
 
     def __init__(self, publisher: Publisher, made: int) -> None:
@@ -63,7 +63,7 @@ class Whole:
         return f"{sorted(extra)} was left" if extra else None
 
     def _problem_at_start(self, local: Path, promised: bool) -> str | None:
-        """What a server finds that starts before the mirror."""
+        """Return the fault that a server would find which starts before the mirror."""
         current, newest = local / CURRENT, f"v{self._made:08d}"
         if not os.path.lexists(current):
             return "current is gone" if promised or self._made > 1 else None
