@@ -43,7 +43,7 @@ demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights w
 learn: $(INSTALLED)  ## GRPO on reasoning-gym from scratch, killed twice on its way; draws the accuracy on held-out items
 	$(PY) examples/learn.py
 
-serve-demo: $(INSTALLED) $(VLLM_INSTALLED)  ## GRPO with two vLLM servers on the CPU (gigabytes to install); a server, a trainer and the driver are killed
+serve-demo: $(INSTALLED) $(VLLM_INSTALLED)  ## GRPO with two vLLM servers on the CPU (gigabytes to install); a mirror, a server, a trainer and the driver are killed
 	$(PY) examples/serve_demo.py
 
 test: $(INSTALLED)  ## Run the tests: all that is quick, a few faults of most kinds

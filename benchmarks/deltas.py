@@ -2,9 +2,13 @@
 
 Two ranks train a model of 127 million parameters in float32 and publish it in bfloat16 after every step, once with all
 weights and once as a delta, to folders next to each other. A mirror of each folder then fetches the version over HTTP,
-at the speed of a network. Its LOCAL is next to the folder. What a server needs to load it is the same for both.
+at the speed of a network. Its LOCAL is next to the folder.
 
-docs/servers-reference.md has the results.
+A server stands still while it loads its mirror's folder. Without a mirror, it also waits for the network meanwhile. So
+"s paused" is the load of a delta with its mirror, and fetch and load of all weights without one. The load is a read of
+all tensors into memory. A real server takes longer, for both.
+
+docs/performance.md has the results.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -22,6 +27,7 @@ from typing import Any
 from holdfast_weights.mirror import Mirror
 from holdfast_weights.service import FileHandler, Server
 from holdfast_weights.source import Source
+from safetensors.torch import load_file
 
 from holdfast.engine import FSDPEngine, PublishedCopy, WeightUpdateMeta
 from holdfast.engine.hf.versions import delete_old, version_path, write_version
@@ -34,8 +40,19 @@ from .ranks import Session, on_ranks
 
 GBIT_BYTES = 1e9 / 8
 KINDS = ("full", "delta")
-COLUMNS = ("rate, steps, Gbit/s", "changed", "MB", "ratio", "s until written", "s until mirrored", "ratio", "CPU s")
+COLUMNS = (
+    "rate, steps, Gbit/s",
+    "changed",
+    "MB",
+    "ratio",
+    "s until written",
+    "s until mirrored",
+    "ratio",
+    "s paused",
+    "CPU s",
+)
 """Pairs are of a delta and of all weights."""
+_PAIRS = ("MB", "s", "ready s", "paused s", "CPU s")
 WARM_UP = 25  # steps at a larger rate, so that the moments are those of a run
 _CHUNK_BYTES = 64 << 10
 
@@ -117,7 +134,11 @@ def measure(session: Session, rate: float, steps: int, gbits: float) -> list[dic
                 done = _publish(session, engine, scratch / kind, kind, version, copy)
                 label = weights_label(version_path(scratch / kind, version), version)
                 fetch = lambda kind=kind, label=label: mirrors[kind].prepare(version, label)  # noqa: E731, B023
-                done["ready s"] = done["s"] + session.seconds(fetch if session.rank == 0 else lambda: None)
+                fetch_s = session.seconds(fetch if session.rank == 0 else lambda: None)
+                done["ready s"] = done["s"] + fetch_s
+                load = partial(_load, version_path(scratch / f"{kind}_local", version))
+                load_s = session.seconds(load if session.rank == 0 else lambda: None)
+                done["paused s"] = load_s if kind == "delta" else fetch_s + load_s
                 row |= {f"{kind} {key}": value for key, value in done.items()}
             row["rss"] = max(session.all(_rss_bytes()))
             rounds.append(row)
@@ -143,6 +164,11 @@ def _publish(
     return found | {"changed": figures.get("changed", 0.0), "alone": figures["delta"]}
 
 
+def _load(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        load_file(path)
+
+
 def _step(engine: FSDPEngine, rate: float) -> None:
     assert engine.optimizer is not None
     for group in engine.optimizer.param_groups:
@@ -165,7 +191,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=127e6)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5])
-    parser.add_argument("--steps", type=int, nargs="+", default=[1])
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 5], help="steps between versions")
     parser.add_argument("--gbits", type=float, nargs="+", default=[1, 10], help="speeds of the network, in Gbit/s")
     parser.add_argument("--folder", type=Path, help="where to publish; /dev/shm is memory", default=Path.cwd())
     parser.add_argument("--quick", action="store_true", help="only check that everything works")
@@ -183,11 +209,12 @@ def main() -> None:
 def _report(rate: float, steps: int, gbits: float, rounds: list[dict[str, float]]) -> None:
     median = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
     ratio, faster = (median[f"delta {key}"] / median[f"full {key}"] for key in ("MB", "ready s"))
-    pairs = [f"{median[f'delta {key}']:.3g} / {median[f'full {key}']:.3g}" for key in ("MB", "s", "ready s", "CPU s")]
+    pairs = [f"{median[f'delta {key}']:.3g} / {median[f'full {key}']:.3g}" for key in _PAIRS]
     worst = " / ".join(f"{max(row[f'{kind} ready s'] for row in rounds):.3g}" for kind in reversed(KINDS))
-    size, written, ready, cpu = pairs
+    size, written, ready, paused, cpu = pairs
     name, changed = f"{rate:g}, {steps}, {gbits:g}", f"{100 * median['delta changed']:.2f} %"
-    print(f"| {name} | {changed} | {size} | {ratio:.4f} | {written} | {ready} (worst {worst}) | {faster:.3f} | {cpu} |")
+    ready += f" (worst {worst})"
+    print(f"| {name} | {changed} | {size} | {ratio:.4f} | {written} | {ready} | {faster:.3f} | {paused} | {cpu} |")
     n_alone = sum(row["delta alone"] for row in rounds)
     first, last = (rounds[number]["rss"] / 1e6 for number in (0, -1))
     print(f"<!-- {n_alone:.0f} of {len(rounds)} were deltas; a rank with its mirrors has {first:.0f} MB at first, "

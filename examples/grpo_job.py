@@ -174,7 +174,9 @@ class TrainWorker:
 
     def connect(self, servers: list[InferenceServer], path: str, kind: str = "disk", keep: int = 2) -> None:
         """Set the workers that sample, and the folder through which weights reach them."""
-        self.engine.connect_engine(servers, WeightUpdateMeta(kind, path, keep=keep))
+        meta = WeightUpdateMeta("disk" if kind == "delta" else kind, path, keep=keep)
+        meta = replace(meta, delta=True, dtype="bfloat16") if kind == "delta" else meta
+        self.engine.connect_engine(servers, meta)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """Run one GRPO step on this rank's share of the batch. The weights get a new version.

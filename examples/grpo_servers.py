@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,9 @@ class GRPOServersConfig(GRPOConfig):
     experiment_name: str = "grpo_servers"
     servers: list[str] = field(default_factory=list)
     """URLs of vLLM servers with a model of this architecture. If empty, the job starts its own servers."""
+    mirrors: list[str] = field(default_factory=list)
+    """URLs of the mirrors of ``servers``, in their order. If empty, the servers read the published folders themselves.
+    """
     n_servers: int = 2
     """Number of servers to start."""
     python: str = ".venv-vllm/bin/python"
@@ -72,8 +76,9 @@ class GRPOServersConfig(GRPOConfig):
     min_servers: int = 1
     """Number of servers that must serve a version before the step goes on."""
     publish: str = "disk"
-    """``disk``: publish whole weights, with adapters merged. ``adapter`` (with ``actor.use_lora``): publish only the
-    adapters, which the servers add to the base model that they were started with.
+    """``disk``: publish whole weights, with adapters merged. ``delta``: publish the changes in bfloat16, from which the
+    servers' mirrors make the weights. ``adapter`` (with ``actor.use_lora``): publish only the adapters, which the
+    servers add to the base model that they were started with.
     """
     colocate: bool = False
     """Trainers and servers take turns on the same GPUs. The servers must be able to sleep (``--enable-sleep-mode``)."""
@@ -91,7 +96,12 @@ class GRPOServersConfig(GRPOConfig):
         if not 1 <= self.min_servers <= count:
             raise ConfigError(f"config key 'min_servers' is {self.min_servers}; expected 1 to {count}, the servers")
         self.rollout = replace(self.rollout, seed=self.seed, total_steps=self.total_steps)
-        require_choice("publish", self.publish, ("disk", "adapter"))
+        require_choice("publish", self.publish, ("disk", "delta", "adapter"))
+        if len(self.mirrors) not in ((len(self.servers),) if self.publish == "delta" else (0, len(self.servers))):
+            raise ConfigError(
+                f"config key 'mirrors' has {len(self.mirrors)} URLs; expected one for each of the {len(self.servers)} "
+                "'servers', or none without publish=delta"
+            )
         if self.publish == "adapter" and not self.actor.use_lora:
             raise ConfigError(
                 "config key 'publish' is 'adapter', but 'actor.use_lora' is false: there are no adapters to publish"
@@ -106,6 +116,11 @@ class GRPOServersConfig(GRPOConfig):
     def versions_in_flight(self) -> int:
         """Number of weight versions that may answer requests at the same time."""
         return self.rollout.max_head_offpolicyness + 1
+
+    @property
+    def published(self) -> Path:
+        """Return the folder for published weights."""
+        return Path(self.weights_folder or self.recover.trial_root / "weights")
 
     @property
     def start_command(self) -> str:
@@ -165,9 +180,11 @@ def open_servers(config: GRPOServersConfig) -> Iterator[Servers]:
         if not config.servers:
             logs = config.recover.trial_root / "logs"
             command = (config.start_command, config.python, Path(config.actor.path))
-            processes = stack.enter_context(ServerProcesses(*command, config.n_servers, logs))
+            published = config.published if config.publish == "delta" else None
+            processes = stack.enter_context(ServerProcesses(*command, config.n_servers, logs, published))
             print(f"starting {config.n_servers} inference servers; their logs: {logs}", flush=True)
-        clients = processes.servers if processes else [VLLMServer(url) for url in config.servers]
+        pairs = zip_longest(config.servers, config.mirrors)
+        clients = processes.servers if processes else [VLLMServer(url, mirror=mirror) for url, mirror in pairs]
         wait_for_servers(clients, config.server_start_s, processes)
         servers = Servers(clients, processes, config.min_servers)
         stack.callback(servers.fleet.close)
@@ -188,9 +205,8 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         hang_timeout_s=config.hang_timeout_s,
         stall_timeout_s=config.stall_timeout_s,
     )
-    weights = config.weights_folder or str(config.recover.trial_root / "weights")
     # A server may read adapters again while it uses them.
-    trainer.call_all("connect", [], weights, config.publish, max(2, config.versions_in_flight))
+    trainer.call_all("connect", [], str(config.published), config.publish, max(2, config.versions_in_flight))
     samples = CopySamples(CopyPrompts(config.n_prompts, config.seed))
     loader = ResumableDataLoader(samples, config.batch_size, seed=config.seed)
     with (

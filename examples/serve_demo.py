@@ -1,4 +1,8 @@
-"""``make serve-demo``: GRPO with two vLLM servers. A server, a trainer and the driver are each killed once.
+"""``make serve-demo``: GRPO with two vLLM servers. A server, a mirror, a trainer and the driver are each killed once.
+
+The trainers publish the changes of each step, from which a mirror next to each server makes the weights. So the model
+knows a part of the task at the start and learns at a small rate. At a rate that teaches it from nothing, most weights
+change in every step.
 
 Prints the events and a summary of the tickets: which prompts were trained, how often, and how stale their tokens were.
 Draws the rewards to ``serve_demo_out/serve_demo.png``, whose path it prints last. The servers are vLLM's CPU build.
@@ -17,11 +21,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos import GrpoRun
-from copy_task import write_model_folder
+from copy_task import CopyPrompts, sft_collate, write_model_folder
 from server_processes import VLLM_COMMAND, ServerProcesses, wait_for_servers
 
 from holdfast.utils.metrics import read_stats
@@ -30,6 +36,7 @@ OUT = Path("serve_demo_out").absolute()
 PYTHON = Path(".venv-vllm/bin/python").absolute()
 SCRIPT = Path(__file__).with_name("grpo_servers.py")
 TOTAL_STEPS = 120
+FIRST_STEPS, FIRST_BATCH = 18, 64
 START_S = 900.0
 TIMEOUT_S = 1800.0
 
@@ -40,6 +47,20 @@ class Kill:
 
     what: str
     step: int
+
+
+def teach_a_part(folder: Path) -> None:
+    """Train the model in ``folder`` on supervised samples, until it gets about half of the reward."""
+    torch.manual_seed(1)
+    model, prompts = AutoModelForCausalLM.from_pretrained(folder), CopyPrompts(FIRST_STEPS * FIRST_BATCH, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for first in range(0, len(prompts), FIRST_BATCH):
+        batch = sft_collate([prompts[first + row] for row in range(FIRST_BATCH)])
+        labels = batch["input_ids"].where(batch["loss_mask"] == 1, -100)
+        model(input_ids=batch["input_ids"], labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
 
 
 def follow(console: Console, run: GrpoRun, step: int) -> None:
@@ -56,12 +77,12 @@ def follow(console: Console, run: GrpoRun, step: int) -> None:
         sys.exit(f"the run in {run.fileroot} ended:\n{run.log_tail()}")
 
 
-def kill_server(console: Console, run: GrpoRun, servers: ServerProcesses) -> Kill:
-    """Kill a server. The run goes on with the other one until the new server has the current weights."""
+def kill_server(console: Console, run: GrpoRun, servers: ServerProcesses, number: int, what: str, note: str) -> Kill:
+    """Kill a server or a mirror. The run goes on with the other ones until the new process has the current weights."""
     step = run.last_step()
-    os.kill(servers.pids()[0], signal.SIGKILL)
-    console.print(f"  [red]SIGKILL server 0 after step {step}[/red]: the other one takes its requests")
-    return Kill("server 0", step)
+    os.kill(servers.pids()[number], signal.SIGKILL)
+    console.print(f"  [red]SIGKILL {what} after step {step}[/red]: {note}")
+    return Kill(what, step)
 
 
 def kill_process(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
@@ -102,20 +123,35 @@ def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
     # on a CPU, vLLM needs attention heads of at least 32
     model = write_model_folder(OUT / "base_model", hidden=128, for_vllm=True)
-    console.print("[bold]1. Two vLLM servers start[/bold]: a minute or two, ten on a busy machine")
-    with ServerProcesses(VLLM_COMMAND, str(PYTHON), model, 2, OUT / "logs") as servers:
+    teach_a_part(model)
+    published = OUT / "weights"
+    console.print("[bold]1. Two vLLM servers and their mirrors start[/bold]: a minute or two, ten on a busy machine")
+    with ServerProcesses(VLLM_COMMAND, str(PYTHON), model, 2, OUT / "logs", published) as servers:
         wait_for_servers(servers.servers, START_S, servers)
-        urls = ",".join(server.url for server in servers.servers)
-        overrides = (f"total_steps={TOTAL_STEPS}", f"servers=[{urls}]", f"actor.path={model}")
-        run = GrpoRun(OUT, *overrides, "actor.init_from_scratch=true", script=SCRIPT, experiment="grpo_servers")
+        urls = (",".join(getattr(server, name) for server in servers.servers) for name in ("url", "mirror"))
+        overrides = [f"{key}=[{value}]" for key, value in zip(("servers", "mirrors"), urls, strict=True)]
+        overrides += [
+            f"total_steps={TOTAL_STEPS}",
+            f"actor.path={model}",
+            "publish=delta",
+            f"weights_folder={published}",
+        ]
+        overrides += [
+            "actor.optimizer.lr=5e-5",
+            "actor.optimizer.warmup_steps_proportion=0.1",
+            "actor.ppo_n_minibatches=1",
+        ]
+        run = GrpoRun(OUT, *overrides, script=SCRIPT, experiment="grpo_servers")
         try:
             console.print(f"[bold]2. GRPO, {TOTAL_STEPS} steps[/bold]; two trainers, sampling a step ahead")
             run.start()
-            follow(console, run, TOTAL_STEPS // 4)
-            kills = [kill_server(console, run, servers)]
-            follow(console, run, TOTAL_STEPS // 2)
+            follow(console, run, TOTAL_STEPS // 5)
+            kills = [kill_server(console, run, servers, 2, "mirror 0", "its server keeps its weights meanwhile")]
+            follow(console, run, 2 * TOTAL_STEPS // 5)
+            kills.append(kill_server(console, run, servers, 0, "server 0", "the other one takes its requests"))
+            follow(console, run, 3 * TOTAL_STEPS // 5)
             kills.append(kill_process(console, run, "trainer", "trainer rank 1"))
-            follow(console, run, 3 * TOTAL_STEPS // 4)
+            follow(console, run, 4 * TOTAL_STEPS // 5)
             kills.append(kill_process(console, run, "driver", "the driver"))
             follow(console, run, TOTAL_STEPS - 1)
             code = run.wait(TIMEOUT_S)
@@ -128,6 +164,9 @@ def main() -> int:
     draw(run, kills, OUT / "serve_demo.png")
     console.print("[bold]3. What happened[/bold]")
     console.print(account, soft_wrap=True)
+    deltas = [s for s in stats if s["publish_delta"]]
+    share = sum(s["publish_bytes"] for s in deltas) / sum(s["publish_full_bytes"] for s in deltas)
+    console.print(f"{len(deltas)} of {len(stats)} publications were deltas, with {100 * share:.0f} % of the bytes")
     console.print(f"mean reward {stats[0]['reward']:.3f} -> {stats[-1]['reward']:.3f}")
     console.print(f"after {time.monotonic() - started:.0f} s; the picture: {OUT / 'serve_demo.png'}", soft_wrap=True)
     return 0

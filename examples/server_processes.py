@@ -1,4 +1,4 @@
-"""Inference servers as child processes, restarted whenever they end.
+"""Inference servers and their mirrors as child processes, restarted whenever they end.
 
 They get the weights of a run like any other server: with the next publication, or from the prober of a `ServerFleet`.
 They always end with this process.
@@ -10,9 +10,11 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.engine.servers import VLLMServer
@@ -40,6 +42,7 @@ _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Allowed values of ``--max-lora-rank``."""
 _LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of the example models."""
+_MIRROR = Path(sys.executable).with_name("holdfast-weights")
 _AGAIN_AFTER_S = 1.0
 _LOG_LINES = 20
 
@@ -57,15 +60,46 @@ def adapter_flags(rank: int, modules: Sequence[str], versions: int) -> str:
     return f"--enable-lora --max-lora-rank {room} --max-loras {versions} --lora-target-modules {' '.join(named)}"
 
 
+@dataclass
+class _Program:
+    """A command that is kept running.
+
+    Attributes:
+        name: name for people.
+        log: file for its output.
+        command: the command, in which ``{model}`` stands for a folder.
+        models: folders, of which the first existing one is taken.
+    """
+
+    name: str
+    log: Path
+    command: list[str]
+    models: tuple[Path, ...] = ()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        model = next((str(path) for path in self.models if path.exists()), "")
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                [part.replace("{model}", model) for part in self.command],
+                stdout=log,
+                stderr=log,
+                env=VLLM_ENVIRONMENT | os.environ,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+
 class ServerProcesses:
-    """Context manager that runs vLLM processes, each with its own port and log.
+    """Context manager that runs vLLM processes, each with its own port and log, and optionally a mirror for each.
 
     Args:
         command: see `VLLM_COMMAND`. ``{python}`` stands for ``python``.
         python: Python of an environment with vLLM.
         model: a model folder.
         count: number of servers.
-        logs: folder for ``server_<n>.log``.
+        logs: folder for ``server_<n>.log``, and for the logs and folders of mirrors.
+        published: folder of published weights, of which each server gets a mirror. A restarted server begins with the
+            newest version of its mirror. None: servers read the published folders themselves.
 
     Attributes:
         servers: one client per server.
@@ -74,17 +108,25 @@ class ServerProcesses:
         ConfigError: the command cannot be started.
     """
 
-    def __init__(self, command: str, python: str, model: Path, count: int, logs: Path) -> None:
+    def __init__(
+        self, command: str, python: str, model: Path, count: int, logs: Path, published: Path | None = None
+    ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self._logs = [logs / f"server_{number}.log" for number in range(count)]
-        ports = _free_ports(count)
-        self._commands = [
-            shlex.split(command.format(python=shlex.quote(python), model=shlex.quote(str(model)), port=port))
-            for port in ports
-        ]
-        self.servers = [VLLMServer(f"http://127.0.0.1:{port}") for port in ports]
+        self.servers = list[VLLMServer]()
+        self._programs, mirrors = list[_Program](), list[_Program]()
+        ports = _free_ports(2 * count)
+        for number, (port, mirror_port) in enumerate(zip(ports[:count], ports[count:], strict=True)):
+            line = shlex.split(command.format(python=shlex.quote(python), model="{model}", port=port))
+            local, address = logs / f"mirror_{number}", f"127.0.0.1:{mirror_port}"
+            models = (model,) if published is None else (local / "current", model)
+            self._programs.append(_Program(f"inference server {number}", logs / f"server_{number}.log", line, models))
+            mirrored = [str(_MIRROR), "mirror", str(published), str(local), "--listen", address]
+            mirrors.append(_Program(f"mirror {number}", logs / f"mirror_{number}.log", mirrored))
+            mirror = None if published is None else f"http://{address}"
+            self.servers.append(VLLMServer(f"http://127.0.0.1:{port}", mirror=mirror))
+        self._programs += [] if published is None else mirrors
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._restarts = [0] * count
+        self._restarts = [0] * len(self._programs)
         self._closed, self._started = threading.Event(), threading.Event()
         self._problem: OSError | None = None
         # The kernel ends a child together with the *thread* that started it. So one long-lived thread starts them all.
@@ -105,25 +147,24 @@ class ServerProcesses:
         self._keeper.join()
 
     def pids(self) -> list[int]:
-        """Return the current process ids, by number of the server."""
+        """Return the current process ids: by number of the server, then by number of the mirror."""
         return [process.pid for process in self._processes]
 
     def require_started(self) -> None:
-        """Check that no server has ended since its first start.
+        """Check that no server and no mirror has ended since its first start.
 
         Raises:
-            ConfigError: a server has ended. The message has the end of its log.
+            ConfigError: one has ended. The message has the end of its log.
         """
-        for number, restarts in enumerate(self._restarts):
+        for program, restarts in zip(self._programs, self._restarts, strict=True):
             if restarts:
-                log = self._logs[number]
-                end = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-                raise ConfigError(f"inference server {number} ended before it answered; {log} ends with\n{end}")
+                end = "\n".join(program.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+                raise ConfigError(f"{program.name} ended before it answered; {program.log} ends with\n{end}")
 
     def _keep(self) -> None:
         try:
-            for number in range(len(self.servers)):
-                self._processes.append(self._start(number))
+            for program in self._programs:
+                self._processes.append(program.start())
         except OSError as error:
             self._problem = error
         finally:
@@ -131,23 +172,12 @@ class ServerProcesses:
         while self._problem is None and not self._closed.wait(_AGAIN_AFTER_S):
             for number, process in enumerate(self._processes):
                 if process.poll() is not None:
-                    print(f"inference server {self.servers[number].name} has ended; it is started again", flush=True)
+                    print(f"{self._programs[number].name} has ended; it is started again", flush=True)
                     _end(process)  # end its remaining child processes
                     self._restarts[number] += 1
-                    self._processes[number] = self._start(number)
+                    self._processes[number] = self._programs[number].start()
         for process in self._processes:
             _end(process)
-
-    def _start(self, number: int) -> subprocess.Popen[bytes]:
-        with open(self._logs[number], "ab") as log:
-            return subprocess.Popen(
-                self._commands[number],
-                stdout=log,
-                stderr=log,
-                env=VLLM_ENVIRONMENT | os.environ,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
 
 
 def wait_for_servers(servers: list[VLLMServer], timeout_s: float, processes: ServerProcesses | None = None) -> None:

@@ -3,6 +3,9 @@
 A folder without a valid manifest is not a checkpoint. Sizes are compared before digests, so that the usual damage (a
 short or missing file) is found without reading gigabytes.
 
+``holdfast_weights.manifest`` is a second reader, for the environments of inference servers, which have no Holdfast.
+Tests show both the same good and bad manifests, and demand the same answers.
+
 The last field of the JSON file is the digest of all bytes before it. That digest is checked first, so that damage
 cannot look like another format version. Every later version must keep it. Format version 1, which had none and was
 never released, is refused. Version 3 has files with pieces (`Piece`), version 2 has none.
@@ -11,6 +14,7 @@ never released, is refused. Version 3 has files with pieces (`Piece`), version 2
 import contextlib
 import json
 import os
+import re
 import stat
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,12 +47,12 @@ class FileEntry:
     name: str
     bytes: int
     digest: str
-    pieces: Sequence[Piece] = ()
+    pieces: Sequence[Piece] | None = None
 
     def described(self) -> dict[str, Any]:
         """The entry in a manifest."""
         entry = {"bytes": self.bytes, "digest": self.digest}
-        return entry | {"pieces": self.pieces} if self.pieces else entry
+        return entry if self.pieces is None else entry | {"pieces": self.pieces}
 
 
 def file_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileEntry]:
@@ -148,9 +152,13 @@ def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
-    n_bytes, digest = entry["bytes"], entry["digest"]
-    pieces = [Piece(*numbers) for numbers in entry.get("pieces", ())]
-    if pieces:
+    n_bytes, digest, numbers = entry["bytes"], entry["digest"], entry.get("pieces")
+    if type(n_bytes) is not int or not 0 <= n_bytes < 1 << 62:
+        raise ValueError(f"{name} has the size {n_bytes!r}")
+    if not re.fullmatch(f"xxh3_128{'' if numbers is None else 't'}:[0-9a-f]{{32}}", digest):
+        raise ValueError(f"{name} has the digest {digest!r}")
+    pieces = None if numbers is None else [Piece(*piece) for piece in numbers]
+    if pieces is not None:
         require_whole(pieces, n_bytes)
     return FileEntry(name, n_bytes, digest, pieces)
 

@@ -59,17 +59,17 @@ def _read_piece(piece: Piece, read: Callable[[int, int], bytes | memoryview]) ->
 
 
 def require_whole(pieces: Iterable[Sequence[int]], n_bytes: int) -> None:
-    """Raise ValueError if these pieces cannot cover a file of ``n_bytes``."""
-    covered = 0
+    """Raise ValueError if these pieces, in the order of their offsets, cannot cover a file of ``n_bytes``."""
+    covered, before = 0, -1
     for piece in (Piece(*numbers) for numbers in pieces):
         offset, run, step, rows = piece
         apart = step >= run if rows > 1 else step == 0
-        if not all(isinstance(number, int) for number in piece) or offset < 0 or run < 1 or rows < 1 or not apart:
+        if not all(isinstance(number, int) for number in piece) or offset <= before or run < 1 or rows < 1 or not apart:
             raise ValueError(f"a file cannot have the piece {list(piece)}")
         if piece.n_bytes > PIECE_BYTES:
             raise ValueError(f"the piece {list(piece)} is larger than {PIECE_BYTES} bytes")
         if offset + (rows - 1) * step + run > n_bytes:
             raise ValueError(f"the piece {list(piece)} is outside of the file, which has {n_bytes} bytes")
-        covered += piece.n_bytes
+        covered, before = covered + piece.n_bytes, offset
     if covered != n_bytes:
         raise ValueError(f"the pieces of a file of {n_bytes} bytes have {covered} bytes")

@@ -21,6 +21,9 @@ IN_STAGING = {
     "the folder of an engine": r"(actor|critic)",
     "the folder of the ranks' states": r"state",
     "the weights": r"model\.safetensors",
+    "the changes of a rank": r"delta/rank_\d+\.safetensors",
+    "the manifest of the changes": r"delta/manifest\.json",
+    "the folder of the changes": r"delta",
     "a small file of a model": r"(config|generation_config|tokenizer|tokenizer_config)\.json|chat_template\.jinja",
     "the staging folder": r"",
 }

@@ -9,6 +9,7 @@ et al., OSDI 2018). It assumes only the guarantees of POSIX. A file system that 
 - Uncertain changes may or may not have happened, each independently and in any order: a later one may be there without
   an earlier one. A write may also be torn (only its first half), or have set the size without the bytes, which are then
   zeros.
+- A symbolic link appears with its target. No program can fsync a link.
 - A rename is atomic: either the old name is gone and the new one exists, or neither. A rename between two folders is
   certain after both folders were fsynced.
 - Reachability follows from inodes: an entry in a folder that has no name is unreachable, and so is a file whose name
@@ -34,6 +35,11 @@ from pathlib import Path, PurePosixPath
 from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call
 
+
+class Link(bytes):
+    """Target of a symbolic link, which appears together with its name."""
+
+
 Tree = dict[str, bytes | None]
 """POSIX path relative to the recorded root -> contents, None for a folder."""
 
@@ -47,8 +53,12 @@ def read_tree(root: Path) -> Tree:
     found: Tree = {}
     for folder, folders, files in os.walk(root):
         here = Path(folder).relative_to(root)
-        found |= {(here / name).as_posix(): None for name in folders}
-        found |= {(here / name).as_posix(): (Path(folder) / name).read_bytes() for name in files}
+        for name in (*folders, *files):
+            path = Path(folder) / name
+            if path.is_symlink():
+                found[(here / name).as_posix()] = Link(os.fsencode(os.readlink(path)))
+            else:
+                found[(here / name).as_posix()] = None if name in folders else path.read_bytes()
     return found
 
 
@@ -58,6 +68,8 @@ def write_tree(tree: Tree, root: Path) -> None:
     for path, contents in sorted(tree.items()):
         if contents is None:
             os.mkdir(f"{root}/{path}")
+        elif isinstance(contents, Link):
+            os.symlink(contents, f"{root}/{path}")
         else:
             with open(f"{root}/{path}", "xb", buffering=0) as file:
                 file.write(contents)
@@ -141,12 +153,13 @@ class _Disk:
 
     def know_inodes_of(self, later: "_Disk") -> None:
         """Add the inodes of ``later``, empty and without names."""
-        self.files = dict.fromkeys(later.files, b"") | self.files
+        empty = {node: data if isinstance(data, Link) else b"" for node, data in later.files.items()}
+        self.files = empty | self.files
         self.folders = {node: {} for node in later.folders} | self.folders
 
-    def make_file(self) -> int:
+    def make_file(self, contents: bytes = b"") -> int:
         """Add a file without a name."""
-        self.files[node := len(self.files) + len(self.folders)] = b""
+        self.files[node := len(self.files) + len(self.folders)] = contents
         return node
 
     def make_folder(self) -> int:
@@ -371,5 +384,5 @@ def _change(disk: _Disk, index: int, call: Call) -> Change | None:
         case "unlink" | "rmdir":
             return Change(index, "unlink", disk.existing(call), folder, name)
         case "symlink":
-            raise NotImplementedError(f"{call}: the model knows no symbolic links")
+            return Change(index, "link", disk.make_file(Link(os.fsencode(call.target or ""))), folder, name)
     return None

@@ -17,7 +17,7 @@ from holdfast.recover import GenerationStore
 from holdfast.utils.manifest import MANIFEST_NAME
 from tests.faults.fsync_purposes import HINT, MIRROR, fsync_purposes
 from tests.faults.power_loss import Effort, PowerLoss, State, Tree, read_tree, relative_to, write_tree
-from tests.faults.scenarios import SCENARIOS, Action, Publication, Scenario, Snapshot, make_scenario
+from tests.faults.scenarios import SCENARIOS, Action, Delta, Publication, Scenario, Snapshot, make_scenario
 from tests.faults.shim import Call, Shim, read_calls
 from tests.faults.workshop import Workshop
 from tests.recover.runs import step_info
@@ -25,7 +25,8 @@ from tests.recover.runs import step_info
 _NUMBERED = re.compile(r"((?:[^./][^/]*/)*)(?:global_step_|v)(\d+)")
 REPLACING = "snapshot that replaces the only one"
 MIRRORED = "snapshot that is mirrored"
-POWER_SCENARIOS = (*SCENARIOS, REPLACING, MIRRORED)
+DELTA = "delta"
+POWER_SCENARIOS = (*SCENARIOS, DELTA, REPLACING, MIRRORED)
 """Scenarios that `record` can record."""
 RECOVER = "e/t/recover"
 """Folder of snapshots, relative to the root."""
@@ -131,7 +132,7 @@ class Recorded:
 
     scenario: Scenario
     loss: PowerLoss
-    oracle: Kept
+    oracle: Callable[[State, Path], str | None]
 
     def without(self, *dropped: int) -> "Recorded":
         """Return the same recording without the calls of these indices."""
@@ -175,7 +176,8 @@ def survey(recorded: Recorded, effort: Effort, *, since: int = 0, until_first_lo
 def record(shop: Workshop, name: str, switch: Callable[[], None] | None = None) -> Recorded:
     """Perform one of `POWER_SCENARIOS` on top of durable files, and record all calls.
 
-    The recording includes the changes of resuming, but no fsync of a hint, because nothing may depend on those. A first
+    The recording includes the changes of resuming, but not the versions that a delta is from, which ranks publish again
+    to know their bytes. It has no fsync of a hint, because nothing may depend on those. A first
     snapshot starts in an empty folder, so the folders above it must be durable too when it returns.
 
     Args:
@@ -194,7 +196,10 @@ def record(shop: Workshop, name: str, switch: Callable[[], None] | None = None) 
     else:
         root = built.copy()
     before = read_tree(root)
-    calls = _perform(shop, partial(_act, built.scenario, switch), root)
+    if isinstance(built.scenario, Delta):
+        calls = relative_to(root, built.record(root))
+    else:
+        calls = _perform(shop, partial(_act, built.scenario, switch), root)
     old = visible(before)
     wanted = old | visible(read_tree(root))
     oracle = Kept(wanted, {max(map(number, old), default=-1)}, max(map(number, wanted)))
@@ -218,7 +223,7 @@ def record_second_life(shop: Workshop, first: Recorded, n_calls: int) -> Recorde
 
 def _promise(scenario: Scenario) -> Callable[[Call], bool] | None:
     """When the promise is made: a snapshot or export when its call returns, a publication when a server reads it."""
-    if not isinstance(scenario, Publication):
+    if not isinstance(scenario, Publication | Delta):
         return None
     return lambda call: call.name == "open" and call.path == f"weights/v00000003/{MANIFEST_NAME}"
 

@@ -43,6 +43,7 @@ from tests.faults.generations import (
 from tests.faults.payloads import Call as Payload
 from tests.faults.power_loss import QUICK, PowerLoss
 from tests.faults.power_traces import (
+    DELTA,
     MIRRORED,
     POWER_SCENARIOS,
     REPLACING,
@@ -83,6 +84,7 @@ TWICE = {
     MIRRORED: ("a folder of a copy", "the folder of copies"),  # after each name that is created in it
 }
 """Scenario -> files that are fsynced more than once."""
+_CHANGES = ("the changes of a rank", "the manifest of the changes", "the folder of the changes")
 _SNAPSHOT = (*list(IN_STAGING)[:8], "the staging folder", "the folder with the new name")
 _MODEL = ("the weights", "a small file of a model", "the staging folder", "the folder with the new name")
 PURPOSES = {
@@ -92,6 +94,7 @@ PURPOSES = {
     MIRRORED: (*_SNAPSHOT, "the folder with a retired name", *IN_MIRROR, MANIFEST_MOVED),
     "export": _MODEL,
     "publication": (*_MODEL, "the manifest", "the folder with a retired name"),
+    DELTA: (*_CHANGES, "a small file of a model", "the manifest", "the staging folder", "the folder with the new name"),
 }
 """Scenario -> purposes of its fsyncs."""
 COVERED = {
@@ -100,6 +103,8 @@ COVERED = {
     (MIRRORED, "the folder with the new name"),
     # Needed if a run that went back copies a step again over an incomplete copy.
     (MIRRORED, "the marker of a copy"),
+    # Described, and removed before the rename.
+    (DELTA, "a small file of a model"),
 }
 """Fsyncs without which nothing is lost in this scenario, and the reason why they are needed all the same."""
 EACH = [(name, purpose) for name, purposes in PURPOSES.items() for purpose in purposes]
@@ -352,7 +357,7 @@ def test_without_the_look_at_sizes_an_unreported_short_file_becomes_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
 ) -> None:
     generations = GenerationStore(tmp_path / "recover")
-    entry = FileEntry("data.pt", 100, "xxh3_128:00")
+    entry = FileEntry("data.pt", 100, f"xxh3_128:{0:032x}")
 
     def commit_what_is_short() -> None:
         staged = generations.open_staging(0)

@@ -130,9 +130,11 @@ def test_adapters_alone_are_published_to_servers_of_the_base(tmp_path: Path) -> 
         (("publish=adapter",), "'actor.use_lora' is false"),
         (("publish=adapter", "actor.use_lora=true"), "name a model folder with weights as 'actor.path'"),
         (("publish=adapters",), "'publish' is 'adapters'"),
+        (("publish=delta", "servers=[http://a:1]"), "'mirrors' has 0 URLs; expected one for each of the 1 'servers'"),
+        (("servers=[http://a:1]", "mirrors=[http://a:2,http://a:3]"), "'mirrors' has 2 URLs"),
     ],
 )
-def test_adapters_alone_take_adapters_and_a_base_with_weights(settings: tuple[str, ...], expected: str) -> None:
+def test_publishing_in_a_way_that_lacks_something_is_refused(settings: tuple[str, ...], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         load_config(GRPOServersConfig, GRPO.with_name("grpo_servers.yaml"), settings)
 

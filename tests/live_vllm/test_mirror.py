@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from holdfast_weights.delta import read_header
 from holdfast_weights.manifest import check_folder
 
 from holdfast.engine.hf.versions import holds_delta_alone, version_path
-from holdfast.engine.servers import VLLMServer
-from holdfast.engine.servers.api import ServerStatus, weights_label
+from holdfast.engine.servers import ServerFleet, VLLMServer
+from holdfast.engine.servers.api import ServerState, ServerStatus, weights_label
+from holdfast.engine.servers.sleep import WEIGHTS
 from holdfast.utils.errors import PoisonedServerError, PublishError
 from tests.limits import stretched
 from tests.live_vllm.live_server import LiveServer
@@ -105,6 +107,22 @@ def test_a_server_that_missed_versions_loads_once(mirrored: Mirrored) -> None:
     for _ in range(4):
         mirrored.publish()
     mirrored.publish(mirrored.client)
+    mirrored.assert_serves()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_that_slept_over_five_versions_wakes_up_with_the_newest(level: int, mirrored: Mirrored) -> None:
+    trainer, client = mirrored.trainer, mirrored.client
+    mirrored.publish(client)
+    with closing(ServerFleet([client], probe_interval_s=None)) as fleet:
+        fleet.sleep(stretched(60), level)
+        for _ in range(5):
+            mirrored.publish()
+        assert mirrored.live.sleeps()
+        fleet.wake_up((WEIGHTS,))
+        fleet.update(trainer.folder, trainer.version, stretched(60))
+        assert fleet.states()[0].state is ServerState.SERVING and not mirrored.live.sleeps()
+        assert client.status() == ServerStatus(weights_label(trainer.folder, trainer.version), paused=False)
     mirrored.assert_serves()
 
 

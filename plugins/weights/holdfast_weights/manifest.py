@@ -2,7 +2,8 @@
 
 A manifest lists the files of a full folder with their sizes and digests. The digest of the manifest itself is a part of
 the version's label. The format is in Holdfast's ``docs/checkpoint-format.md``, versions 2 and 3. This is a second
-reader, because a server's environment has no Holdfast, which would need another torch.
+reader next to ``holdfast.utils.manifest``, because a server's environment has no Holdfast, which would need another
+torch. Tests demand the same answers of both.
 
 The digest of a weight file covers the digests of its pieces, so several threads compute it, with a piece (4 MiB) of
 memory each. Every name, size and piece is checked when a manifest is parsed.

@@ -268,6 +268,7 @@ class Mirror:
                 self._held.pop(plan.version, None)
             self._remove_version(plan.version)
         os.rename(target, final)
+        fsync(target.parent)  # the rename is certain when both folders are
         fsync(self.local)
         with self._state:
             self._held[plan.version] = plan.target

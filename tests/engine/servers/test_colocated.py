@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.engine import FSDPEngine, WeightUpdateMeta
-from holdfast.engine.hf.versions import version_path
+from holdfast.engine.hf import deltas
+from holdfast.engine.hf.versions import holds_delta_alone, version_path
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer, colocated
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ServerState
 from holdfast.engine.servers.http import Calls
@@ -24,6 +25,7 @@ from holdfast.utils.rng import seed_rng
 from tests.engine.lora.engines import train
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.servers.fakes import FakeServer
+from tests.engine.servers.faulty_mirror import FaultyMirror
 from tests.engine.staging.test_offload import contents, make_engine, same, values_of
 from tests.helpers import run_ranks
 from tests.limits import stretched
@@ -59,12 +61,13 @@ def states(fleet: ServerFleet[Any]) -> set[ServerState]:
     return {report.state for report in fleet.states()}
 
 
-def _takes_turns(rank: int, world_size: int, base: str, kind: str, urls: list[str], root: Path) -> None:
+def _takes_turns(rank: int, world_size: int, base: str, kind: str, urls: list[str], root: Path, mirror: Any) -> None:
     lora = {"use_lora": True, "lora_rank": 4} if kind == "adapter" else {}
     meta = {"adapter": "adapter"}.get(kind, "disk")
-    fleet = make_fleet("vllm" if kind == "adapter" else kind, urls)
+    fleet = ServerFleet([CLIENTS.get(kind, VLLMServer)(url, timeout_s=LIMIT_S, mirror=mirror) for url in urls])
     engine, twin = make_engine(base, **lora), make_engine(base, **lora)
-    engine.connect_engine(fleet, WeightUpdateMeta(meta, str(root / "turns")))
+    deltas._MOST_OF_FULL = 1000.0  # in this process alone: whatever changed, the mirror gets only that
+    engine.connect_engine(fleet, WeightUpdateMeta(meta, str(root / "turns"), delta=kind == "mirror"))
     twin.connect_engine([], WeightUpdateMeta(meta, str(root / "twin")))
     if rank == 0:
         fleet.sleep()
@@ -83,21 +86,28 @@ def _takes_turns(rank: int, world_size: int, base: str, kind: str, urls: list[st
         assert same(values_of(engine), values_of(twin))
     if rank == 0:
         for number in (2, 3):
-            ours, theirs = (contents(version_path(root / place, number)) for place in ("turns", "twin"))
-            assert ours.keys() == theirs.keys()
-            assert [name for name in ours if ours[name] != theirs[name] and name != "manifest.json"] == []
+            assert holds_delta_alone(version_path(root / "turns", number)) == (kind == "mirror")
+            place = "local" if kind == "mirror" else "turns"
+            ours, theirs = (contents(version_path(root / folder, number)) for folder in (place, "twin"))
+            assert {name for name in ours if not name.startswith("delta/")} == theirs.keys()
+            assert [name for name in theirs if ours[name] != theirs[name] and name != "manifest.json"] == []
     fleet.close()
     engine.destroy()
 
 
-@pytest.mark.parametrize("kind", slow_but(["vllm"], ["vllm", "sglang", "adapter"]))
+@pytest.mark.parametrize("kind", slow_but(["mirror"], ["vllm", "mirror", "sglang", "adapter"]))
 def test_turns_change_no_bit_of_the_trainer_and_publish_its_weights(kind: str, base: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "float32"}
     if kind == "adapter":
         options |= {"lora": True, "folder": base}
-    server = "vllm" if kind == "adapter" else kind
-    with FakeServer(server, tmp_path, **options) as one, FakeServer(server, tmp_path, **options) as other:
-        run_ranks(_takes_turns, 2, base, kind, [one.url, other.url], tmp_path)
+    server = "sglang" if kind == "sglang" else "vllm"
+    with (
+        FakeServer(server, tmp_path, **options) as one,
+        FakeServer(server, tmp_path, **options) as other,
+        FaultyMirror(tmp_path / "turns", tmp_path / "local") as mirror,
+    ):
+        url = mirror.url if kind == "mirror" else None
+        run_ranks(_takes_turns, 2, base, kind, [one.url, other.url], tmp_path, url)
         for fake in (one, other):
             assert {"weights", "kv_cache"} <= set(fake.state()["asleep"])
             assert not any(token["mixed"] for token in fake.tokens())

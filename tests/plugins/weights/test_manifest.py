@@ -1,5 +1,6 @@
 """Manifests of both versions are read, and anything that is not as published is refused with its name and values."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,8 @@ import pytest
 from holdfast_weights.errors import FolderError
 from holdfast_weights.manifest import check_files, check_folder, parse_manifest, stays_inside
 
+from holdfast.utils import manifest as trainer
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from holdfast.utils.manifest import encode_manifest, file_entries, write_manifest
 from tests.plugins.weights.publisher import Publisher, digest, tree_digest, write_files
 
@@ -103,28 +106,57 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_hostile_manifest_is_refused(name: str) -> None:
     changes, message = REFUSED[name]
-    parse_manifest(manifest(), "m.json")
+    refuse(manifest(**changes), message)
+
+
+def refuse(data: bytes, message: str) -> None:
+    """Check that both readers refuse a manifest, this one with a message."""
     with pytest.raises(FolderError, match=message):
-        parse_manifest(manifest(**changes), "m.json")
+        parse_manifest(data, "m.json")
+    with pytest.raises((CheckpointCorruptError, CheckpointMismatchError)):
+        trainer.parse_manifest(data, "m.json")
 
 
 @pytest.mark.parametrize("piece", [[0, (4 << 20) + 1, 0, 1], [0, 8, 8, 1 << 20]])
 def test_a_piece_of_more_than_four_mebibytes_is_refused(piece: list[int]) -> None:
     size = piece[1] * piece[3]
-    with pytest.raises(FolderError, match="or larger than 4194304"):
-        parse_manifest(manifest(entry={"bytes": size, "pieces": [piece]}), "m.json")
+    refuse(manifest(entry={"bytes": size, "pieces": [piece]}), "or larger than 4194304")
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[" * 100_000, manifest()[:-1], manifest().replace(b"16", b"17")])
 def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
-    with pytest.raises(FolderError, match="is damaged"):
-        parse_manifest(data, "m.json")
+    refuse(data, "is damaged")
 
 
 def test_a_deeply_nested_manifest_is_refused() -> None:
     data = b'{"a": ' + b"[" * 200_000
-    with pytest.raises(FolderError, match="not a manifest"):
-        parse_manifest(data + f',\n "digest": "{digest(data)}"\n}}'.encode(), "m.json")
+    refuse(data + f',\n "digest": "{digest(data)}"\n}}'.encode(), "not a manifest")
+
+
+GOOD = {
+    "version 3": manifest(),
+    "version 2": manifest(format_version=2, files={"a/b.json": {"bytes": 2, "digest": digest(b"{}")}}),
+    "no files": manifest(files={}),
+    "empty": manifest(entry={"bytes": 0, "pieces": []}),
+    "largest piece": manifest(entry={"bytes": 4 << 20, "pieces": [[0, 4 << 20, 0, 1]]}),
+    "further facts": manifest(base={"version": 1, "label": "x"}, changed=3),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_both_readers_find_the_same_in_a_good_manifest(name: str) -> None:
+    found, theirs = parse_manifest(GOOD[name], "m.json"), trainer.parse_manifest(GOOD[name], "m.json")
+    files = {file: {key: entry[key] for key in entry if key != "name"} for file, entry in theirs["files"].items()}
+    assert json.loads(json.dumps(files)) == found.files
+    assert {**theirs, "files": found.files} == found.facts
+
+
+@pytest.mark.parametrize("name", ["version 3", "version 2", "largest piece"])
+def test_both_readers_refuse_any_changed_byte(name: str) -> None:
+    for at in range(len(GOOD[name])):
+        data = bytearray(GOOD[name])
+        data[at] ^= 1
+        refuse(bytes(data), "is damaged|is not a manifest")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_generation_that_would_be_refused_later_is_not_committed(
     commit(store, 0)
     staging, entries = stage(store, 1)
     if change == "missing":  # written by a rank that sees another folder
-        entries.append(FileEntry("default/gone", 5, "xxh3_128:0"))
+        entries.append(FileEntry("default/gone", 5, f"xxh3_128:{0:032x}"))
     else:
         (staging / "extra").touch()
     with pytest.raises(CheckpointWriteError, match=f"{message}.*do all ranks see the same"):

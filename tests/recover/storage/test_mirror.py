@@ -242,7 +242,7 @@ def test_files_outside_of_the_manifest_are_not_fetched(url: str, store: Generati
 def forge(url: str, step: int, folder: Path, facts: dict[str, int], names: Iterable[str] = ()) -> None:
     """Put a well-formed manifest in place of the manifest of a copy."""
     folder.mkdir()
-    write_manifest(folder, [FileEntry(name, 0, "xxh3_128:0") for name in names], facts)
+    write_manifest(folder, [FileEntry(name, 0, f"xxh3_128:{0:032x}") for name in names], facts)
     fs, root = storage(url)
     fs.pipe_file(f"{root}/global_step_{step}/{MANIFEST_NAME}", (folder / MANIFEST_NAME).read_bytes())
 
