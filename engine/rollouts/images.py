@@ -56,10 +56,10 @@ def encode_prompt(processor: Any, data: Mapping[str, Any]) -> EncodedPrompt:
         PromptError: an image cannot be read, or the processor refuses the prompt.
         ConfigError: the processor has no image token, or the sample no messages.
     """
-    image_token = getattr(processor, "image_token_id", None)
-    if image_token is None or "messages" not in data:
-        lacking = f"{type(processor).__name__} has no image_token_id" if image_token is None else "it has no 'messages'"
-        raise ConfigError(f"the sample with {sorted(data)} cannot be encoded: {lacking}")
+    if (image_token := getattr(processor, "image_token_id", None)) is None:
+        raise ConfigError(f"{type(processor).__name__} has no image_token_id; give the processor of a model that sees")
+    if "messages" not in data:
+        raise ConfigError(f"the sample has no 'messages'; it has {sorted(data)}")
     sources = list(data.get("images") or ())
     files = [_read(number, source) for number, source in enumerate(sources)]
     pictures = [_decode(*each) for each in zip(sources, files, strict=True)]

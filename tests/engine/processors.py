@@ -1,5 +1,6 @@
 """A processor of Qwen2.5-VL made offline, its images, and a tiny model that vLLM can serve."""
 
+import json
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def picture(seed: int = 0, width: int = 56, height: int = 28, kind: str = "PNG")
     return buffer.getvalue()
 
 
-def write_served_folder(folder: Path) -> None:
-    """Write a random float32 model whose heads have the 32 dimensions that vLLM needs on CPUs, and its processor."""
+def served_config() -> Qwen2_5_VLConfig:
+    """The config of a tiny model whose heads have the 32 dimensions that vLLM needs on CPUs."""
     text = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -78,7 +79,7 @@ def write_served_folder(folder: Path) -> None:
         "window_size": 56,
         "fullatt_block_indexes": [1],
     }
-    config = Qwen2_5_VLConfig(
+    return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
         image_token_id=IMAGE,
@@ -87,10 +88,18 @@ def write_served_folder(folder: Path) -> None:
         vision_end_token_id=END,
         tie_word_embeddings=False,
     )
+
+
+def write_served_folder(folder: Path) -> None:
+    """Write a random float32 model and the files of its processor, as a released model has them."""
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(served_config(), dtype=torch.float32)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.05)
     model.save_pretrained(folder)
     make_processor().save_pretrained(folder)
+    file = folder / "processor_config.json"
+    videos = {"video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14, "merge_size": 2}
+    released = {"processor_class": "Qwen2_5_VLProcessor", "video_processor": videos}
+    file.write_text(json.dumps(json.loads(file.read_text()) | released))
