@@ -124,8 +124,8 @@ class Workflow:
         return to_trajectory(sequences, [float(sequence.input_ids[2] % 2 == 0) for sequence in sequences])
 
 
-def _even_reward(*_: Any, **data: Any) -> float:
-    return float(data["completion_ids"][0] % 2 == 0)
+def _even_reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
+    return float(completion_ids[0] % 2 == 0)
 
 
 def _rewards_differ(trajectory: Trajectory) -> bool:

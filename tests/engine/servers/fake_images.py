@@ -51,9 +51,6 @@ class Eyes:
         for token in ids:
             expanded += [token] * (left.pop(0) if token == self.token and left else 1)
         if left:
-            found = len(sizes) - len(left)
-            raise RuntimeError(
-                f"Expected there to be {len(sizes)} prompt placeholders corresponding to {len(sizes)} image items, but "
-                f"instead found {found} prompt placeholders!"
-            )
+            missing = len(sizes) - len(left)
+            raise RuntimeError(f"Failed to apply prompt replacement for mm_items['image'][{missing}]")
         return expanded

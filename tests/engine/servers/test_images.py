@@ -100,7 +100,7 @@ def test_images_that_a_server_does_not_take_are_errors_of_that_server(server: Cl
     bad = {
         "At most 2 image(s) may be provided in one prompt": PromptImages([IMAGE] * 3, [*files, files[0]]),
         "Failed to load image": PromptImages(SHORT, [files[0], files[1][:200]]),
-        "Expected there to be 2 prompt placeholders": PromptImages([5, IMAGE], files),
+        "Failed to apply prompt replacement": PromptImages([5, IMAGE], files),
     }
     for message, images in bad.items():
         assert message in refusal(server, request(images=images), ServerError)
