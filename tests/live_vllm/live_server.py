@@ -19,12 +19,12 @@ PYTHON = Path(os.environ.get("HOLDFAST_VLLM", Path(__file__).parents[2] / ".venv
 
 TORCHVISION = PYTHON.parents[1] / "torchvision"
 """Folder with torchvision, which vLLM imports for models that see."""
-_OPERATORS = """# torchvision of PyPI is built for CUDA. Its operators do not load on CPUs, but it needs two of them on import.
-import torch
+_OPERATORS = """import torch
 library = torch.library.Library("torchvision", "DEF")
 for name in ("nms", "qnms"):
     library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
+"""``sitecustomize.py``: torchvision of PyPI, which is built for CUDA, can be imported if two of its operators exist."""
 _GENERATED = "vllm:generation_tokens_total{"
 _START_S = 300
 _ENVIRONMENT = {

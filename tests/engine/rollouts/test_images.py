@@ -79,7 +79,7 @@ def test_a_batch_has_the_images_that_the_model_takes(samples: list[Any], process
     with torch.device("meta"):
         vision = Vision(AutoModelForImageTextToText.from_config(served_config()))
     lengths = batch["attention_mask"].sum(1).tolist()
-    prepared, pixels = vision.prepare(batch, lengths)
+    prepared, pixels, *_ = vision.prepare(batch, lengths)
     assert torch.equal(prepared["mm_token_type_ids"], batch["mm_token_type_ids"])
     n_tokens = batch["mm_token_type_ids"].sum(1).tolist()
     assert sorted(set(n_tokens)) == [0, 5] and [bool(own) for own in pixels] == [n == 5 for n in n_tokens]

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,21 +35,21 @@ def request(**options: Any) -> ModelRequest:
     )
 
 
-@pytest.fixture(params=slow_but(["vllm"], CLIENTS))
+@pytest.fixture(scope="module", params=slow_but(["vllm"], CLIENTS))
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def fake(kind: str, tmp_path: Path) -> Iterator[FakeServer]:
-    with FakeServer(kind, tmp_path, eyes=Eyes(IMAGE, limit=2)) as server:
+@pytest.fixture(scope="module")
+def fake(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServer]:
+    with FakeServer(kind, tmp_path_factory.mktemp(kind), eyes=Eyes(IMAGE, limit=2)) as server:
         yield server
 
 
-@pytest.fixture
-def server(kind: str, fake: FakeServer, tmp_path: Path) -> Client:
+@pytest.fixture(scope="module")
+def server(kind: str, fake: FakeServer, tmp_path_factory: pytest.TempPathFactory) -> Client:
     client = CLIENTS[kind](fake.url)
-    client.update_weights_from_disk(publish_hashed(tmp_path / "w", 1), 1)
+    client.update_weights_from_disk(publish_hashed(tmp_path_factory.mktemp("w"), 1), 1)
     return client
 
 
@@ -93,6 +92,7 @@ def test_a_server_that_reads_the_images_in_another_way_is_refused_at_once(
     first, _ = hashed_token(EXPANDED, 1, 1, 0)
     forbidding = request(images=replace(request().images, forbidden=[first]))  # type: ignore[type-var]
     assert f"{fake.url} sampled [{first}], tokens that stand for images" in refusal(server, forbidding)
+    fake.tell()
 
 
 def test_images_that_a_server_does_not_take_are_errors_of_that_server(server: Client) -> None:
