@@ -158,7 +158,7 @@ class SGLangServer(ServerClient):
         tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
         logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
         response = response_of(request, tokens, logprobs, spans, meta["finish_reason"]["type"])
-        return response if request.images is None else replace(response, input_tokens=answer["prompt_token_ids"])
+        return response if request.images is None else replace(response, input_tokens=list(answer["prompt_token_ids"]))
 
     def _label(self, calls: Calls) -> str:
         label = calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS).get("weight_version")

@@ -309,7 +309,7 @@ class VLLMServer(ServerClient):
         response = response_of(request, choice["token_ids"], logprobs, own, choice["finish_reason"])
         if adapter is None:
             self._salt = spans[-1]["version"]
-        return response if request.images is None else replace(response, input_tokens=answer["prompt_token_ids"])
+        return response if request.images is None else replace(response, input_tokens=list(answer["prompt_token_ids"]))
 
     def _generate(self, calls: Calls, ids: Sequence[int], adapter: str | None = None, **sampling: Any) -> Json:
         body: Json = {"token_ids": list(ids), "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling}}

@@ -38,6 +38,7 @@ from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest
 from holdfast.engine.training.batch import map_tensors
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from tests.engine.processors import make_processor, picture
+from tests.engine.rollouts.user_code import even_reward
 from tests.engine.servers.fake_weights import VOCABULARY
 from tests.engine.servers.folders import publish_hashed
 from tests.helpers import PRELOAD
@@ -124,10 +125,6 @@ class Workflow:
         return to_trajectory(sequences, [float(sequence.input_ids[2] % 2 == 0) for sequence in sequences])
 
 
-def _even_reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
-    return float(completion_ids[0] % 2 == 0)
-
-
 def _rewards_differ(trajectory: Trajectory) -> bool:
     return bool(trajectory["rewards"].min() < trajectory["rewards"].max())
 
@@ -183,9 +180,9 @@ def drive(job: Job, kill: Kill | None) -> None:
     policy, loader, workflow = Policy(), make_loader(job), Workflow()
     if job.sees:
         gconfig = GenerationHyperparameters(n_samples=N_SAMPLES, max_new_tokens=N_TOKENS)
-        workflow = RLVRWorkflow(_even_reward, gconfig, pool=CallPool(1), processor=make_processor())
+        workflow = RLVRWorkflow(even_reward, gconfig, pool=CallPool(1), processor=make_processor())
     servers = [VLLMServer(url, timeout_s=stretched(20)) for url in job.urls]
-    config = RolloutConfig(job.ahead, max_concurrent_rollouts=2, total_steps=job.steps, batch_timeout_s=stretched(30))
+    config = RolloutConfig(job.ahead, max_concurrent_rollouts=2, total_steps=job.steps, batch_timeout_s=stretched(60))
     accept = _rewards_differ if job.picky else None
     recover = RecoverConfig(experiment_name="e", trial_name="t", fileroot=job.root, freq_steps=1)
     with (

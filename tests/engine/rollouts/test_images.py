@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from holdfast.engine.rollouts import CallPool, RLVRWorkflow, RolloutExecutor
+from holdfast.engine.rollouts import CallPool, MultiTurnWorkflow, RLVRWorkflow, RolloutExecutor
 from holdfast.engine.rollouts.images import encode_prompt
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
 from holdfast.engine.training.vision import Vision
@@ -88,6 +88,22 @@ def test_a_batch_has_the_images_that_the_model_takes(samples: list[Any], process
     assert request.images is not None and request.images.forbidden == [IMAGE, VIDEO]
     assert request.input_ids == [2, 5, START, *[IMAGE] * 2, END, START, *[IMAGE] * 3, END, 3]
     assert request.images.token_ids == [2, 5, START, IMAGE, END, START, IMAGE, END, 3]
+
+
+def test_a_conversation_goes_on_after_its_images(samples: list[Any], processor: Any, pool: CallPool) -> None:
+    server, loader, one = Seeing(), make_loader(1), GenerationHyperparameters(max_new_tokens=4)
+    loader.dataset = samples[:1] * 24
+    workflow = MultiTurnWorkflow(
+        user_code.any_reward, user_code.say_seven, one, max_turns=2, pool=pool, processor=processor
+    )
+    with make_executor([server], workflow, loader) as executor:
+        executor.set_version(0)
+        ids = executor.next_batch(0)["input_ids"][0].tolist()
+    first, second = server.seen
+    assert first.images is not None and second.images is not None
+    n_prompt = len(first.input_ids)
+    assert ids[n_prompt + 4] == 7 and second.input_ids == ids[: n_prompt + 5]
+    assert second.images.token_ids == [*first.images.token_ids, *ids[n_prompt : n_prompt + 5]]
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "L", "turned", "JPEG"])
