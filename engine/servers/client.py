@@ -38,14 +38,7 @@ from .api import (
     labelled_version,
     weights_label,
 )
-from .generation import (
-    PromptLimits,
-    folder_vocab_size,
-    require_same_images,
-    samples_plainly,
-    stated_limits,
-    temperature_error,
-)
+from .generation import PromptLimits, check_images, folder_vocab_size, samples_plainly, stated_limits, temperature_error
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
 from .mirror import prepared_folder
@@ -346,8 +339,7 @@ class ServerClient(SleepingClient):
             answer = await self._connections.ask(path, body, self.generation_timeout_s)
         with readable(f"{self.name}: a completion", ServerError):
             response = self._read_completion(request, answer, adapter)
-        require_same_images(request, response, self.name)
-        return response
+        return check_images(request, response, self.name)
 
     async def _require_fit(self, request: ModelRequest) -> None:
         try:

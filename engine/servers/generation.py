@@ -106,10 +106,10 @@ def response_of(
     return ModelResponse(list(request.input_ids), list(tokens), list(logprobs), versions, reason)
 
 
-def require_same_images(request: ModelRequest, response: ModelResponse, server: str) -> None:
-    """Raise PromptError if ``server`` has read the images of a prompt in another way than the trainer does."""
+def check_images(request: ModelRequest, response: ModelResponse, server: str) -> ModelResponse:
+    """Return the response, or raise PromptError if ``server`` expanded images in another way than the trainer does."""
     if request.images is None:
-        return
+        return response
     own, theirs = list(request.input_ids), list(response.input_tokens)
     if own != theirs:
         place = next(i for i, (a, b) in enumerate(zip_longest(own, theirs)) if a != b)
@@ -124,6 +124,7 @@ def require_same_images(request: ModelRequest, response: ModelResponse, server: 
             f"{server} sampled {sorted(sampled)}, tokens that stand for images, although logit_bias excluded them: it "
             "ignores the bias, and such an answer cannot be trained on"
         )
+    return response
 
 
 def adapter_spans(adapter: str, answered_by: str, spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
