@@ -123,8 +123,11 @@ def application(
         if adapter is None and body.get("lora_path") is not None:
             message = f"The following requested LoRA adapters are not loaded: {body['lora_path']}"
             return web.json_response({"error": {"message": message}}, status=400)
+        urls = body.get("image_data") or []
+        if urls and ids.count(eyes.token) > len(urls):  # an IndexError in its processor of Qwen-VL
+            return web.Response(status=500, text="Internal Server Error")
         try:
-            ids = eyes.expand(ids, eyes.sizes(body.get("image_data") or []))
+            ids = eyes.expand(ids, eyes.sizes(urls))
         except (ValueError, RuntimeError) as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         await engine.ready()

@@ -85,9 +85,11 @@ def test_a_server_that_reads_the_images_in_another_way_is_refused_at_once(
     refused = refusal(server, request(input_ids=[*EXPANDED[:7], 7]))
     assert f"prompt r1 with 2 image(s) has 9 tokens on {fake.url} and 8 by the processor here" in refused
     assert f"differs from place 7 on ([{IMAGE}, 7], here [7])" in refused
-    # ids that were expanded before would be expanded again
     again = request(images=PromptImages(EXPANDED, request().images.files, [IMAGE]))  # type: ignore[union-attr]
-    assert "has 13 tokens on" in refusal(server, again)
+    if kind == "vllm":  # which expands ids that were expanded before
+        assert "has 13 tokens on" in refusal(server, again)
+    else:
+        assert "was answered with 500" in refusal(server, again, ServerError)
     fake.tell(ignores_bias=True)
     first, _ = hashed_token(EXPANDED, 1, 1, 0)
     forbidding = request(images=replace(request().images, forbidden=[first]))  # type: ignore[type-var]
