@@ -273,7 +273,8 @@ def log_plan(config: TrainEngineConfig, strategy: ParallelStrategy, device: torc
     logger.info(
         "a step of %d tokens per micro-batch is planned to take %.3g GB on each rank (%s); the device has %.3g GB%s%s",
         tokens, plan.peak / 1e9, ", ".join(f"{name} {n_bytes / 1e9:.3g}" for name, n_bytes in largest), memory / 1e9,
-        f"; {UNCOUNTED}" if config.train_vision else "", "; holdfast plan says what to change" if plan.peak > memory else "",
+        f"; {UNCOUNTED}" if config.train_vision else "",
+        "; holdfast plan says what to change" if plan.peak > memory else "",
     )  # fmt: skip
 
 
