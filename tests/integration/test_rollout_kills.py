@@ -132,13 +132,13 @@ def test_a_killed_driver_trains_every_ticket_once_in_its_step(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_killed_driver_trains_on_the_same_pixels(tmp_path: Path) -> None:
-    check(tmp_path, "seeing", steps=14, kills=3)
+    check(tmp_path, "seeing", steps=40, kills=10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"seeing"}))
 def test_fifty_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, name: str) -> None:
     check(tmp_path, name, steps=180, kills=50)
