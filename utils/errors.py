@@ -116,7 +116,7 @@ class WrongContentError(PublishError):
 
 
 class PromptError(HoldfastError, ValueError):
-    """A prompt was not sent, because the inference server could not complete it or would crash."""
+    """A prompt that no inference server should complete. It was not sent, or its images were read in another way."""
 
 
 class RolloutError(HoldfastError, RuntimeError):

@@ -24,11 +24,11 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from ...utils.errors import ConfigError, RolloutError, RolloutTimeout
+from ...utils.errors import ConfigError, PromptError, RolloutError, RolloutTimeout
 from ...utils.heartbeat import beating
 from ...utils.logging import get_logger
 from ..api import Batch
-from ..training.batch import map_tensors
+from ..training.batch import images_of, map_tensors, with_images
 from .config import RolloutConfig
 from .ledger import Ledger, Ticket
 from .requests import RequestSender, Servers, TicketEngine
@@ -113,7 +113,8 @@ class RolloutExecutor:
 
         Raises:
             ConfigError: the version is older than the last one, or a step before it was not trained.
-            RolloutError: a workflow has blocked the loop for a minute.
+            RolloutError: a workflow has blocked the loop for a minute, or images of a restored ticket are missing or
+                have changed.
         """
         self._require_open()
         with self._changed:
@@ -130,6 +131,7 @@ class RolloutExecutor:
             self._ledger.set_version(version)
             if self._restored:
                 self._ledger.resample_stale(self.config.max_head_offpolicyness)
+                self._restore_images()
                 self._restored = False
             for step in range(self._ledger.next_step, self._end_of_steps()):
                 self._hand_out(step, self._ledger.batch_size)
@@ -237,6 +239,18 @@ class RolloutExecutor:
 
     # Tickets, in the caller's thread
 
+    def _restore_images(self) -> None:
+        workflow: Any = self._workflow
+        with beating(_BEAT_EVERY_S):
+            for entry in self._ledger.without_images():
+                if not hasattr(workflow, "restore_images"):
+                    raise ConfigError(f"{entry.ticket} has images, and {type(workflow).__name__} has no restore_images")
+                try:
+                    data = self._loader.dataset[entry.ticket.index]
+                    entry.trajectory = workflow.restore_images(entry.trajectory, data)
+                except PromptError as error:
+                    raise RolloutError(f"{entry.ticket} cannot be restored: {error}") from error
+
     def _end_of_steps(self) -> int:
         assert self._ledger.version is not None
         end = self._ledger.version + self.config.max_head_offpolicyness + 1
@@ -326,7 +340,8 @@ class RolloutExecutor:
             return
         with self._changed:
             if trajectory is not None:
-                trajectory = map_tensors(trajectory, lambda tensor: tensor.detach().to("cpu", copy=True))
+                copied = map_tensors(with_images(trajectory, None), lambda tensor: tensor.detach().to("cpu", copy=True))
+                trajectory = with_images(copied, images_of(trajectory))  # rows of a prompt share their pixels
             self._ledger.settle(ticket.number, trajectory)
             if self._ledger.decided(ticket.step):
                 self._changed.notify_all()

@@ -14,7 +14,8 @@ from typing import Any
 import xxhash
 
 from ...utils.errors import BatchError, CheckpointMismatchError, ConfigError
-from .trajectory import Trajectory, check_trajectory, sampled_versions
+from ..training.batch import IMAGES, with_images
+from .trajectory import IMAGE_DIGEST, Trajectory, check_trajectory, sampled_versions
 
 _FORMAT = 1
 
@@ -137,6 +138,11 @@ class Ledger:
                 self.finished -= 1
         self._count()
 
+    def without_images(self) -> list[Entry]:
+        """The finished tickets whose images were left out of a state."""
+        finished = (entry for entry in self._entries.values() if entry.trajectory is not None)
+        return [e for e in finished if e.trajectory and IMAGE_DIGEST in e.trajectory and IMAGES not in e.trajectory]
+
     def require_trained(self, step: int) -> None:
         """Raise ConfigError if a step with tickets is incomplete, so that it cannot have been trained."""
         tickets = self.of_step(step)
@@ -153,9 +159,12 @@ class Ledger:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger in plain values. Trajectories are not copied, because they never change."""
+        """The ledger in plain values. Trajectories are not copied, because they never change.
+
+        Images that can be made again are left out (`IMAGE_DIGEST`).
+        """
         entries = [
-            asdict(entry.ticket) | {"outcome": entry.outcome.value, "trajectory": entry.trajectory}
+            asdict(entry.ticket) | {"outcome": entry.outcome.value, "trajectory": _without_images(entry.trajectory)}
             for entry in self._entries.values()
         ]
         return {"format": _FORMAT, **{name: getattr(self, name) for name in _PLAIN}, "tickets": entries}
@@ -206,6 +215,10 @@ _PLAIN = {
     "seed": int,
 }
 """The attributes of a `Ledger` in its state, and their types."""
+
+
+def _without_images(trajectory: Trajectory | None) -> Trajectory | None:
+    return with_images(trajectory, None) if trajectory and IMAGE_DIGEST in trajectory else trajectory
 
 
 def _read_entry(found: Any) -> Entry:

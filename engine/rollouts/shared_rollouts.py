@@ -41,8 +41,8 @@ class SharedRollouts:
                 self._executor = make()
 
     def set_version(self, version: int) -> None:
-        """See `RolloutExecutor.set_version`."""
-        rank_zero_decides(lambda: self._leader.set_version(version))
+        """See `RolloutExecutor.set_version`. The first one after a resume may take long, because of restored images."""
+        rank_zero_decides_slowly(lambda: self._leader.set_version(version))
 
     def next_batch(self, step: int) -> Batch:
         """Return this rank's share of the batch: of n tickets, ``r * n // d`` up to ``(r + 1) * n // d`` for data rank

@@ -19,6 +19,8 @@ bool, marks sequences that ended at a length limit. Values per token are aligned
 _PER_TOKEN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions")
 _PADDING = {"versions": -1}
 _TRUNCATED = "truncated"
+IMAGE_DIGEST = "image_digest"
+"""Entry ``[n]`` of a trajectory whose images can be made again: digest of the image files, from 0 to 2**63 - 1."""
 
 
 @dataclass

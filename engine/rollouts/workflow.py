@@ -6,13 +6,15 @@ log-probabilities belong to the tokens that are trained on. Answers of tools are
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
 from ...utils.config import require_range
 from ...utils.errors import CallLost, ConfigError
-from ..servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
+from ..servers.api import GenerationHyperparameters, ModelRequest, ModelResponse, PromptImages
 from .call_pool import CallPool
+from .images import add_images, encode_prompt, restore_images
 from .rewards import RewardFn, Rewards, decode
 from .trajectory import TokenSequence, Trajectory, to_trajectory
 
@@ -48,6 +50,9 @@ class RolloutWorkflow(Protocol):
 
         Returns:
             the trajectory to train on. None rejects the ticket, and another ticket replaces it.
+
+        A workflow whose trajectories have an `IMAGE_DIGEST` also needs ``restore_images(trajectory, data)``, which adds
+        the pixels that the ledger leaves out.
         """
         ...
 
@@ -74,11 +79,12 @@ class MultiTurnWorkflow:
         tool_fn: see `ToolFn`. It runs in the pool.
         gconfig: sampling parameters. ``max_new_tokens`` applies to each turn.
         tokenizer: applies the chat template to the ``messages`` of a sample, and decodes for the functions. None: the
-            samples have ``input_ids``.
+            samples have ``input_ids``, or there is a ``processor``.
         max_turns: most completions of an episode.
         max_tokens: longest conversation, including the prompt. None: no limit, and the server must never reach its own.
         pool: pool for rewards and tools. None: a new one with default limits.
         lost_reward: reward if a tool or reward call fails.
+        processor: processor of a model that sees. The samples have ``messages`` and ``images``, see `encode_prompt`.
     """
 
     def __init__(
@@ -92,22 +98,43 @@ class MultiTurnWorkflow:
         max_tokens: int | None = None,
         pool: CallPool | None = None,
         lost_reward: float = 0.0,
+        processor: Any = None,
     ) -> None:
         require_range("max_turns", max_turns, low=1)
         require_range("max_tokens", max_tokens, low=1)
-        self._tool_fn, self._gconfig, self._tokenizer = tool_fn, gconfig, tokenizer
+        if tokenizer is None and processor is not None:
+            tokenizer = processor.tokenizer
+        self._tool_fn, self._gconfig, self._tokenizer, self._processor = tool_fn, gconfig, tokenizer, processor
         self._max_turns, self._max_tokens = max_turns, max_tokens
         self._rewards = Rewards(reward_fn, tokenizer, pool, lost_reward)
+        self._encoder = ThreadPoolExecutor(1, "images")  # one, because tokenizers are not safe in several threads
 
     async def arun_episode(self, engine: EpisodeEngine, data: Mapping[str, Any]) -> Trajectory:
         """See `RolloutWorkflow`. The samples of a prompt are one trajectory."""
-        prompt = _encode_prompt(data, self._tokenizer)
-        conversations = (self._converse(engine, prompt, number, data) for number in range(self._gconfig.n_samples))
+        encoded = None
+        if self._processor is not None:
+            loop = asyncio.get_running_loop()
+            encoded = await loop.run_in_executor(self._encoder, encode_prompt, self._processor, data)
+        prompt = _encode_text(data, self._tokenizer) if encoded is None else encoded.input_ids
+        images = None if encoded is None else encoded.images
+        conversations = (self._converse(engine, prompt, images, n, data) for n in range(self._gconfig.n_samples))
         samples = await asyncio.gather(*conversations)
-        return to_trajectory([sequence for sequence, _ in samples], [reward for _, reward in samples])
+        trajectory = to_trajectory([sequence for sequence, _ in samples], [reward for _, reward in samples])
+        return trajectory if encoded is None else add_images(trajectory, encoded)
+
+    def restore_images(self, trajectory: Trajectory, data: Mapping[str, Any]) -> Trajectory:
+        """Add the pixels to a trajectory from a ledger. PromptError if the images of the sample have changed."""
+        if self._processor is None:
+            raise ConfigError("the rollouts were sampled with images; give the workflow its processor")
+        return restore_images(self._processor, trajectory, data)
 
     async def _converse(
-        self, engine: EpisodeEngine, prompt: list[int], number: int, data: Mapping[str, Any]
+        self,
+        engine: EpisodeEngine,
+        prompt: list[int],
+        images: PromptImages | None,
+        number: int,
+        data: Mapping[str, Any],
     ) -> tuple[TokenSequence, float]:
         sequence = TokenSequence()
         sequence.extend_given(prompt)
@@ -118,8 +145,9 @@ class MultiTurnWorkflow:
             if room < max(1, self._gconfig.min_new_tokens):
                 sequence.truncated = True
                 break
-            gconfig = replace(self._gconfig, max_new_tokens=room)
-            response = await engine.agenerate(ModelRequest(before, gconfig, seed=number * self._max_turns + turn))
+            gconfig, seed = replace(self._gconfig, max_new_tokens=room), number * self._max_turns + turn
+            shown = None if images is None else images.followed_by(before[len(prompt) :])
+            response = await engine.agenerate(ModelRequest(before, gconfig, seed, images=shown))
             sequence.extend_sampled(response)
             if sequence.truncated or turn == self._max_turns - 1:
                 break
@@ -148,6 +176,7 @@ class MultiTurnWorkflow:
     def close(self) -> None:
         """End the processes of the pool."""
         self._rewards.pool.close()
+        self._encoder.shutdown(wait=False, cancel_futures=True)
 
 
 class RLVRWorkflow(MultiTurnWorkflow):
@@ -166,15 +195,17 @@ class RLVRWorkflow(MultiTurnWorkflow):
         tokenizer: Any = None,
         pool: CallPool | None = None,
         lost_reward: float = 0.0,
+        processor: Any = None,
     ) -> None:
-        super().__init__(reward_fn, _no_tool, gconfig, tokenizer, max_turns=1, pool=pool, lost_reward=lost_reward)
+        options: dict[str, Any] = {"pool": pool, "lost_reward": lost_reward, "processor": processor}
+        super().__init__(reward_fn, _no_tool, gconfig, tokenizer, max_turns=1, **options)
 
 
 def _no_tool(*_: object, **__: object) -> None:
     raise AssertionError("a conversation of one turn calls no tool")
 
 
-def _encode_prompt(data: Mapping[str, Any], tokenizer: Any) -> list[int]:
+def _encode_text(data: Mapping[str, Any], tokenizer: Any) -> list[int]:
     key = "input_ids" if tokenizer is None else "messages"
     if key not in data:
         raise ConfigError(f"the sample has no {key!r}; it has {sorted(data)}")

@@ -3,9 +3,10 @@
 The names are AReaL's (``areal/api/io_struct.py``, ``areal/api/cli_args.py``), so a workflow for AReaL reads the same.
 """
 
+import base64
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -52,16 +53,47 @@ class GenerationHyperparameters:
 
 
 @dataclass(frozen=True)
+class PromptImages:
+    """The images of a prompt, for a server that makes their pixels itself.
+
+    Attributes:
+        token_ids: the prompt as the chat template made it, with one placeholder for each image. A server expands the
+            placeholders, so it never gets ids that the processor has expanded.
+        files: the encoded images (PNG), in order.
+        forbidden: ids that must not be sampled, such as the image token.
+    """
+
+    token_ids: Sequence[int]
+    files: Sequence[bytes]
+    forbidden: Sequence[int] = ()
+
+    def followed_by(self, token_ids: Sequence[int]) -> "PromptImages":
+        """The images of a prompt that goes on with ``token_ids``."""
+        return replace(self, token_ids=[*self.token_ids, *token_ids])
+
+    @property
+    def urls(self) -> list[str]:
+        """The images as data URLs."""
+        return [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in self.files]
+
+    @property
+    def logit_bias(self) -> dict[str, float]:
+        """The bias that excludes `forbidden` from sampling, in the format of vLLM and SGLang."""
+        return {str(token): -100.0 for token in self.forbidden}
+
+
+@dataclass(frozen=True)
 class ModelRequest:
     """One prompt to complete.
 
     Attributes:
-        input_ids: token ids of the prompt.
+        input_ids: token ids of the prompt, with all tokens of its images.
         gconfig: sampling parameters. A request asks for one completion, ``n_samples`` is ignored.
         seed: the same seed gives about the same answer. A server that batches does not repeat it bit for bit. None: the
             server draws a seed.
         rid: name of the request, for logs.
         metadata: data of the caller, which is not sent.
+        images: the images of the prompt, with the ids that are sent. None: a text, whose ``input_ids`` are sent.
     """
 
     input_ids: Sequence[int]
@@ -69,6 +101,7 @@ class ModelRequest:
     seed: int | None = None
     rid: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +109,7 @@ class ModelResponse:
     """One completion.
 
     Attributes:
-        input_tokens: the prompt.
+        input_tokens: the prompt. With images, as the server expanded it.
         output_tokens: token ids of the completion, including a stop token.
         output_logprobs: log-probability of each token in the distribution that it was sampled from.
         output_versions: version of the weights that sampled each token, from the record of the server.

@@ -38,7 +38,7 @@ from .api import (
     labelled_version,
     weights_label,
 )
-from .generation import PromptLimits, folder_vocab_size, samples_plainly, stated_limits, temperature_error
+from .generation import PromptLimits, check_images, folder_vocab_size, samples_plainly, stated_limits, temperature_error
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
 from .mirror import prepared_folder
@@ -324,7 +324,8 @@ class ServerClient(SleepingClient):
         Call `check_generation` first: the log-probabilities fit the sampled distribution only with the right flags.
 
         Raises:
-            PromptError: the prompt is empty or too long, or has token ids outside the vocabulary. It was not sent.
+            PromptError: the prompt is empty or too long, or has token ids outside the vocabulary. It was not sent. With
+                images also: the server expanded them to other tokens, or sampled a token that it had to exclude.
             BusyServerError: the server sleeps. The prompt was not sent.
             ServerError: the server could not be reached, failed, aborted the request, or has no published weights.
         """
@@ -337,7 +338,8 @@ class ServerClient(SleepingClient):
             path, body = self._completion(request, adapter)
             answer = await self._connections.ask(path, body, self.generation_timeout_s)
         with readable(f"{self.name}: a completion", ServerError):
-            return self._read_completion(request, answer, adapter)
+            response = self._read_completion(request, answer, adapter)
+        return check_images(request, response, self.name)
 
     async def _require_fit(self, request: ModelRequest) -> None:
         try:

@@ -6,6 +6,7 @@ A token id outside the vocabulary reads outside the embedding. vLLM checks ids o
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,27 @@ def response_of(
     if len(versions) != len(tokens):
         raise ValueError(f"the weight versions {list(spans)} are of {len(versions)} tokens; there are {len(tokens)}")
     return ModelResponse(list(request.input_ids), list(tokens), list(logprobs), versions, reason)
+
+
+def check_images(request: ModelRequest, response: ModelResponse, server: str) -> ModelResponse:
+    """Return the response, or raise PromptError if ``server`` expanded images in another way than the trainer does."""
+    if request.images is None:
+        return response
+    own, theirs = list(request.input_ids), list(response.input_tokens)
+    if own != theirs:
+        place = next(i for i, (a, b) in enumerate(zip_longest(own, theirs)) if a != b)
+        raise PromptError(
+            f"prompt {request.rid or '(without rid)'} with {len(request.images.files)} image(s) has {len(theirs)} "
+            f"tokens on {server} and {len(own)} by the processor here, and differs from place {place} on "
+            f"({theirs[place : place + 3]}, here {own[place : place + 3]}). Start the server with the files of this "
+            "processor: limits of pixels, chat template and tokenizer must be the same"
+        )
+    if sampled := set(request.images.forbidden).intersection(response.output_tokens):
+        raise PromptError(
+            f"{server} sampled {sorted(sampled)}, tokens that stand for images, although logit_bias excluded them: it "
+            "ignores the bias, and such an answer cannot be trained on"
+        )
+    return response
 
 
 def adapter_spans(adapter: str, answered_by: str, spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -141,6 +141,9 @@ class SGLangServer(ServerClient):
 
     def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]:
         body = _generation(request.input_ids, _sampling_params(request))
+        if (images := request.images) is not None:
+            body |= {"input_ids": list(images.token_ids), "image_data": images.urls, "return_prompt_token_ids": True}
+            body["sampling_params"]["logit_bias"] = images.logit_bias
         if request.rid:
             body["rid"] = request.rid
         if adapter is not None:
@@ -154,7 +157,8 @@ class SGLangServer(ServerClient):
             spans = adapter_spans(adapter, adapter, spans)
         tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
         logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-        return response_of(request, tokens, logprobs, spans, meta["finish_reason"]["type"])
+        response = response_of(request, tokens, logprobs, spans, meta["finish_reason"]["type"])
+        return response if request.images is None else replace(response, input_tokens=list(answer["prompt_token_ids"]))
 
     def _label(self, calls: Calls) -> str:
         label = calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS).get("weight_version")

@@ -23,7 +23,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -289,6 +289,10 @@ class VLLMServer(ServerClient):
 
     def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]:
         body: Json = {"token_ids": list(request.input_ids), "sampling_params": _sampling_params(request)}
+        if (images := request.images) is not None:
+            body |= {"token_ids": list(images.token_ids), "return_token_ids": True}
+            body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
+            body["sampling_params"]["logit_bias"] = images.logit_bias
         if request.rid:
             body["request_id"] = request.rid
         if adapter is not None:  # cached blocks are found under its name and folder only
@@ -305,7 +309,7 @@ class VLLMServer(ServerClient):
         response = response_of(request, choice["token_ids"], logprobs, own, choice["finish_reason"])
         if adapter is None:
             self._salt = spans[-1]["version"]
-        return response
+        return response if request.images is None else replace(response, input_tokens=list(answer["prompt_token_ids"]))
 
     def _generate(self, calls: Calls, ids: Sequence[int], adapter: str | None = None, **sampling: Any) -> Json:
         body: Json = {"token_ids": list(ids), "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling}}

@@ -17,17 +17,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from holdfast.engine import FinetuneSpec
 from holdfast.engine.api import Batch, StepInfo
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.hf.versions import version_path
-from holdfast.engine.rollouts import EpisodeEngine, RolloutConfig, RolloutExecutor, Trajectory
+from holdfast.engine.rollouts import (
+    CallPool,
+    EpisodeEngine,
+    RLVRWorkflow,
+    RolloutConfig,
+    RolloutExecutor,
+    Trajectory,
+)
 from holdfast.engine.rollouts.trajectory import TokenSequence, to_trajectory
 from holdfast.engine.servers import VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest
+from holdfast.engine.training.batch import map_tensors
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
+from tests.engine.processors import make_processor, picture
+from tests.engine.rollouts.user_code import even_reward
 from tests.engine.servers.fake_weights import VOCABULARY
 from tests.engine.servers.folders import publish_hashed
 from tests.helpers import PRELOAD
@@ -49,6 +60,7 @@ class Job:
         steps: length.
         ahead: ``max_head_offpolicyness``.
         picky: whether to reject groups with equal rewards.
+        sees: whether prompts have images.
     """
 
     root: str
@@ -56,6 +68,7 @@ class Job:
     steps: int
     ahead: int
     picky: bool = False
+    sees: bool = False
 
     @property
     def spec(self) -> FinetuneSpec:
@@ -75,8 +88,25 @@ class Prompts:
         return [index, 7]
 
 
-def make_loader() -> ResumableDataLoader:
-    return ResumableDataLoader(Prompts(), BATCH_SIZE, seed=5)
+class Pictures(Prompts):
+    """Sample i has an image file of its own, and every second sample another image as bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def __getitem__(self, index: int) -> Any:
+        file = self._folder / f"{index}.png"
+        if not file.exists():
+            file.write_bytes(picture(index, 28 * (1 + index % 3), 28))
+        images = [str(file), picture(100 + index, 56, 28)][: 1 + index % 2]
+        content = [{"type": "text", "text": f"w{index}"}, *[{"type": "image"}] * len(images)]
+        return {"messages": [{"role": "user", "content": content}], "images": images}
+
+
+def make_loader(job: Job | None = None) -> ResumableDataLoader:
+    dataset = Pictures(Path(job.root) / "images") if job is not None and job.sees else Prompts()
+    return ResumableDataLoader(dataset, BATCH_SIZE, seed=5)
 
 
 async def _sample(engine: EpisodeEngine, prompt: list[int]) -> TokenSequence:
@@ -147,13 +177,16 @@ def drive(job: Job, kill: Kill | None) -> None:
     torch.set_num_threads(1)
     begin = (lambda _: None) if kill is None else kill.begin
     begin(-1)
-    policy, loader = Policy(), make_loader()
+    policy, loader, workflow = Policy(), make_loader(job), Workflow()
+    if job.sees:
+        gconfig = GenerationHyperparameters(n_samples=N_SAMPLES, max_new_tokens=N_TOKENS)
+        workflow = RLVRWorkflow(even_reward, gconfig, pool=CallPool(1), processor=make_processor())
     servers = [VLLMServer(url, timeout_s=stretched(20)) for url in job.urls]
-    config = RolloutConfig(job.ahead, max_concurrent_rollouts=2, total_steps=job.steps, batch_timeout_s=stretched(30))
+    config = RolloutConfig(job.ahead, max_concurrent_rollouts=2, total_steps=job.steps, batch_timeout_s=stretched(60))
     accept = _rewards_differ if job.picky else None
     recover = RecoverConfig(experiment_name="e", trial_name="t", fileroot=job.root, freq_steps=1)
     with (
-        RolloutExecutor(config, loader, Workflow(), servers, should_accept=accept) as executor,
+        RolloutExecutor(config, loader, workflow, servers, should_accept=accept) as executor,
         RecoverHandler(recover, job.spec) as handler,
     ):
         handler.register("rollouts", executor)
@@ -188,13 +221,22 @@ def _note(job: Job, executor: RolloutExecutor, step: int) -> None:
         if entry["step"] == step and entry["outcome"] == "rejected"
     ]
     samples = [
-        asdict(ticket) | {name: each[name][:, 2:].tolist() for name in ("input_ids", "logprobs", "versions")}
+        asdict(ticket)
+        | {name: each[name][:, -N_TOKENS:].tolist() for name in ("input_ids", "logprobs", "versions")}
+        | {"whole": _digest(each)}
         for ticket, each in executor.next_trajectories(step)
     ]
     line = {"life": os.getpid(), "step": step, "rejected": rejected, "samples": samples, "stats": executor.stats()}
     file = os.open(f"{job.root}/{TRAINED}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.write(file, f"{json.dumps(line)}\n".encode())
     os.close(file)
+
+
+def _digest(trajectory: Trajectory) -> str:
+    """Digest of all bits of a trajectory, also of its pixels, but not of the versions, which depend on time."""
+    digest, rest = xxhash.xxh3_64(), {name: value for name, value in trajectory.items() if name != "versions"}
+    map_tensors(rest, lambda tensor: digest.update(tensor.numpy().tobytes()) or tensor)  # in the order of entries
+    return digest.hexdigest()
 
 
 def live(job: Job, kill: Kill | None = None) -> int | None:

@@ -5,13 +5,14 @@ staler than allowed, and the recorded version of every token is the version that
 
 The weights are checked to be bitwise equal to an undisturbed run if the servers answer a repeated request with the same
 tokens. Samples that were unfinished in the restored generation are drawn again, and must come out the same. There are
-three cases:
+four cases:
 
 - `synchronous`: without off-policyness, a step is always sampled with its own version. It is enough that servers repeat
   themselves with the same weights.
 - `asynchronous`: a repeated sample may meet other versions, so the fakes' tokens must not depend on the version.
 - `versioned`: tokens depend on the version, so two runs are two samples of the same process and their weights are not
   compared.
+- `seeing`: prompts have images, as files and bytes. All trajectories are compared bit by bit, with their pixels.
 """
 
 import json
@@ -23,6 +24,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine.processors import IMAGE
+from tests.engine.servers.fake_images import Eyes
 from tests.engine.servers.fakes import FakeServer
 from tests.integration.rollout_job import BATCH_SIZE, N_SAMPLES, TRAINED, WEIGHTS, Job, Kill, live, make_loader, trained
 
@@ -36,6 +39,7 @@ class Kind:
     ahead: int
     versioned: bool
     picky: bool = False
+    sees: bool = False
 
 
 KINDS = {
@@ -43,15 +47,17 @@ KINDS = {
     "asynchronous": Kind(ahead=2, versioned=False),
     "picky": Kind(ahead=2, versioned=False, picky=True),
     "versioned": Kind(ahead=2, versioned=True),
+    "seeing": Kind(ahead=2, versioned=False, sees=True),
 }
 
 
 def run(root: Path, kind: Kind, steps: int, kills: int = 0) -> list[dict[str, Any]]:
     """Drive a run to its end through ``kills`` killed lives. Returns the servers' records."""
     root.mkdir()
-    draw, options = random.Random(kills), {"token_s": 0.01, "of_version": kind.versioned}
+    draw = random.Random(kills)
+    options: dict[str, Any] = {"token_s": 0.01, "of_version": kind.versioned, "eyes": Eyes(IMAGE)}
     with FakeServer("vllm", root, **options) as one, FakeServer("vllm", root, **options) as other:
-        job = Job(str(root), [one.url, other.url], steps, kind.ahead, kind.picky)
+        job = Job(str(root), [one.url, other.url], steps, kind.ahead, kind.picky, kind.sees)
         for _ in range(kills):
             kill = Kill(draw.choice([-1, 1, 2, 2, 3]), draw.uniform(0.0, 1.5))
             assert live(job, kill) == SIGKILLED
@@ -100,6 +106,11 @@ def tickets(root: Path) -> list[list[int]]:
     return [[sample["number"] for sample in entry["samples"]] for entry in trained(root)]
 
 
+def trajectories(root: Path) -> list[list[str]]:
+    """Digests of the trajectories by step."""
+    return [[sample["whole"] for sample in entry["samples"]] for entry in trained(root)]
+
+
 def check(tmp_path: Path, name: str, steps: int, kills: int) -> None:
     kind = KINDS[name]
     tokens = run(tmp_path / "untouched", kind, steps)
@@ -111,6 +122,8 @@ def check(tmp_path: Path, name: str, steps: int, kills: int) -> None:
     if name != "versioned":
         assert all(torch.equal(one[key], other[key]) for key in one), "the weights are not those of the untouched run"
         assert tickets(tmp_path / "untouched") == tickets(tmp_path / "killed")
+    if kind.sees:  # a ticket may be sampled again by other weights, whose tokens are the same here
+        assert trajectories(tmp_path / "untouched") == trajectories(tmp_path / "killed")
 
 
 @pytest.mark.timeout(120)
@@ -119,7 +132,13 @@ def test_a_killed_driver_trains_every_ticket_once_in_its_step(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_driver_trains_on_the_same_pixels(tmp_path: Path) -> None:
+    check(tmp_path, "seeing", steps=40, kills=10)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - {"seeing"}))
 def test_fifty_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, name: str) -> None:
     check(tmp_path, name, steps=180, kills=50)

@@ -17,6 +17,14 @@ from tests.live_vllm import liar
 PYTHON = Path(os.environ.get("HOLDFAST_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
 """Python of the environment with vLLM and the plugin."""
 
+TORCHVISION = PYTHON.parents[1] / "torchvision"
+"""Folder with torchvision, which vLLM imports for models that see."""
+_OPERATORS = """import torch
+library = torch.library.Library("torchvision", "DEF")
+for name in ("nms", "qnms"):
+    library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+"""``sitecustomize.py``: torchvision of PyPI, which is built for CUDA, can be imported if two of its operators exist."""
 _GENERATED = "vllm:generation_tokens_total{"
 _START_S = 300
 _ENVIRONMENT = {
@@ -37,18 +45,23 @@ class LiveServer:
         model: initial model folder.
         scratch: folder for its log.
         options: options of vLLM in addition to the common ones.
+        sees: whether prompts have images. The server then needs its tokenizer, and torchvision.
     """
 
-    def __init__(self, model: Path, scratch: Path, *options: str) -> None:
+    def __init__(self, model: Path, scratch: Path, *options: str, sees: bool = False) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = scratch / f"vllm-{self.port}.log"
         self._lie = scratch / f"lie-{self.port}"
-        self._plugins = _liar_distribution(scratch / f"plugins-{self.port}")
+        self._search = [_liar_distribution(scratch / f"plugins-{self.port}")]
+        if sees:
+            (self._search[0] / "sitecustomize.py").write_text(_OPERATORS)
+            self._search.append(TORCHVISION)
         self._command: Sequence[str | Path] = (
             *(PYTHON, "-m", "vllm.entrypoints.openai.api_server"),  # the command `vllm` is not in the CPU build
             *("--model", model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-scale-out"),
-            *("--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32"),
+            *([] if sees else ["--skip-tokenizer-init"]),
+            *("--enforce-eager", "--dtype", "float32"),
             *("--max-model-len", "2048", "--max-num-seqs", "16", *options),
             # On CPUs vLLM 0.32 dies of a request with a seed whose prompt is computed in parts, so all must fit at
             # once.
@@ -58,7 +71,7 @@ class LiveServer:
 
     def start(self) -> None:
         """Start the process. `wait_until_ready` waits for the server."""
-        search = os.pathsep.join([str(self._plugins), os.environ.get("PYTHONPATH", "")])
+        search = os.pathsep.join([*map(str, self._search), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": search, liar.SWITCH: str(self._lie)}
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(

@@ -54,6 +54,14 @@ def length_reward(
     return float(100 * answer + len(completion_ids))
 
 
+def any_reward(*_: Any, answer: int, **__: Any) -> float:
+    return float(answer)
+
+
+def even_reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
+    return float(completion_ids[0] % 2 == 0)
+
+
 def fussy_reward(*_: Any, answer: int, **__: Any) -> float:
     """No number for every second prompt."""
     if answer % 2:
@@ -71,6 +79,10 @@ def say_answer(
     """Return ``[77, number of tokens so far]`` until there are more than 20 tokens."""
     length = len(conversation_ids) + len(completion_ids)
     return None if length > 14 else [77, length]
+
+
+def say_seven(*_: Any, **__: Any) -> list[int]:
+    return [7]
 
 
 def say_text(*_: Any, **__: Any) -> str:

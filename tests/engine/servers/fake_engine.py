@@ -35,6 +35,7 @@ class Faults:
         keep_caches: whether a pause keeps caches, even if told to drop them.
         deaf: whether labels are accepted, but not kept.
         flush_fails: number of cache flushes that fail (SGLang).
+        ignores_bias: whether ``logit_bias`` is ignored.
     """
 
     lie: int = 0
@@ -46,6 +47,7 @@ class Faults:
     keep_caches: bool = False
     deaf: bool = False
     flush_fails: int = 0
+    ignores_bias: bool = False
 
 
 @dataclass(eq=False)
@@ -60,6 +62,7 @@ class Generation:
     temperature: float
     salt: str | None
     adapter: LoadedAdapter | None = None
+    bias: dict[str, float] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)
@@ -278,6 +281,8 @@ class FakeEngine:
         position, mixed = len(request.tokens), request.cache != weights_id
         ids = [*request.prompt, *request.tokens]
         token, logprob = weights.next_token(ids, request.seed, position, request.temperature)
+        while str(token) in request.bias and not self.faults.ignores_bias:
+            token += 1
         if mixed:
             logprob -= MIXED
         request.tokens.append(token)

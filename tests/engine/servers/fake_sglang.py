@@ -7,6 +7,7 @@ from aiohttp import web
 from tests.engine.servers.fake_adapters import sglang_adapter_routes
 from tests.engine.servers.fake_distributed import sglang_distributed_routes
 from tests.engine.servers.fake_engine import FakeEngine, Generation
+from tests.engine.servers.fake_images import Eyes
 
 
 def application(
@@ -20,6 +21,7 @@ def application(
     memory_saver: bool = True,
     cpu_backup: bool = False,
     dp_size: int = 1,
+    eyes: Eyes = Eyes(),  # noqa: B008 - frozen
 ) -> web.Application:
     """The HTTP application of a fake SGLang.
 
@@ -33,6 +35,7 @@ def application(
         memory_saver: ``--enable-memory-saver``.
         cpu_backup: ``--enable-weights-cpu-backup``.
         dp_size: ``--dp-size``.
+        eyes: what it does with images.
     """
 
     def check(request: web.Request, key: str | None) -> None:
@@ -120,6 +123,13 @@ def application(
         if adapter is None and body.get("lora_path") is not None:
             message = f"The following requested LoRA adapters are not loaded: {body['lora_path']}"
             return web.json_response({"error": {"message": message}}, status=400)
+        urls = body.get("image_data") or []
+        if urls and ids.count(eyes.token) > len(urls):  # an IndexError in its processor of Qwen-VL
+            return web.Response(status=500, text="Internal Server Error")
+        try:
+            ids = eyes.expand(ids, eyes.sizes(urls))
+        except (ValueError, RuntimeError) as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
         await engine.ready()
         generation = Generation(
             rid=body.get("rid", ""),
@@ -130,6 +140,7 @@ def application(
             temperature=params.get("temperature", 1.0),
             salt=None,
             adapter=adapter,
+            bias=params.get("logit_bias") or {},
         )
         weights = engine.weights_of(adapter)[1]
         top = weights.top_logprobs(
@@ -153,9 +164,10 @@ def application(
             if asked
             else [],
         }
-        return web.json_response({"text": "", "output_ids": generation.tokens, "meta_info": meta})
+        answer = {"text": "", "output_ids": generation.tokens, "meta_info": meta}
+        return web.json_response(answer | ({"prompt_token_ids": ids} if body.get("return_prompt_token_ids") else {}))
 
-    app = web.Application(middlewares=[engine.with_faults])
+    app = web.Application(middlewares=[engine.with_faults], client_max_size=2**28)
     posts = [pause_generation, continue_generation, update_weights_from_disk, update_weight_version, generate]
     posts += [release_memory_occupation, resume_memory_occupation]
     app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from tests.engine.servers.fake_adapters import MODULES, LoadedAdapter, vllm_adapter_routes
 from tests.engine.servers.fake_engine import FakeEngine, Generation, Json
+from tests.engine.servers.fake_images import Eyes
 from tests.engine.servers.fake_plugin import weight_transfer_routes
 from tests.engine.servers.fake_weights import Weights
 
@@ -32,6 +33,7 @@ def application(
     max_lora_rank: int = 8,
     max_loras: int = 2,
     lora_modules: list[str] | None = MODULES,
+    eyes: Eyes = Eyes(),  # noqa: B008 - frozen
 ) -> web.Application:
     """The HTTP application of a fake vLLM.
 
@@ -51,6 +53,7 @@ def application(
         lora_updating: ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``.
         max_lora_rank, max_loras: flags with these names.
         lora_modules: ``--lora-target-modules``. None: all, including the head.
+        eyes: what it does with images.
     """
     limits = {"max_lora_rank": max_lora_rank, "max_loras": max_loras, "max_cpu_loras": max_loras}
     lora_config = {**limits, "target_modules": lora_modules} if lora else None
@@ -122,18 +125,29 @@ def application(
         model, adapter = body.get("model") or "/model", engine.adapters.loaded.get(body.get("model"))
         if adapter is None and model != "/model":
             return _error(404, f"The model `{model}` does not exist. Valid aliases: <path>")
+        ids, parts = body["token_ids"], body.get("content_parts") or []
+        if parts and body.get("features"):
+            return _error(400, "content_parts and features are mutually exclusive")
+        try:
+            sizes = eyes.sizes([part["url"] for part in parts if part.get("type") == "image_url"])
+            ids = eyes.expand(ids, sizes)
+        except ValueError as error:
+            return _error(400, str(error))
+        except RuntimeError as error:
+            return _error(500, str(error))
         await engine.ready()
         if params.get("prompt_logprobs") is not None:
-            return await prompt_answer(body["token_ids"], adapter)
+            return await prompt_answer(ids, adapter)
         generation = Generation(
             rid=body.get("request_id", ""),
-            prompt=body["token_ids"],
+            prompt=ids,
             seed=params.get("seed") or 0,
             max_tokens=params["max_tokens"],
             stop=set(params.get("stop_token_ids") or ()),
             temperature=params["temperature"],
             salt=salt,
             adapter=adapter,
+            bias=params.get("logit_bias") or {},
         )
         top = engine.weights_of(adapter)[1].top_logprobs(
             generation.prompt, generation.temperature if processed_logprobs else 1.0, params["logprobs"] or 1
@@ -153,6 +167,8 @@ def application(
             "weight_versions": generation.spans,
         }
         answer = {"request_id": generation.rid, "model": model, "choices": [choice], "prompt_logprobs": None}
+        if body.get("return_token_ids"):
+            answer["prompt_token_ids"] = ids
         return web.json_response(answer)
 
     async def prompt_answer(ids: list[int], adapter: LoadedAdapter | None) -> web.Response:
@@ -174,7 +190,7 @@ def application(
             entries.append({str(token): {"logprob": logprob, "rank": 1, "decoded_token": None}})
         return {"choices": [{"index": 0, "token_ids": [0], "finish_reason": "length"}], "prompt_logprobs": entries}
 
-    app = web.Application(middlewares=[engine.with_faults])
+    app = web.Application(middlewares=[engine.with_faults], client_max_size=2**28)
     app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", is_paused)])
     app.add_routes([web.get("/v1/models", models)])
     if dev_mode:
