@@ -125,7 +125,7 @@ def _publishes_while_away(rank: int, world_size: int, base: str, way: str, urls:
             assert away.keys() == here.keys()
             assert [name for name in here if away[name] != here[name] and Path(name).name != "manifest.json"] == []
             labels = {fleet.states()[0].label for fleet in fleets if fleet.states()}
-            assert way == "delta" or len(labels) == 1 and None not in labels, "the digest of all files"
+            assert way == "delta" or (len(labels) == 1 and None not in labels), "the digest of all files"
         engine.onload()
     assert same(values_of(engine), values_of(twin))
     engine.destroy()
