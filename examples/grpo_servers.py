@@ -242,23 +242,26 @@ def train_step(
     config: GRPOServersConfig, fleet: ServerFleet, rollouts: RolloutExecutor, trainer: WorkerGroup, step: int
 ) -> dict[str, float]:
     """Publish the weights after ``step`` steps, let sampling run ahead, and train on the tickets of this step."""
-    times = PhaseTimes("publishing", "sampling", "training")
-    with times.phase("publishing"):
-        if config.colocate:
+    turn = ("waking", "sleeping") if config.colocate else ()
+    times = PhaseTimes(*turn, "publishing", "sampling", "training")
+    if config.colocate:
+        with times.phase("waking"):
             trainer.call_all("offload")
             fleet.wake_up(("weights",))
             rollouts.resume()
+    with times.phase("publishing"):
         fleet.withdraw(step)  # after a crash, the run writes this version a second time
         published = trainer.call_all("publish")[0]
         fleet.update(published.path, published.version, config.publish_timeout_s)
     with times.phase("sampling"):  # the part of sampling that training waits for
         rollouts.set_version(step)
         accepted = rollouts.next_trajectories(step)
-    with times.phase("training"):
-        if config.colocate:
+    if config.colocate:
+        with times.phase("sleeping"):
             rollouts.pause()
             fleet.sleep()
             trainer.call_all("onload")
+    with times.phase("training"):
         batch = concat_trajectories([trajectory for _, trajectory in accepted])
         shares = split_rows(batch, config, trainer.world_size, config.n_samples)
         stats = trainer.call_all("train_step", per_rank=shares)[0]

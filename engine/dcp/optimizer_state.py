@@ -82,7 +82,7 @@ def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
                 raise ConfigError(
                     f"{type(optimizer).__name__} keeps {key!r} of {name} as a {kind.__module__}.{kind.__qualname__}, "
                     "whose values a checkpoint cannot hold; expected a torch.Tensor or a DTensor of one. Use an "
-                    "optimizer with plain state (torch's own, bitsandbytes' 8-bit ones)"
+                    "optimizer with plain state: torch's own, or Holdfast's (config key 'optimizer.type')"
                 )
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             continue

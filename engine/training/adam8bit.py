@@ -152,18 +152,31 @@ def quantize(values: torch.Tensor, signed: bool, noise: torch.Tensor) -> tuple[t
     signed, it never becomes 0. ``noise`` are random int32 numbers below 2 ** 16.
     """
     scales, codes = values.abs().amax(1), torch.empty_like(values, dtype=torch.uint8)
-    rows, known = PIECE // BLOCK, levels(signed, values.device)
+    rows, known, first = PIECE // BLOCK, levels(signed, values.device), _first_levels(signed, values.device)
     for part, scale, random, out in zip(*(each.split(rows) for each in (values, scales, noise, codes)), strict=True):
-        scaled = part / scale.clamp(min=torch.finfo(scale.dtype).tiny)[:, None]
-        below = torch.bucketize(scaled, known, right=True, out_int32=True).sub_(1).clamp_(0, len(known) - 2)
-        low, high = known[below], known[below + 1]
-        goes_up = scaled.sub_(low).div_(high.sub_(low)).mul_(1 << 16) > random
-        out.copy_(below.add_(goes_up).clamp_(min=0 if signed else 1))
+        scaled = (part / scale.clamp(min=torch.finfo(scale.dtype).tiny)[:, None]).view(-1)
+        below = first.index_select(0, (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
+        below.add_(scaled >= known.index_select(0, below + 1)).clamp_(max=len(known) - 2)
+        low, high = known.index_select(0, below), known.index_select(0, below + 1)
+        goes_up = scaled.sub_(low).div_(high.sub_(low)).mul_(1 << 16) > random.reshape(-1)
+        out.copy_(below.add_(goes_up).clamp_(min=0 if signed else 1).view_as(out))
     return codes, scales
+
+
+@cache
+def _first_levels(signed: bool, device: torch.device) -> torch.Tensor:
+    """Code of the level at or below all float32 numbers with the same upper 16 bits, for each value of these bits.
+
+    No two levels have the same upper bits, so the code of a number is this or the next one. On a CPU this takes a tenth
+    of the time of a binary search.
+    """
+    known, lowest = levels(signed, torch.device("cpu")), torch.arange(1 << 16, dtype=torch.int32) << 16
+    lowest = torch.where(lowest < 0, lowest | 0xFFFF, lowest).view(torch.float32)
+    return torch.bucketize(lowest, known, right=True, out_int32=True).sub_(1).clamp_(0, len(known) - 2).to(device)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool, out: torch.Tensor) -> None:
     """Write the numbers that codes and scales stand for to ``out``. Shapes are as in `quantize`."""
     rows, known = PIECE // BLOCK, levels(signed, codes.device)
     for part, scale, result in zip(*(each.split(rows) for each in (codes, scales, out)), strict=True):
-        torch.mul(known[part.int()], scale[:, None], out=result)
+        torch.mul(known.index_select(0, part.int().view(-1)).view_as(result), scale[:, None], out=result)

@@ -1,7 +1,10 @@
 """Measurements and faults on ranks: functions for `benchmarks.ranks.on_ranks`, on GPUs or on the CPU."""
 
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from shutil import rmtree
 from statistics import median
@@ -336,3 +339,65 @@ def policy_update(session: Session, folder: str, rows: int, length: int) -> Poli
     moved = bool(gain[1::2].mean() > gain[::2].mean())
     engine.destroy()
     return PolicyUpdate(logp_s, update_s, all(session.all(moved)), session.world_size * rows * length)
+
+
+@dataclass(frozen=True)
+class Away:
+    """An engine that leaves its device to another process, and comes back.
+
+    Attributes:
+        state: bytes of weights and optimizer state on the device.
+        left: bytes that torch still has allocated there after `FSDPEngine.offload`.
+        offload_s: median seconds of a later `offload`, whose host memory is there.
+        onload_s: median seconds of `onload`.
+        refused: whether `onload` failed while another process had all of the memory. True without a GPU.
+        came_back: whether every bit is as before.
+    """
+
+    state: int
+    left: int
+    offload_s: float
+    onload_s: float
+    refused: bool
+    came_back: bool
+
+
+def away(session: Session, tenant: bool) -> Away:
+    """Offload a few times. The last time, with ``tenant``, a process takes memory that was not free before."""
+    engine, on_device = build_engine(session), session.device.type == "cuda"
+    tensors = [tensor for tensor in training_tensors(engine) if tensor.device.type == session.device.type]
+    expected, state, refused = [tensor.cpu().clone() for tensor in tensors], bytes_of(tensors), not tenant
+    offloads, onloads, left = list[float](), list[float](), 0
+    for last in (*[False] * session.options.rounds, True):
+        free = torch.cuda.mem_get_info(session.device)[0] if tenant else 0
+        offloads.append(session.seconds(engine.offload))
+        by_storage = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        left = torch.cuda.memory_allocated(session.device) if on_device else by_storage
+        if last and tenant:
+            with _tenant(session.device, free + state // 4):  # and its CUDA context
+                try:
+                    engine.onload()
+                except (RuntimeError, HoldfastError):
+                    refused = engine.offloaded == {"weights", "optimizer"}
+        onloads.append(session.seconds(engine.onload))
+    came_back = all(map(torch.equal, [tensor.cpu() for tensor in tensors], expected))
+    train(engine, dense_batch(engine))
+    engine.destroy()
+    found = Away(state, left, median(offloads[1:]), median(onloads[1:]), refused, came_back)
+    return max(session.all(found), key=lambda one: (not one.refused, not one.came_back, one.left / one.state))
+
+
+@contextmanager
+def _tenant(device: torch.device, n_bytes: int) -> Iterator[None]:
+    """Another process, such as an inference server, that holds memory of the device in the block."""
+    code = (
+        f"import torch; held = torch.empty({n_bytes}, dtype=torch.uint8, device='{device}'); print('held', flush=True)"
+    )
+    command = [sys.executable, "-c", f"{code}; input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n", "the memory that the engine left is not free"
+        try:
+            yield
+        finally:
+            process.communicate("\n", timeout=60)

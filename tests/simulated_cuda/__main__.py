@@ -19,6 +19,7 @@ TESTS = (
     "tests/gpu/test_checkpoints.py",
     "tests/gpu/test_examples.py::test_supervised_fine_tuning_learns_on_the_device",
     "tests/gpu/test_kills.py",
+    "tests/gpu/test_offload.py",
     "tests/engine/staging",
     "tests/engine/dcp/test_checkpoint.py",
     "tests/engine/dcp/test_direct_reader.py",

@@ -19,6 +19,8 @@ from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig, Paralle
 from holdfast.engine.model.memory_plan import log_plan, measure_model, plan_step
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.released import tiny_config
+from tests.engine.model import host_peaks
+from tests.engine.peak_memory import CAN_MEASURE
 from tests.engine.test_fsdp_engine import loss_tokens, make_engine
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
@@ -114,6 +116,20 @@ def test_the_planned_peak_of_a_step_is_within_a_tenth_of_the_measured_one(
     tokens = 128 if model == "llama" else 1024
     for measured, planned in run_ranks(_measured_and_planned, 2, str(tmp_path), tokens, SETTINGS[setting]):
         assert planned == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not CAN_MEASURE, reason="needs a writable /proc/self/clear_refs")
+@pytest.mark.parametrize(("model", "setting"), [("Qwen/Qwen3-30B-A3B", "plain"), ("Qwen/Qwen3-0.6B", "lora")])
+def test_the_resident_memory_of_each_phase_is_within_a_tenth_of_the_planned(
+    tmp_path: Path, model: str, setting: str
+) -> None:
+    host_peaks.write_model(tmp_path, model)
+    args = (host_peaks.measured_and_planned, host_peaks.RANKS, str(tmp_path), setting)
+    for of_rank in run_ranks(*args, timeout_s=400):
+        for phase, (measured, planned) in of_rank.items():
+            assert planned == pytest.approx(measured, rel=0.1), phase
 
 
 def test_more_ranks_of_any_kind_need_less_memory_on_each(tmp_path: Path) -> None:

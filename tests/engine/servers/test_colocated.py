@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine import FSDPEngine, WeightUpdateMeta
+from holdfast.engine import FSDPEngine, OptimizerConfig, WeightUpdateMeta
 from holdfast.engine.hf import deltas
 from holdfast.engine.hf.versions import holds_delta_alone, version_path
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer, colocated
@@ -22,6 +22,7 @@ from holdfast.utils.errors import ConfigError, PeerError, PublishError, ServerEr
 from holdfast.utils.files import walk_files
 from holdfast.utils.manifest import file_entries, write_manifest
 from holdfast.utils.rng import seed_rng
+from tests.engine.hf.test_deltas import _allow_any_size
 from tests.engine.lora.engines import train
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.servers.fakes import FakeServer
@@ -111,6 +112,42 @@ def test_turns_change_no_bit_of_the_trainer_and_publish_its_weights(kind: str, b
         for fake in (one, other):
             assert {"weights", "kv_cache"} <= set(fake.state()["asleep"])
             assert not any(token["mixed"] for token in fake.tokens())
+
+
+def _publishes_while_away(rank: int, world_size: int, base: str, way: str, urls: list[str], root: Path) -> None:
+    """An engine that is offloaded publishes to one server, a twin that stays to the other."""
+    _allow_any_size()
+    engine, twin = (make_engine(base, optimizer=OptimizerConfig(lr=1e-6)) for _ in range(2))
+    fleets = [make_fleet("vllm", [url], probe_interval_s=None) for url in urls] or [make_fleet("vllm", [])] * 2
+    for each, fleet, place in ((engine, fleets[0], "away"), (twin, fleets[1], "here")):
+        meta = WeightUpdateMeta("xccl" if way == "xccl" else "disk", str(root / place), keep=3, timeout_s=LIMIT_S)
+        each.connect_engine(fleet, replace(meta, delta=way == "delta", dtype="bfloat16" if way == "delta" else None))
+    for number in (1, 2, 3):
+        for each in (engine, twin):
+            train(each, number)
+            each.set_version(number)
+        engine.offload()
+        figures = engine.update_weights().figures
+        twin.update_weights()
+        assert figures.get("delta", False) == (way == "delta" and number > 1)
+        if rank == 0:
+            away, here = (contents(version_path(root / place, number)) for place in ("away", "here"))
+            assert away.keys() == here.keys()
+            assert [name for name in here if away[name] != here[name] and Path(name).name != "manifest.json"] == []
+            labels = {fleet.states()[0].label for fleet in fleets if fleet.states()}
+            assert way == "delta" or (len(labels) == 1 and None not in labels), "the digest of all files"
+        engine.onload()
+    assert same(values_of(engine), values_of(twin))
+    engine.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["delta", "xccl"])
+def test_an_offloaded_engine_publishes_the_bytes_of_one_that_is_not(way: str, base: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "plugin": True, "folder": base}
+    with FakeServer("vllm", tmp_path, **options) as one, FakeServer("vllm", tmp_path, **options) as other:
+        urls = [one.url, other.url] if way == "xccl" else []
+        run_ranks(_publishes_while_away, 2, base, way, urls, tmp_path / "weights")
 
 
 def _fails(rank: int, world_size: int, base: str, fakes: list[FakeServer], root: Path) -> None:

@@ -55,6 +55,21 @@ def test_levels_stay_whatever_the_scale_and_other_numbers_become_a_neighbour(sig
         assert signed or bool((found > 0).all())
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_those_of_a_search_among_the_levels(signed: bool) -> None:
+    known = levels(signed, CPU)
+    near = [known, known.nextafter(torch.tensor(2.0)), known.nextafter(torch.tensor(-2.0))]
+    every = torch.arange(0, 0x3F800001, 1009, dtype=torch.int32).view(torch.float32)  # up to 1.0
+    scaled = torch.cat([*near, every, -every if signed else every]).clamp(-1 if signed else 0, 1)
+    values = torch.cat([scaled, scaled.new_ones(-len(scaled) % (BLOCK - 1))]).view(-1, BLOCK - 1)
+    values = torch.cat([values, values.new_ones(len(values), 1)], 1)  # the scale of each block is 1
+    noise = noise_for(values)
+    below = torch.bucketize(values, known, right=True).sub(1).clamp(0, len(known) - 2)
+    low, high = known[below], known[below + 1]
+    expected = below + ((values - low) / (high - low) * (1 << 16) > noise)
+    assert torch.equal(quantize(values, signed, noise)[0].long(), expected.clamp(min=0 if signed else 1))
+
+
 def test_numbers_are_right_in_the_mean() -> None:
     values = torch.cat([torch.tensor([1.0, -1.0]), torch.rand(BLOCK - 2) * 2 - 1]).repeat(20000, 1)
     mean = rounded(values, True).double().mean(0)
