@@ -90,9 +90,7 @@ def write_tiny_qwen3(
         dtype="float32",
         **_SPECIAL,
     )
-    return _write_folder(
-        Path(folder), config, tokenizer, *([AutoModelForCausalLM.from_config(config)] if for_vllm else [])
-    )
+    return _write_folder(Path(folder), config, tokenizer, with_weights=for_vllm)
 
 
 def write_tiny_qwen2_5_vl(
@@ -151,12 +149,14 @@ def write_tiny_qwen2_5_vl(
     return _write_folder(Path(folder), config, tokenizer, processor)
 
 
-def _write_folder(folder: Path, config: PreTrainedConfig, *parts: Any) -> Path:
+def _write_folder(folder: Path, config: PreTrainedConfig, *parts: Any, with_weights: bool = False) -> Path:
     """Write config, generation config and ``parts`` into a folder that appears complete, unless it exists."""
     if folder.exists():
         return folder
     staging = staging_path(folder)
     staging.mkdir(parents=True)
+    if with_weights:
+        AutoModelForCausalLM.from_config(config).save_pretrained(staging)
     for part in (*parts, config, GenerationConfig(**_SPECIAL, do_sample=False)):
         part.save_pretrained(staging)
     for name in walk_files(staging):

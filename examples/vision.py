@@ -166,8 +166,8 @@ def draw(config: VisionConfig) -> Path:
     """Draw accuracy, rewards, and held-out images with answers. Returns the path of the picture."""
     stats = list(read_stats(config.stats_folder / "stats.jsonl"))
     figure = plt.figure(figsize=(11, 7.5), layout="constrained")
-    curves, images = np.ravel(figure.subfigures(2, 1, height_ratios=(3, 2)))
-    accuracy, rewards = curves.subplots(1, 2, width_ratios=(2, 1))
+    halves: Any = figure.subfigures(2, 1, height_ratios=(3, 2))
+    accuracy, rewards = halves[0].subplots(1, 2, width_ratios=(2, 1))
     plot_held_out(config, accuracy)
     learned = [entry for entry in stats if "reward" in entry]
     rewards.plot([entry["step"] for entry in learned], [entry["reward"] for entry in learned])
@@ -175,7 +175,7 @@ def draw(config: VisionConfig) -> Path:
     rewards.grid(alpha=0.3)
     evaluated = [entry for entry in stats if "answer/0" in entry]
     shown = [evaluated[round(i)] for i in np.linspace(0, len(evaluated) - 1, min(5, len(evaluated)))]
-    for number, axes in enumerate(images.subplots(1, N_SHOWN)):
+    for number, axes in enumerate(halves[1].subplots(1, N_SHOWN)):
         image, colour, right = draw_squares(config.seed, number, held_out=True)
         axes.imshow(image)
         axes.set(xticks=[], yticks=[], title=f"How many are {colour}?")
