@@ -58,8 +58,8 @@ from .training.counters import EngineCounters
 from .training.gradient_sync import accumulating, drop_partial, syncs_last
 from .training.head import ScoringHead
 from .training.meshes import Meshes
-from .training.microbatch import MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
-from .training.model import describe_parameters, describe_seeing_parameters
+from .training.microbatch import NO_RULES, CutRules, MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
+from .training.model import describe_parameters
 from .training.model_output import ModelOutput, model_output, own_output
 from .training.optimizer import build_scheduler, optimizer_for
 from .training.optimizer_step import clip_and_step
@@ -93,10 +93,9 @@ class FSDPEngine(Offloadable):
         self._folder: Path | None = None
         self._base: BaseFolder | None = None
         self._scoring_head: ScoringHead | None = None
-        self._max_model_len: int | None = None
+        self._rules = NO_RULES
         self._sync_last = False
         self._routers: Routers | None = None
-        self._vision: Vision | None = None
         self.base_dtype: torch.dtype | None = None  # dtype of the weights in config.path, and the default for exports
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -145,13 +144,13 @@ class FSDPEngine(Offloadable):
                 self._routers = Routers(model, self.config, groups.meshes)
         self._sync_last = self.optimizer is not None and syncs_last(model, self.config, groups)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
-        self._max_model_len = longest_sequence(model, self.config.max_model_len)
-        self._vision = Vision(model) if self.config.train_vision else None
+        longest = longest_sequence(model, self.config.max_model_len)
+        vision = Vision(model) if self.config.train_vision else None
+        self._rules = CutRules(self.config.row_tokens, longest, groups.meshes.ranks_with_same_data, vision)
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
         state = self.dcp_state(self.optimizer is not None)  # records the bits of frozen weights, before they change
         self._offload = Offload(state, groups.device, groups.control, self.config.parts_on_host)
-        describe = describe_seeing_parameters if self.config.train_vision else describe_parameters
-        what, seconds = describe(model), time.monotonic() - started
+        what, seconds = describe_parameters(model, self.config.train_vision), time.monotonic() - started
         logger.info("initialized %s in %.2f s: %s", self.config.path, seconds, what)
 
     def destroy(self) -> None:
@@ -166,6 +165,7 @@ class FSDPEngine(Offloadable):
 
     def _drop_model(self) -> None:
         self._model = self._scoring_head = self._routers = self._offload = self.optimizer = self.lr_scheduler = None
+        self._rules = NO_RULES  # they hold the model, too
         background, self._background = self._background, None
         if background is not None:
             background.close()
@@ -261,8 +261,7 @@ class FSDPEngine(Offloadable):
         return clip_and_step(self.model, optimizer, max_norm, self.counters, loss, weight, correction, more)
 
     def _cut(self, batch: Trajectories, loss_weight_fn: LossWeightFn) -> WeighedBatch:
-        how = self.config.row_tokens, self._max_model_len, self._meshes.ranks_with_same_data, self._vision
-        return split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group, *how)
+        return split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group, self._rules)
 
     @torch.no_grad()
     def eval_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
@@ -297,8 +296,7 @@ class FSDPEngine(Offloadable):
         self._require_onloaded(WEIGHTS)
         self.eval()
         post_fn = post_fn or (lambda output, _: output if self.config.is_critic else output.logprobs)
-        how = self.config.row_tokens, self._max_model_len, self._meshes.ranks_with_same_data, self._vision
-        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, *how)
+        micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, self._rules)
         moved = (mb.to(self.device) for mb in micro_batches)
         outputs = [post_fn(self._output(mb), mb.data).float() for mb in moved]
         input_ids = join_trajectories(batch)["input_ids"]

@@ -19,6 +19,15 @@ def images_of(batch: Batch) -> list[Batch] | None:
     return found
 
 
+def refuse_images(batch: Batch) -> None:
+    """Raise BatchError if a batch for a model of text has images."""
+    if images_of(batch) is not None:
+        raise BatchError(
+            f"the batch has {IMAGES!r}, but config key 'train_vision' is false, so that the model has no use for "
+            "images; set it to true, or give a batch of text"
+        )
+
+
 def map_tensors(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Apply ``change`` to every tensor of a batch, also to its pixels."""
     result, images = {key: change(tensor) for key, tensor in batch.items() if key != IMAGES}, images_of(batch)

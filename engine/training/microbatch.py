@@ -19,9 +19,9 @@ from ...utils.errors import BatchError
 from ..api import Batch, LossWeightFn, Trajectories
 from ..config import MicroBatchSpec
 from ..memory.tensors import bytes_of, memory_of
-from .batch import IMAGES, images_of, join_trajectories, sequence_lengths, validate_batch
+from .batch import join_trajectories, refuse_images, sequence_lengths, validate_batch
 from .partition import partition_within, split_until, warn_of_long_rows
-from .vision import ROPE_POSITIONS, TOKEN_TYPES, Vision
+from .vision import ROPE_POSITIONS, TOKEN_TYPES, Vision, join_pixels
 
 _ROUNDING = 1e-3
 """Relative difference between the numbers of ranks with the same data that counts as rounding."""
@@ -167,14 +167,28 @@ class WeighedBatch:
         return [(mb.to(device), weight / self.total) for mb, weight in pairs]
 
 
+@dataclass(frozen=True)
+class CutRules:
+    """What a model and its ranks require of micro-batches.
+
+    Attributes:
+        row_tokens: see `MicroBatch`.
+        max_model_len: most tokens of a sequence. None: no limit.
+        ranks_with_same_data: number of consecutive ranks that are given the same batch.
+        vision: how the model takes images. None: it is trained on text.
+    """
+
+    row_tokens: int = 0
+    max_model_len: int | None = None
+    ranks_with_same_data: int = 1
+    vision: Vision | None = None
+
+
+NO_RULES = CutRules()
+
+
 def split_batch(
-    batch: Trajectories,
-    spec: MicroBatchSpec,
-    group: dist.ProcessGroup | None = None,
-    row_tokens: int = 0,
-    max_model_len: int | None = None,
-    ranks_with_same_data: int = 1,
-    vision: Vision | None = None,
+    batch: Trajectories, spec: MicroBatchSpec, group: dist.ProcessGroup | None = None, rules: CutRules = NO_RULES
 ) -> list[MicroBatch]:
     """Cut this rank's ``batch`` into packed micro-batches, the same number on every rank of ``group``.
 
@@ -187,18 +201,15 @@ def split_batch(
             sequence counts.
         spec: limits and algorithm.
         group: ranks that must agree on the number. None: the default group (or no other rank).
-        row_tokens: see `MicroBatch`.
-        max_model_len: most tokens of a sequence. None: no limit.
-        ranks_with_same_data: number of consecutive ranks that are given the same batch.
-        vision: how the model takes images. None: it is trained on text.
+        rules: what the model and its ranks require.
 
     Raises:
         BatchError: see `validate_batch` and `join_trajectories`. Or ``spec.granularity`` does not divide the number of
-            sequences, or a sequence is longer than ``max_model_len``. The other ranks raise `PeerError`. Or ranks with
-            the same data were given different batches. All ranks raise this.
+            sequences, or a sequence is longer than ``rules.max_model_len``. The other ranks raise `PeerError`. Or ranks
+            with the same data were given different batches. All ranks raise this.
     """
-    cutter = _Cutter(batch, spec, lambda data: torch.zeros(()), row_tokens, max_model_len, vision)
-    return _cut_together(cutter, group, ranks_with_same_data).micro_batches
+    cutter = _Cutter(batch, spec, lambda data: torch.zeros(()), rules)
+    return _cut_together(cutter, group).micro_batches
 
 
 def split_and_weigh(
@@ -206,10 +217,7 @@ def split_and_weigh(
     spec: MicroBatchSpec,
     loss_weight_fn: LossWeightFn,
     group: dist.ProcessGroup | None = None,
-    row_tokens: int = 0,
-    max_model_len: int | None = None,
-    ranks_with_same_data: int = 1,
-    vision: Vision | None = None,
+    rules: CutRules = NO_RULES,
 ) -> WeighedBatch:
     """`split_batch`, and the weight of each micro-batch, in the same collective.
 
@@ -218,14 +226,16 @@ def split_and_weigh(
         Exception: ``loss_weight_fn`` raised it. The other ranks raise `PeerError`. If it only fails when this rank cuts
             further because another rank has more micro-batches, the others wait for the group's timeout.
     """
-    cutter = _Cutter(batch, spec, loss_weight_fn, row_tokens, max_model_len, vision)
-    weighed = _cut_together(cutter, group, ranks_with_same_data)
+    cutter = _Cutter(batch, spec, loss_weight_fn, rules)
+    weighed = _cut_together(cutter, group)
     if not weighed.total > 0:
         raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {weighed.total}")
     return weighed
 
 
-def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None, ranks_with_same_data: int) -> WeighedBatch:
+def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None) -> WeighedBatch:
+    ranks_with_same_data = cutter.rules.ranks_with_same_data
+
     def cut() -> tuple[float, ...]:
         return *cutter.cut(), *(cutter.fingerprint() if ranks_with_same_data > 1 else (0.0, 0.0))
 
@@ -245,22 +255,13 @@ def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None, ranks_with
 class _Cutter:
     """Cuts a batch, and later cuts it further. Only new parts are packed and weighed.
 
-    Bins contain units of ``spec.granularity`` adjacent rows. An image token costs twice, in the tower and in the text.
-    ``micro_batches`` are sorted, largest first, dummies last.
+    Bins contain units of ``spec.granularity`` adjacent rows. ``micro_batches`` are sorted, largest first, dummies last.
     """
 
     def __init__(
-        self,
-        batch: Trajectories,
-        spec: MicroBatchSpec,
-        loss_weight_fn: LossWeightFn,
-        row_tokens: int,
-        max_model_len: int | None,
-        vision: Vision | None = None,
+        self, batch: Trajectories, spec: MicroBatchSpec, loss_weight_fn: LossWeightFn, rules: CutRules
     ) -> None:
-        self._given, self._spec, self._loss_weight_fn = batch, spec, loss_weight_fn
-        self._row_tokens, self._max_model_len = row_tokens, max_model_len
-        self._vision = vision
+        self._given, self._spec, self._loss_weight_fn, self.rules = batch, spec, loss_weight_fn, rules
         self._batch: Batch = {}
         self._pixels: list[Batch] = []
         self._lengths: list[int] = []
@@ -274,11 +275,11 @@ class _Cutter:
         self._batch = join_trajectories(self._given)
         validate_batch(self._batch)
         self._lengths, step = sequence_lengths(self._batch), self._spec.granularity
-        if self._max_model_len is not None and max(self._lengths) > self._max_model_len:
-            longest = max(self._lengths)
+        longest, limit = max(self._lengths), self.rules.max_model_len
+        if limit is not None and longest > limit:
             raise BatchError(
                 f"row {self._lengths.index(longest)} of the batch has {longest} tokens; expected at most "
-                f"{self._max_model_len}, which is config key 'max_model_len' or, when that is null, the length of the "
+                f"{limit}, which is config key 'max_model_len' or, when that is null, the length of the "
                 "model's rotary frequencies; set it to the --max-model-len of the inference servers, or cut sequences"
             )
         if len(self._lengths) % step:
@@ -286,17 +287,11 @@ class _Cutter:
                 f"the batch has {len(self._lengths)} sequences, which config key 'mb_spec.granularity' ({step}) does "
                 "not divide; give it whole groups of them"
             )
-        costs = self._lengths
-        if self._vision is not None:
-            most = self._spec.max_tokens_per_mb
-            self._batch, self._pixels = self._vision.prepare(self._batch, self._lengths, most)
-            in_tower = self._batch[TOKEN_TYPES].sum(1).tolist()
-            costs = [length + more for length, more in zip(self._lengths, in_tower, strict=True)]
-        elif images_of(self._batch) is not None:
-            raise BatchError(
-                f"the batch has {IMAGES!r}, but config key 'train_vision' is false, so that the model has no use for "
-                "images; set it to true, or give a batch of text"
-            )
+        vision, most, costs = self.rules.vision, self._spec.max_tokens_per_mb, self._lengths
+        if vision is None:
+            refuse_images(self._batch)
+        else:
+            self._batch, self._pixels, costs = vision.prepare(self._batch, self._lengths, most)
         self._unit_lengths = [sum(costs[row : row + step]) for row in range(0, len(costs), step)]
         self._pack(partition_within(self._unit_lengths, self._spec))
         return len(self._bins), sum(self.weights)
@@ -330,8 +325,8 @@ class _Cutter:
         done = dict(zip(map(tuple, self._bins), zip(self.micro_batches, self.weights, strict=True), strict=True))
         self._bins = sorted(bins, key=lambda units: (-sum(self._unit_lengths[unit] for unit in units), units[0]))
         new = [units for units in self._bins if tuple(units) not in done]
-        images = self._vision, self._pixels
-        packed = [pack_rows(self._batch, self._rows(units), self._lengths, self._row_tokens, *images) for units in new]
+        how = self._lengths, self.rules.row_tokens, self.rules.vision, self._pixels
+        packed = [pack_rows(self._batch, self._rows(units), *how) for units in new]
         done |= zip(map(tuple, new), zip(packed, weigh(packed, self._loss_weight_fn), strict=True), strict=True)
         self.micro_batches = [done[tuple(units)][0] for units in self._bins]
         self.weights = [done[tuple(units)][1] for units in self._bins]
@@ -401,7 +396,5 @@ def pack_rows(
     loss_mask = data.get("loss_mask", data["attention_mask"])
     data["loss_mask"] = loss_mask.masked_fill(position_ids == 0, 0)
     data["position_ids"], data["cu_seqlens"] = position_ids, cu_seqlens.to(device, torch.int32, non_blocking=True)
-    packed = MicroBatch(data, indices, tuple(lengths[row] for row in rows), row_tokens)
-    if vision is None:
-        return packed
-    return replace(packed, vision=vision, pixels=vision.join([pixels[row] for row in rows]))
+    images = join_pixels([pixels[row] for row in rows] if pixels else ())
+    return MicroBatch(data, indices, tuple(lengths[row] for row in rows), row_tokens, vision=vision, pixels=images)

@@ -268,8 +268,13 @@ def _is_model_of(module: nn.Module, config: PretrainedConfig) -> bool:
     return isinstance(module, PreTrainedModel) and type(module.config) is type(config)
 
 
-def describe_parameters(model: PreTrainedModel) -> str:
-    """Describe how many parameters there are, how many are trained, and which of these text gives no gradient."""
+def describe_parameters(model: PreTrainedModel, sees: bool) -> str:
+    """Describe how many parameters there are, how many are trained, and which of these text gives no gradient.
+
+    If the model ``sees`` images: how many each part has, and whether they are trained.
+    """
+    if sees:
+        return _describe_parts(model)
 
     def count(module: nn.Module) -> int:
         return sum(param.numel() for param in module.parameters() if param.requires_grad)
@@ -282,8 +287,7 @@ def describe_parameters(model: PreTrainedModel) -> str:
     return text
 
 
-def describe_seeing_parameters(model: PreTrainedModel) -> str:
-    """Describe how many parameters each part of a model with images has, and whether they are trained."""
+def _describe_parts(model: PreTrainedModel) -> str:
     body = body_name(model)
     parts = [(f"{body}.{name}", part) for name, part in model.get_submodule(body).named_children()]
     parts += [(name, part) for name, part in model.named_children() if name != body]

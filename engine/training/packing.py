@@ -228,7 +228,7 @@ def _probe_rows(
         row = {"input_ids": torch.cat(list(text))[None].to(device), "position_ids": positions.to(device)}
         return row, [{"input_ids": ids[None].to(device)} for ids in text], lengths
     batch, lengths = vision.probe(text)
-    batch, pixels = vision.prepare(batch, lengths)
+    batch, pixels, _ = vision.prepare(batch, lengths)
     numbers = range(len(lengths))
     packed, *alone = (
         pack_rows(batch, rows, lengths, 0, vision, pixels).to(device) for rows in (numbers, *([n] for n in numbers))

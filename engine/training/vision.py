@@ -76,8 +76,12 @@ class Vision:
 
     # Batches
 
-    def prepare(self, batch: Batch, lengths: Sequence[int], most: int | None = None) -> tuple[Batch, list[Batch]]:
-        """Check the images of a batch. Return it with `TOKEN_TYPES` and `ROPE_POSITIONS`, and the pixels of each row.
+    def prepare(
+        self, batch: Batch, lengths: Sequence[int], most: int | None = None
+    ) -> tuple[Batch, list[Batch], list[int]]:
+        """Check the images of a batch. Return it with `TOKEN_TYPES` and `ROPE_POSITIONS`, pixels and cost of each row.
+
+        The cost is a number of tokens. Tokens of images count twice, for the tower and for the language model.
 
         Args:
             batch: padded, as `validate_batch` accepts it. It may lack `TOKEN_TYPES`.
@@ -106,7 +110,8 @@ class Vision:
         if self._has_grid:
             padded = [F.pad(each, (0, 0, 0, ids.shape[1] - len(each))) for each in positions]
             prepared[ROPE_POSITIONS] = torch.stack(padded).to(device)
-        return prepared, pixels
+        costs = [length + n for length, n in zip(lengths, types.sum(1).tolist(), strict=True)]
+        return prepared, pixels, costs
 
     def _check_row(self, row: int, pixels: Batch, types: torch.Tensor, most: int | None) -> None:
         sizes = self._tokens_of_images(row, pixels)
@@ -172,12 +177,6 @@ class Vision:
         return positions[:, 0].T
 
     # Micro-batches
-
-    def join(self, pixels: Sequence[Batch]) -> Batch:
-        """Concatenate the pixels of rows. Empty if no row has an image."""
-        with_images = [own for own in pixels if own]
-        names = with_images[0] if with_images else ()
-        return {name: torch.cat([own[name] for own in with_images]) for name in names}
 
     def dummy(self, device: torch.device) -> tuple[Batch, Batch]:
         """Per-token entries of a sequence with nothing but an image, and its pixels (zeros)."""
@@ -245,7 +244,7 @@ class Vision:
                 n_tokens = sum(self._tokens_of_images(number, image))
                 parts[i] = torch.cat([parts[i], torch.full((n_tokens,), self.image_token)])
             rows.append(torch.cat(parts))
-            pixels.append(self.join(images))
+            pixels.append(join_pixels(images))
         lengths = [len(row) for row in rows]
         batch: Any = {
             "input_ids": torch.stack([F.pad(row, (0, max(lengths) - len(row))) for row in rows]),
@@ -253,6 +252,13 @@ class Vision:
             IMAGES: pixels,
         }
         return batch, lengths
+
+
+def join_pixels(pixels: Sequence[Batch]) -> Batch:
+    """Concatenate the pixels of rows. Empty if no row has an image."""
+    with_images = [own for own in pixels if own]
+    names = with_images[0] if with_images else ()
+    return {name: torch.cat([own[name] for own in with_images]) for name in names}
 
 
 def vision_tower(model: PreTrainedModel) -> str:

@@ -28,7 +28,7 @@ from holdfast.engine.memory.tensors import counts_here, local_tensor
 from holdfast.engine.training import tensor_parallel
 from holdfast.engine.training.logprobs import score_tokens, token_logprobs
 from holdfast.engine.training.meshes import is_cut
-from holdfast.engine.training.microbatch import split_batch
+from holdfast.engine.training.microbatch import CutRules, split_batch
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError
 from tests.engine.meshes import SGD, Mesh, check_loads, engine_on, fingerprint, own_rows
@@ -173,7 +173,9 @@ def test_updates_are_those_of_whole_matrices_and_equal_on_all_ranks(folders: dic
 
 def _collectives(rank: int, world_size: int, folder: str) -> None:
     engine = engine_on(folder, MESHES[0], optimizer=SGD)
-    (batch,) = split_batch(make_batch(), MicroBatchSpec(n_mbs=1), engine.control_group, ranks_with_same_data=2)
+    (batch,) = split_batch(
+        make_batch(), MicroBatchSpec(n_mbs=1), engine.control_group, rules=CutRules(ranks_with_same_data=2)
+    )
     batch = batch.to(engine.device)
     for recomputes in (False, True):
         if recomputes:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec
 from holdfast.engine.training.batch import select_rows, sequence_lengths, validate_batch
-from holdfast.engine.training.microbatch import expand_to_tokens, split_and_weigh, split_batch, unpack, weigh
+from holdfast.engine.training.microbatch import CutRules, expand_to_tokens, split_and_weigh, split_batch, unpack, weigh
 from holdfast.engine.training.partition import partition
 from holdfast.utils.errors import BatchError, PeerError
 from tests.helpers import run_ranks
@@ -71,19 +71,19 @@ def test_the_number_of_micro_batches_is_a_multiple_of_the_divisor(
 
 
 def test_a_row_is_filled_up_with_sequences_no_longer_than_its_own_that_the_loss_does_not_see() -> None:
-    (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), row_tokens=12)
+    (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), rules=CutRules(row_tokens=12))
     assert mb.n_tokens == 5 and mb.cu_seqlens.tolist() == [0, 3, 5]
     row = mb.row()
     assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2, 0]
     assert row.cu_seqlens.tolist() == [0, 3, 5, 8, 11, 12] and row.lengths == (3, 2, 3, 3, 1)
     assert row.data["input_ids"].tolist() == [*mb.data["input_ids"].tolist(), *[0] * 7]
     assert row.cu_seqlens.dtype == mb.cu_seqlens.dtype
-    (longer,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), row_tokens=4)
+    (longer,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), rules=CutRules(row_tokens=4))
     assert longer.row().n_tokens == 5, "a sequence that is too long stays whole"
 
 
 def test_a_dummy_has_the_shape_of_the_other_rows() -> None:
-    (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), row_tokens=9)
+    (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), rules=CutRules(row_tokens=9))
     for dummy in (mb.first_token(), mb.first_token().first_token()):
         assert dummy.n_tokens == 1 and dummy.row().n_tokens == 9
         assert dummy.row().lengths == (1, 3, 3, 2), "as long as sequences of the batch, not one token each"
@@ -275,9 +275,9 @@ def _batches_of_two_data_ranks(rank: int, world_size: int, differs: str) -> None
         batch[differs][0, 1] += 1
     if differs:
         with pytest.raises(BatchError, match=r"ranks 2 and 3 share their data \(2 ranks do\), but were given"):
-            split_batch(batch, spec, None, ranks_with_same_data=2)
+            split_batch(batch, spec, rules=CutRules(ranks_with_same_data=2))
         return
-    weighed = split_and_weigh(batch, spec, lambda data: data["loss_mask"].sum(), ranks_with_same_data=2)
+    weighed = split_and_weigh(batch, spec, lambda data: data["loss_mask"].sum(), rules=CutRules(ranks_with_same_data=2))
     assert weighed.total == (2 + 4 + 1) + 3, "each data rank counts once"
     assert len(weighed.micro_batches) == 2
 
