@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chaos import GrpoRun
+from chaos import GrpoRun, sha256
 from demo import finish, follow, kill_and_watch, show
 from reasoning import ReasoningConfig
 from vision import VisionConfig
@@ -52,6 +52,7 @@ def main(job: str = "reasoning") -> int:
     before = accuracy[max(step for step in accuracy if step < config.sft_steps)]
     seconds = f"{time.monotonic() - started:.0f} s"
     console.print(f"right on held-out items: {before:.0%} before GRPO, {accuracy[last]:.0%} after it, after {seconds}")
+    console.print(f"SHA-256 of the final weights: {sha256(run.final_weights())}", soft_wrap=True)
     console.print(f"The picture: {run.trial_root / 'held_out.png'}", soft_wrap=True)
     return 0 if accuracy[last] > before else 1
 

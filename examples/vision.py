@@ -178,12 +178,13 @@ def draw(config: VisionConfig) -> Path:
     for number, axes in enumerate(halves[1].subplots(1, N_SHOWN)):
         image, colour, right = draw_squares(config.seed, number, held_out=True)
         axes.imshow(image)
-        axes.set(xticks=[], yticks=[], title=f"How many are {colour}?")
+        axes.set(xticks=[], yticks=[], xlabel="\n" * len(shown))  # room for the answers
+        axes.set_title(f"How many are {colour}?", fontsize=10)
         for line, entry in enumerate(shown):
             said = int(entry[f"answer/{number}"])
             text = f"step {entry['step']}: {'no number' if said < 0 else said}"
-            colour = "tab:green" if said == right else "tab:red"
-            axes.text(0.5, -0.12 - 0.13 * line, text, color=colour, transform=axes.transAxes, ha="center", va="center")
+            colour, below = "tab:green" if said == right else "tab:red", (0, -13 * (line + 1))
+            axes.annotate(text, (0.5, 0), below, "axes fraction", "offset points", color=colour, ha="center")
     path = config.recover.trial_root / "held_out.png"
     figure.savefig(path, dpi=110)
     return path
