@@ -38,6 +38,8 @@ _PROBE = "holdfast_plan"
 """Name of an attention in transformers that computes nothing and keeps what flash attention keeps."""
 _MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "adam8bit": 2 + 8 / BLOCK, "muon": 8, "sgd": 4}
 """Bytes of optimizer state per trained parameter. SGD has none without momentum, and Muon 4 for matrices."""
+UNCOUNTED = "activations of the vision tower are not counted"
+"""True of every plan with ``train_vision``, because the tower's forward depends on the sizes of images."""
 _attended: ContextVar[Callable[[torch.Tensor], None]] = ContextVar("attended")
 """Called with each result of an attention."""
 
@@ -269,8 +271,9 @@ def log_plan(config: TrainEngineConfig, strategy: ParallelStrategy, device: torc
         return
     largest = sorted(plan.on_device.items(), key=lambda part: -part[1])[:3]
     logger.info(
-        "a step of %d tokens per micro-batch is planned to take %.3g GB on each rank (%s); the device has %.3g GB%s",
+        "a step of %d tokens per micro-batch is planned to take %.3g GB on each rank (%s); the device has %.3g GB%s%s",
         tokens, plan.peak / 1e9, ", ".join(f"{name} {n_bytes / 1e9:.3g}" for name, n_bytes in largest), memory / 1e9,
+        f"; {UNCOUNTED}" if config.train_vision else "",
         "; holdfast plan says what to change" if plan.peak > memory else "",
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -160,8 +159,10 @@ def describe_unusable(error: Exception) -> str:
 def build_causal_on_meta(config: TrainEngineConfig) -> PreTrainedModel | None:
     """Build the causal language model of a critic's ``config.path``. None if transformers has none for the
     architecture."""
+    causal = copy.copy(config)
+    causal.is_critic = False  # not with replace(), because configs of critics and reward models refuse it
     try:
-        return _construct(replace(config, is_critic=False), torch.float32)
+        return _construct(causal, torch.float32)
     except ConfigError:
         return None
 

@@ -137,13 +137,13 @@ def check_packing(
     windows = _windows(model.config)
     if _comes_out_alike(model, windows, device, group, sees=sees):
         return
-    name = unsharded_class(model).__name__
+    name, switch = unsharded_class(model).__name__, "train_vision" if sees else "pack_sequences"
     if not windows or not _comes_out_alike(model, (), device, group, sees=sees):
-        raise ConfigError(f"{name} lets packed sequences see each other; set config key 'pack_sequences' to false")
+        raise ConfigError(f"{name} lets packed sequences see each other; set config key {switch!r} to false")
     cut_the_row = [key for key in windows if not _comes_out_alike(model, (key,), device, group, sees=sees)]
     key = min(cut_the_row or windows, key=windows.__getitem__)
     if max_row_tokens is None or max_row_tokens > windows[key]:
-        other_way = "" if key in length_boundaries(model.config) else ", or 'pack_sequences' to false"
+        other_way = "" if key in length_boundaries(model.config) else f", or {switch!r} to false"
         raise ConfigError(
             f"{name} computes packed sequences wrongly in rows of more than {windows[key]} tokens (its {key!r}); set "
             f"config key 'mb_spec.max_tokens_per_mb' to {windows[key]} or less{other_way}"
@@ -213,7 +213,7 @@ def _difference_is_small(
         except NOT_UNDERSTOOD as error:
             raise ConfigError(
                 f"{unsharded_class(model).__name__} fails at a packed row ({reason_of(error)}); set config key "
-                "'pack_sequences' to false"
+                f"{'train_vision' if sees else 'pack_sequences'!r} to false"
             ) from error
     return all_agree(all(difference <= _LIMITS[dtype] for difference in differences), group)
 

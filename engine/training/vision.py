@@ -3,7 +3,7 @@
 Two families of models are understood:
 
 - Grid: images have any size. ``pixel_values`` is ``[patches, channels * t * p * p]`` and ``image_grid_thw`` ``[images,
-  3]``. Positions come from the model's ``get_rope_index`` (Qwen2-VL to Qwen3-VL, GLM-4V).
+  3]``. Positions come from the model's ``get_rope_index`` (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V).
 - Fixed: all images have one size and one number of tokens. ``pixel_values`` is ``[images, channels, height, width]``
   (Gemma 3, InternVL, LLaVA).
 
@@ -98,7 +98,7 @@ class Vision:
             rows = (given.cpu().long() != types).flatten(1).any(1).nonzero().flatten().tolist()
             raise BatchError(
                 f"batch[{TOKEN_TYPES!r}] of row(s) {rows[:8]} is not 1 at image tokens (id {self.image_token}) and 0 "
-                "elsewhere; leave it out, or take the processor's. Videos are not supported yet"
+                "elsewhere; leave it out, or take the processor's. Videos are not supported"
             )
         positions = []
         for row, (own, length) in enumerate(zip(pixels, lengths, strict=True)):
@@ -137,7 +137,9 @@ class Vision:
         names = {_PIXELS, _GRID} if self._has_grid else {_PIXELS}
         where = f"batch[{IMAGES!r}][{row}]"
         if pixels and pixels.keys() != names:
-            raise BatchError(f"{where} has the keys {sorted(pixels)}; expected {sorted(names)}, or none without images")
+            videos = ". Videos are not supported" if any("video" in name or "second" in name for name in pixels) else ""
+            expected = f"expected {sorted(names)}, or none without images{videos}"
+            raise BatchError(f"{where} has the keys {sorted(pixels)}; {expected}")
         if not pixels:
             return []
         values = pixels[_PIXELS]

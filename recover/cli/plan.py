@@ -66,6 +66,7 @@ class _Share(click.ParamType):
 @click.option("--checkpointing", is_flag=True, help="Recompute activations (gradient_checkpointing: true).")
 @click.option("--selective", is_flag=True, help="Recompute some of them (gradient_checkpointing: selective).")
 @click.option("--lora", type=click.IntRange(1), help="Train adapters of this rank.")
+@click.option("--vision", is_flag=True, help="Train on images and text (train_vision).")
 @click.option("--offload", type=click.Choice(("optimizer", "params")),
               help="Keep state in host memory: optimizer.offload or fsdp.offload_params.")  # fmt: skip
 @click.option("--colocate", type=_Share(), help="A server that takes turns with training on the same GPUs, with this "
@@ -87,6 +88,7 @@ def plan_command(model: str, as_json: bool, **asked: Any) -> None:
         fsdp=FSDPConfig(replicate_size=asked["replicate"], offload_params=asked["offload"] == "params"),
         optimizer=OptimizerConfig(type=asked["optimizer"], offload=asked["offload"] == "optimizer"),
         gradient_checkpointing="selective" if asked["selective"] else asked["checkpointing"],
+        train_vision=asked["vision"],
         use_lora=asked["lora"] is not None,
         lora_rank=asked["lora"] or 32,
     )
@@ -180,7 +182,7 @@ def _options(case: _Case) -> Iterator[tuple[str, _Case]]:
     for name in "cte":
         larger = strategy.sizes | {name: 2 * strategy.sizes[name]}
         ranks = larger["c"] * larger["t"]
-        if name == "e" and not any(unit.experts for unit in sizes.blocks):
+        if (name == "e" and not any(unit.experts for unit in sizes.blocks)) or (config.train_vision and name != "e"):
             continue
         if (config.use_lora and name != "c") or case.gpus % ranks or (name != "e" and sizes.key_value_heads % ranks):
             continue
@@ -231,6 +233,8 @@ def _found(case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth
 
 
 def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
+    from ...engine.model.memory_plan import UNCOUNTED
+
     per_gpu, disk, seconds = found["bytes_per_gpu"], found["bytes_on_disk"], found["seconds"]
     mesh = "".join(f"{name}{size}" for name, size in found["mesh"].items() if size > 1 or name == "d")
     rows = [(text, size_text(per_gpu[name])) for name, text in _PARTS.items() if per_gpu[name]]
@@ -243,6 +247,8 @@ def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
     gpus = f"{case.gpus} GPU{'s' * (case.gpus > 1)}"
     title = f"{model}, {found['parameters'] / 1e9:.3g}B parameters, {gpus} ({mesh}), {case.tokens} tokens"
     print_table(("on each GPU", ">"), rows, title)
+    if case.config.train_vision:
+        click.echo(f"{UNCOUNTED[0].upper()}{UNCOUNTED[1:]}.\n")
     before, lines = per_gpu["peak"], []
     for change in found["changes"]:
         sizes = (before - change["peak_bytes"], change["peak_bytes"], change["host_bytes_per_node"])

@@ -17,6 +17,7 @@ from .output import json_option, number_text, print_json, print_table, size_text
 from .runs import generation_argument, read_generation
 
 _METADATA = "/.metadata"
+_TEXT = ".language_model."
 
 
 @click.command("show", short_help="Show the contents of a generation.")
@@ -108,11 +109,16 @@ def _describe_engine(small: _SmallFiles, engine: str, facts: Any, list_tensors: 
 
     layout = parse_metadata(small.read(f"{engine}{_METADATA}"))
     kinds: dict[str, dict[str, int]] = {}
+    weights = (key.removeprefix(f"{ROOT}.model.") for key in layout.tensors if key.startswith(f"{ROOT}.model."))
+    body = next((name.partition(_TEXT)[0] for name in weights if _TEXT in name), "")
     for key, stored in layout.tensors.items():
         name = key.removeprefix(f"{ROOT}.")
         part, _, rest = name.partition(".")
         # The kind of ``optim.state.layers.0.weight.exp_avg`` is ``optim exp_avg``.
         kind = f"optim {rest.rpartition('.')[2]}" if name.startswith("optim.state.") else part
+        if body and part in ("model", "optim"):  # a multimodal model: tell its tower and its language model apart
+            inner = rest.removeprefix("state.").removeprefix(f"{body}.")
+            kind += f", {inner.partition('.')[0]}" if "." in inner else ""
         sums = kinds.setdefault(kind, {"tensors": 0, "elements": 0, "bytes": 0})
         elements = math.prod(stored.shape)
         sums["tensors"] += 1

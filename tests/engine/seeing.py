@@ -27,6 +27,20 @@ _TEXT = {
 _MROPE = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [1, 1, 2]}
 _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 _VALUES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        **_IDS,
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    },
     "qwen2_5_vl": {  # Qwen2.5-VL-7B: a windowed tower with some blocks of full attention
         **_IDS,
         "text_config": {**_TEXT, "rope_parameters": _MROPE},
@@ -125,7 +139,6 @@ _VALUES: dict[str, dict[str, Any]] = {
     },
 }
 MODELS = tuple(_VALUES)
-GRID = ("qwen2_5_vl", "qwen3_vl", "glm4v")
 
 
 def config_of(model_type: str) -> PreTrainedConfig:
