@@ -32,7 +32,7 @@ VERL_VENV := .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo learn serve-demo test test-slow test-all test-verl test-vllm test-peers test-simulated-gpu faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
+.PHONY: help demo learn learn-vision serve-demo test test-slow test-all test-verl test-vllm test-peers test-simulated-gpu faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ demo: $(INSTALLED)  ## Kill a training run twice and compare its final weights w
 
 learn: $(INSTALLED)  ## GRPO on reasoning-gym from scratch, killed twice on its way; draws the accuracy on held-out items
 	$(PY) examples/learn.py
+
+learn-vision: $(INSTALLED)  ## GRPO of a tiny model that sees, which learns to count coloured squares; as make learn
+	$(PY) examples/learn.py vision
 
 serve-demo: $(INSTALLED) $(VLLM_INSTALLED)  ## GRPO with two vLLM servers on the CPU (gigabytes to install); a mirror, a server, a trainer and the driver are killed
 	$(PY) examples/serve_demo.py
@@ -115,7 +118,7 @@ gpu: $(GPU_INSTALLED)  ## Run the tests that need a GPU, with the torch of PYTHO
 		$(GPU_PY) -m tests.gpu.shared_gpu && exit $$code
 
 clean:  ## Remove what these targets made, .venv included; runs/ stays
-	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info site demo_out learn_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright
+	rm -rf $(VENV) $(GPU_VENV) $(VLLM_VENV) $(VERL_VENV) build dist *.egg-info site demo_out learn_out learn_vision_out serve_demo_out bench_out faults_out coverage_out durations_out gpu_out .simulated_cuda .pytest_cache .ruff_cache .pyright
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

@@ -1,7 +1,9 @@
-"""``make learn``: `examples/reasoning.py` from scratch, while a trainer and then the driver are killed.
+"""``make learn`` and ``make learn-vision``: a job from scratch, while a trainer and then the driver are killed.
 
-Prints the kills and the accuracy on held-out items before and after GRPO, draws it to ``learn_out/``, and exits with 1
-if the accuracy has not risen.
+    python examples/learn.py [reasoning|vision]
+
+Prints the kills and the accuracy on held-out items before and after GRPO, draws it to ``learn_out/`` or
+``learn_vision_out/``, and exits with 1 if the accuracy has not risen.
 """
 
 import shutil
@@ -12,27 +14,28 @@ from pathlib import Path
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
-from chaos import GrpoRun
+from chaos import GrpoRun, sha256
 from demo import finish, follow, kill_and_watch, show
 from reasoning import ReasoningConfig
+from vision import VisionConfig
 
 from holdfast.utils.config import load_config
 from holdfast.utils.metrics import read_stats
 
-OUT = Path("learn_out").absolute()
-SCRIPT = Path(__file__).with_name("reasoning.py")
+JOBS = {"reasoning": (ReasoningConfig, "learn_out"), "vision": (VisionConfig, "learn_vision_out")}
 
 
-def main() -> int:
-    """Run the job and its kills."""
+def main(job: str = "reasoning") -> int:
+    """Run a job of `JOBS` and its kills."""
     console, started = Console(), time.monotonic()
-    config = load_config(ReasoningConfig, SCRIPT.with_suffix(".yaml"))
+    script, (kind, folder) = Path(__file__).with_name(f"{job}.py"), JOBS[job]
+    config, out = load_config(kind, script.with_suffix(".yaml")), Path(folder).absolute()
     grpo_steps, last = config.total_steps - config.sft_steps, config.total_steps - 1
     console.print(
         f"{config.sft_steps} supervised steps, then {grpo_steps} of GRPO, on {config.task}; it is killed twice."
     )
-    shutil.rmtree(OUT, ignore_errors=True)
-    run = GrpoRun(OUT, script=SCRIPT, experiment=config.experiment_name)
+    shutil.rmtree(out, ignore_errors=True)
+    run = GrpoRun(out, script=script, experiment=config.experiment_name)
     try:
         run.start()
         follow(console, run, config.sft_steps + grpo_steps // 3, "learning", config.total_steps)
@@ -49,9 +52,10 @@ def main() -> int:
     before = accuracy[max(step for step in accuracy if step < config.sft_steps)]
     seconds = f"{time.monotonic() - started:.0f} s"
     console.print(f"right on held-out items: {before:.0%} before GRPO, {accuracy[last]:.0%} after it, after {seconds}")
+    console.print(f"SHA-256 of the final weights: {sha256(run.final_weights())}", soft_wrap=True)
     console.print(f"The picture: {run.trial_root / 'held_out.png'}", soft_wrap=True)
     return 0 if accuracy[last] > before else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -4,13 +4,21 @@ It takes the place of an inference server (vLLM, SGLang): it never sees the trai
 to, and reports which one it serves. The caller gives the seed, so a repeated step samples the same completions.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from holdfast.engine.api import Batch
+from holdfast.engine.training.batch import with_images
 from holdfast.utils.logging import configure_logging
 
 
@@ -35,23 +43,36 @@ class RolloutWorker:
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
         """Load a published folder and serve it from now on."""
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(path)
+        sees = hasattr(config, "vision_config")
+        factory: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = factory.from_pretrained(path, dtype=torch.float32)
         self.model = model.to(self.device).eval()
         self.stop_ids = _stop_ids(self.tokenizer, self.model.generation_config)
         # The folder's own generation config may cut the distribution (top_p ...), so that log-probabilities would
         # differ from
         # the trainer's.
         self.model.generation_config = GenerationConfig(
-            pad_token_id=self.tokenizer.pad_token_id, eos_token_id=self.stop_ids
+            pad_token_id=self.tokenizer.pad_token_id,
+            eos_token_id=self.stop_ids,
+            suppress_tokens=[config.image_token_id, config.video_token_id] if sees else None,  # they stand for images
         )
         self.version = version
         return version
 
     @torch.no_grad()
     def generate(
-        self, prompts: list[list[int]], n_samples: int, max_new_tokens: int, temperature: float, seed: int
+        self,
+        prompts: list[list[int]],
+        n_samples: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        images: Sequence[Batch] | None = None,
     ) -> Batch:
         """Sample ``n_samples`` completions of each prompt, or greedy ones at temperature 0.
+
+        ``images`` are the processor's tensors for the image of each prompt, and become the entry `IMAGES` of the batch.
 
         Returns:
             Right-padded ``[B, S]`` tensors on the CPU with B = prompts x samples rows, samples of a prompt next to each
@@ -67,6 +88,10 @@ class RolloutWorker:
         torch.manual_seed(seed)
         rows = [prompt for prompt in prompts for _ in range(n_samples)]
         padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.device)
+        seen = None if images is None else [each for each in images for _ in range(n_samples)]
+        if seen is not None:
+            padded["mm_token_type_ids"] = (padded["input_ids"] == self.model.config.image_token_id).long()
+            padded |= {name: torch.cat([each[name] for each in seen]).to(self.device) for name in seen[0]}
         out = self.model.generate(
             **padded,
             **({"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}),
@@ -77,7 +102,7 @@ class RolloutWorker:
         completions = out.sequences[:, padded["input_ids"].shape[1] :]
         logprobs = torch.stack([scores.float().log_softmax(-1) for scores in out.scores], dim=1)
         logprobs = logprobs.gather(-1, completions[..., None])[..., 0]
-        return self._pack(rows, completions.cpu(), logprobs.cpu())
+        return with_images(self._pack(rows, completions.cpu(), logprobs.cpu()), seen)
 
     def _pack(self, rows: list[list[int]], completions: torch.Tensor, logprobs: torch.Tensor) -> Batch:
         stops = torch.isin(completions, torch.tensor(self.stop_ids)).long()

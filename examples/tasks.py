@@ -5,23 +5,26 @@ job is a number, and the driver needs nothing else. The task itself exists only 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
 from rollout import RolloutWorker
 
 from holdfast.engine.api import Batch
+from holdfast.engine.training.batch import with_images
 
 
 class Item(TypedDict):
-    """One item of a task. The model sees only the prompt.
+    """One item of a task. The model sees only the prompt and the images.
 
     ``answer_ids`` is the target of supervised fine-tuning, including the end token. ``data`` is for the reward.
+    ``images`` are the processor's tensors for the images of the prompt. All items of a task have some, or none has.
     """
 
     prompt_ids: list[int]
     answer_ids: list[int]
     data: dict[str, Any]
+    images: NotRequired[Batch]
 
 
 class Task(Protocol):
@@ -77,8 +80,7 @@ class TaskWorker(RolloutWorker):
     ) -> tuple[Batch, dict[str, float]]:
         """Sample ``n_samples`` answers to each item. Returns `generate`'s batch with ``rewards`` ``[B]``, and stats."""
         items = [self.task.item(number) for number in numbers]
-        prompts = [item["prompt_ids"] for item in items]
-        batch = self.generate(prompts, n_samples, self.task.max_new_tokens, temperature, seed)
+        batch = self._answer(items, n_samples, temperature, seed)
         rewards = self.task.rewards([item for item in items for _ in range(n_samples)], _answers(batch))
         return {**batch, "rewards": torch.tensor(rewards)}, self.task.stats()
 
@@ -88,8 +90,7 @@ class TaskWorker(RolloutWorker):
         The policy gives one answer per item, greedily at temperature 0.
         """
         items = [self.task.item(number, held_out=True) for number in range(n_items)]
-        prompts = [item["prompt_ids"] for item in items]
-        batch = self.generate(prompts, 1, self.task.max_new_tokens, temperature, seed)
+        batch = self._answer(items, 1, temperature, seed)
         right = [float(reward == 1.0) for reward in self.task.rewards(items, _answers(batch))]
         names = [item["data"]["task"] for item in items]
         stats = {"held_out": sum(right) / n_items}
@@ -97,6 +98,11 @@ class TaskWorker(RolloutWorker):
             own = [score for score, its in zip(right, names, strict=True) if its == name]
             stats[f"held_out/{name}"] = sum(own) / len(own)
         return stats
+
+    def answers(self, n_items: int) -> list[str]:
+        """Return the likeliest answers to the first ``n_items`` held-out items as text."""
+        items = [self.task.item(number, held_out=True) for number in range(n_items)]
+        return self.tokenizer.batch_decode(_answers(self._answer(items, 1, 0.0, 0)), skip_special_tokens=True)
 
     def demonstrate(self, numbers: Sequence[int]) -> Batch:
         """Return items with their right answers, for supervised fine-tuning: right-padded ``[B, S]`` int64 tensors
@@ -110,7 +116,15 @@ class TaskWorker(RolloutWorker):
             batch["input_ids"][row, : len(ids)] = torch.tensor(ids)
             batch["attention_mask"][row, : len(ids)] = 1
             batch["loss_mask"][row, start : len(ids)] = 1
-        return batch
+        return with_images(batch, _images(items))
+
+    def _answer(self, items: Sequence[Item], n_samples: int, temperature: float, seed: int) -> Batch:
+        prompts, images = [item["prompt_ids"] for item in items], _images(items)
+        return self.generate(prompts, n_samples, self.task.max_new_tokens, temperature, seed, images)
+
+
+def _images(items: Sequence[Item]) -> list[Batch] | None:
+    return [item["images"] for item in items if "images" in item] or None
 
 
 def _answers(batch: Batch) -> list[list[int]]:

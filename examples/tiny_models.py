@@ -1,4 +1,4 @@
-"""Model folders for the examples: config and tokenizer of a tiny Qwen3, to be trained from scratch."""
+"""Model folders for the examples: config and tokenizer of tiny models, to be trained from scratch."""
 
 import re
 from collections.abc import Sequence
@@ -6,13 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2VLImageProcessorPil,
+    Qwen3Config,
+)
 
 from holdfast.utils.files import commit_folder, fsync_file, remove_folder, staging_path, walk_files
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """The first tokens of every vocabulary."""
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = range(4)
+IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+"""Further tokens of a model that sees, with Qwen-VL's names."""
+_SPECIAL: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
 
 
 def make_tokenizer(vocabulary: Sequence[str], chat_template: str | None = None) -> PreTrainedTokenizerFast:
@@ -65,12 +76,6 @@ def write_tiny_qwen3(
     Returns:
         ``folder``.
     """
-    folder = Path(folder)
-    if folder.exists():
-        return folder
-    staging = staging_path(folder)
-    staging.mkdir(parents=True)
-    special: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=len(tokenizer),
@@ -83,13 +88,77 @@ def write_tiny_qwen3(
         max_position_embeddings=max_length,
         tie_word_embeddings=not for_vllm,
         dtype="float32",
-        **special,
+        **_SPECIAL,
     )
-    if for_vllm:
+    return _write_folder(Path(folder), config, tokenizer, with_weights=for_vllm)
+
+
+def write_tiny_qwen2_5_vl(
+    folder: str | Path, tokenizer: PreTrainedTokenizerFast, layers: int, hidden: int, patch: int
+) -> Path:
+    """Make a folder like `write_tiny_qwen3` with a tiny Qwen2.5-VL, and an image processor that does not resize.
+
+    Args:
+        folder: path of the folder. Its parents are created.
+        tokenizer: a tokenizer from `make_tokenizer` whose vocabulary has `IMAGE_TOKENS`.
+        layers: number of layers of the language model, and of the vision tower.
+        hidden: width of both, a multiple of 32.
+        patch: side of a patch in pixels. Two by two patches are a token, so sides of images are multiples of twice it.
+    """
+    image, video, start, end = (tokenizer.get_vocab()[token] for token in IMAGE_TOKENS)
+    spread = {"initializer_range": 0.08}  # with the default of 0.02, a narrow tower hardly learns
+    quarter = hidden // 32
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2 * quarter, quarter, quarter],
+        },
+        "tie_word_embeddings": True,
+        **_SPECIAL,
+    }
+    vision = {
+        "depth": layers,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_heads": 2,
+        "out_hidden_size": hidden,
+        "patch_size": patch,
+        "window_size": 4 * patch,
+        "fullatt_block_indexes": list(range(layers)),
+    }
+    config = Qwen2_5_VLConfig(
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
+        text_config={**text, **spread},
+        vision_config={**vision, **spread},
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    processor = Qwen2VLImageProcessorPil(patch_size=patch, do_resize=False)
+    return _write_folder(Path(folder), config, tokenizer, processor)
+
+
+def _write_folder(folder: Path, config: PreTrainedConfig, *parts: Any, with_weights: bool = False) -> Path:
+    """Write config, generation config and ``parts`` into a folder that appears complete, unless it exists."""
+    if folder.exists():
+        return folder
+    staging = staging_path(folder)
+    staging.mkdir(parents=True)
+    if with_weights:
         AutoModelForCausalLM.from_config(config).save_pretrained(staging)
-    config.save_pretrained(staging)
-    GenerationConfig(**special, do_sample=False).save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
+    for part in (*parts, config, GenerationConfig(**_SPECIAL, do_sample=False)):
+        part.save_pretrained(staging)
     for name in walk_files(staging):
         fsync_file(staging / name)
     try:
