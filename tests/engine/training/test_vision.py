@@ -29,7 +29,7 @@ from holdfast.engine.rl.update import split_minibatches
 from holdfast.engine.rollouts.ledger import Ledger
 from holdfast.engine.rollouts.trajectory import concat_trajectories
 from holdfast.engine.training.batch import IMAGES, join_trajectories, select_rows
-from holdfast.utils.errors import BatchError, ConfigError
+from holdfast.utils.errors import BatchError, ConfigError, PeerError
 from holdfast.utils.plain_values import pack_plain, unpack_plain
 from tests.engine.hf.mirrored import files_of_version
 from tests.engine.hf.test_export import _tokenizer as small_tokenizer
@@ -270,10 +270,15 @@ def test_bad_images_end_in_one_error_on_all_ranks(qwen: Path) -> None:
         assert second[change][0] == "PeerError", change
 
 
-def test_an_image_larger_than_a_row_is_refused(qwen: Path) -> None:
-    engine = new_engine(qwen, mb_spec=MicroBatchSpec(max_tokens_per_mb=5))
-    with pytest.raises(BatchError, match="an image of 6 tokens"):
-        engine.forward_batch(seeing_batch(qwen, (1,)))
+def _large_image(rank: int, world_size: int, folder: Path) -> str:
+    engine = new_engine(folder, mb_spec=MicroBatchSpec(max_tokens_per_mb=5))
+    with pytest.raises(PeerError if rank else BatchError) as caught:
+        engine.forward_batch(seeing_batch(folder, (1 - rank,)))
+    return str(caught.value)
+
+
+def test_an_image_larger_than_a_row_is_one_error_on_all_ranks(qwen: Path) -> None:
+    assert all("an image of 6 tokens" in message for message in run_ranks(_large_image, 2, qwen))
 
 
 def test_minibatches_carry_images_and_fillers_have_none(qwen: Path) -> None:
@@ -408,7 +413,7 @@ def _loads_dcp(rank: int, world_size: int, folder: Path, out: Path, was: int) ->
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 @pytest.mark.slow
