@@ -324,6 +324,8 @@ class RolloutExecutor:
         self._tasks.discard(task)
         if not self._closed:
             self._fill()
+        elif not task.cancelled():
+            task.exception()  # retrieved, or asyncio would log it
 
     async def _run(self, ticket: Ticket, data: Any) -> None:
         engine = TicketEngine(ticket, ticket.step - self.config.max_head_offpolicyness, self._sender)

@@ -61,6 +61,10 @@ def encode_prompt(processor: Any, data: Mapping[str, Any]) -> EncodedPrompt:
     if "messages" not in data:
         raise ConfigError(f"the sample has no 'messages'; it has {sorted(data)}")
     sources = list(data.get("images") or ())
+    contents = [message["content"] for message in data["messages"]]
+    shown = sum(part["type"] == "image" for content in contents if not isinstance(content, str) for part in content)
+    if shown and shown != len(sources):  # a text may have placeholders, too. Processors check those, but not all do
+        raise PromptError(f"the messages show {shown} image(s), the sample has {len(sources)}: {_names(sources)}")
     files = [_read(number, source) for number, source in enumerate(sources)]
     pictures = [_decode(*each) for each in zip(sources, files, strict=True)]
     text = processor.apply_chat_template(data["messages"], add_generation_prompt=True, tokenize=False)

@@ -139,11 +139,14 @@ def damage(sample: dict[str, Any], how: str) -> str:
     if how == "decoded":
         sample["images"][0] = Image.open(path)
         return r"image 0 of the sample is a PngImageFile; expected a path or the bytes of a file \(cast"
+    if how == "a line":
+        path.write_bytes(picture(1, 6000, 28))
+        return "ImageProcessor refuses 'user w1 .*' with 2 image.*: absolute aspect ratio must be smaller than 200"
     sample["images"] = {"one too few": [path], "one too many": [path] * 3}[how]
-    return "ImageProcessor refuses 'user w1 .* with [13] image"
+    return r"the messages show 2 image\(s\), the sample has [13]: \["
 
 
-@pytest.mark.parametrize("how", ["cut off", "no image", "missing", "decoded", "one too few", "one too many"])
+@pytest.mark.parametrize("how", ["cut off", "no image", "missing", "decoded", "one too few", "one too many", "a line"])
 def test_a_bad_image_ends_the_wait_at_once(how: str, samples: list[Any], processor: Any, pool: CallPool) -> None:
     message = damage(samples[0], how)
     with pytest.raises(RolloutError, match=rf"ticket \d of step 0 \(dataset index \d+\) .*PromptError: .*{message}"):
