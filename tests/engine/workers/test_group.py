@@ -216,6 +216,22 @@ def test_the_local_rank_is_the_own_gpu_when_ray_shows_all() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the two GPUs of this test are made up")
+def test_a_trainer_and_a_server_share_each_gpu_if_trainers_take_more_than_half() -> None:
+    shares = {"trainer": 0.6, "server": 0.4}
+    groups = [
+        WorkerGroup(
+            Worker, world_size=2, name=name, resources=WorkerResources(cpus=0.5, gpus=share), process_group=False
+        )
+        for name, share in shares.items()
+    ]
+    for group in groups:
+        assert sorted(described["gpus"] for described in group.call_all("describe")) == ["0", "1"]
+    for group in groups:
+        group.shutdown()
+
+
+@pytest.mark.slow
 def test_a_device_index_is_the_place_among_the_visible_gpus() -> None:
     assert device_index([3], None) == 3
     assert device_index(["3"], "3") == 0
