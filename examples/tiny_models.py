@@ -106,38 +106,24 @@ def write_tiny_qwen2_5_vl(
         patch: side of a patch in pixels. Two by two patches are a token, so sides of images are multiples of twice it.
     """
     image, video, start, end = (tokenizer.get_vocab()[token] for token in IMAGE_TOKENS)
-    spread = {"initializer_range": 0.08}  # with the default of 0.02, a narrow tower hardly learns
-    quarter = hidden // 32
+    # With the default initializer_range of 0.02, a narrow tower learns slowly.
+    shape: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "initializer_range": 0.08}
+    sections = [hidden // 16, hidden // 32, hidden // 32]
     text = {
         "vocab_size": len(tokenizer),
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "max_position_embeddings": 256,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [2 * quarter, quarter, quarter],
-        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
         "tie_word_embeddings": True,
-        **_SPECIAL,
     }
-    vision = {
-        "depth": layers,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_heads": 2,
-        "out_hidden_size": hidden,
-        "patch_size": patch,
-        "window_size": 4 * patch,
-        "fullatt_block_indexes": list(range(layers)),
-    }
+    tower = {"depth": layers, "num_heads": 2, "out_hidden_size": hidden, "patch_size": patch}
+    windows = {"window_size": 4 * patch, "fullatt_block_indexes": list(range(layers))}
     config = Qwen2_5_VLConfig(
         architectures=["Qwen2_5_VLForConditionalGeneration"],
-        text_config={**text, **spread},
-        vision_config={**vision, **spread},
+        text_config={**shape, **text, **_SPECIAL},
+        vision_config={**shape, **tower, **windows},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
