@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx2
 
+from holdfast.utils.processes import die_with_parent
 from tests.helpers import free_port
 from tests.limits import stretched
 from tests.live_vllm import liar
@@ -75,7 +76,13 @@ class LiveServer:
         environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": search, liar.SWITCH: str(self._lie)}
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
             )
 
     def wait_until_ready(self) -> None:
