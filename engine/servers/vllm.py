@@ -199,6 +199,7 @@ class VLLMServer(ServerClient):
         return paused
 
     def _pause(self, calls: Calls, phase: str) -> None:
+        # Without clear_cache, an image from before a reload would kill the server, which still counts it as encoded.
         calls.post(phase, "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
 
     def _go_on(self, calls: Calls) -> None:
