@@ -181,8 +181,9 @@ def seeing_batch(folder: Path, images: Sequence[int], seed: int = 1) -> Batch:
                 own.append({"pixel_values": torch.randn(shape, generator=generator), "image_grid_thw": grid})
             else:
                 n_tokens = getattr(config, "mm_tokens_per_image", None) or config.image_seq_length
-                own.append({"pixel_values": torch.randn(1, 3, 16, 16, generator=generator)})
-            ids += [IMAGE] * n_tokens + _text(2 + image, generator)
+                sides = [vision.image_size] * 2 if isinstance(vision.image_size, int) else vision.image_size
+                own.append({"pixel_values": torch.randn(1, 3, *sides, generator=generator)})
+            ids += [config.image_token_id] * n_tokens + _text(2 + image, generator)
         rows.append(ids + _text(4, generator))
         pixels.append({key: torch.cat([each[key] for each in own]) for key in (own[0] if own else ())})
     most = max(map(len, rows))
@@ -191,8 +192,8 @@ def seeing_batch(folder: Path, images: Sequence[int], seed: int = 1) -> Batch:
         "attention_mask": torch.tensor([[1] * len(row) + [0] * (most - len(row)) for row in rows]),
         IMAGES: pixels,
     }
-    batch["loss_mask"] = batch["attention_mask"] * (batch["input_ids"] != IMAGE)
-    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
+    batch["mm_token_type_ids"] = (batch["input_ids"] == config.image_token_id).long()
+    batch["loss_mask"] = batch["attention_mask"] * (1 - batch["mm_token_type_ids"])
     return batch
 
 
@@ -207,11 +208,15 @@ def alone_logprobs(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     for row, own in enumerate(images):
         length = int(batch["attention_mask"][row].sum())
         ids = batch["input_ids"][row : row + 1, :length]
-        types = (ids == IMAGE).long()
-        named = {"gemma3": "token_type_ids", "internvl": None, "llava": None}
-        name = named.get(model.config.model_type, "mm_token_type_ids")
-        more = {} if name is None else {name: types}
-        logits = model(input_ids=ids, **own, **more, use_cache=False).logits.float()
+        logits = model(input_ids=ids, **image_inputs(model, ids, own), use_cache=False).logits.float()
         logprobs = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         rows.append(torch.nn.functional.pad(logprobs, (1, batch["input_ids"].shape[1] - length)))
     return torch.stack(rows)
+
+
+def image_inputs(model: PreTrainedModel, ids: torch.Tensor, pixels: Batch) -> dict[str, torch.Tensor]:
+    """Arguments of the forward of transformers for the images of a sequence ``[1, T]``."""
+    config: Any = model.config
+    named = {"gemma3": "token_type_ids", "internvl": None, "llava": None}
+    name = named.get(config.model_type, "mm_token_type_ids")
+    return {**pixels, **({} if name is None else {name: (ids == config.image_token_id).long()})}

@@ -10,7 +10,7 @@ import time
 from tests.engine.architectures.checks import GOOD, NONE, RELEASED_CHECKS, YES, Verdict
 from tests.engine.architectures.matrix import Verdicts, checks_of, judge
 from tests.engine.architectures.page import PAGE, other_model_types, read, render
-from tests.engine.architectures.released import model_names
+from tests.engine.architectures.released import model_names, seeing_names
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     results: dict[str, Verdicts] = {}
     if given.names or given.checks:
         _, results = read(PAGE.read_text(encoding="utf-8"))
-    for number, name in enumerate(given.names or [*model_names(), *other_model_types()], start=1):
+    for number, name in enumerate(given.names or [*model_names(), *seeing_names(), *other_model_types()], start=1):
         started = time.monotonic()
         results[name] = verdicts = _row(name, given.checks, results.get(name, {}))
         poor = [f"{check} {verdict.word}" for check, verdict in verdicts.items() if verdict.word not in GOOD]

@@ -8,15 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig
 from holdfast.engine.api import Batch
 from holdfast.engine.config import OptimizerConfig
+from holdfast.engine.training.batch import IMAGES, images_of
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import released, tiny
 from tests.engine.architectures.tiny import FIRST_TOKEN, LAST_TOKEN
+from tests.engine.seeing import image_inputs, seeing_batch
 
 TIMEOUT_S = 30.0
 """Longest wait of a rank for the other."""
@@ -72,9 +80,27 @@ class Case:
         return "/" in self.name
 
     @property
+    def sees(self) -> bool:
+        """Whether the model is trained on images."""
+        return self.name.endswith(released.WITH_IMAGES)
+
+    @property
+    def auto(self) -> Any:
+        """Class of transformers that builds the model."""
+        return AutoModelForImageTextToText if self.sees else AutoModelForCausalLM
+
+    @property
+    def whole(self) -> Batch:
+        """The batch: four rows. With images, the rows of the second rank have none."""
+        if not self.sees:
+            return rows_of()
+        batch = seeing_batch(self.folder, (1, 2, 0, 0))
+        return {**batch, "loss_mask": batch["attention_mask"]}
+
+    @property
     def rows(self) -> Batch:
         """This rank's half of the batch."""
-        return half(rows_of(), self.rank)
+        return half(self.whole, self.rank)
 
     def write_folder(self) -> None:
         """Make the model folder with random float32 weights, including all parts of a multimodal model.
@@ -87,7 +113,8 @@ class Case:
         """
         torch.manual_seed(0)
         try:
-            model = _whole_model((released if self.is_released else tiny).tiny_config(self.name))
+            config = (released if self.is_released else tiny).tiny_config(self.name)
+            model = self.auto.from_config(config, dtype=torch.float32) if self.sees else _whole_model(config)
             with torch.no_grad():
                 for tensor in [*model.parameters(), *model.buffers()]:
                     if tensor.is_floating_point():
@@ -107,7 +134,7 @@ class Case:
 
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The unsharded model, of transformers alone."""
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype).eval()
+        return self.auto.from_pretrained(self.folder, dtype=dtype).eval()
 
     def served_reference(self, max_model_len: int) -> PreTrainedModel:
         """The unsharded model with the rotary frequencies of an inference server that runs with ``max_model_len``.
@@ -116,14 +143,14 @@ class Case:
         """
         config = AutoConfig.from_pretrained(self.folder)
         take_long_factors(config, max_model_len)
-        return AutoModelForCausalLM.from_pretrained(self.folder, config=config, dtype=torch.float32).eval()
+        return self.auto.from_pretrained(self.folder, config=config, dtype=torch.float32).eval()
 
     def new_engine(self, **options: object) -> FSDPEngine:
         """An engine with the model, without packing if that is refused."""
         config = TrainEngineConfig(
             path=str(self.folder), dtype="float32", device="cpu", optimizer=SGD, timeout_s=TIMEOUT_S
         )
-        for key, value in options.items():
+        for key, value in {"train_vision": self.sees, **options}.items():
             setattr(config, key, value)
         engine = FSDPEngine(config)
         engine.create_process_group()
@@ -159,7 +186,12 @@ def _whole_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def padded_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """``[batch, seqlen, vocab]`` float32 logits of padded rows. Raises the same errors as `alone_logits`."""
+    """``[batch, seqlen, vocab]`` float32 logits of padded rows. Raises the same errors as `alone_logits`.
+
+    Rows with images are computed alone.
+    """
+    if IMAGES in batch:
+        return alone_logits(model, batch)
     return _logits(model, batch["input_ids"], batch["attention_mask"])
 
 
@@ -169,17 +201,19 @@ def alone_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     Raises:
         Unsupported: the model does not run on tokens alone.
     """
-    rows = []
-    for ids, length in zip(batch["input_ids"], batch["attention_mask"].sum(1).tolist(), strict=True):
+    rows, lengths = [], batch["attention_mask"].sum(1).tolist()
+    images = images_of(batch) or [None for _ in lengths]
+    for ids, length, pixels in zip(batch["input_ids"], lengths, images, strict=True):
         sequence = ids[None, :length]
-        logits = _logits(model, sequence, torch.ones_like(sequence))[0]
+        more = {} if pixels is None else image_inputs(model, sequence, pixels)
+        logits = _logits(model, sequence, torch.ones_like(sequence), **more)[0]
         rows.append(torch.nn.functional.pad(logits, (0, 0, 0, len(ids) - length)))
     return torch.stack(rows)
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _logits(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
     try:
-        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+        return model(input_ids=ids, attention_mask=mask, **more, use_cache=False).logits.float()
     except Exception as error:
         raise Unsupported(f"transformers' own forward fails: {type(error).__name__}: {error}") from error
 

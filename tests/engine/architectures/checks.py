@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from holdfast.engine import FSDPEngine, SaveLoadMeta, full_state_dict
 from holdfast.engine.api import Batch
@@ -205,7 +205,7 @@ def check_gradients(case: Case) -> Verdict:
 
 
 def _takes_the_step(case: Case, engine: FSDPEngine, rows: Batch) -> Verdict:
-    reference, batch = case.reference(), rows_of()
+    reference, batch = case.reference(), case.whole
     loss = _mean_loss(reference_logprobs(reference, batch), batch)
     loss.backward()
     before = {name: param.detach().clone() for name, param in reference.named_parameters()}
@@ -240,7 +240,7 @@ def _repeats_in_training(case: Case) -> bool:
 
 def check_bf16(case: Case) -> Verdict:
     """A step with bfloat16 compute is finite, and its loss is close to the float32 loss."""
-    batch = rows_of()
+    batch = case.whole
     with torch.no_grad():
         expected = float(_mean_loss(reference_logprobs(case.reference(), batch), batch))
     engine = case.new_engine(dtype="bfloat16")
@@ -259,7 +259,7 @@ def check_dcp(case: Case) -> Verdict:
     engine.train_batch(case.rows, sft_loss_fn, _count_loss_tokens)
     engine.save(SaveLoadMeta(str(case.root / "dcp"), "dcp", True))
     expected = {name: _whole(tensor) for name, tensor in engine.dcp_state().live_tensors().items()}
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(case.folder), dtype=torch.float32)
+    model = case.auto.from_config(AutoConfig.from_pretrained(case.folder), dtype=torch.float32)
     optimizer = build_optimizer(model.parameters(), SGD)
     scheduler = build_scheduler(optimizer, SGD, SPEC.total_train_steps)
     state = DCPState(model, optimizer, scheduler, EngineCounters())
@@ -298,12 +298,12 @@ def check_context_parallel(case: Case) -> Verdict:
         if case.engine.config.pack_sequences:
             raise
         return Verdict(PADDED)
-    return _computes_alike(case, engine, rows_of())
+    return _computes_alike(case, engine, case.whole)
 
 
 def check_tensor_parallel(case: Case) -> Verdict:
     """Two ranks that share every matrix do the checks of log-probabilities and of a step."""
-    return _computes_alike(case, case.new_engine(backend="fsdp:t2"), rows_of())
+    return _computes_alike(case, case.new_engine(backend="fsdp:t2"), case.whole)
 
 
 def check_expert_parallel(case: Case) -> Verdict:
@@ -315,8 +315,8 @@ def check_expert_parallel(case: Case) -> Verdict:
 
 
 def _computes_alike(case: Case, engine: FSDPEngine, batch: Batch) -> Verdict:
-    """``batch`` is this rank's share of `rows_of`, or all of it."""
-    whole = rows_of()
+    """``batch`` is this rank's share of `Case.whole`, or all of it."""
+    whole = case.whole
     with torch.no_grad():
         expected = logprobs_of(alone_logits(case.reference(), whole), whole)
     if batch["input_ids"].shape != whole["input_ids"].shape:

@@ -24,6 +24,7 @@ from tests.engine.architectures.matrix import Verdicts, checks_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
+_WITH_IMAGES = "model and rows"
 _WORDS = (YES, NO, REFUSED, PADDED, LOGITS, DENSE, NONE)
 _COLUMNS = {
     "starts": "`FSDPEngine.initialize` loads the folder. A multimodal folder is loaded as a causal LM",
@@ -77,6 +78,14 @@ library. Files and reductions are in `tests/engine/architectures/released`.
 
 {summary}
 """
+_SEEING = """
+## Models that see
+
+The same checks with `train_vision: true` on four rows with 1, 2, 0 and 0 images, so that one of the two ranks has none.
+They run on the released `config.json` as above. `c = 2` and `t = 2` are refused for models that see.
+
+{summary}
+"""
 _OTHERS = """
 ## Other architectures
 
@@ -94,12 +103,15 @@ def other_model_types() -> list[str]:
 def render(results: Mapping[str, Verdicts], version: str = transformers.__version__) -> str:
     """Format the page from verdicts by model type or name of a released model."""
     described = "\n".join(_row(pair) for pair in _COLUMNS.items())
-    models = {name: verdicts for name, verdicts in results.items() if _is_released(name)}
+    seeing = {name: verdicts for name, verdicts in results.items() if name.endswith(released.WITH_IMAGES)}
+    models = {name: verdicts for name, verdicts in results.items() if _is_released(name) and name not in seeing}
     others = {name: verdicts for name, verdicts in results.items() if not _is_released(name)}
     parts = [
         _HEAD.format(version=version, columns=described),
         _RELEASED.format(summary=_summary(models, "models")),
         *_table(_header(RELEASED_CHECKS, "model", "class", "source"), models),
+        _SEEING.format(summary=_summary(seeing, "models")),
+        *_table(_header(RELEASED_CHECKS, _WITH_IMAGES, "class", "source"), seeing),
         _OTHERS.format(summary=_summary(others, "architectures")),
         *_table(_header(CHECKS, "model type"), others),
     ]
@@ -156,7 +168,8 @@ def read(text: str) -> tuple[str, dict[str, Verdicts]]:
     """
     version = text.partition("of transformers ")[2].split("\n")[0].rstrip(".")
     results: dict[str, Verdicts] = {}
-    for header in (_header(RELEASED_CHECKS, "model", "class", "source"), _header(CHECKS, "model type")):
+    firsts = ("model", "class", "source"), (_WITH_IMAGES, "class", "source"), ("model type",)
+    for header in (_header(CHECKS if len(first) == 1 else RELEASED_CHECKS, *first) for first in firsts):
         _, found, table = text.partition(_row(header))
         if not (version and found):
             raise ValueError(f"no page of these columns: {header}")

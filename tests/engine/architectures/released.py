@@ -29,6 +29,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from tests.engine.architectures.tiny import FIRST_TOKEN, LAST_TOKEN, VOCAB_SIZE
 
 FOLDER = Path(__file__).parent / "released"
+WITH_IMAGES = " with images"
+"""End of the names of models that are trained on images, too. Models that cannot be trained on text alone are in
+``released/seeing/``."""
 
 _STORAGE = {"quantization_config"}
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -46,6 +49,7 @@ num_heads num_experts num_local_experts n_routed_experts num_experts_per_tok exp
 moe_topk n_group topk_group vocab_size vocab_size_per_layer_input org_vocab_size max_position_embeddings n_positions
 n_ctx original_max_position_embeddings initial_context_length sliding_window index_topk chunk_size depth
 num_hidden_layers patch_size image_size num_position_embeddings position_embedding_size mm_tokens_per_image
+image_seq_length window_size
 """
 """Config keys that a reduction may change: sizes of the text model, then of the vision tower."""
 
@@ -55,13 +59,21 @@ def model_names() -> list[str]:
     return sorted((path.stem.replace("--", "/") for path in FOLDER.glob("*.json")), key=str.lower)
 
 
+def seeing_names() -> list[str]:
+    """Names of the models that are trained on images, sorted."""
+    found = ["google/gemma-3-27b-it", *(path.stem.replace("--", "/") for path in FOLDER.glob("seeing/*.json"))]
+    return sorted((name + WITH_IMAGES for name in found), key=str.lower)
+
+
 def read(name: str) -> dict[str, Any]:
     """The file of a model.
 
     Raises:
         ValueError: the file does not have the form that the module describes.
     """
-    path = FOLDER / f"{name.replace('/', '--')}.json"
+    name = name.removesuffix(WITH_IMAGES)
+    file = f"{name.replace('/', '--')}.json"
+    path = next(path for path in (FOLDER / file, FOLDER / "seeing" / file) if path.exists())
     found = json.loads(path.read_text(encoding="utf-8"))
     needed = {"model", "source", "date", "config", "reductions"}
     if not needed <= found.keys() <= needed | {"left_out"}:
@@ -129,8 +141,8 @@ def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _cut_layers(values: dict[str, Any], count: int) -> dict[str, Any]:
     text = _text(values)
-    key = next(key for key in _LAYERS if key in text)
-    before = text[key]
+    key = next((key for key in _LAYERS if key in text), _LAYERS[0])
+    before = text[key] if key in text else getattr(CONFIG_MAPPING[text["model_type"]](), key)
     if not 1 < count < before:
         raise ValueError(f"{count} of {before} layers")
     text[key] = count

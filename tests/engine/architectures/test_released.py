@@ -14,11 +14,14 @@ from tests.engine.architectures.released import (
     model_type,
     read,
     reduced,
+    seeing_names,
     tiny_config,
     tiny_values,
 )
 from tests.engine.architectures.tiny import FIRST_TOKEN, LAST_TOKEN, VOCAB_SIZE
 
+LLAMA_SIZES = "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"
+"""The released LLaVA leaves them to the defaults of the library."""
 PHI = "microsoft/Phi-3-mini-128k-instruct"
 
 
@@ -36,11 +39,11 @@ def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | in
 
 def test_there_are_40_models_each_with_a_source_and_a_date() -> None:
     assert len(model_names()) == 40
-    for name in model_names():
+    for name in [*model_names(), *seeing_names()]:
         assert read(name)["source"] and len(read(name)["date"]) == len("2026-01-01")
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", [*model_names(), *seeing_names()])
 def test_every_value_that_is_no_number_of_something_is_the_released_one(name: str) -> None:
     released, tiny = _leaves(read(name)["config"]), _leaves(tiny_values(name))
     for path, value in released.items():
@@ -53,7 +56,8 @@ def test_every_value_that_is_no_number_of_something_is_the_released_one(name: st
             assert set(small) <= set(value) and 0 < len(small) <= len(value), path
             assert len(small) < len(value) or small == value, path
     added = {path[-1] for path in tiny.keys() - released.keys()}
-    assert added <= {"vocab_size", "max_position_embeddings"}, added
+    of_text = {"vocab_size", "max_position_embeddings"}
+    assert added <= (of_text if name in model_names() else {*of_text, "image_seq_length", *LLAMA_SIZES}), added
 
 
 @pytest.mark.parametrize("name", model_names())

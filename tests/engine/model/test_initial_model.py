@@ -35,6 +35,7 @@ from holdfast.engine import (
     TrainEngineConfig,
 )
 from holdfast.engine.model import initial_model
+from holdfast.engine.rl import RewardModelConfig
 from holdfast.engine.training import weights
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import tiny as architectures
@@ -263,6 +264,15 @@ def test_a_critic_starts_from_a_causal_model_whatever_its_heads_name(name: str, 
     engine.save(SaveLoadMeta(str(tmp_path / "critic"), "hf", with_optim=False))
     engine.load(SaveLoadMeta(str(tmp_path / "critic"), "hf", with_optim=False))
     engine.load(SaveLoadMeta(str(base), "hf", with_optim=False))
+    engine.destroy()
+
+
+def test_a_reward_model_starts_from_a_causal_model_with_a_head_of_its_own(tmp_path: Path) -> None:
+    write_brought(tmp_path, NEOX)
+    engine = FSDPEngine(RewardModelConfig(path=str(tmp_path), dtype="float32", device="cpu", optimizer=None))
+    engine.create_process_group()
+    engine.initialize(None, SPEC)
+    assert engine.model(input_ids=IDS, use_cache=False).logits.shape == (1, 9, 1)
     engine.destroy()
 
 

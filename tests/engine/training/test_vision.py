@@ -29,7 +29,7 @@ from holdfast.engine.rl.update import split_minibatches
 from holdfast.engine.rollouts.ledger import Ledger
 from holdfast.engine.rollouts.trajectory import concat_trajectories
 from holdfast.engine.training.batch import IMAGES, join_trajectories, select_rows
-from holdfast.utils.errors import BatchError, ConfigError
+from holdfast.utils.errors import BatchError, ConfigError, PeerError
 from holdfast.utils.plain_values import pack_plain, unpack_plain
 from tests.engine.hf.mirrored import files_of_version
 from tests.engine.hf.test_export import _tokenizer as small_tokenizer
@@ -136,6 +136,7 @@ def test_the_step_does_not_depend_on_the_cut_and_a_frozen_tower_stays(qwen: Path
         assert torch.equal(tensor, before[name]) == name.startswith("model.visual"), name
 
 
+@pytest.mark.slow
 def test_a_critic_sees(folder: Path) -> None:
     engine = new_engine(folder, is_critic=True)
     batch = seeing_batch(folder, (1, 0, 2))
@@ -194,6 +195,7 @@ def test_without_the_key_the_refusal_names_it(qwen: Path) -> None:
         new_engine(qwen, train_vision=False)
 
 
+@pytest.mark.slow
 def test_images_for_a_model_of_text_are_refused(tmp_path: Path) -> None:
     write_seeing_folder(tmp_path, "gemma3")
     engine = new_engine(tmp_path, train_vision=False)
@@ -270,10 +272,16 @@ def test_bad_images_end_in_one_error_on_all_ranks(qwen: Path) -> None:
         assert second[change][0] == "PeerError", change
 
 
-def test_an_image_larger_than_a_row_is_refused(qwen: Path) -> None:
-    engine = new_engine(qwen, mb_spec=MicroBatchSpec(max_tokens_per_mb=5))
-    with pytest.raises(BatchError, match="an image of 6 tokens"):
-        engine.forward_batch(seeing_batch(qwen, (1,)))
+def _large_image(rank: int, world_size: int, folder: Path) -> str:
+    engine = new_engine(folder, mb_spec=MicroBatchSpec(max_tokens_per_mb=5))
+    with pytest.raises(PeerError if rank else BatchError) as caught:
+        engine.forward_batch(seeing_batch(folder, (1 - rank,)))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_an_image_larger_than_a_row_is_one_error_on_all_ranks(qwen: Path) -> None:
+    assert all("an image of 6 tokens" in message for message in run_ranks(_large_image, 2, qwen))
 
 
 def test_minibatches_carry_images_and_fillers_have_none(qwen: Path) -> None:
@@ -318,6 +326,7 @@ def test_a_trained_step_is_exported_and_resumed_bit_for_bit(folder: Path, tmp_pa
         assert (out / "hf" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_a_ledger_keeps_images_and_shares_join_them(qwen: Path) -> None:
     trajectories = [_trajectory(qwen, images, seed) for seed, images in enumerate([(1, 0), (2, 2)])]
     ledger = Ledger(batch_size=2, seed=1)
@@ -408,7 +417,7 @@ def _loads_dcp(rank: int, world_size: int, folder: Path, out: Path, was: int) ->
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 @pytest.mark.slow
@@ -515,6 +524,7 @@ def test_architectures_whose_images_are_of_another_kind_are_refused_in_words(tmp
         new_engine(tmp_path, init_from_scratch=True)
 
 
+@pytest.mark.slow
 def test_the_model_is_gone_after_destroy(qwen: Path) -> None:
     engine = new_engine(qwen)
     body = weakref.ref(engine.model.get_submodule("model"))

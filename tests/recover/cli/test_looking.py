@@ -4,19 +4,29 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from holdfast.engine import PublishedCopy, WeightUpdateMeta
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    PublishedCopy,
+    SaveLoadMeta,
+    TrainEngineConfig,
+    WeightUpdateMeta,
+)
 from holdfast.engine.hf.versions import version_path, write_version
 from holdfast.recover.cli.folders import Folder
 from holdfast.recover.cli.runs import Run, read_generation
+from holdfast.recover.cli.show import _describe_engine, _SmallFiles
 from holdfast.recover.storage.generations import GenerationStore
 from holdfast.utils.errors import CheckpointNotFoundError
 from holdfast.utils.files import file_digest, remove_folder
 from holdfast.utils.manifest import read_manifest
 from tests.engine.hf_models import tiny_model
+from tests.engine.seeing import write_seeing_folder
 from tests.recover.cli.commands import answer, flip_byte, holdfast
 
 pytestmark = pytest.mark.timeout(120)
@@ -157,6 +167,23 @@ def test_show_tells_what_a_generation_holds(finished: Path) -> None:
     assert found["data"]["states"][0] | {"epoch": 0, "cursor": 24, "seed": 3} == found["data"]["states"][0]
     code, out, _ = holdfast("show", f"{finished}@newest")
     assert code == 0 and "Parameter groups" in out and "global_step_7" in out
+
+
+@pytest.mark.slow
+def test_show_tells_the_tower_of_a_model_that_sees_from_its_language_model(tmp_path: Path) -> None:
+    write_seeing_folder(tmp_path / "model", "qwen3_vl")
+    settings: Any = {"path": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "train_vision": True}
+    engine = FSDPEngine(TrainEngineConfig(**settings))
+    engine.create_process_group()
+    engine.initialize(None, FinetuneSpec(1, 4, 4))
+    engine.save(SaveLoadMeta(str(tmp_path / "out" / "actor"), "dcp", True))
+    name = "actor/.metadata"
+    files = {name: {"digest": file_digest(tmp_path / "out" / name)}}
+    found = _describe_engine(_SmallFiles(Folder(tmp_path / "out"), files), "actor", None, False)["kinds"]
+    for module in ("visual", "language_model"):
+        n_elements = sum(param.numel() for param in engine.model.get_submodule(f"model.{module}").parameters())
+        assert found[f"model, {module}"]["elements"] == n_elements
+    engine.destroy()
 
 
 def test_verify_finds_every_generation_sound_and_its_exports_whole(finished: Path) -> None:

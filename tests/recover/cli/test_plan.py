@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
+from tests.engine.seeing import config_of
 from tests.recover.cli.commands import answer, holdfast
 
 pytestmark = pytest.mark.timeout(120)
@@ -110,3 +111,13 @@ def test_bad_arguments_end_in_one_message(qwen3_8b: Path, options: list[str], me
 def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     code, _, err = holdfast("plan", tmp_path)
     assert code == 2 and "expected a folder with the config.json" in err
+
+
+def test_the_plan_of_a_model_that_sees_counts_the_tower_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    config_of("qwen2_5_vl").save_pretrained(tmp_path)
+    code, _, err = holdfast("plan", tmp_path)
+    assert code != 0 and "train_vision" in err
+    found = answer("plan", tmp_path, "--vision")
+    assert found["parameters"] == found["trained_parameters"] == 36592
+    code, out, _ = holdfast("plan", tmp_path, "--vision")
+    assert code == 0 and "Activations of the vision tower are not counted." in out
