@@ -114,7 +114,7 @@ class VisionTask:
         at = ids.index(self._image_token)
         prompt_ids = [*ids[:at], *[self._image_token] * n_tokens, *ids[at + 1 :]]
         answer_ids = [*self._tokenizer.encode(str(right), add_special_tokens=False), self._tokenizer.eos_token_id]
-        data = {"task": f"{right} squares", "answer": str(right)}
+        data = {"task": f"{right} square{'s' * (right != 1)}", "answer": str(right)}
         return {"prompt_ids": prompt_ids, "answer_ids": answer_ids, "data": data, "images": images}
 
     def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
