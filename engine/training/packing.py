@@ -12,7 +12,7 @@ Measured on 160 architectures: packed ones differ by at most 3e-7 (relative), al
 import copy
 import re
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
 from .microbatch import pack_rows
-from .probe_model import NOT_UNDERSTOOD, probe_tokens, reason_of, twin_dtype, twin_of
+from .probe_model import NOT_UNDERSTOOD, probe_tokens, reason_of, smaller_config, twin_dtype, twin_of
 from .rank_parts import gather_parts, own_part
 from .rotary import length_boundaries, move_boundary
 from .unsharded import unsharded_class
@@ -129,9 +129,10 @@ def check_packing(
 ) -> None:
     """Raise ConfigError unless this architecture computes packed sequences as it computes them alone.
 
-    Collective over the ranks of the model's mesh. It takes the memory of a float32 shard and three short forwards (six
-    for a model that does not support packing). The parameters are not read, and neither the model nor torch's
-    generators change. A model that cuts windows by positions in the row works with rows of at most its smallest window
+    Collective over the ranks of the model's mesh. It takes three short forwards and the memory of a float32 shard of a
+    model with a layer of each kind. A model that does not pass is tested again with all layers. The parameters are not
+    read, and neither the model nor torch's generators change. A model that cuts windows by positions in the row works
+    with rows of at most its smallest window
     (``max_row_tokens``).
     """
     windows = _windows(model.config)
@@ -171,7 +172,22 @@ def _comes_out_alike(
 ) -> bool:
     """Whether a twin with the windows ``small`` shortened computes a sequence behind another one as it does alone, in a
     row that the ranks of ``sequence`` share."""
-    config = copy.deepcopy(model.config)
+    if (few := smaller_config(model)) is not None:
+        with suppress(ConfigError):  # then all layers decide
+            if _is_alike(model, few, small, device, group, sequence, sees):
+                return True
+    return _is_alike(model, copy.deepcopy(model.config), small, device, group, sequence, sees)
+
+
+def _is_alike(
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    small: Collection[str],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    sequence: dist.ProcessGroup | None,
+    sees: bool,
+) -> bool:
     for key in small:
         if key in length_boundaries(config):
             move_boundary(config, key, _WINDOW_TOKENS)

@@ -69,6 +69,33 @@ def with_few_layers(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
+def smaller_config(model: PreTrainedModel) -> PretrainedConfig | None:
+    """Config with few layers and all kinds of modules that ``model`` has. None if there is none.
+
+    A kind is a class with shapes of weights and plain attributes (a window, a scale, whether to rotate), which layers
+    may choose by their number, so that no list in the config tells.
+    """
+    few = with_few_layers(model.config)
+    if few.to_dict() == model.config.to_dict():
+        return None
+    try:
+        return few if _kinds_of_modules(model, few) == _kinds_of_modules(model, model.config) else None
+    except NOT_UNDERSTOOD:  # no model has so few layers
+        return None
+
+
+def _kinds_of_modules(model: PreTrainedModel, config: PretrainedConfig) -> set[tuple[Any, ...]]:
+    with torch.device("meta"):
+        built = build_from_config(unsharded_class(model), copy.deepcopy(config), torch.float32)
+    kinds = set[tuple[Any, ...]]()
+    for name, module in built.named_modules():
+        place = ".".join(part for part in name.split(".") if not part.isdigit())
+        shapes = tuple((key, tuple(param.shape)) for key, param in module.named_parameters(recurse=False))
+        plain = ((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str))
+        kinds.add((place, type(module), shapes, *(item for item in plain if item[0] != "layer_idx")))
+    return kinds
+
+
 def twin_dtype(config: PretrainedConfig) -> torch.dtype:
     """Dtype of a twin: float32, or bfloat16 for flash-attention kernels, which accept nothing else."""
     return torch.bfloat16 if "flash" in attention_of(config.get_text_config(decoder=True)) else torch.float32

@@ -21,11 +21,14 @@ from transformers import (
     RwkvConfig,
     XLNetConfig,
 )
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from holdfast.engine import MicroBatchSpec
+from holdfast.engine.training import probe_model
 from holdfast.engine.training.microbatch import split_batch
 from holdfast.engine.training.model_output import model_output
 from holdfast.engine.training.packing import check_packing
+from holdfast.engine.training.weights import give_memory
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures import tiny as architectures
 from tests.engine.hf_models import ARCHITECTURES, sharded, tiny_config, tiny_model
@@ -192,6 +195,39 @@ def test_windows_and_chunks_that_restart_with_each_sequence_are_packed() -> None
     sliding.layer_types = ["sliding_attention", "full_attention"]
     for config in (sliding, tiny_config("qwen3_tied")):
         check_packing(AutoModelForCausalLM.from_config(config), CPU)
+
+
+class LateLeak(LlamaForCausalLM):
+    """Its last layer mixes each token with the one before it. No list in the config tells."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        layers: Any = self.model.layers
+        for number, layer in enumerate(layers):
+            layer.mlp.__class__ = LeakingMLP
+            layer.mlp.leaks = number == 5
+
+
+class LeakingMLP(LlamaMLP):
+    leaks: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + x.roll(1, dims=1) if self.leaks else x)
+
+
+def test_a_deep_model_is_tested_with_a_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def sized(twin: PreTrainedModel, *args: Any) -> list[str]:
+        sizes.append(twin.config.num_hidden_layers)
+        return give_memory(twin, *args)
+
+    monkeypatch.setattr(probe_model, "give_memory", sized)
+    check_packing(LlamaForCausalLM(LlamaConfig(**MORE, num_hidden_layers=12)), CPU)
+    assert sizes == [2]
+    with pytest.raises(ConfigError, match="LateLeak lets packed sequences see each other"):
+        check_packing(LateLeak(LlamaConfig(**MORE, num_hidden_layers=6)), CPU)
+    assert sizes == [2, 6]
 
 
 def _sharded_check(rank: int, world_size: int) -> list[str]:
