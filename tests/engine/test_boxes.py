@@ -238,7 +238,10 @@ def check(folder: Path, out: Path, saved_by: list[str], loaded_by: list[str]) ->
         run_ranks(_loads, ranks, folder, out, names)
 
 
-@pytest.mark.parametrize(("name", "saved_by", "loaded_by"), [("llama", "tp2", "fsdp2"), ("qwen3_moe", "ep2", "fsdp2")])
+@pytest.mark.parametrize(
+    ("name", "saved_by", "loaded_by"),
+    [("llama", "tp2", "fsdp2"), pytest.param("qwen3_moe", "ep2", "fsdp2", marks=pytest.mark.slow)],
+)
 def test_checkpoints_of_a_mesh_load_into_shards_and_back(
     folders: Path, tmp_path: Path, name: str, saved_by: str, loaded_by: str
 ) -> None:

@@ -184,6 +184,7 @@ def _losses(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
             check_gradients(gradients, ref)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", slow_but([PAIR], MESHES), ids=str)
 def test_losses_of_whole_sequences_entropies_and_values_are_those_of_the_unsharded_model(
     folders: Callable[[str], str], mesh: Mesh
@@ -239,6 +240,7 @@ def _small_rows(rank: int, world_size: int, folder: str) -> None:
     assert half.train_batch(batch, nll, loss_tokens)["loss"] == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.slow
 def test_rows_of_one_token_and_dummies_are_shared_too(folders: Callable[[str], str]) -> None:
     run_ranks(_small_rows, 2, folders("qwen3"))
 

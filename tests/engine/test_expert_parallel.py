@@ -182,6 +182,7 @@ def _balance(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
         assert 1 <= again["expert_load_max_over_mean"] <= ref.num_experts and again["router_aux_loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", slow_but(MESHES[:1], [Mesh(1), Mesh(2), *MESHES[:3]]), ids=str)
 def test_the_balance_loss_and_the_load_of_experts_are_those_of_transformers(
     folders: dict[str, Path], mesh: Mesh

@@ -192,6 +192,7 @@ def _choices(rank: int, world_size: int, folder: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_once_a_step_if_their_whole_sum_is_small(folder: Path) -> None:
     expected = {"small": True, "large": False, "large, last": True, "small, every": False}
     expected |= {"summed in bfloat16": False, "adapters": True, "adapters in bfloat16": False}

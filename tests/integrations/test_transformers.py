@@ -70,6 +70,7 @@ def test_grpo_killed_ends_with_the_weights_and_moments_of_a_run_left_alone(
 MERGED = {"lora": True, "merged_sends": True, "max_steps": 6}
 
 
+@pytest.mark.slow
 def test_grpo_with_adapters_that_are_merged_for_each_send_ends_as_if_never_killed(tmp_path: Path) -> None:
     check(tmp_path, "grpo", ["step:3"], MERGED | {"max_steps": 4})
     assert "is frozen, but not what it was at the start of this job" in (tmp_path / "log").read_text()

@@ -165,6 +165,7 @@ def test_float32_can_be_asked_for_wherever_weights_are_written(root: Path, tmp_p
     assert {file: (found / file).read_bytes() for file in contents(tmp_path)} == contents(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_sidecar_files_of_the_base_come_along(root: Path, way: str) -> None:
     found = _folder_of(root, "bfloat16", way)

@@ -264,6 +264,7 @@ def _refused(rank: int, world_size: int, root: Path, environment: dict[str, str]
     return messages
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_fails_every_rank_and_a_repetition_completes_it(
     server: S3Server, s3_url: str, tmp_path: Path
 ) -> None:

@@ -142,7 +142,7 @@ def _starts_as_from_pretrained(rank: int, world_size: int, root: Path, dtype: st
     return alike
 
 
-@pytest.mark.parametrize(("dtype", "world_size"), slow_but([("bfloat16", 2)], product(["float32", "bfloat16"], [1, 2])))
+@pytest.mark.parametrize(("dtype", "world_size"), slow_but([("bfloat16", 1)], product(["float32", "bfloat16"], [1, 2])))
 def test_an_engine_of_a_folder_computes_what_transformers_computes_in_that_dtype(
     dtype: str, world_size: int, tmp_path: Path
 ) -> None:

@@ -103,7 +103,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("model", "setting"),
     slow_but(
-        [("qwen3", "selective")],
+        [],
         [(model, setting) for model in MODELS for setting in SETTINGS],
     ),
 )

@@ -308,6 +308,7 @@ def test_grpo_on_one_rank_takes_the_same_step(model_path: str) -> None:
     run_ranks(_grpo_against_reference, 1, model_path)
 
 
+@pytest.mark.slow
 def test_minibatches_lose_no_sequence_when_ranks_have_fewer_sequences_than_minibatches(
     two_ranks: list[dict[str, Any]],
 ) -> None:

@@ -206,6 +206,7 @@ def _fails(rank: int, world_size: int, base: str, fakes: list[FakeServer], root:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_an_error_in_a_turn_is_raised_on_all_ranks_and_ends_the_turn(base: str, tmp_path: Path) -> None:
     with FakeServer("vllm", tmp_path, dtype="float32") as one, FakeServer("vllm", tmp_path, dtype="float32") as other:
         run_ranks(_fails, 2, base, [_Remote(one.url), _Remote(other.url)], tmp_path)

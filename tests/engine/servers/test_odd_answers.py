@@ -158,6 +158,7 @@ def test_an_unexpected_answer_is_quoted_and_ends_the_update(answer: Any, folder:
             asyncio.run(server.agenerate(REQUEST))
 
 
+@pytest.mark.slow
 def test_an_answer_that_trickles_in_is_no_answer_in_time(folder: str) -> None:
     async def trickle(request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse()
@@ -255,6 +256,7 @@ def test_a_request_that_ends_its_server_is_not_taken_for_one_that_was_never_sent
         assert not isinstance(caught.value, NoServerError)
 
 
+@pytest.mark.slow
 def test_a_publication_limits_servers_that_have_no_time_limit(tmp_path: Path) -> None:
     with FakeServer("vllm", tmp_path) as fake:
         folder = publish_hashed(tmp_path / "w", 1)

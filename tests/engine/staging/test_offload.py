@@ -157,7 +157,7 @@ def _three_rounds(rank: int, world_size: int, base: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     slow_but(
-        [("full", 2), ("lora", 1), ("muon on the host", 2)],
+        [("full", 2), ("lora", 1)],
         [(kind, n) for kind in KINDS for n in RANKS[kind]],
     ),
 )

@@ -63,7 +63,7 @@ def _killed_and_resumed(rank: int, world_size: int, base: str, out: str, kind: s
 @pytest.mark.parametrize(
     ("kind", "model"),
     slow_but(
-        [("adam8bit", "full"), ("muon", "lora")],
+        [("adam8bit", "full")],
         [(kind, model) for kind in KINDS for model in ("full", "lora", "critic")],
     ),
 )

@@ -57,6 +57,7 @@ def test_resources_that_the_jobs_own_ray_never_has_are_refused_at_once() -> None
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_fewer_ranks_are_placed_and_the_rest_stays_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     request = PlacementRequest("thirds", 6, WorkerResources(), min_world_size=2, multiple_of=3)
     found = place(request, 60)
@@ -91,6 +92,7 @@ def test_a_placement_grows_when_the_rest_is_there(monkeypatch: pytest.MonkeyPatc
     found.remove()
 
 
+@pytest.mark.slow
 def test_a_wait_ends_with_one_error_that_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     other = place(PlacementRequest("other", 3, WorkerResources()), 60)
     monkeypatch.setattr(placement, "_LOCAL_WAIT_S", 0.5)

@@ -42,6 +42,7 @@ def test_a_plan_names_parts_peak_disk_and_changes_that_make_it_fit(qwen3_8b: Pat
     assert again["bytes_per_gpu"]["peak"] == found["changes"][0]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_the_optimizer_and_checkpointing_are_those_of_the_options(qwen3_8b: Path) -> None:
     plain = answer("plan", qwen3_8b, "--gpus", "8", "--checkpointing")
     n, outside = plain["parameters"], 2 * 151936 * 4096
