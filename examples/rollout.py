@@ -50,8 +50,7 @@ class RolloutWorker:
         self.model = model.to(self.device).eval()
         self.stop_ids = _stop_ids(self.tokenizer, self.model.generation_config)
         # The folder's own generation config may cut the distribution (top_p ...), so that log-probabilities would
-        # differ from
-        # the trainer's.
+        # differ from the trainer's.
         self.model.generation_config = GenerationConfig(
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_id=self.stop_ids,

@@ -141,7 +141,7 @@ def validate_batch(batch: Batch) -> None:
 
 def _validate_images(batch: Batch, what: str) -> None:
     images: Any = batch.get(IMAGES)
-    if images is None:
+    if images is None or "input_ids" not in batch:  # which is an error of its own
         return
     if not isinstance(images, list) or len(images) != len(batch["input_ids"]):
         found = f"{len(images)} entries" if isinstance(images, list) else f"a {type(images).__name__}"

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec
-from holdfast.engine.training.batch import select_rows, sequence_lengths, validate_batch
+from holdfast.engine.training.batch import join_trajectories, select_rows, sequence_lengths, validate_batch
 from holdfast.engine.training.microbatch import CutRules, expand_to_tokens, split_and_weigh, split_batch, unpack, weigh
 from holdfast.engine.training.partition import partition
 from holdfast.utils.errors import BatchError, PeerError
@@ -238,6 +238,11 @@ def changed(**changes: object) -> Batch:
 def test_validate_batch_names_what_is_wrong(batch: Batch, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         validate_batch(batch)
+
+
+def test_trajectories_with_images_and_without_tokens_are_refused_in_words() -> None:
+    with pytest.raises(BatchError, match="no 'input_ids'"):
+        validate_batch(join_trajectories([{**changed(input_ids=None), "multi_modal_input": [{}, {}]}]))  # type: ignore[dict-item]
 
 
 def _split_on_ranks(rank: int, world_size: int) -> dict[str, object]:
