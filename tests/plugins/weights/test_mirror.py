@@ -1,6 +1,5 @@
 """A mirror makes, byte for byte, the folders of full publications, or says why not and keeps its versions."""
 
-import logging
 import os
 import shutil
 import threading
@@ -237,7 +236,6 @@ def test_polling_keeps_a_version_that_a_server_may_still_load(
 def test_polling_waits_longer_after_every_error(
     publisher: Publisher, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, mirror_module.logger.name)  # whatever level another test left
     publisher.publish(1)
     flip(publisher.folder(1) / "config.json")
     fetched, waits = record(mirror.source, "fetch"), list[float]()
