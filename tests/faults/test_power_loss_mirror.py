@@ -93,8 +93,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Recorded(scenario, PowerLoss(tree, relative_to(local, shim.calls)), Whole(publisher, version))
 
 
-def test_a_power_cut_leaves_a_mirror_whole(made: Recorded, tally: Tally, say: Callable[[str], None]) -> None:
-    logging.getLogger("holdfast_weights").setLevel(logging.ERROR)
+def test_a_power_cut_leaves_a_mirror_whole(
+    made: Recorded, tally: Tally, say: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "holdfast_weights")
     found = survey(made, FULL)
     lost = len(found.losses)
     say(f"power loss, {made.scenario.name}: {found.points} moments, {found.states} states, {lost} lost")
