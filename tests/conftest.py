@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,15 +55,6 @@ def pytest_collection_finish() -> None:
     """Exclude imported objects from later garbage collections, because every engine begins and ends with one."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group_of_module() -> Iterator[None]:
-    """End the process group of engines that a module left behind, so that the next module in the process has none."""
-    yield
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def pytest_sessionfinish() -> None:

@@ -2,12 +2,13 @@
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoProcessor, CLIPImageProcessorPil, LlavaProcessor
 
@@ -43,6 +44,14 @@ SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=4, train_batch_size=4)
 PLAIN = OptimizerConfig(type="sgd", lr=1.0, weight_decay=0.0, gradient_clipping=1e9)
 IMAGES_OF_ROWS = (1, 2, 0, 0)
 """Images in each row. The second of two ranks has none."""
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """End the process group of an engine that a test did not destroy."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def new_engine(folder: Path, **options: Any) -> FSDPEngine:
