@@ -142,7 +142,7 @@ def test_a_wrong_byte_in_the_local_folder_is_found(mirrored: Mirrored, clients: 
     file = os.open(path, os.O_RDWR)
     try:
         values = np.frombuffer(os.pread(file, 2 * largest.count, largest.offset), "<u2").copy()
-        os.pwrite(file, (values ^ 0x0100).tobytes(), largest.offset)  # four times as large, or a quarter
+        os.pwrite(file, (values ^ 0x0200).tobytes(), largest.offset)  # 16 times as large, or a sixteenth
         with pytest.raises(PublishError, match="it goes on with the weights it has") as caught:
             clients["plugin"].update_weights_from_disk(str(folder), version)
         assert not isinstance(caught.value, PoisonedServerError)
