@@ -203,8 +203,8 @@ class TrainEngineConfig:
     """Recompute blocks in the backward instead of keeping their activations: ``true`` all, ``every_2`` (3, ...) every
     second (third, ...) block. ``selective``: keep results of attention and matrix products, and recompute the rest."""
     compile: bool = False
-    """Compile each block with torch.compile, which needs a C++ compiler on CPUs. The first steps take longer. Results
-    differ by rounding, checkpoints do not."""
+    """Compile each block, and the passes over logits, with torch.compile, which needs a C++ compiler on CPUs. The first
+    steps take longer. Results differ by rounding, checkpoints do not."""
     router_aux_loss_coef: float | None = None
     """For mixture-of-experts models: weight of the load-balancing loss of transformers (that of Mixtral), which is
     added to the gradient, but not to the reported loss. See `Routers.loss`. Null: none, whatever the model's

@@ -25,6 +25,7 @@ from ..hf.weight_files import WeightReader
 from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters
 from ..training.adam8bit import require_whole_blocks
+from ..training.attention import keep_lengths_out_of_graphs
 from ..training.compilation import compile_blocks
 from ..training.expert_parallel import shard_experts
 from ..training.head import ScoringHead, find_scoring_head
@@ -86,6 +87,7 @@ def build_initial_model(
         require_routers(model, config)
         shard_experts(model, config, groups.meshes)
         if config.compile:
+            keep_lengths_out_of_graphs()
             compile_blocks(model, blocks)
     shard_model(model, config, blocks, groups.meshes.fsdp)
     # Before the model has memory, because twins take as much for a moment.

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -42,13 +42,20 @@ class PackedRow:
     ``lengths`` are the tokens of each sequence and together fill the row. ``cu_seqlens`` ``[n + 1]`` int32 are their
     boundaries on the device. ``window`` is the number of tokens that a token sees, including itself (None: all earlier
     ones). The ranks of ``group`` share the row (None: this rank has it alone). It is here because checkpointed blocks
-    run again outside of `packed_row`.
+    run again outside of `packed_row`. Compiled blocks read the sums of ``lengths``, ``n_tokens`` and ``longest``,
+    because a graph would be for one number of sequences otherwise.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     window: int | None = None
     group: dist.ProcessGroup | None = None
+    n_tokens: int = field(init=False)
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n_tokens", sum(self.lengths))
+        object.__setattr__(self, "longest", max(self.lengths))
 
 
 _row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
@@ -107,17 +114,29 @@ def _attention(
     """
     if unknown := [name for name in ("softcap", "s_aux") if other.get(name) is not None]:
         raise ValueError(f"{PACKED_ATTENTION!r} attention has no {unknown[0]!r}")  # sdpa may ignore it without a word
-    if not isinstance(attention_mask, PackedRow):
+    row = attention_mask
+    if isinstance(row, PackedRow) and row.group is None and dropout == 0 and _kernel_takes(query, value):
+        _require_one_row(query, key, row.n_tokens, other)
+        return _in_one_kernel(query, key, value, row, scaling), None
+    return _elsewhere(module, query, key, value, row, dropout, scaling, **other)
+
+
+def _elsewhere(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row: Any,
+    dropout: float,
+    scaling: float | None,
+    **other: Any,
+) -> tuple[torch.Tensor, None]:
+    if not isinstance(row, PackedRow):
         if (shared := _row.get()) is not None and shared.group is not None:
             raise ValueError(f"a layer of {type(module).__name__} needs a mask of its own, but ranks share the row")
         sdpa = AttentionInterface()["sdpa"]
-        return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **other)
-    row = attention_mask
-    n_tokens = sum(row.lengths) if row.group is None else sum(row.lengths) // dist.get_world_size(row.group)
-    if not query.shape[0] == key.shape[0] == 1 or not query.shape[2] == key.shape[2] == n_tokens:
-        raise ValueError(f"queries {list(query.shape)} and keys {list(key.shape)} are not one row of {n_tokens} tokens")
-    if other.get("position_bias") is not None:
-        raise ValueError(f"{PACKED_ATTENTION!r} attention has no 'position_bias' within packed sequences")
+        return sdpa(module, query, key, value, row, dropout=dropout, scaling=scaling, **other)
+    _require_one_row(query, key, row.n_tokens if row.group is None else row.n_tokens // row.group.size(), other)
     if row.group is not None:
         query, key, value = tokens_to_heads(query, key, value, row.group)
     if dropout == 0 and _kernel_takes(query, value):
@@ -125,6 +144,20 @@ def _attention(
     else:
         out = _one_by_one(query, key, value, row, dropout, scaling)
     return out if row.group is None else heads_to_tokens(out, row.group), None
+
+
+@cache
+def keep_lengths_out_of_graphs() -> None:
+    """Let compiled blocks call what depends on each length of a row, or has collectives, between two graphs."""
+    global _elsewhere
+    _elsewhere = torch.compiler.disable(_elsewhere)
+
+
+def _require_one_row(query: torch.Tensor, key: torch.Tensor, n_tokens: int, other: dict[str, Any]) -> None:
+    if not query.shape[0] == key.shape[0] == 1 or not query.shape[2] == key.shape[2] == n_tokens:
+        raise ValueError(f"queries {list(query.shape)} and keys {list(key.shape)} are not one row of {n_tokens} tokens")
+    if other.get("position_bias") is not None:
+        raise ValueError(f"{PACKED_ATTENTION!r} attention has no 'position_bias' within packed sequences")
 
 
 AttentionInterface.register(PACKED_ATTENTION, _attention)
@@ -146,9 +179,7 @@ def _kernel_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-@cache
-def _kernel_takes_groups() -> bool:
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+_KERNEL_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _in_one_kernel(
@@ -156,15 +187,14 @@ def _in_one_kernel(
 ) -> torch.Tensor:
     options: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
-        if _kernel_takes_groups():
+        if _KERNEL_TAKES_GROUPS:
             options["enable_gqa"] = True
         else:
             key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
-    longest = max(row.lengths)
     before = -1 if row.window is None else row.window - 1
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     options |= {"scale": scale, "window_size": (before, 0)}
-    out: Any = varlen_attn(query, key, value, row.cu_seqlens, row.cu_seqlens, longest, longest, **options)
+    out: Any = varlen_attn(query, key, value, row.cu_seqlens, row.cu_seqlens, row.longest, row.longest, **options)
     return out[None]
 
 

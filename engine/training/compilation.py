@@ -3,37 +3,28 @@
 Only the forward itself is compiled. Hooks of FSDP2 and activation checkpointing stay outside. Graphs have a dynamic
 number of tokens, and attention on packed rows is not part of them, because every row has sequences of other lengths. So
 the number of graphs does not grow with the rows: there is a set for rows of several tokens and one for a single token
-(a dummy), each with and without gradients.
+(a dummy), each with and without gradients. The passes over logits (`logprobs`) are compiled, too.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
-
-from ..config import PACKED_ATTENTION
 
 _BACKEND = "inductor"
 
 
 def compile_blocks(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
     """Compile the forward of the blocks at its first call. Call it before `shard_model`."""
-    _keep_attention_out()
-    compiled: dict[type[nn.Module], type[nn.Module]] = {}
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, blocks):
             cls = type(module)
-            if cls not in compiled:
-                compiled[cls] = _compiled_class(cls)
-            module.__class__ = compiled[cls]  # type: ignore[assignment]
-
-
-@cache
-def _keep_attention_out() -> None:
-    attention = AttentionInterface()[PACKED_ATTENTION]
-    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(attention))
+            if cls not in classes:
+                classes[cls] = _compiled_class(cls)
+            module.__class__ = classes[cls]  # type: ignore[assignment]
 
 
 def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -45,5 +36,14 @@ def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
     forward: Any = cls.forward
     while forward.__code__.co_name == "forward_with_checkpointing":
         forward = forward.__wrapped__
-    compiled = torch.compile(forward, dynamic=True, backend=_BACKEND)
-    return type(cls.__name__, (cls,), {"forward": compiled, "__module__": cls.__module__})
+    return type(cls.__name__, (cls,), {"forward": compiled(forward), "__module__": cls.__module__})
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled at its first call for any sizes of its tensors."""
+    return _compiled(function, _BACKEND)
+
+
+@cache
+def _compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, backend=backend)

@@ -55,19 +55,22 @@ def scoring(
     chunk_size: int | None = None,
     sequence: dist.ProcessGroup | None = None,
     uses: Uses | None = None,
+    compiled: bool = False,
 ) -> Iterator[None]:
     """Let ``head`` return ``[..., 2]`` float32 instead of logits: log p of the next token, and the entropy.
 
     The model is called once inside, on the tokens of ``mb``: in one row if ``packed``, else padded by
     `MicroBatch.padded` (scores are 0 at padding). Logits exist for ``chunk_size`` tokens at a time (None: by their
-    size). The ranks of ``sequence`` share the row: each scores its part of it. ``uses`` is for `columns`.
+    size). The ranks of ``sequence`` share the row: each scores its part of it. ``uses`` is for `columns`. With
+    ``compiled`` scores are computed by torch.compile.
     """
     targets, places = own_targets(mb, sequence), (mb.rows, mb.position_ids)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden[0, : len(targets)] if packed else hidden[places]
         weight, bias, first_word, group = words_of(head)
-        scores = score_tokens(rows, weight, bias, targets, temperature, chunk_size, first_word, group, uses)
+        given = (temperature, chunk_size, first_word, group, uses, compiled)
+        scores = score_tokens(rows, weight, bias, targets, *given)
         if packed:
             return torch.stack([score[None] for score in scores], dim=-1)  # FSDP warns about views
         return hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32).index_put(places, torch.stack(scores, -1))

@@ -6,14 +6,19 @@ words, and computes the logits of a chunk twice. `token_logprobs` starts from gi
 
 Both compute in float32 with ``z = logits / temperature``: ``log p = z[token] - logsumexp(z)``, ``H = -sum(p log p)``,
 ``d log p / dz = onehot - p`` and ``dH / dz = -p (log p + H)``. ``-p log p`` is 0 for a logit of -inf (``entr``).
+
+With ``compiled`` the passes over a chunk of logits become one kernel each way.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import linear
+from torch.special import entr
+
+from .compilation import compiled as compiled_
 
 CHUNK_ELEMENTS = 1 << 26
 """Number of logits at a time: 128 MiB in bfloat16, and 256 MiB for their float32 copy."""
@@ -47,11 +52,16 @@ def token_logprobs(
 
 
 def score_logits(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, chunk_size: int | None = None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    uses: "Uses | None" = None,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``log p(target)`` and the entropy for each row of ``logits [T, V]``, ``[T]`` float32. ``targets`` are as in
-    `score_tokens`."""
-    return _OfLogits.apply(logits, targets, temperature, chunk_size)
+    """``log p(target)`` and the entropy for each row of ``logits [T, V]``, ``[T]`` float32. ``targets`` and ``uses``
+    are as in `score_tokens`."""
+    return _OfLogits.apply(logits, targets, temperature, chunk_size, uses or Uses(), compiled)
 
 
 def score_tokens(
@@ -64,6 +74,7 @@ def score_tokens(
     first_word: int = 0,
     group: dist.ProcessGroup | None = None,
     uses: "Uses | None" = None,
+    compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``log p(target)`` and the entropy for the logits ``hidden @ weight.T + bias``, which never exist whole.
 
@@ -78,7 +89,8 @@ def score_tokens(
 
     If both results are stacked for their way through a model, give ``uses`` to this function and to `columns`.
     """
-    return _OfHead.apply(hidden, weight, bias, targets - first_word, temperature, chunk_size, group, uses or Uses())
+    given = (temperature, chunk_size, group, uses or Uses(), compiled)
+    return _OfHead.apply(hidden, weight, bias, targets - first_word, *given)
 
 
 class Uses:
@@ -131,7 +143,7 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> t
     weights = below.exp_()
     total = weights.sum(dim=-1)
     log_total = total.log()
-    entropy = log_total + torch.special.entr(weights, out=weights).sum(dim=-1) / total
+    entropy = log_total + entr(weights, out=weights).sum(dim=-1) / total
     return torch.stack([below_target - log_total, entropy, highest + log_total])
 
 
@@ -152,53 +164,92 @@ def _over_all_words(scores: torch.Tensor, targets: torch.Tensor, words: int, gro
     return torch.stack([target - log_weights, entropies / weights + log_weights, highest + log_weights])
 
 
+class _Factors(NamedTuple):
+    """``[T]`` each. The gradient of a token's logits is ``of_p * p - of_p_log_p * p log p``, and at its target
+    ``at_target``. None: 0, or the target is no exception."""
+
+    of_p: torch.Tensor
+    of_p_log_p: torch.Tensor | None
+    at_target: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, scores: torch.Tensor, grads: tuple[torch.Tensor | None, torch.Tensor | None], temperature: float
+    ) -> "_Factors":
+        """From log p(target), entropy and logsumexp over all words, and the gradients of the first two."""
+        target_log_p, entropy, _ = scores
+        grad_logprobs, grad_entropy = (None if grad is None else grad / temperature for grad in grads)
+        of_p = torch.zeros_like(entropy) if grad_logprobs is None else -grad_logprobs
+        of_p = of_p if grad_entropy is None else of_p - grad_entropy * entropy
+        if grad_logprobs is None:
+            return cls(of_p, grad_entropy, None)
+        p = target_log_p.exp()
+        at_target = grad_logprobs + of_p * p
+        return cls(of_p, grad_entropy, at_target if grad_entropy is None else at_target + grad_entropy * entr(p))
+
+    def at(self, rows: slice) -> "_Factors":
+        return _Factors(*(None if factor is None else factor[rows] for factor in self))  # type: ignore[arg-type]
+
+
 def _grad_logits(
     logits: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
-    scores: tuple[torch.Tensor, torch.Tensor],
-    grads: tuple[torch.Tensor | None, torch.Tensor | None],
+    total: torch.Tensor,
+    factors: _Factors,
     out: torch.Tensor,
+    compiled: bool,
 ) -> torch.Tensor:
     """Write the gradient of ``logits [t, v]``, for any words of any tokens, to ``out``, which may be ``logits``.
 
-    ``scores`` are ``[t]`` entropy and logsumexp over all words, ``grads`` the ``[t]`` gradients of log p(target) and
-    entropy (None for 0). ``targets`` ``[t]`` lie outside ``[0, v)`` if the target is not among these words.
+    ``total`` ``[t]`` is the logsumexp over all words. ``targets`` ``[t]`` lie outside ``[0, v)`` if the target is not
+    among these words.
     """
-    entropy, total = scores
-    grad_logprobs, grad_entropy = (None if grad is None else (grad / temperature)[:, None] for grad in grads)
-    inside = ((targets >= 0) & (targets < logits.shape[1]))[:, None]
-    places = targets.clamp(0, logits.shape[1] - 1)[:, None]
+    write = compiled_(_write_grad) if compiled else _write_grad
+    write(logits, temperature, total, factors.of_p, factors.of_p_log_p, out)
+    if factors.at_target is not None:
+        inside, places = (targets >= 0) & (targets < logits.shape[1]), targets.clamp(0, logits.shape[1] - 1)[:, None]
+        at_target = factors.at_target[:, None].to(out.dtype)
+        out.scatter_(1, places, torch.where(inside[:, None], at_target, out.gather(1, places)))
+    return out
+
+
+def _write_grad(
+    logits: torch.Tensor,
+    temperature: float,
+    total: torch.Tensor,
+    of_p: torch.Tensor,
+    of_p_log_p: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
     z = _scaled(logits, temperature)
     own = out if out.dtype == torch.float32 else None
     p = torch.sub(z, total[:, None], out=own if z is logits else z).exp_()
-    if grad_entropy is None:
-        assert grad_logprobs is not None  # else no backward would be needed
-        others = p.scatter_add_(1, places, -inside.float())
-        return torch.mul(others, -grad_logprobs, out=out)
-    p_log_p = torch.special.entr(p)
-    common = grad_entropy * entropy[:, None]
-    grad = p.mul_(-common if grad_logprobs is None else -(common + grad_logprobs)).addcmul_(p_log_p, grad_entropy)
-    if grad_logprobs is not None:
-        grad.scatter_add_(1, places, torch.where(inside, grad_logprobs, 0.0))
-    return out.copy_(grad)
-
-
-def _rows_of(values: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return None if values is None else values[rows]
+    if of_p_log_p is None:
+        torch.mul(p, of_p[:, None], out=out)
+    else:
+        p_log_p = entr(p)
+        out.copy_(p.mul_(of_p[:, None]).addcmul_(p_log_p, of_p_log_p[:, None]))
 
 
 class _OfLogits(torch.autograd.Function):
-    """``(logits [T, V], targets [T], temperature, chunk_size)`` -> ``(log p(target), entropy)``, ``[T]`` float32."""
+    """`score_logits`."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_size: int | None
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int | None,
+        uses: Uses,
+        compiled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
         ctx.temperature, ctx.elements = temperature, chunk_elements(logits.shape[1], chunk_size)
+        ctx.uses, ctx.compiled, score = uses, compiled, compiled_(_score) if compiled else _score
         for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
-            scores[:, rows] = _score(logits[rows], targets[rows], temperature)
+            scores[:, rows] = score(logits[rows], targets[rows], temperature)
         ctx.save_for_backward(logits, targets, scores)
         ctx.set_materialize_grads(False)
         return scores[0].clone(), scores[1].clone()
@@ -207,14 +258,14 @@ class _OfLogits(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None, None, None]:
-        logits, targets, (_, entropy, total) = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
+    ) -> tuple[torch.Tensor | None, ...]:
+        logits, targets, scores = ctx.saved_tensors
+        grads = grad_logprobs, grad_entropy if ctx.uses.entropy else None
+        factors, grad_logits = _Factors.of(scores, grads, ctx.temperature), torch.empty_like(logits)
         for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
-            scores = entropy[rows], total[rows]
-            grads = _rows_of(grad_logprobs, rows), _rows_of(grad_entropy, rows)
-            _grad_logits(logits[rows], targets[rows], ctx.temperature, scores, grads, out=grad_logits[rows])
-        return grad_logits, None, None, None
+            own, out = (logits[rows], targets[rows], ctx.temperature, scores[2, rows]), grad_logits[rows]
+            _grad_logits(*own, factors.at(rows), out, ctx.compiled)
+        return grad_logits, *[None] * 5
 
 
 class _Columns(torch.autograd.Function):
@@ -248,13 +299,14 @@ class _OfHead(torch.autograd.Function):
         chunk_size: int | None,
         group: dist.ProcessGroup | None,
         uses: Uses,
+        compiled: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
         ctx.temperature, ctx.elements = temperature, chunk_elements(len(weight), chunk_size)
-        ctx.group, ctx.uses = group, uses
-        own_targets = targets.clamp(0, len(weight) - 1)
+        ctx.group, ctx.uses, ctx.compiled = group, uses, compiled
+        own_targets, score = targets.clamp(0, len(weight) - 1), compiled_(_score) if compiled else _score
         for rows in _chunks(len(hidden), len(weight), ctx.elements):
-            scores[:, rows] = _score(linear(hidden[rows], weight, bias), own_targets[rows], temperature)
+            scores[:, rows] = score(linear(hidden[rows], weight, bias), own_targets[rows], temperature)
         if group is not None:
             scores = _over_all_words(scores, targets, len(weight), group)
         ctx.save_for_backward(hidden, weight, bias, targets, scores)
@@ -266,16 +318,16 @@ class _OfHead(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, (_, entropy, total) = ctx.saved_tensors
+        hidden, weight, bias, targets, scores = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grads = grad_logprobs, grad_entropy if ctx.uses.entropy else None
+        factors = _Factors.of(scores, (grad_logprobs, grad_entropy if ctx.uses.entropy else None), ctx.temperature)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         for words in _chunks(len(weight), len(hidden), ctx.elements):
             part = None if bias is None else bias[words]
             logits, own = linear(hidden, weight[words], part), targets - words.start
-            grad = _grad_logits(logits, own, ctx.temperature, (entropy, total), grads, out=logits)
+            grad = _grad_logits(logits, own, ctx.temperature, scores[2], factors, logits, ctx.compiled)
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0)
             if grad_weight is not None:
@@ -286,4 +338,4 @@ class _OfHead(torch.autograd.Function):
             if ctx.group is not None:
                 dist.all_reduce(grad_hidden, group=ctx.group)
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 6

@@ -12,7 +12,7 @@ from ..config import TrainEngineConfig
 from .attention import packed_row
 from .context_parallel import own_targets
 from .head import ScoringHead, scoring
-from .logprobs import Uses, align_with_tokens, columns, score_logits, token_logprobs
+from .logprobs import Uses, align_with_tokens, columns, score_logits
 from .microbatch import MicroBatch
 from .rank_parts import gather_parts, own_part
 
@@ -87,16 +87,15 @@ class ModelOutput:
 
     def _score(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         mb, packed, chunk_size = self._mb, self._config.pack_sequences, self._config.logprobs_chunk_size
-        uses = Uses()
+        uses, compiled = Uses(), self._config.compile
         if self._head is not None and self._logits is None:
             self._refuse_second(f"log-probabilities at temperature {temperature}")
-            with scoring(self._head, mb, temperature, packed, chunk_size, self._sequence, uses):
+            with scoring(self._head, mb, temperature, packed, chunk_size, self._sequence, uses, compiled):
                 scores = own_output(self._model, mb, packed, self._sequence)
-        elif self._sequence is None:
-            return token_logprobs(self.logits, mb.data["input_ids"], mb.cu_seqlens, temperature, chunk_size)
         else:
             targets = own_targets(mb, self._sequence)
-            scores = torch.stack(score_logits(self._own_logits(), targets, temperature, chunk_size), dim=-1)
+            of_logits = score_logits(self._own_logits(), targets, temperature, chunk_size, uses, compiled)
+            scores = torch.stack(of_logits, dim=-1)
         logprobs, entropy = columns(gather_parts(scores, self._sequence)[: mb.n_tokens], uses)
         return align_with_tokens(logprobs, mb.cu_seqlens), align_with_tokens(entropy, mb.cu_seqlens)
 

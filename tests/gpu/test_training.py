@@ -58,7 +58,8 @@ def test_every_way_to_train_learns_alike_in_the_planned_memory(
     for way, steps in results.items():
         assert steps.losses == pytest.approx(expected, rel=2e-2), way
         if steps.peak:
-            assert steps.planned == pytest.approx(steps.peak, rel=0.2), way
+            assert steps.planned > 0.8 * steps.peak, way
+            assert steps.planned < (1.4 if way == "compile" else 1.2) * steps.peak, way  # compiled blocks keep less
 
 
 def test_an_update_moves_the_policy_towards_rewarded_answers(

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.engine.training import logprobs as module
-from holdfast.engine.training.logprobs import next_tokens, score_tokens, token_logprobs
+from holdfast.engine.training.logprobs import align_with_tokens, next_tokens, score_logits, score_tokens, token_logprobs
 
 CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 
@@ -69,8 +69,9 @@ def test_token_logprobs_gradient_equals_that_of_log_softmax(
 
 @pytest.mark.parametrize("chunk_elements", [1, 30, 1 << 25])
 @pytest.mark.parametrize("asked", ["logprobs", "entropy", "both"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
-    chunk_elements: int, asked: str, monkeypatch: pytest.MonkeyPatch
+    chunk_elements: int, asked: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk_elements)
     generator = torch.Generator().manual_seed(2)
@@ -81,7 +82,7 @@ def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
     weights = torch.randn(2, 9, generator=generator) * torch.tensor([[asked != "entropy"], [asked != "logprobs"]])
     inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     reference = [tensor.double().requires_grad_() for tensor in (hidden, weight, bias)]
-    scores = score_tokens(inputs[0], inputs[1], inputs[2], next_tokens(tokens), 0.8)
+    scores = score_tokens(inputs[0], inputs[1], inputs[2], next_tokens(tokens), 0.8, compiled=compiled)
     torch.stack([w @ score for w, score in zip(weights, scores, strict=True) if w.any()]).sum().backward()
     log_p = torch.log_softmax((reference[0] @ reference[1].T + reference[2]) / 0.8, -1)
     possible = log_p[:, [0, 1, 2, 3, 4, 6]]
@@ -97,10 +98,14 @@ def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_logits_of_every_dtype_have_gradients_and_stay_as_they_are(dtype: torch.dtype, temperature: float) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_logits_of_every_dtype_have_gradients_and_stay_as_they_are(
+    dtype: torch.dtype, temperature: float, compiled: bool
+) -> None:
     logits = torch.randn(9, 7, generator=torch.Generator().manual_seed(4)).to(dtype).requires_grad_()
     before, tokens, starts = logits.detach().clone(), torch.arange(9) % 7, torch.tensor([0, 9])
-    logprobs, entropy = token_logprobs(logits, tokens, starts, temperature)
+    scores = score_logits(logits, next_tokens(tokens), temperature, compiled=compiled)
+    logprobs, entropy = (align_with_tokens(score, starts) for score in scores)
     (logprobs.sum() + entropy.sum()).backward()
     exact = before.double().requires_grad_()
     log_p = torch.log_softmax(exact[:-1] / temperature, -1)

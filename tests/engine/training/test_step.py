@@ -103,7 +103,7 @@ def test_rows_that_do_not_count_leave_loss_and_gradient_unchanged(folder: Path, 
 
 
 def mask_token_3(logits: torch.Tensor) -> torch.Tensor:
-    return logits.index_fill(-1, torch.tensor([3]), -math.inf)
+    return logits.index_fill(-1, torch.tensor([3], device=logits.device), -math.inf)
 
 
 def _collectives_of_a_step(rank: int, world_size: int, folder: str) -> dict[str, int]:
