@@ -150,7 +150,7 @@ def _elsewhere(
 def keep_lengths_out_of_graphs() -> None:
     """Let compiled blocks call what depends on each length of a row, or has collectives, between two graphs."""
     global _elsewhere
-    _elsewhere = torch.compiler.disable(_elsewhere)
+    _elsewhere = torch.compiler.disable(_elsewhere)  # type: ignore[assignment]
 
 
 def _require_one_row(query: torch.Tensor, key: torch.Tensor, n_tokens: int, other: dict[str, Any]) -> None:
