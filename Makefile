@@ -12,8 +12,8 @@ PY := $(VENV)/bin/python
 PROCESSES ?= 2
 PYTEST := $(PY) -m pytest -n $(PROCESSES)
 # Quick tests go to a process by the file, which makes what they share once; slow ones, some of which take a minute, one at
-# a time to whichever process is free (no test has a group).
-BY_FILE := --dist loadfile
+# a time to whichever process is free (no test has a group). Files go in the order of tests/conftest.py.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 ONE_BY_ONE := --dist loadgroup
 # Of all faults, those that make faults injects; make test injects 1%.
 SHARE ?= 100%

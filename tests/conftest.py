@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,13 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Stretch the time limits of all tests."""
+    """Stretch the time limits of all tests. Files with the longest limits come first, so that none is left for last."""
     of_all = config.getoption("timeout")
     of_all = float(config.getini("timeout") if of_all is None else of_all)
+    longest = Counter[Path]()
     for item in items:
         own = item.get_closest_marker("timeout")
         limit_s = of_all if own is None else own.args[0]
         item.add_marker(pytest.mark.timeout(stretched(limit_s)), append=False)
+        if "slow" not in item.keywords:
+            longest[item.path] = max(longest[item.path], limit_s)
+    items.sort(key=lambda item: -longest[item.path])
 
 
 def pytest_collection_finish() -> None:

@@ -38,6 +38,7 @@ from ..training.sharding import block_classes, shard_model
 from ..training.tensor_parallel import cut_over_ranks, require_cuttable
 from ..training.tensor_parallel_check import check_tensor_parallel
 from ..training.value_model import body_name
+from ..training.vision import require_whole_rows
 from ..training.weights import draw_weights, give_memory
 from .memory_plan import log_plan
 from .model_folder import index_digest, is_first_of_its_node
@@ -61,7 +62,7 @@ def build_initial_model(
     """
     config, name = replace(config, path=str(folder)), config.path
     if config.train_vision:
-        _require_whole_rows(groups)
+        require_whole_rows(groups.meshes.strategy)
     if config.trust_remote_code:
         _import_code(config, groups.control)
     frozen_dtype = None
@@ -127,17 +128,6 @@ def build_initial_model(
     if base is not model:
         set_conversions(model, conversions_of(base))
     return model, head
-
-
-def _require_whole_rows(groups: ProcessGroups) -> None:
-    strategy = groups.meshes.strategy
-    for letter, key, size in (("c", "context", strategy.cp_size), ("t", "tensor", strategy.tp_size)):
-        if size > 1:
-            raise ConfigError(
-                f"config key 'train_vision' is true, but {key}_parallel_size is {size}: how ranks share the rows or "
-                f"matrices of a model with a vision tower is not supported; leave {letter!r} out of config key "
-                "'backend'"
-            )
 
 
 def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | None) -> BaseFolder:

@@ -31,6 +31,7 @@ from ..training.logprobs import chunk_elements
 from ..training.model import COMPUTE_DTYPES, UNUSABLE, build_on_meta, cast_buffers, describe_unusable
 from ..training.muon import trained_matrices
 from ..training.sharding import block_classes
+from ..training.vision import require_whole_rows
 
 logger = get_logger(__name__)
 
@@ -184,8 +185,13 @@ def plan_step(
         strategy: the mesh, for a number of ranks.
         tokens: in a micro-batch.
         memory: bytes of the GPU, on which ``gradient_sync: auto`` depends. 0: a CPU.
+
+    Raises:
+        ConfigError: see `require_whole_rows`.
     """
     assert config.optimizer is not None
+    if config.train_vision:
+        require_whole_rows(strategy)
     c, t, e = strategy.cp_size, strategy.tp_size, strategy.ep_size
     shards = strategy.world_size // strategy.replicate_size // t
     expert_shards = shards if e == 1 else shards * t  # t alone does not cut experts
@@ -354,7 +360,12 @@ class _Results(TorchDispatchMode):
         self._add = add
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
+            out = args[0].new_empty(
+                len(args[0]), args[1].shape[-1]
+            )  # experts; torch has fake tensors in bfloat16 alone
+        else:
+            out = func(*args, **(kwargs or {}))
         if keeps_result(func):
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.errors import BatchError, ConfigError
 from ..api import Batch
+from ..parallel_strategy import ParallelStrategy
 from .batch import IMAGES, images_of
 from .value_model import body_name
 
@@ -38,6 +39,17 @@ _PIXELS, _GRID = "pixel_values", "image_grid_thw"
 _TYPE_ARGUMENTS = (TOKEN_TYPES, "token_type_ids")
 _IN_IMAGE = (RuntimeError, ValueError, TypeError, LookupError, StopIteration)
 """Errors of ``get_rope_index`` for a row whose images it does not understand."""
+
+
+def require_whole_rows(strategy: ParallelStrategy) -> None:
+    """Raise ConfigError if ranks share rows or matrices, which no model with a vision tower supports."""
+    for letter, key, size in (("c", "context", strategy.cp_size), ("t", "tensor", strategy.tp_size)):
+        if size > 1:
+            raise ConfigError(
+                f"config key 'train_vision' is true, but {key}_parallel_size is {size}: how ranks share the rows or "
+                f"matrices of a model with a vision tower is not supported; leave {letter!r} out of config key "
+                "'backend'"
+            )
 
 
 class Vision:

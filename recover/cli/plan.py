@@ -182,7 +182,7 @@ def _options(case: _Case) -> Iterator[tuple[str, _Case]]:
     for name in "cte":
         larger = strategy.sizes | {name: 2 * strategy.sizes[name]}
         ranks = larger["c"] * larger["t"]
-        if (name == "e" and not any(unit.experts for unit in sizes.blocks)) or (config.train_vision and name != "e"):
+        if name == "e" and not any(unit.experts for unit in sizes.blocks):
             continue
         if (config.use_lora and name != "c") or case.gpus % ranks or (name != "e" and sizes.key_value_heads % ranks):
             continue
@@ -207,7 +207,7 @@ def _offloads(case: _Case) -> Iterator[tuple[str, _Case]]:
 
 def _found(case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth: int) -> dict[str, Any]:
     """The whole answer as one JSON document."""
-    from ...engine.model.memory_plan import moment_bytes
+    from ...engine.model.memory_plan import UNCOUNTED, moment_bytes
 
     sizes, step = case.sizes, case.step
     assert sizes is not None and case.config.optimizer is not None
@@ -220,6 +220,7 @@ def _found(case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth
         "mesh": case.strategy.sizes,
         "tokens": case.tokens,
         "bytes_per_gpu": {**step.on_device, "peak": step.peak, "usable": usable},
+        "uncounted": [UNCOUNTED] if case.config.train_vision else [],
         "fits": step.peak <= usable,
         "changes": [
             {"change": change, "peak_bytes": other.step.peak, "host_bytes_per_node": other.on_host + other.staged}
@@ -233,8 +234,6 @@ def _found(case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth
 
 
 def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
-    from ...engine.model.memory_plan import UNCOUNTED
-
     per_gpu, disk, seconds = found["bytes_per_gpu"], found["bytes_on_disk"], found["seconds"]
     mesh = "".join(f"{name}{size}" for name, size in found["mesh"].items() if size > 1 or name == "d")
     rows = [(text, size_text(per_gpu[name])) for name, text in _PARTS.items() if per_gpu[name]]
@@ -247,8 +246,8 @@ def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
     gpus = f"{case.gpus} GPU{'s' * (case.gpus > 1)}"
     title = f"{model}, {found['parameters'] / 1e9:.3g}B parameters, {gpus} ({mesh}), {case.tokens} tokens"
     print_table(("on each GPU", ">"), rows, title)
-    if case.config.train_vision:
-        click.echo(f"{UNCOUNTED[0].upper()}{UNCOUNTED[1:]}.\n")
+    for what in found["uncounted"]:
+        click.echo(f"{what[0].upper()}{what[1:]}.\n")
     before, lines = per_gpu["peak"], []
     for change in found["changes"]:
         sizes = (before - change["peak_bytes"], change["peak_bytes"], change["host_bytes_per_node"])

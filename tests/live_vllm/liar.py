@@ -1,10 +1,14 @@
-"""A vLLM plugin for tests: while a file exists, the server confirms loads of weights without loading them."""
+"""A vLLM plugin for tests: while a file exists, the server confirms loads of weights without loading them. While
+another one exists, each step of the model takes as long as a larger model's."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 SWITCH = "HOLDFAST_TEST_LIAR"
+SLOW = ".slow"
+_STEP_S = 0.02
 
 
 def register() -> None:
@@ -13,6 +17,7 @@ def register() -> None:
 
     for name in ("reload_weights", "update_weights"):
         setattr(Worker, name, _unless_lying(getattr(Worker, name)))
+    Worker.execute_model = _maybe_slow(Worker.execute_model)
 
 
 def _unless_lying(load: Any) -> Any:
@@ -21,3 +26,12 @@ def _unless_lying(load: Any) -> Any:
             load(*args, **kwargs)
 
     return load_or_lie
+
+
+def _maybe_slow(step: Any) -> Any:
+    def slow_step(*args: Any, **kwargs: Any) -> Any:
+        if Path(os.environ[SWITCH] + SLOW).exists():
+            time.sleep(_STEP_S)
+        return step(*args, **kwargs)
+
+    return slow_step

@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -122,6 +123,19 @@ class LiveServer:
             self._lie.touch()
         else:
             self._lie.unlink(missing_ok=True)
+
+    @contextmanager
+    def slow(self) -> Iterator[None]:
+        """Let each step of the model take 20 ms more in the block.
+
+        Steps of a tiny model are so short that vLLM 0.32 answers nothing else until a request is done.
+        """
+        switch = self._lie.with_name(self._lie.name + liar.SLOW)
+        switch.touch()
+        try:
+            yield
+        finally:
+            switch.unlink()
 
     def post(self, route: str, body: object = None, timeout_s: float = 60) -> httpx2.Response:
         """Send one request."""

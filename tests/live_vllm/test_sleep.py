@@ -82,7 +82,8 @@ def test_a_request_in_flight_sleeps_and_ends_on_the_next_version(
         assert versions == sorted(versions) and set(versions) == {trainer.version - 1, trainer.version}
         assert trainer.error(done) < TOLERANCE
 
-    asyncio.run(across())
+    with live.slow():
+        asyncio.run(across())
 
 
 @pytest.mark.parametrize("way", ["disk", "xccl"])

@@ -97,6 +97,7 @@ SETTINGS = {
     "muon": {"optimizer": OptimizerConfig(type="muon")},
     "gathered": {"fsdp": FSDPConfig(gradient_sync="every", reshard_after_forward=False)},
     "lora": {"use_lora": True},
+    "float32": {"dtype": "float32"},
 }
 
 
@@ -225,6 +226,14 @@ PLANNED = {
 def test_released_architectures_are_planned(tmp_path: Path, name: str) -> None:
     tiny_config(name).save_pretrained(tmp_path)
     assert measure_model(TrainEngineConfig(path=str(tmp_path)), 64).n_parameters > 0
+
+
+def test_experts_are_planned_in_float32(tmp_path: Path) -> None:
+    """On fake tensors torch multiplies groups in bfloat16 alone."""
+    tiny_config("Qwen/Qwen3-30B-A3B").save_pretrained(tmp_path)
+    half, full = (measure_model(TrainEngineConfig(path=str(tmp_path), dtype=d), 64) for d in ("bfloat16", "float32"))
+    for of_half, of_full in zip(half.blocks, full.blocks, strict=True):
+        assert of_half.kept_in_parts < of_full.kept_in_parts <= 2 * of_half.kept_in_parts
 
 
 def test_an_architecture_whose_forward_depends_on_values_is_refused(tmp_path: Path) -> None:

@@ -122,5 +122,8 @@ def test_the_plan_of_a_model_that_sees_counts_the_tower_and_says_what_it_leaves_
     assert code != 0 and "train_vision" in err
     found = answer("plan", tmp_path, "--vision")
     assert found["parameters"] == found["trained_parameters"] == 36592
+    assert found["uncounted"] == ["activations of the vision tower are not counted"]
+    code, _, err = holdfast("plan", tmp_path, "--vision", "--backend", "fsdp:d4t2")
+    assert code == 2 and "'train_vision' is true, but tensor_parallel_size is 2" in err
     code, out, _ = holdfast("plan", tmp_path, "--vision")
     assert code == 0 and "Activations of the vision tower are not counted." in out
