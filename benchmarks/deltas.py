@@ -166,7 +166,8 @@ def _publish(
 
 def _load(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
-        load_file(path)
+        for tensor in load_file(path).values():
+            tensor.clone()  # it is a view of the file until then
 
 
 def _step(engine: FSDPEngine, rate: float) -> None:

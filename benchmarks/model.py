@@ -86,6 +86,7 @@ def build_engine(
     attn_impl: str | None = None,
     gradient_sync: str = "auto",
     dtype: str = "float32",
+    compiled: bool = False,
 ) -> FSDPEngine:
     """Build the engine of this rank and train one step, so that there are moments to save."""
     config = model_config(parameters or session.options.parameters, tied=tied, vocabulary=vocabulary)
@@ -101,6 +102,7 @@ def build_engine(
             device=session.options.device,
             pack_sequences=pack_sequences,
             attn_impl=attn_impl,
+            compile=compiled,
             fsdp=FSDPConfig(gradient_sync=gradient_sync),
             optimizer=OptimizerConfig(lr=1e-5),
         )

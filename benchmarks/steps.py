@@ -25,6 +25,7 @@ from .trl_steps import HAS_TRL, TrlSteps
 
 PLAIN, TRL = "plain FSDP2 loop", "TRL"
 EVERY, LAST = "Holdfast, gradient_sync every", "Holdfast, gradient_sync last"
+PLAIN_COMPILED, COMPILED = "plain FSDP2 loop, blocks compiled", "Holdfast, compile"
 N_MBS = (1, 8)
 _PARAMETERS = 12_000_000
 _ROWS, _TOKENS = 16, 64
@@ -78,7 +79,11 @@ def _measure(session: Session, n_mbs: int) -> Times:
         for way, sync in ((EVERY, "every"), (LAST, "last"))
     }
     batch, folder = ragged_batch(engines[LAST], [size.longer * _TOKENS] * _ROWS), engines[LAST].config.path
-    calls: dict[str, Callable[[], object]] = {PLAIN: _PlainLoop(session, folder, batch, n_mbs, size.dtype).step}
+    plain = partial(_PlainLoop, session, folder, batch, n_mbs, size.dtype)
+    calls: dict[str, Callable[[], object]] = {PLAIN: plain(compiled=False).step}
+    if session.device.type == "cuda":  # minutes on a CPU
+        engines[COMPILED] = build_engine(session, parameters=size.parameters, dtype=size.dtype, compiled=True)
+        calls[PLAIN_COMPILED] = plain(compiled=True).step
     for way, engine in engines.items():
         engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
         calls[way] = partial(train, engine, batch)
@@ -108,13 +113,15 @@ def _timed(session: Session, step: Callable[[], object], counts: dict[str, float
 class _PlainLoop:
     """A step as in FSDP2's tutorial: each block sharded, the loss of transformers, torch's clipping and AdamW."""
 
-    def __init__(self, session: Session, folder: str, batch: Batch, n_mbs: int, dtype: str) -> None:
+    def __init__(self, session: Session, folder: str, batch: Batch, n_mbs: int, dtype: str, compiled: bool) -> None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
         self._model = model.to(session.device).train()
         mesh = init_device_mesh(session.device.type, (session.world_size,))
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
         for block in self._model.model.layers:
+            if compiled:
+                block.compile()
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(self._model, mesh=mesh, mp_policy=precision)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5)

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -42,17 +42,17 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.hookimpl(trylast=True)  # after the choice of a tier
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Stretch the time limits of all tests. Files with the longest limits come first, so that none is left for last."""
     of_all = config.getoption("timeout")
     of_all = float(config.getini("timeout") if of_all is None else of_all)
-    longest = Counter[Path]()
+    longest = defaultdict[Path, float](float)
     for item in items:
         own = item.get_closest_marker("timeout")
         limit_s = of_all if own is None else own.args[0]
         item.add_marker(pytest.mark.timeout(stretched(limit_s)), append=False)
-        if "slow" not in item.keywords:
-            longest[item.path] = max(longest[item.path], limit_s)
+        longest[item.path] = max(longest[item.path], limit_s)
     items.sort(key=lambda item: -longest[item.path])
 
 

@@ -42,8 +42,8 @@ class PackedRow:
     ``lengths`` are the tokens of each sequence and together fill the row. ``cu_seqlens`` ``[n + 1]`` int32 are their
     boundaries on the device. ``window`` is the number of tokens that a token sees, including itself (None: all earlier
     ones). The ranks of ``group`` share the row (None: this rank has it alone). It is here because checkpointed blocks
-    run again outside of `packed_row`. Compiled blocks read the sums of ``lengths``, ``n_tokens`` and ``longest``,
-    because a graph would be for one number of sequences otherwise.
+    run again outside of `packed_row`. Compiled blocks take ``n_tokens`` (the sum of ``lengths``) and ``longest`` (their
+    maximum). If they took ``lengths``, each number of sequences would need a graph of its own.
     """
 
     lengths: tuple[int, ...]
@@ -118,10 +118,10 @@ def _attention(
     if isinstance(row, PackedRow) and row.group is None and dropout == 0 and _kernel_takes(query, value):
         _require_one_row(query, key, row.n_tokens, other)
         return _in_one_kernel(query, key, value, row, scaling), None
-    return _elsewhere(module, query, key, value, row, dropout, scaling, **other)
+    return _between_graphs(module, query, key, value, row, dropout, scaling, **other)
 
 
-def _elsewhere(
+def _between_graphs(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -148,9 +148,12 @@ def _elsewhere(
 
 @cache
 def keep_lengths_out_of_graphs() -> None:
-    """Let compiled blocks call what depends on each length of a row, or has collectives, between two graphs."""
-    global _elsewhere
-    _elsewhere = torch.compiler.disable(_elsewhere)  # type: ignore[assignment]
+    """Let compiled blocks, from now on, attend between two graphs if they do not in one kernel.
+
+    Importing torch's compiler takes seconds, so this is no decorator.
+    """
+    global _between_graphs
+    _between_graphs = torch.compiler.disable(_between_graphs)  # type: ignore[assignment]
 
 
 def _require_one_row(query: torch.Tensor, key: torch.Tensor, n_tokens: int, other: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """``compile: true``: blocks are compiled by torch.compile, in place, so that names and checkpoints stay as they are.
 
 Only the forward itself is compiled. Hooks of FSDP2 and activation checkpointing stay outside. Graphs have a dynamic
-number of tokens, and attention on packed rows is not part of them, because every row has sequences of other lengths. So
-the number of graphs does not grow with the rows: there is a set for rows of several tokens and one for a single token
-(a dummy), each with and without gradients. The passes over logits (`logprobs`) are compiled, too.
+number of tokens, and nothing in them depends on the lengths of sequences (see `attention`). So their number does not
+grow with the rows: there are graphs for rows of several tokens and for a single token (a dummy), each with and without
+gradients. The passes over logits (`logprobs`) are compiled, too.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ Both compute in float32 with ``z = logits / temperature``: ``log p = z[token] - 
 With ``compiled`` the passes over a chunk of logits become one kernel each way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,7 +130,9 @@ def chunk_elements(words: int, chunk_size: int | None) -> int:
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     logits = logits.float() if logits.dtype == torch.float64 else logits
-    return logits if temperature == 1 else logits.to(torch.float32, copy=True).div_(temperature)
+    if temperature == 1 and not torch.compiler.is_compiling():  # a graph has no other for 1
+        return logits
+    return logits.to(torch.float32, copy=True).div_(temperature)
 
 
 def _score(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -165,12 +167,12 @@ def _over_all_words(scores: torch.Tensor, targets: torch.Tensor, words: int, gro
 
 
 class _Factors(NamedTuple):
-    """``[T]`` each. The gradient of a token's logits is ``of_p * p - of_p_log_p * p log p``, and at its target
-    ``at_target``. None: 0, or the target is no exception."""
+    """``[T]`` each. The gradient of a token's logits is ``of_p * p - of_p_log_p * p log p``, but at its target
+    ``at_target``."""
 
     of_p: torch.Tensor
-    of_p_log_p: torch.Tensor | None
-    at_target: torch.Tensor | None
+    of_p_log_p: torch.Tensor | None  # None: 0
+    at_target: torch.Tensor | None  # None: as at other words
 
     @classmethod
     def of(
@@ -205,13 +207,18 @@ def _grad_logits(
     ``total`` ``[t]`` is the logsumexp over all words. ``targets`` ``[t]`` lie outside ``[0, v)`` if the target is not
     among these words.
     """
-    write = compiled_(_write_grad) if compiled else _write_grad
+    write = _maybe_compiled(_write_grad, compiled, logits.shape)
     write(logits, temperature, total, factors.of_p, factors.of_p_log_p, out)
     if factors.at_target is not None:
         inside, places = (targets >= 0) & (targets < logits.shape[1]), targets.clamp(0, logits.shape[1] - 1)[:, None]
         at_target = factors.at_target[:, None].to(out.dtype)
         out.scatter_(1, places, torch.where(inside[:, None], at_target, out.gather(1, places)))
     return out
+
+
+def _maybe_compiled(function: Callable[..., Any], compiled: bool, sizes: Sequence[int]) -> Callable[..., Any]:
+    """Compile it, except for a single token (a dummy) or word, which would take graphs of their own."""
+    return compiled_(function) if compiled and min(sizes) > 1 else function
 
 
 def _write_grad(
@@ -228,8 +235,8 @@ def _write_grad(
     if of_p_log_p is None:
         torch.mul(p, of_p[:, None], out=out)
     else:
-        p_log_p = entr(p)
-        out.copy_(p.mul_(of_p[:, None]).addcmul_(p_log_p, of_p_log_p[:, None]))
+        minus_p_log_p = entr(p)
+        out.copy_(p.mul_(of_p[:, None]).addcmul_(minus_p_log_p, of_p_log_p[:, None]))
 
 
 class _OfLogits(torch.autograd.Function):
@@ -247,7 +254,7 @@ class _OfLogits(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
         ctx.temperature, ctx.elements = temperature, chunk_elements(logits.shape[1], chunk_size)
-        ctx.uses, ctx.compiled, score = uses, compiled, compiled_(_score) if compiled else _score
+        ctx.uses, ctx.compiled, score = uses, compiled, _maybe_compiled(_score, compiled, logits.shape)
         for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
             scores[:, rows] = score(logits[rows], targets[rows], temperature)
         ctx.save_for_backward(logits, targets, scores)
@@ -304,9 +311,11 @@ class _OfHead(torch.autograd.Function):
         scores = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
         ctx.temperature, ctx.elements = temperature, chunk_elements(len(weight), chunk_size)
         ctx.group, ctx.uses, ctx.compiled = group, uses, compiled
-        own_targets, score = targets.clamp(0, len(weight) - 1), compiled_(_score) if compiled else _score
+        own_targets = targets.clamp(0, len(weight) - 1)
         for rows in _chunks(len(hidden), len(weight), ctx.elements):
-            scores[:, rows] = score(linear(hidden[rows], weight, bias), own_targets[rows], temperature)
+            logits = linear(hidden[rows], weight, bias)
+            score = _maybe_compiled(_score, compiled, logits.shape)
+            scores[:, rows] = score(logits, own_targets[rows], temperature)
         if group is not None:
             scores = _over_all_words(scores, targets, len(weight), group)
         ctx.save_for_backward(hidden, weight, bias, targets, scores)

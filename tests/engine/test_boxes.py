@@ -32,6 +32,7 @@ from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from tests.engine.hf_models import sharded, tiny_config
 from tests.engine.models import NEEDS_PLANS
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 pytestmark = [pytest.mark.timeout(180), NEEDS_PLANS]
 
@@ -294,7 +295,7 @@ def _frozen(rank: int, world_size: int, folder: Path, out: Path, layout: str, sa
         load_dcp(out, state)
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [("fsdp2", "tp2"), ("tp2", "fsdp2")])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), slow_but([("fsdp2", "tp2")], [("fsdp2", "tp2"), ("tp2", "fsdp2")]))
 def test_a_frozen_base_is_known_again_on_another_mesh(
     folders: Path, tmp_path: Path, saved_by: str, loaded_by: str
 ) -> None:

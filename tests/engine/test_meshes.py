@@ -121,11 +121,16 @@ def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sy
     assert same(found, expected) and same(whole(engine), whole(twin))
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["loss", "backward"])
-@pytest.mark.parametrize(("replicas", "sync"), [(1, "every"), (1, "last"), (2, "every")])
+RAISES = [(*mesh, place) for mesh in ((1, "every"), (1, "last"), (2, "every")) for place in ("loss", "backward")]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "sync", "place"), slow_but([(1, "last", "loss"), (2, "every", "backward")], RAISES)
+)
 def test_a_loss_that_raises_leaves_no_part_of_a_gradient_for_the_next_step(
-    folder: Path, replicas: int, sync: str, in_backward: bool
+    folder: Path, replicas: int, sync: str, place: str
 ) -> None:
+    in_backward = place == "backward"
     if in_backward and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("this torch cannot use a model again after an error in a backward")
     run_ranks(_loss_that_raises, 2, str(folder), replicas, sync, in_backward)

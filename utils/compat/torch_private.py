@@ -112,8 +112,9 @@ def without_compile(module: nn.Module) -> nn.Module:
 
 
 def free_matrix_workspaces() -> None:
-    """Free the memory in which cuBLAS computes (64 MB on Hopper). A torch for CPUs has no such function."""
-    getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
+    """Free the memory in which cuBLAS computes (64 MiB on Hopper). Does nothing with a torch for CPUs."""
+    if torch.version.cuda is not None:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def count_forward_hooks(module: nn.Module) -> int:

@@ -21,6 +21,7 @@ from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.faulty_mirror import FaultyMirror
 from tests.engine.servers.folders import PROMPT, model_logprobs, publish_hashed, tiny_model
 from tests.engine.servers.scripted import ScriptedServer
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,7 +47,7 @@ def probe_of(model: Any) -> dict[str, bytes]:
     return {PROBE_NAME: WeightsProbe(PROMPT, model_logprobs(model, PROMPT), "float32").encode()}
 
 
-@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize("kind", slow_but(["vllm"], CLIENTS))
 def test_deltas_are_served_like_full_versions(kind: str, tmp_path: Path, mirror: FaultyMirror) -> None:
     model, copy, root = tiny_model(), PublishedCopy(), tmp_path / "w"
     with FakeServer(kind, tmp_path, dtype="float32") as fake:
@@ -89,7 +90,7 @@ def test_a_mirror_works_without_deltas_and_a_copy_of_the_client_knows_it(
         assert version_path(mirror.local, 1).is_dir()
 
 
-@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize("kind", slow_but(["sglang"], CLIENTS))
 def test_a_mirror_that_cannot_leaves_the_server_as_it_is(
     kind: str, tmp_path: Path, mirror: FaultyMirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed_adapters
 from tests.engine.servers.scripted import PlainServer, ScriptedServer, wait_until, write_published
 from tests.limits import stretched
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -164,7 +165,7 @@ def test_weights_that_were_kept_are_served_again_without_an_update(
         assert fake.alive() and server.status().asleep == (KV_CACHE,)
 
 
-@both
+@pytest.mark.parametrize("kind", slow_but(["vllm"], CLIENTS))
 def test_a_request_in_flight_goes_on_with_the_weights_of_the_next_version(kind: str, tmp_path: Path) -> None:
     async def run(server: Any, fake: FakeServer) -> list[int]:
         request = ModelRequest([1, 2, 3], GenerationHyperparameters(max_new_tokens=60), seed=1)

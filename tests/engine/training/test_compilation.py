@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,15 +30,16 @@ SGD = OptimizerConfig(type="sgd", lr=0.0, gradient_clipping=1e9)
 BATCHES = [(5, 1, 9, 3), (7, 2, 6, 4), (2, 2, 3, 2), (30, 1, 1, 17), (8, 8, 8, 8), (4, 1, 25, 1)]
 MOST_GRAPHS = 40
 """Rows of several tokens and of one, with gradients and without. Each takes the parts before, within and after the
-attention, once more for the first block if its input needs no gradient."""
+attention, once more for the first block if its input needs no gradient. And the logits."""
 
 
 def _compiled_steps(rank: int, world_size: int, folder: str, out: str, checkpointing: bool | str) -> int:
     counter: Any = CompileCounterWithBackend("aot_eager")
+    compilation._BACKEND = counter
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of steps that are not compiled
     spec = MicroBatchSpec(n_mbs=2)
     plain = make_engine(folder, optimizer=SGD, mb_spec=spec)
-    with patch.object(compilation, "_BACKEND", counter):
-        compiled = make_engine(folder, optimizer=SGD, mb_spec=spec, compile=True, gradient_checkpointing=checkpointing)
+    compiled = make_engine(folder, optimizer=SGD, mb_spec=spec, compile=True, gradient_checkpointing=checkpointing)
     gradients, n_graphs = {engine: capture_gradients(engine) for engine in (plain, compiled)}, 0
     for number, lengths in enumerate(BATCHES * 2):
         batch = rows(
@@ -105,12 +105,11 @@ def check(tmp_path: Path, world_size: int, checkpointing: bool | str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [tiny_qwen3])
-def test_attention_in_one_kernel_is_a_part_of_the_graph_of_its_block(tmp_path: Path, model: Any) -> None:
-    """As on CUDA. A graph for each kind of row, and one more for the first block or another window."""
-    write_model_folder(tmp_path / "model", model())
+def test_attention_in_one_kernel_is_a_part_of_the_graph_of_its_block(tmp_path: Path) -> None:
+    """As on CUDA. A graph for each kind of row, and three for the logits."""
+    write_model_folder(tmp_path / "model", tiny_qwen3())
     counts = run_ranks(_steps_with_one_kernel, 1, str(tmp_path / "model"), str(tmp_path), timeout_s=400)
-    assert 0 < counts[0] <= 6, counts
+    assert 0 < counts[0] <= 8, counts
 
 
 @pytest.mark.slow
