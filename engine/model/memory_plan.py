@@ -360,10 +360,9 @@ class _Results(TorchDispatchMode):
         self._add = add
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten._grouped_mm and args[0].dtype != torch.bfloat16:
-            out = args[0].new_empty(
-                len(args[0]), args[1].shape[-1]
-            )  # experts; torch has fake tensors in bfloat16 alone
+        if "_grouped_mm" in func.name() and args[0].dtype != torch.bfloat16:
+            # The product of experts. Torch has its fake results in bfloat16 alone.
+            out = args[0].new_empty(len(args[0]), args[1].shape[-1])
         else:
             out = func(*args, **(kwargs or {}))
         if keeps_result(func):

@@ -31,8 +31,9 @@ def test_a_bucket_is_mirrored(tmp_path: Path) -> None:
                 status, answer = running.prepare(version, publisher.label(version))
                 assert (status, answer) == (200, {"path": str(tmp_path / "local" / f"v{version:08d}")})
                 assert_same(tmp_path / "local" / "current", publisher, version)
-            name = f"{url}/v00000004/delta/rank_00000.safetensors"
-            assert "in 1 deltas and 0 full" in running.log[-1] and fs.exists(name)
+        fetched = [line for line in running.log if "verified" in line]
+        assert "in 1 deltas and 0 full" in fetched[-1]
+        assert fs.exists(f"{url}/v00000004/delta/rank_00000.safetensors")
 
 
 def _documented_upload() -> Any:
