@@ -146,12 +146,15 @@ def bit_sum(name: str, block: torch.Tensor, offsets: Sequence[int]) -> int:
     for dim, size in enumerate(values.shape):
         first, seed = offsets[dim] if dim < len(offsets) else 0, xxhash.xxh3_64_intdigest(f"{dim}.{name}".encode())
         weights.append(_odd(torch.arange(first, first + size, device=values.device), seed >> 1))
-    n_rows = max(1, (1 << 26 if values.is_cuda else 1 << 19) // max(1, values[:1].numel()))  # widened at a time
-    for rows, weight in zip(values.split(n_rows), weights[0].split(n_rows), strict=True):
+    of_columns = weights.pop() if len(weights) > 1 else torch.ones_like(weights[0][:1])
+    of_rows = weights[0]
+    for each in weights[1:]:
+        of_rows = (of_rows[:, None] * each).flatten()
+    n_rows = max(1, (1 << 24 if values.is_cuda else 1 << 19) // max(1, len(of_columns)))  # widened at a time
+    matrix = values.reshape(len(of_rows), len(of_columns))
+    for rows, weight in zip(matrix.split(n_rows), of_rows.split(n_rows), strict=True):
         words = rows.contiguous().view(_BITS[rows.itemsize]).to(torch.int64)
-        for each in reversed(weights[1:]):
-            words = (words * each).sum(-1)
-        total += (words * weight).sum()
+        total += ((words * of_columns).sum(-1) * weight).sum()
     return int(total)
 
 

@@ -224,6 +224,7 @@ def plan_step(
     resharded = config.fsdp.reshard_after_forward
     blocks = sum(sorted(of_blocks)[-2:] if resharded else of_blocks)  # the next one, too
     in_block = max((whole(unit.trained, unit.trained_experts) for unit in sizes.blocks), default=0)
+    in_flight = max((item + reduced) * in_block, max(of_blocks, default=0))  # reduced, or copied out of a gather
     in_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
     in_head = min(sizes.vocab_size * sizes.hidden_size // t, in_rest)
     words = sizes.vocab_size // t
@@ -243,7 +244,7 @@ def plan_step(
     # (gradients, moments, gathered, activations, head) in the backward of head, block and rest, and in the step.
     times = [
         (gradients, held, of_rest + item * in_head + (0 if resharded else blocks), sum(kept), logits),
-        (gradients, held, of_rest + item * in_head + blocks + (item + reduced) * in_block, sum(kept) + again, 0),
+        (gradients, held, of_rest + item * in_head + blocks + in_flight, sum(kept) + again, 0),
         (reduced_gradients, held, of_rest + reducing, 0.0, 0),
         (reduced_gradients, in_step, 0, 0.0, 0),
     ]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from holdfast.engine.dcp.base_model import FrozenBase, sums_of
 from holdfast.engine.dcp.fingerprint import bit_sum
@@ -51,6 +53,25 @@ def test_blocks_of_any_shape_add_up_to_the_whole(dtype: torch.dtype) -> None:
         bit_sum("weight", values[a:b, :, c:d], (a, 0, c)) for a, b in rows for c, d in columns
     ]  # views that are not contiguous
     assert (sum(parts) - bit_sum("weight", values, (0, 0, 0))) % 2**64 == 0
+
+
+class _Largest(TorchDispatchMode):
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        self.n_bytes = max(self.n_bytes, *(each.untyped_storage().nbytes() for each in tensors), 0)
+        return out
+
+
+@pytest.mark.parametrize("shape", [(2, 1600, 1024), (3200, 1024), (3200 * 1024,)], ids=str)
+def test_a_few_megabytes_are_widened_at_a_time(shape: tuple[int, ...]) -> None:
+    """Also of experts, whose matrices are one tensor. The weights of a long vector are as long as it is."""
+    values = torch.ones(shape, dtype=torch.uint8)
+    with _Largest() as largest:
+        bit_sum("weight", values, (0, 0, 0))
+    assert largest.n_bytes <= max(8 << 19, 8 * shape[0] if len(shape) == 1 else 0)
 
 
 def cut_alike() -> dict[str, torch.Tensor]:
