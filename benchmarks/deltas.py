@@ -51,7 +51,7 @@ COLUMNS = (
     "s paused",
     "CPU s",
 )
-"""Pairs are of a delta and of all weights."""
+"""A pair is the value of the delta, and that of all weights."""
 _PAIRS = ("MB", "s", "ready s", "paused s", "CPU s")
 WARM_UP = 25  # steps at a larger rate, so that the moments are those of a run
 _CHUNK_BYTES = 64 << 10
@@ -64,7 +64,7 @@ class Network:
         self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, Lock()
 
     def carry(self, n_bytes: int) -> None:
-        """Wait until so many bytes have been carried."""
+        """Wait as long as the network needs for ``n_bytes``."""
         with self._lock:
             self._free_at = max(self._free_at, time.monotonic()) + n_bytes / self._bytes_per_s
             until = self._free_at
@@ -194,9 +194,10 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 5], help="steps between versions")
     parser.add_argument("--gbits", type=float, nargs="+", default=[1, 10], help="speeds of the network, in Gbit/s")
-    parser.add_argument("--folder", type=Path, help="where to publish; /dev/shm is memory", default=Path.cwd())
+    parser.add_argument("--folder", type=Path, help="where to publish; /dev/shm is memory", default=Path.cwd() / "bench_out")
     parser.add_argument("--quick", action="store_true", help="only check that everything works")
     args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
     print("| " + " | ".join(COLUMNS) + " |\n|---" + "|---:" * (len(COLUMNS) - 1) + "|")
     for rate in args.rates:
         for steps in args.steps:

@@ -133,3 +133,10 @@ def test_the_plugins_install_together_without_holdfast(tmp_path: Path) -> None:
     script = "import sys, holdfast_vllm.published, holdfast_weights.cli as c; print(c.__file__, 'torch' in sys.modules)"
     file, torch = run(python, "-c", script, cwd=tmp_path).split()
     assert Path(file).is_relative_to(tmp_path / "venv") and torch == "False"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_the_repository_has_no_large_files() -> None:
+    """Such as checkpoints of a run that was killed in the checkout."""
+    tracked = [ROOT / name for name in run("git", "ls-files", "-z", cwd=ROOT).split("\0") if name]
+    assert [path for path in tracked if path.is_file() and path.stat().st_size > 200_000] == []

@@ -71,6 +71,8 @@ NAMES = privates(
         ],
     }
 )
+if torch.version.cuda is not None:
+    NAMES += privates({"free the memory of cuBLAS": ["torch:_C._cuda_clearCublasWorkspaces"]})
 require("torch", NAMES)
 
 from torch import _foreach_add_ as foreach_add_
