@@ -194,15 +194,16 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 5], help="steps between versions")
     parser.add_argument("--gbits", type=float, nargs="+", default=[1, 10], help="speeds of the network, in Gbit/s")
-    parser.add_argument("--folder", type=Path, help="where to publish; /dev/shm is memory", default=Path.cwd() / "bench_out")
+    parser.add_argument("--folder", type=Path, help="where to publish; /dev/shm is memory")
     parser.add_argument("--quick", action="store_true", help="only check that everything works")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
+    folder: Path = args.folder or Path.cwd() / "bench_out"
+    folder.mkdir(parents=True, exist_ok=True)
     print("| " + " | ".join(COLUMNS) + " |\n|---" + "|---:" * (len(COLUMNS) - 1) + "|")
     for rate in args.rates:
         for steps in args.steps:
             for gbits in args.gbits:
-                with tempfile.TemporaryDirectory(dir=args.folder) as scratch:
+                with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     options = Options(int(args.parameters), 2, args.rounds, "cpu", Path(scratch), args.quick)
                     rounds = on_ranks(measure, options, rate, steps, gbits)
                 _report(rate, steps, gbits, rounds)
