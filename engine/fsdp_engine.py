@@ -479,14 +479,24 @@ class FSDPEngine(Offloadable):
             self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
             self._background.begin(meta, self.dcp_state(self.optimizer is not None), self.base_dtype)
             return
-        model, group = exportable_model(self.model), self.control_group
         match meta.weight_format:
             case "dcp":
-                save_dcp(meta.path, self.dcp_state(meta.with_optim), group)
+                self._save_to_dcp(meta)
             case "hf":
-                export_hf(model, meta.path, meta.hf_options(self.base_dtype), group=group)
+                self._save_to_hf(meta)
             case _:
-                save_adapters(model, meta.path, meta.hf_options(None), group=group)
+                self._save_to_peft(meta)
+
+    def _save_to_dcp(self, meta: SaveLoadMeta) -> None:
+        save_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
+
+    def _save_to_hf(self, meta: SaveLoadMeta) -> None:
+        options = meta.hf_options(self.base_dtype)
+        export_hf(exportable_model(self.model), meta.path, options, group=self.control_group)
+
+    def _save_to_peft(self, meta: SaveLoadMeta) -> None:
+        options = meta.hf_options(None)
+        save_adapters(exportable_model(self.model), meta.path, options, group=self.control_group)
 
     def wait_for_save(self) -> None:
         """Wait until a background save is committed. Its failure is raised on every rank.
@@ -508,12 +518,21 @@ class FSDPEngine(Offloadable):
         self._require_onloaded(*TAGS)
         match meta.weight_format:
             case "dcp":
-                load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
+                self._load_from_dcp(meta)
             case "hf":
-                config = replace(self.config, path=str(self.model_folder))
-                load_weights(self.model, meta.path, config, self.control_group)
+                self._load_from_hf(meta)
             case _:
-                load_adapters(self.model, meta.path, group=self.control_group)
+                self._load_from_peft(meta)
+
+    def _load_from_dcp(self, meta: SaveLoadMeta) -> None:
+        load_dcp(meta.path, self.dcp_state(meta.with_optim), self.control_group)
+
+    def _load_from_hf(self, meta: SaveLoadMeta) -> None:
+        config = replace(self.config, path=str(self.model_folder))
+        load_weights(self.model, meta.path, config, self.control_group)
+
+    def _load_from_peft(self, meta: SaveLoadMeta) -> None:
+        load_adapters(self.model, meta.path, group=self.control_group)
 
     # Versions and publishing
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
 import tokenize
@@ -10,7 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch.distributed.checkpoint.stateful import Stateful
 
+from holdfast.engine import DCPState, FSDPEngine
+from holdfast.recover import RecoverHandler
 from tests.limits import stretched
 
 ROOT = Path(__file__).parents[1]
@@ -108,3 +112,11 @@ def test_no_file_has_more_tokens_than_its_limit(folder: str) -> None:
     files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / folder).rglob("*.py")}
     tokens = {name: count_tokens(path) for name, path in files.items()}
     assert {name: n for name, n in tokens.items() if n > MAX_TOKENS} == {}
+
+
+def test_the_names_of_the_parts_that_trainers_embed_stay() -> None:
+    assert issubclass(DCPState, Stateful)
+    assert list(inspect.signature(FSDPEngine.save).parameters)[:2] == ["self", "meta"]
+    assert list(inspect.signature(FSDPEngine.load).parameters) == ["self", "meta"]
+    assert list(inspect.signature(RecoverHandler.load).parameters) == ["self", "engine", "dataloader"]
+    assert list(inspect.signature(RecoverHandler.dump).parameters)[:4] == ["self", "engine", "step_info", "dataloader"]

@@ -294,6 +294,50 @@ def test_save_and_load_dispatch_on_the_format_and_bring_everything_back(qwen3: P
     run_ranks(_save_and_load, 2, str(qwen3), str(tmp_path))
 
 
+class RecordingEngine(FSDPEngine):
+    """Notes which of the engine's own methods a save or load calls."""
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        super().__init__(config)
+        self.called: list[str] = []
+
+    def _save_to_dcp(self, meta: SaveLoadMeta) -> None:
+        self.called.append("_save_to_dcp")
+        super()._save_to_dcp(meta)
+
+    def _load_from_dcp(self, meta: SaveLoadMeta) -> None:
+        self.called.append("_load_from_dcp")
+        super()._load_from_dcp(meta)
+
+    def _save_to_hf(self, meta: SaveLoadMeta) -> None:
+        self.called.append("_save_to_hf")
+        super()._save_to_hf(meta)
+
+    def _load_from_hf(self, meta: SaveLoadMeta) -> None:
+        self.called.append("_load_from_hf")
+        super()._load_from_hf(meta)
+
+
+def _save_and_load_by_areal_names(rank: int, world_size: int, folder: str, out: str) -> None:
+    engine = RecordingEngine(TrainEngineConfig(path=folder, dtype="float32", optimizer=OptimizerConfig(lr=1e-2)))
+    engine.create_process_group()
+    engine.initialize(None, SPEC)
+    batch = make_batch()
+    expected = engine.forward_batch(batch)
+    for weight_format in ("dcp", "hf"):
+        meta = SaveLoadMeta(f"{out}/{weight_format}", weight_format, with_optim=weight_format == "dcp")
+        engine.save(meta)
+        engine.train_batch(batch, nll, loss_tokens)
+        assert not torch.equal(engine.forward_batch(batch), expected)
+        engine.load(meta)
+        assert torch.equal(engine.forward_batch(batch), expected)
+    assert engine.called == ["_save_to_dcp", "_load_from_dcp", "_save_to_hf", "_load_from_hf"]
+
+
+def test_save_and_load_go_through_the_methods_that_areal_names(qwen3: Path, tmp_path: Path) -> None:
+    run_ranks(_save_and_load_by_areal_names, 1, str(qwen3), str(tmp_path))
+
+
 def _save_and_load_what_a_forward_left(rank: int, world_size: int, folder: str, out: str) -> None:
     batch = rows(make_batch(), slice(rank, None, 2))
     engine = make_engine(folder, fsdp=FSDPConfig(reshard_after_forward=False))
