@@ -59,7 +59,7 @@ test-verl: $(VERL_INSTALLED)  ## Run the tests against verl's own classes and it
 	$(VERL_VENV)/bin/python -m pytest -m "slow or not slow" tests/integrations/test_verl.py tests/integrations/test_verl_retention.py \
 		tests/integrations/test_verl_trainer.py tests/integrations/test_examples.py -k verl
 
-test-all: test test-slow test-verl  ## Run these, every architecture of docs/models.md, and a tenth of all faults
+test-all: test test-slow test-verl  ## Run these, every architecture of docs/models-table.md, and a tenth of all faults
 	$(PYTEST) $(ONE_BY_ONE) -m matrix
 	HOLDFAST_FAULTS=10% HOLDFAST_FAULTS_WHOLE=1 $(PYTEST) $(ONE_BY_ONE) -m "slow or not slow" tests/faults
 

@@ -1,9 +1,22 @@
-"""Bar chart of the figures as a small SVG: ratios by way, quartiles as a line, targets dashed."""
+"""Bar charts of the main figures as a small SVG: ratios by way, quartiles as a line, targets dashed.
+
+All other figures are in the table only.
+"""
 
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from .harness import OURS, Figure
+
+CHARTS = (
+    "save_stall.blocking",
+    "save.throughput",
+    "load.throughput",
+    "publish.time",
+    "train.trl",
+    "logits.memory",
+)
+"""The figures that are drawn: what a user of a training engine asks first."""
 
 WIDTH, LABELS, RIGHT = 900, 290, 70
 ROW, TITLE, GAP = 20, 24, 16
@@ -14,9 +27,11 @@ _STYLE = (
 
 
 def draw(figures: Sequence[Figure]) -> str:
-    """Draw one panel per figure and return the SVG document."""
+    """Draw one panel for each figure of `CHARTS` and return the SVG document."""
     shapes, top = [], GAP
     for figure in figures:
+        if figure.name not in CHARTS:
+            continue
         shapes += _panel(figure, top)
         top += TITLE + ROW * len(figure.samples) + GAP
     body = "\n".join(shapes)

@@ -123,7 +123,7 @@ def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> d
         "start": loss["rebuilt_s"] - loss["torn_down_s"] - rendezvous_s - build_s,
         "rendezvous": rendezvous_s,
         "build the model": build_s,
-        "load": _logged(r"resumed from \S+ in ([\d.]+) s", log),
+        "load": _logged(r"resumed at step \d+ from \S+ in ([\d.]+) s", log),
         "publish": _logged(r"published weight version \d+ to \S+ in ([\d.]+) s", log),
     }
     phases["first step and the rest"] = first - killed - sum(phases.values())

@@ -5,7 +5,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,24 @@ def markdown(document: Mapping[str, Any]) -> str:
     """Format the results as a section with one table per benchmark."""
     parts = [f"{describe(document)}.\n"]
     for name, figures in _by_benchmark(document).items():
-        lines = [f"### {name}\n"]
-        for figure in figures:
-            note = f". {figure.note[0].upper()}{figure.note[1:]}" if figure.note else ""
-            lines.append(f"- `{_short(figure)}`: {figure.title} ({figure.better} is better){note}.")
-        lines += ["", f"| {' | '.join(_HEADINGS)} |", f"|---|---|{'---:|' * 3}---|"]
+        lines = [f"### {name}\n", *_explained(figures), ""]
+        lines += [f"| {' | '.join(_HEADINGS)} |", f"|---|---|{'---:|' * 3}---|"]
         lines += [f"| {' | '.join(row)} |" for figure in figures for row in _rows(figure)]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def _explained(figures: Sequence[Figure]) -> Iterator[str]:
+    """A line for each figure. Figures of other sizes share one, without the size behind the colon of their titles."""
+    alike: dict[tuple[str, str, str], list[Figure]] = {}
+    for figure in figures:
+        measured = figure.title.partition(":")[0]
+        alike.setdefault((measured, figure.better, figure.note), []).append(figure)
+    for (measured, better, note), members in alike.items():
+        names = ", ".join(f"`{_short(figure)}`" for figure in members)
+        title = members[0].title if len(members) == 1 else measured
+        sentence = f". {note[0].upper()}{note[1:]}" if note else ""
+        yield f"- {names}: {title} ({better} is better){sentence}."
 
 
 _HEADINGS = ("figure", "way", "ratio", "quartiles", "seconds", "needed")
@@ -84,7 +94,8 @@ def _rows(figure: Figure) -> list[tuple[str, ...]]:
         ratio, quartiles, needed = "", "", ""
         if way in figure.samples:
             spread = figure.spread(way)
-            ratio, quartiles = number(spread.median), f"{number(spread.low)} - {number(spread.high)}"
+            ratio, low, high = (number(value) for value in (spread.median, spread.low, spread.high))
+            quartiles = "" if low == high else f"{low} - {high}"
         if way in figure.needed:
             sign = "<=" if figure.better == "lower" else ">="
             needed = f"{sign} {figure.needed[way]:g}: {_MARKS[figure.met(way)]}"

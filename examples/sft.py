@@ -205,7 +205,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     # a tiny model gains nothing from more threads, and with one the arithmetic repeats exactly
     torch.set_num_threads(1)
-    configure_logging("INFO" if os.environ.get("RANK", "0") == "0" else "WARNING")
+    configure_logging()
     try:
         main(load_config(SFTConfig, args.config, args.overrides))
     except HoldfastError as error:

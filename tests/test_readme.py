@@ -1,8 +1,14 @@
 """README and docs are true: code runs, and links, paths, commands, figures and messages exist."""
 
 import ast
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
 import tomllib
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -14,11 +20,15 @@ from examples.copy_task import make_tokenizer
 from holdfast.recover import RecoverConfig
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
+from tests.integration.sft_runs import kill_tree
+from tests.limits import stretched
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+N_STEPS = 20
+"""Steps of the script."""
 PATH = r"`((?:benchmarks|docs|examples|tests)/[\w/.-]+|(?:engine|recover|utils)/[\w/.-]+\.py)`"
 """A path of the repository. ``recover/`` is also a folder of every run."""
 
@@ -30,10 +40,35 @@ def _script() -> str:
     return code
 
 
-def _run_block(rank: int, world_size: int, code: str) -> None:
+def _run_script(rank: int, world_size: int, folder: Path, code: str) -> None:
+    """Run the script on this rank, whose output goes to a file, and expect that it trains to the end."""
+    with open(folder / f"printed_by_{rank}.txt", "w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
     scope: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), scope)
-    assert scope["step"].global_step == 8
+    exec(compile(code, "train.py", "exec"), scope)
+    assert scope["step"].global_step == N_STEPS
+
+
+def _printed(folder: Path) -> list[str]:
+    """What both ranks printed, of which rank 1 is expected to print nothing."""
+    assert (folder / "printed_by_1.txt").read_text() == ""
+    return (folder / "printed_by_0.txt").read_text().splitlines()
+
+
+def _assert_steps(printed: Iterable[str], first: int, last: int) -> None:
+    """Check that there is one line for each step and no other."""
+    steps = [re.fullmatch(r"step (\d+): loss \d+\.\d{4}", line) for line in printed]
+    assert [step and int(step[1]) for step in steps] == list(range(first, last + 1)), printed
+
+
+def _assert_resumed(line: str, trial: Path) -> int:
+    """Check the line that every second life prints. Returns the step that it names."""
+    resumed = re.fullmatch(r"resumed at step (\d+) from (\S+) in \d+\.\d{3} s", line)
+    assert resumed is not None, line
+    step = int(resumed[1])
+    assert resumed[2] == str(trial / "recover" / f"global_step_{step - 1}")
+    return step
 
 
 def _changed(code: str, old: str, new: object) -> str:
@@ -42,16 +77,64 @@ def _changed(code: str, old: str, new: object) -> str:
     return code.replace(old, str(new))
 
 
-def test_the_script_runs_on_two_ranks_with_a_model_folder(tmp_path: Path) -> None:
-    code = _script()
-    write_model_folder(tmp_path / "model", tiny_qwen3())
-    make_tokenizer().save_pretrained(tmp_path / "model")
-    code = _changed(code, "Qwen/Qwen3-0.6B", tmp_path / "model")
+def _with_own_model(code: str, folder: Path) -> str:
+    """The script with a tiny model in ``folder``."""
+    write_model_folder(folder / "model", tiny_qwen3())
+    make_tokenizer().save_pretrained(folder / "model")
+    return _changed(code, "Qwen/Qwen3-0.6B", folder / "model")
+
+
+def test_the_script_prints_its_steps_and_where_it_resumes_once_for_two_ranks(tmp_path: Path) -> None:
+    code = _with_own_model(_script(), tmp_path)
     code = _changed(code, '"runs"', f'"{tmp_path / "runs"}"')
-    run_ranks(_run_block, 2, _changed(code, "freq_steps=2", "freq_steps=3"))
-    recover = tmp_path / "runs" / "experiment" / "trial" / "recover"
-    assert sorted(path.name for path in recover.glob("global_step_*")) == ["global_step_5", "global_step_7"]
-    run_ranks(_run_block, 2, code)  # the same command again: the run is finished and trains nothing
+    code = _changed(code, "freq_steps=2", "freq_steps=3")
+    trial = tmp_path / "runs" / "experiment" / "trial"
+    end_of_loop = "        step = step.next()\n"
+    killed = _changed(
+        code, end_of_loop, end_of_loop + "        if step.global_step == 7:\n            os.kill(os.getpid(), 9)\n"
+    )
+    with pytest.raises(AssertionError, match="exit code -9"):
+        run_ranks(_run_script, 2, tmp_path, "import os\n" + killed)
+    _assert_steps(_printed(tmp_path), 0, 6)
+    run_ranks(_run_script, 2, tmp_path, code)
+    resumed, *steps = _printed(tmp_path)
+    _assert_steps(steps, _assert_resumed(resumed, trial), N_STEPS - 1)
+    names = sorted(path.name for path in (trial / "recover").glob("global_step_*"))
+    assert names == ["global_step_17", "global_step_19"]
+    run_ranks(_run_script, 2, tmp_path, code)  # the same command again: the run is finished and trains nothing
+    (resumed,) = _printed(tmp_path)
+    assert _assert_resumed(resumed, trial) == N_STEPS
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_prints_each_line_once_in_both_lives(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_with_own_model(_script(), tmp_path))
+    _assert_steps(_torchrun(tmp_path, killed_after=12), 0, 12)
+    resumed, *steps = _torchrun(tmp_path)
+    _assert_steps(steps, _assert_resumed(resumed, tmp_path / "runs" / "experiment" / "trial"), N_STEPS - 1)
+
+
+def _torchrun(folder: Path, killed_after: int | None = None) -> list[str]:
+    """Run the command of the page, up to the line of a step. Returns what the ranks printed."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # otherwise torchrun prints that it sets it
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    timer = threading.Timer(stretched(60), kill_tree, (job,))
+    timer.start()
+    printed = []
+    for line in job.stdout or ():
+        printed.append(line.rstrip())
+        if line.startswith(f"step {killed_after}:"):
+            kill_tree(job)
+            break
+    timer.cancel()
+    assert job.wait(timeout=stretched(20)) == (0 if killed_after is None else -signal.SIGKILL), printed
+    return printed
 
 
 def test_the_code_of_the_readme_is_a_part_of_that_script() -> None:
@@ -244,3 +327,10 @@ def test_every_package_is_in_the_architecture_and_no_other() -> None:
         path.parent.relative_to(ROOT).as_posix() for root in roots for path in (ROOT / root).rglob("__init__.py")
     }
     assert sorted(described) == sorted(packages)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=lambda page: page.name)
+def test_code_of_the_pages_fits_into_their_column(page: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 96] == []

@@ -81,15 +81,11 @@ def restore_run(
             restored[name] = digest
     facts = combine_ranks([state.samples for state in states])
     table = check_restored(path.name, (info.engines, info.rng), (facts, restored))
-    logger.info("step %d of run %s\n%s", last.global_step, info.run_id, table)
-    warn_of_switches(path.name, info.switches, states[0].switches)
-    _warn_of_absent(path, info)
-    then, now = (world // n for world, n in zip((info.world_size, ranks.world_size), states[0].sharing, strict=True))
-    if then > now and info.rng:
-        logger.warning(
-            "%d ranks with different data saved it, now there are %d: the user objects and generators of the others "
-            "stay behind", then, now,
-        )  # fmt: skip
+    if ranks.is_leader:
+        logger.info("step %d of run %s\n%s", last.global_step, info.run_id, table)
+        warn_of_switches(path.name, info.switches, states[0].switches)
+        _warn_of_absent(path, info)
+        _warn_of_fewer(info, ranks, states[0].sharing)
     return epochs[0]
 
 
@@ -119,6 +115,17 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
     samples = {name: sample_engine(load.state, load.first_group) for name, load in loads.items()}
     sharing = process.saved_sharing, target.ranks_with_same_data
     return RankState(samples, numerical_switches(states), process.name, rng, sharing)
+
+
+def _warn_of_fewer(info: RecoverInfo, ranks: Ranks, sharing: tuple[int, int]) -> None:
+    """Log that ranks with data of their own are gone, if any are. ``sharing`` is that of `RankState`."""
+    saved_by = info.world_size // sharing[0]
+    there_are = ranks.world_size // sharing[1]
+    if saved_by > there_are and info.rng:
+        logger.warning(
+            "%d ranks with different data saved it, now there are %d: the user objects and generators of the others "
+            "stay behind", saved_by, there_are,
+        )  # fmt: skip
 
 
 def _warn_of_absent(path: Path, info: RecoverInfo) -> None:

@@ -19,7 +19,7 @@ from threading import Lock
 
 from ...utils.errors import CheckpointWriteError
 from ...utils.folder_lock import FolderLock
-from ...utils.logging import get_logger
+from ...utils.logging import announce, get_logger
 from ...utils.processes import process_started_at
 from ..config import RecoverConfig
 from ..info import RecoverInfo
@@ -54,9 +54,13 @@ class RunFolder:
         self.journal.open()
 
     def note_start(self, resumed: tuple[Path, RecoverInfo] | None, world_size: int, load_s: float) -> None:
-        """Record that the run begins, or that ``load`` has restored ``resumed`` in ``load_s`` seconds."""
-        if resumed is not None:
-            logger.info("resumed from %s in %.3f s", resumed[0], load_s)
+        """Record that the run begins, or that ``load`` has restored ``resumed`` in ``load_s`` seconds.
+
+        Every caller calls it, and the leader, which has the lock, records it.
+        """
+        if self._lock.held and resumed is not None:
+            step = resumed[1].last_step_info.next()
+            announce(logger, "resumed at step %d from %s in %.3f s", step.global_step, resumed[0], load_s)
         self.journal.start(
             step=None if resumed is None else resumed[1].last_step_info.global_step,
             generation=None if resumed is None else str(resumed[0]),

@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -11,8 +12,8 @@ from benchmarks.compare import BASELINE, compare, main, make_baseline
 from benchmarks.harness import Figure, Options, Spread, interleave, over, read_figures, save_results
 from benchmarks.limits import WarmBuffer
 from benchmarks.model import _count, model_config
-from benchmarks.plot import draw
-from benchmarks.report import BEGIN, END, PAGE, PLOT, put_into
+from benchmarks.plot import CHARTS, draw
+from benchmarks.report import BEGIN, END, PAGE, PLOT, _explained, put_into
 from benchmarks.report import main as report
 from benchmarks.run import BENCHMARKS
 
@@ -159,3 +160,17 @@ def test_the_page_explains_every_benchmark_and_shows_its_figures() -> None:
 def test_the_baseline_has_figures_of_every_benchmark() -> None:
     figures = json.loads(BASELINE.read_text())["figures"]
     assert {name.partition(".")[0] for name in figures} == BENCHMARKS.keys()
+
+
+def test_the_plot_has_the_main_figures_only_and_the_table_all() -> None:
+    many = [
+        Figure(f"save.size.{size}M", f"bytes / limit: {size}M parameters", "higher", {"Holdfast": [1.0]})
+        for size in (1, 10)
+    ]
+    main = Figure("load.throughput", "bytes a second / plain read", "higher", {"Holdfast": [0.4]})
+    plot = draw([*many, main])
+    assert "load.throughput" in plot and "save.size" not in plot
+    ElementTree.fromstring(plot)
+    assert list(_explained(many)) == ["- `size.1M`, `size.10M`: bytes / limit (higher is better)."]
+    drawn = (ROOT / "docs" / PLOT).read_text()
+    assert [name for name in CHARTS if name not in drawn] == [] and drawn.count('class="t"') == len(CHARTS)

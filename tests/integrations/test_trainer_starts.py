@@ -76,7 +76,11 @@ def test_a_checkpoint_of_trainers_own_is_loaded_as_long_as_there_is_no_generatio
     again = make(tmp_path, max_steps=6)
     again.train(resume_from_checkpoint=True)
     assert "there is a generation of step 4: True is not used" in caplog.text and again.state.global_step == 6
-    assert "resumed from" in caplog.text
+    assert "resumed at step 5 from" in caplog.text
+    caplog.clear()
+    caplog.set_level(logging.WARNING)
+    make(tmp_path, max_steps=6).train()
+    assert "resumed at step 6 from" in caplog.text, "a user who configures nothing sees where the run goes on"
 
 
 def test_an_unused_checkpoint_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

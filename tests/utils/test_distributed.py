@@ -2,8 +2,10 @@
 
 import logging
 import os
+import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from holdfast.utils.errors import (
     PeerError,
 )
 from holdfast.utils.heartbeat import beat, seconds_since_beat
-from holdfast.utils.logging import configure_logging, get_logger
+from holdfast.utils.logging import announce, configure_logging, get_logger
 from tests.helpers import run_ranks
 
 
@@ -237,18 +239,83 @@ def test_a_process_without_a_group_is_a_world_of_one() -> None:
         rank_zero_decides(lambda: raise_(KeyError()))
 
 
-def test_log_lines_name_the_rank_and_configuring_twice_does_not_double_them(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    """The logger of Holdfast without handlers. It is put back at the end."""
     root = logging.getLogger("holdfast")
-    before = root.level, list(root.handlers), root.propagate
+    level, handlers, propagate = root.level, list(root.handlers), root.propagate
     root.handlers.clear()
-    try:
-        configure_logging("INFO")
-        configure_logging("INFO")
-        get_logger("holdfast.recover.storage.generations").info("step %d", 3)
-    finally:
-        root.level, root.handlers[:], root.propagate = before
-        root.setLevel(before[0])
+    yield root
+    root.handlers[:] = handlers
+    root.propagate = propagate
+    root.setLevel(level)
+
+
+def test_log_lines_name_the_rank_and_configuring_twice_does_not_double_them(
+    root_logger: logging.Logger, capfd: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("INFO")
+    configure_logging("INFO")
+    get_logger("holdfast.recover.storage.generations").info("step %d", 3)
     assert capfd.readouterr().err.count(" rank 0 holdfast.recover.storage.generations | step 3\n") == 1
+
+
+def test_before_there_is_a_group_the_rank_is_that_of_the_launcher(
+    root_logger: logging.Logger, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    configure_logging("INFO")
+    get_logger("holdfast.x").info("begins")
+    get_logger("holdfast.x").warning("is late")
+    err = capfd.readouterr().err
+    assert err.endswith(" rank 3 holdfast.x | is late\n") and "begins" not in err
+
+
+def _log_at_two_levels(rank: int, world_size: int, folder: Path, others: str) -> str:
+    with open(folder / f"{others}_{rank}.txt", "w+") as out:
+        os.dup2(out.fileno(), 2)
+        configure_logging("INFO", others)
+        logger = get_logger("holdfast.engine")
+        logger.info("begins")
+        logger.warning("is late")
+        return out.seek(0) or out.read()
+
+
+@pytest.mark.parametrize("others", ["WARNING", "INFO"])
+def test_only_rank_0_tells_more_than_warnings_unless_told_to(tmp_path: Path, others: str) -> None:
+    first, second = run_ranks(_log_at_two_levels, 2, tmp_path, others)
+    assert re.sub(r"\d\d:\d\d:\d\d ", "", first) == (
+        "rank 0 holdfast.engine | begins\nrank 0 holdfast.engine | is late\n"
+    )
+    assert second.count("rank 1 holdfast.engine | is late\n") == 1
+    assert second.count("begins") == (others == "INFO")
+
+
+class Collected(logging.Handler):
+    """Keeps the names of the levels of its records."""
+
+    def __init__(self, level: str = "NOTSET") -> None:
+        super().__init__(level)
+        self.levels: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.levels.append(record.levelname)
+
+
+def test_a_line_for_everybody_is_seen_whatever_the_levels_of_logger_and_handlers(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    announce(logging.Logger("of nobody"), "resumed at step %d", 16)
+    assert capfd.readouterr().err == "resumed at step 16\n"
+
+    seen = []
+    for level, of_handler in [("INFO", "NOTSET"), ("WARNING", "NOTSET"), ("DEBUG", "WARNING"), ("ERROR", "NOTSET")]:
+        logger = logging.Logger("of somebody", level)
+        collected = Collected(of_handler)
+        logger.addHandler(collected)
+        announce(logger, "resumed")
+        seen.append(collected.levels)
+    assert seen == [["INFO"], ["WARNING"], ["WARNING"], []]
 
 
 def _decide_slowly(rank: int, world_size: int) -> float:

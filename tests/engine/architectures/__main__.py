@@ -1,4 +1,6 @@
-"""Write docs/models.md: ``python -m tests.engine.architectures [--checks CHECK ...] [name ...]``.
+"""Write docs/models.md and docs/models-table.md.
+
+``python -m tests.engine.architectures [--checks CHECK ...] [name ...]``
 
 Names are model types and released models. Only their rows are judged and replaced. Without names, all are. With checks,
 only these columns are judged, of models that start.
@@ -9,7 +11,7 @@ import time
 
 from tests.engine.architectures.checks import GOOD, NONE, RELEASED_CHECKS, YES, Verdict
 from tests.engine.architectures.matrix import Verdicts, checks_of, judge
-from tests.engine.architectures.page import PAGE, other_model_types, read, render
+from tests.engine.architectures.page import PAGE, SUMMARY, other_model_types, read, render, summarise
 from tests.engine.architectures.released import model_names, seeing_names
 
 
@@ -28,9 +30,14 @@ def main() -> None:
         poor = [f"{check} {verdict.word}" for check, verdict in verdicts.items() if verdict.word not in GOOD]
         print(f"{number:3d} {name}: {', '.join(poor) or 'all'} ({time.monotonic() - started:.1f} s)", flush=True)
         if given.names or given.checks:  # update one row at a time and keep the others
-            PAGE.write_text(render(results), encoding="utf-8")
+            _write(results)
+    _write(results)
+    print(f"wrote {SUMMARY} and {PAGE}")
+
+
+def _write(results: dict[str, Verdicts]) -> None:
     PAGE.write_text(render(results), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    SUMMARY.write_text(summarise(results), encoding="utf-8")
 
 
 def _row(name: str, checks: list[str] | None, known: Verdicts) -> Verdicts:

@@ -1,5 +1,6 @@
-"""docs/models.md: the verdicts as two tables, written and read back."""
+"""docs/models.md names the limits of each model. docs/models-table.md has all verdicts, which are read back."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from tests.engine.architectures.checks import (
 )
 from tests.engine.architectures.matrix import Verdicts, checks_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models-table.md"
+SUMMARY = PAGE.with_name("models.md")
 
 _WITH_IMAGES = "model and rows"
 _WORDS = (YES, NO, REFUSED, PADDED, LOGITS, DENSE, NONE)
@@ -49,12 +51,9 @@ _COLUMNS = {
     "e = 2": f"with `backend: fsdp:d2e2` the ranks share the experts: the same checks. `{DENSE}`: the model has none",
 }
 _HEAD = f"""\
-# Models
+# All checks of models
 
-Find your model in the tables, or write the row of an architecture again:
-
-    .venv/bin/python -m tests.engine.architectures Qwen/Qwen3-0.6B
-
+Each row of these tables is a model and each column a check. [Models](models.md) says in short what works.
 The tables show the results for the causal language models of transformers {{version}}.
 For each model, `python -m tests.engine.architectures` writes a tiny random model as a folder, loads it on two ranks
 (gloo, CPU), and compares it with the unsharded model in transformers.
@@ -68,6 +67,27 @@ For each model, `python -m tests.engine.architectures` writes a tiny random mode
 - `{NONE}`: does not apply, or transformers itself cannot run the check.
 
 The last column of each row has the reasons.
+"""
+_SHORT_HEAD = """\
+# Models
+
+Find your model here, or check an architecture again:
+
+    .venv/bin/python -m tests.engine.architectures Qwen/Qwen3-0.6B
+
+For transformers {version}, tiny random models of {released} released models and of {others} other architectures were
+loaded on two ranks and compared with the unsharded model in transformers: forward and gradients up to rounding,
+checkpoints and exports to the bit, a step in bfloat16, a critic, and meshes with context (`c`), tensor (`t`) and expert
+(`e`) parallelism. {silent} of them differ anywhere without an error. What a model cannot do is refused with the reason.
+[All checks](models-table.md) has every result and every reason.
+
+Words of the tables:
+
+- `c`, `t`, `e`: this kind of parallelism is refused for the model.
+- `padded`: sequences are not packed into one row (`pack_sequences: false`). `c`, which needs packed rows, is refused
+  too.
+- `whole logits`: the head computes log-probabilities from whole logits, because the model changes its result.
+- Other words are columns of [all checks](models-table.md).
 """
 _RELEASED = """\
 ## Released models
@@ -118,6 +138,56 @@ def render(results: Mapping[str, Verdicts], version: str = transformers.__versio
     return "\n".join(parts) + "\n"
 
 
+def summarise(results: Mapping[str, Verdicts], version: str = transformers.__version__) -> str:
+    """Format the page for users: for each set of limits the models that have it."""
+    kinds: dict[str, dict[str, Verdicts]] = {"Released models": {}, "Models that see": {}, "Other architectures": {}}
+    for name, verdicts in sorted(results.items(), key=lambda item: item[0].lower()):
+        seeing = name.endswith(released.WITH_IMAGES)
+        kind = "Models that see" if seeing else "Released models" if _is_released(name) else "Other architectures"
+        kinds[kind][name] = verdicts
+    head = _SHORT_HEAD.format(
+        version=version,
+        released=len(kinds["Released models"]) + len(kinds["Models that see"]),
+        others=len(kinds["Other architectures"]),
+        silent=sum(any(SILENT in verdict.why for verdict in verdicts.values()) for verdicts in results.values()),
+    )
+    parts = [head]
+    for kind, models in kinds.items():
+        by_limits: dict[str, list[str]] = {}
+        for name, verdicts in models.items():
+            by_limits.setdefault(_limits(verdicts), []).append(name.removesuffix(released.WITH_IMAGES))
+        parts += [f"## {kind}", ""]
+        if kind == "Models that see":
+            parts += ["With `train_vision: true`, on rows with and without images.", ""]
+        parts += ["| limits | models |", "|---|---|"]
+        rows = sorted(by_limits.items(), key=lambda item: (item[0] != _NO_LIMITS, item[0] == _NOT_RUN, -len(item[1])))
+        parts += [_row([limits, ", ".join(names)]) for limits, names in rows]
+        parts.append("")
+    return "\n".join(parts)
+
+
+_NO_LIMITS, _NOT_RUN = "none", "not run: transformers itself fails"
+
+
+def _limits(verdicts: Verdicts) -> str:
+    """The checks that a model does not pass, in words."""
+    if verdicts["starts"].word == NONE:
+        return _NOT_RUN
+    if verdicts["starts"].word != YES:
+        return f"does not start: {verdicts['starts'].why or verdicts['starts'].word}".replace("|", "/")
+    limits = []
+    for check, verdict in verdicts.items():
+        if check == "packed" and verdict.word == PADDED:
+            limits.append("padded")
+        elif verdict.word == LOGITS:
+            limits.append("whole logits")
+        elif check in ("c = 2", "t = 2", "e = 2") and verdict.word == REFUSED:
+            limits.append(check[0])
+        elif verdict.word in (NO, REFUSED):
+            limits.append(f"{check}: {verdict.word}")
+    return ", ".join(limits) or _NO_LIMITS
+
+
 def _is_released(name: str) -> bool:
     return "/" in name
 
@@ -129,11 +199,28 @@ def _header(checks: Iterable[str], *first: str) -> list[str]:
 def _table(header: Sequence[str], results: Mapping[str, Verdicts]) -> list[str]:
     lines = [_row(header), "|---" * len(header) + "|"]
     for name, verdicts in sorted(results.items(), key=lambda item: item[0].lower()):
-        reasons = "; ".join(f"{check}: {verdict.why}" for check, verdict in verdicts.items() if verdict.why)
+        reasons = "; ".join(f"{check}: {_brief(verdict.why)}" for check, verdict in verdicts.items() if verdict.why)
         about = [released.class_name(name), _source(name)] if _is_released(name) else []
         words = [verdicts[check].word for check in checks_of(name)]
         lines.append(_row([name, *about, *words, reasons.replace("|", "/")]))
     return lines
+
+
+_ADVICE = (
+    r"^tensor_parallel_size \(t in config key 'backend'\) is 2, but ",
+    r"^\w+ cannot be trained with context_parallel_size 2: ",
+    r"^config key 'train_vision' is true, but \w+_parallel_size is 2: ",
+    r"; set it to 1, so that FSDP2 alone .*$",
+    r"; leave '\w' out of config key 'backend'$",
+)
+"""Parts of error messages that repeat the column or say what to do."""
+
+
+def _brief(why: str) -> str:
+    """The reason in an error message."""
+    for pattern in _ADVICE:
+        why = re.sub(pattern, "", why)
+    return why
 
 
 def _source(name: str) -> str:

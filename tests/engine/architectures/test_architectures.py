@@ -1,4 +1,4 @@
-"""The tables in docs/models.md are well-formed, give reasons and are true (all rows: ``make test-all``)."""
+"""The tables in docs/models-table.md are well-formed, give reasons and are true (all rows: ``make test-all``)."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import transformers
 from tests.engine.architectures import matrix
 from tests.engine.architectures.checks import CHECKS, GOOD, LOGITS, NO, NONE, SILENT, YES, Verdict
 from tests.engine.architectures.matrix import Verdicts, checks_of, judge
-from tests.engine.architectures.page import PAGE, other_model_types, read, render
+from tests.engine.architectures.page import PAGE, SUMMARY, other_model_types, read, render, summarise
 from tests.engine.architectures.released import model_names, seeing_names
 
 QUICK = {
@@ -59,11 +59,22 @@ def test_page_has_the_released_models_and_all_other_architectures(
 def test_page_reads_back_as_it_was_written(page: dict[str, Verdicts]) -> None:
     version, _ = read(PAGE.read_text(encoding="utf-8"))
     assert render(page, version) == PAGE.read_text(encoding="utf-8")
+    assert summarise(page, version) == SUMMARY.read_text(encoding="utf-8")
     reasons = [Verdict(YES), Verdict(NO, "one; two: three"), Verdict(NONE, "four / five"), Verdict(LOGITS)]
     rows = {}
     for name in ("biogpt", "Qwen/Qwen3-0.6B"):
         rows[name] = dict(zip(page[name], [*reasons, *list(page[name].values())[4:]], strict=True))
     assert read(render(rows))[1] == rows
+
+
+def test_the_short_page_names_every_model_once_under_its_limits(page: dict[str, Verdicts]) -> None:
+    text = SUMMARY.read_text(encoding="utf-8")
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    named = [name.strip() for _, models in rows[1:] for name in models.split(",") if name.strip() != "models"]
+    assert len(named) == len(page)
+    assert {name for name in page if "/" not in name} <= set(named)
+    limits = {name.strip(): row[0].strip() for row in rows for name in row[1].split(",")}
+    assert limits["Qwen/Qwen3-0.6B"] == "none" and limits["google/gemma-2-2b"] == "whole logits, c"
 
 
 def _dies_in_one_check(rank: int, world_size: int, name: str, root: Path, checks: Sequence[str]) -> None:
