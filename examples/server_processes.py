@@ -1,13 +1,11 @@
 """Inference servers and their mirrors as child processes, restarted whenever they end.
 
 They get the weights of a run like any other server: with the next publication, or from the prober of a `ServerFleet`.
-They always end with this process.
+They always end with this process, and so do the processes that they start.
 """
 
-import contextlib
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +17,7 @@ from pathlib import Path
 
 from holdfast.engine.servers import VLLMServer
 from holdfast.utils.errors import ConfigError, ServerError
-from holdfast.utils.processes import die_with_parent
+from holdfast.utils.guard import end_guarded, guarded_pid, start_guarded
 
 VLLM_COMMAND = (
     "{python} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port {port} "
@@ -79,14 +77,8 @@ class _Program:
     def start(self) -> subprocess.Popen[bytes]:
         model = next((str(path) for path in self.models if path.exists()), "")
         with open(self.log, "ab") as log:
-            return subprocess.Popen(
-                [part.replace("{model}", model) for part in self.command],
-                stdout=log,
-                stderr=log,
-                env=VLLM_ENVIRONMENT | os.environ,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            command = [part.replace("{model}", model) for part in self.command]
+            return start_guarded(command, log, env=VLLM_ENVIRONMENT | os.environ)
 
 
 class ServerProcesses:
@@ -129,7 +121,6 @@ class ServerProcesses:
         self._restarts = [0] * len(self._programs)
         self._closed, self._started = threading.Event(), threading.Event()
         self._problem: OSError | None = None
-        # The kernel ends a child together with the *thread* that started it. So one long-lived thread starts them all.
         self._keeper = threading.Thread(target=self._keep, name="inference server processes", daemon=True)
 
     def __enter__(self) -> "ServerProcesses":
@@ -148,7 +139,7 @@ class ServerProcesses:
 
     def pids(self) -> list[int]:
         """Return the current process ids: by number of the server, then by number of the mirror."""
-        return [process.pid for process in self._processes]
+        return [guarded_pid(process) for process in self._processes]
 
     def require_started(self) -> None:
         """Check that no server and no mirror has ended since its first start.
@@ -173,11 +164,10 @@ class ServerProcesses:
             for number, process in enumerate(self._processes):
                 if process.poll() is not None:
                     print(f"{self._programs[number].name} has ended; it is started again", flush=True)
-                    _end(process)  # end its remaining child processes
+                    end_guarded(process)  # also its remaining child processes, if its guard was killed
                     self._restarts[number] += 1
                     self._processes[number] = self._programs[number].start()
-        for process in self._processes:
-            _end(process)
+        end_guarded(*self._processes)
 
 
 def wait_for_servers(servers: list[VLLMServer], timeout_s: float, processes: ServerProcesses | None = None) -> None:
@@ -199,13 +189,6 @@ def wait_for_servers(servers: list[VLLMServer], timeout_s: float, processes: Ser
                 if time.monotonic() > end:
                     raise
             time.sleep(0.5)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and all processes that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _free_ports(count: int) -> list[int]:

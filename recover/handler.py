@@ -345,7 +345,8 @@ class RecoverHandler:
         self._closed = True
         with ExitStack() as ends:  # run in reverse order, even if one raises
             ends.callback(self._folder.close, wait=wait)
-            ends.callback(self._triggers.stops.uninstall)  # a signal that nothing has answered is passed on here
+            # A signal that nothing has answered is passed on here, after the error that ends the handler was printed.
+            ends.push(lambda _, error, __: self._triggers.stops.uninstall(error))
             if self._position is not None:
                 ranks = self._position.ranks
                 # Without ``wait`` not where ranks may hang, and not while a write reads the buffers.

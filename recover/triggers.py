@@ -6,16 +6,25 @@ A request to stop may reach any rank.
 
 A signal handler runs between any two instructions of the main thread (a call into C, such as a collective, delays it).
 It therefore only sets an attribute and writes to standard error. Everything else happens at the next step boundary, in
-`StopRequests.due`, which costs microseconds, and at most once a second the time of the notices. Forked children (the
-workers of a data loader) get the default handlers back inside `fork`, so that they end at once.
+`StopRequests.due`, which costs microseconds, and at most once a second the time of the notices.
+
+The step needs its helpers until then. Forked children and the processes of ``multiprocessing`` (workers of a data
+loader, processes of a `CallPool`) start in a `HelperGroup`, because most signals come to the whole process group. A
+signal to one of them ends it at once: forked children get the default handlers back inside `fork`. If a helper is lost
+nevertheless while a stop is requested, torch's handler of SIGCHLD no longer raises in the middle of the step. Programs
+that were started with ``subprocess`` stay in the group of the job.
 """
 
 import contextlib
+import multiprocessing.util
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.steps import StepInfo
 from ..utils.config import require_range
 from ..utils.errors import ConfigError
+from ..utils.helper_group import HelperGroup
 from ..utils.logging import get_logger
 from ..utils.processes import process_started_at
 
@@ -222,14 +232,18 @@ class StopRequests:
             if (before := signal.signal(number, self._on_signal)) != self._on_signal:
                 self._replaced[number] = before
 
-    def uninstall(self) -> None:
+    def uninstall(self, error: BaseException | None = None) -> None:
         """Restore the earlier handlers, except where another one has replaced ours.
 
         Python allows this in the main thread only. After a call from another thread, the next signal is passed on to
         the earlier handler, and that handler is restored at that moment.
 
         A signal that no step boundary has answered is sent again, to the earlier handlers: a process that was asked to
-        end must not live on because a worker was lost at the same time and the job starts another attempt.
+        end must not live on because a worker was lost at the same time and the job starts another attempt. This ends
+        most processes, so the traceback of ``error`` is printed before.
+
+        Args:
+            error: why the handlers are given up. None: the exception that is being handled, if there is one.
         """
         if not self._listening:
             return
@@ -238,12 +252,15 @@ class StopRequests:
             self._put_back()
         unanswered, self._unanswered = self._unanswered, None
         if unanswered is not None:
+            error = error or sys.exc_info()[1]
+            if error is not None:
+                traceback.print_exception(error)
             logger.warning("%s came too late for a snapshot and is passed on", unanswered.name)
             signal.pthread_kill(self._main_thread, unanswered)
 
     def _put_back(self) -> None:
         for number, before in self._replaced.items():
-            if signal.getsignal(number) == self._on_signal:
+            if signal.getsignal(number) in (self._on_signal, self._on_lost_child):
                 signal.signal(number, signal.SIG_DFL if before is None else before)  # None: not installed from Python
         _installed.discard(self)
 
@@ -314,23 +331,55 @@ class StopRequests:
                     os.write(2, _INTERRUPTED)
         if not self._granted:
             self._unanswered = signal.Signals(number)
+        self._go_on_without_children()
         self.request(StopNotice(signal.Signals(number).name))
+
+    def _go_on_without_children(self) -> None:
+        before = signal.getsignal(signal.SIGCHLD)
+        if callable(before) and before not in (self._on_signal, self._on_lost_child):
+            self._replaced[signal.SIGCHLD] = before
+            signal.signal(signal.SIGCHLD, self._on_lost_child)
+
+    def _on_lost_child(self, number: int, frame: FrameType | None) -> None:
+        # torch's handler raises here if a worker of a loader was lost, and the step that runs may not need the worker.
+        try:
+            self._replaced[signal.SIGCHLD](number, frame)
+        except RuntimeError as error:
+            with contextlib.suppress(OSError):
+                os.write(2, f"\nholdfast: finishing the step, although {error}\n".encode())
 
 
 _installed: set[StopRequests] = set()
 """Objects whose handlers are in place."""
+_helpers = HelperGroup()
 _forking = threading.local()
 
 
 @cache
 def _watch_forks() -> None:
-    # Python cannot unregister these hooks, so each of them first looks whether there is anything to do.
+    # Python cannot unregister a hook, so all hooks first look whether there is anything to do.
     os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals, after_in_child=_let_signals_in_child)
+    # multiprocessing starts fork servers, spawned processes and its tracker here, and runs no hook of `fork`.
+    multiprocessing.util.spawnv_passfds = _spawn_helper
+
+
+_spawn = multiprocessing.util.spawnv_passfds
+
+
+def _spawn_helper(path: bytes, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
+    is_tracker = "resource_tracker" in os.fsdecode(args[-1])  # it outlives this process, to clean up
+    group = None if is_tracker or not _installed else _helpers.number()
+    if group is None:
+        return _spawn(path, args, passfds)
+    process = subprocess.Popen(args, executable=path, pass_fds=passfds, process_group=group, restore_signals=False)
+    process.returncode = 0  # multiprocessing waits for the process, this object must not
+    return process.pid
 
 
 def _hold_signals() -> None:
     # Block signals during the fork: Python clears pending ones in the child.
     if _installed:
+        _helpers.number()
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
@@ -340,8 +389,11 @@ def _let_signals() -> None:
 
 
 def _let_signals_in_child() -> None:
+    if _installed:
+        _helpers.enter()
     for stop in _installed:
         stop.give_up_in_child()
+    _installed.clear()
     _let_signals()
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("trl")
 
 from holdfast.engine.dcp.format import read_layout
 from tests.engine.models import NEEDS_PLANS
-from tests.integrations.processes import run_killed
+from tests.integrations.processes import run_job, run_killed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -52,6 +52,21 @@ GRPO = [
     pytest.param(["step:7", "generated:1"], {"lora": True, "beta": 0.1}, id="adapters, in a buffer"),
     pytest.param(["generated:2"], {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}, id="ref_model"),
 ]
+
+
+def job_of_a_group(*args: Any) -> None:
+    from tests.integrations.trainer_job import main_of_a_group  # (imports the hosts, where it runs)
+
+    main_of_a_group(*args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_signal_to_the_group_of_a_trainer_with_a_worker_leads_to_a_snapshot(tmp_path: Path, kind: str) -> None:
+    options = {"dataloader_num_workers": 1, "freq_steps": 1000}
+    codes = run_job(job_of_a_group, tmp_path, kind, "begin:3:SIGUSR1", False, options)
+    assert codes == [75], (tmp_path / "log").read_text()
+    assert [path.name for path in tmp_path.glob("runs/*/*/recover/global_step_*")] == ["global_step_2"]
 
 
 @pytest.mark.slow

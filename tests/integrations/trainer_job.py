@@ -4,9 +4,11 @@ It writes ``digest.json`` at its end (see `ending`).
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +39,27 @@ N_ROWS = 16
 
 
 class Killer:
-    """Ends this process with SIGKILL when it reaches ``where`` for the ``count``-th time. Written ``where:count``."""
+    """Sends SIGKILL when this process reaches ``where`` for the ``count``-th time. Written ``where:count``.
+
+    ``where:count:SIGUSR1`` sends another signal to the whole process group.
+    """
 
     def __init__(self, spec: str) -> None:
-        self._where, _, count = spec.partition(":")
+        self._where, count, name = [*spec.split(":"), "", ""][:3]
         self._left = int(count or 1)
+        self._signal = signal.Signals[name or "SIGKILL"]
 
     def at(self, where: str) -> None:
         if where == self._where:
             self._left -= 1
             if self._left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._kill()
+
+    def _kill(self) -> None:
+        if self._signal == signal.SIGKILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.killpg(0, self._signal)
+        time.sleep(0.3)  # so that the step still runs when others have ended
 
 
 class KillSteps(TrainerCallback):
@@ -239,6 +251,13 @@ def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: 
         if options.get("lora"):
             trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder / "adapters", state_dict=weights)
         (folder / "digest.json").write_text(json.dumps(found))
+
+
+def main_of_a_group(folder: Path, *args: Any) -> None:
+    """`main` in a process group of its own, in which workers of loaders are forked."""
+    os.setsid()
+    multiprocessing.set_start_method("fork", force=True)
+    main(folder, *args)
 
 
 if __name__ == "__main__":

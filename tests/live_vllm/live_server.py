@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx2
 
-from holdfast.utils.processes import die_with_parent
+from holdfast.utils.guard import start_guarded
 from tests.helpers import free_port
 from tests.limits import stretched
 from tests.live_vllm import liar
@@ -76,15 +76,7 @@ class LiveServer:
         search = os.pathsep.join([*map(str, self._search), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": search, liar.SWITCH: str(self._lie)}
         with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            self._process = start_guarded(self._command, log, env=environment)
 
     def wait_until_ready(self) -> None:
         """Wait until it answers requests. Raises AssertionError with the end of its log if it does not."""

@@ -10,14 +10,11 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 
 from holdfast.recover.triggers import (
     SAVE_MARGIN,
@@ -28,8 +25,8 @@ from holdfast.recover.triggers import (
 )
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.processes import process_started_at
-from tests.helpers import PRELOAD
 from tests.limits import stretched
+from tests.recover.triggers.jobs import Job, job
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,46 +41,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-class Job:
-    """A process that runs a function with a pipe to the test. Its standard error goes to a file."""
-
-    def __init__(self, run: Callable[[Connection], None], stderr: Path) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
-        self.stderr = stderr
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(run, theirs, stderr))
-        self.process.start()
-        theirs.close()
-
-    def receive(self, timeout_s: float = 20) -> Any:
-        assert self.pipe.poll(stretched(timeout_s)), "the job says nothing"
-        return self.pipe.recv()
-
-    def send_signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-
-def _run(run: Callable[[Connection], None], pipe: Connection, stderr: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # independent of the parent of the tests
-    file = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
-    run(pipe)
-
-
-@contextmanager
-def job(run: Callable[[Connection], None], folder: Path) -> Iterator[Job]:
-    started = Job(run, folder / "stderr")
-    try:
-        yield started
-    finally:
-        started.process.join(timeout=0.5)
-        started.process.kill()
-        started.process.join()
 
 
 def train_until_asked(pipe: Connection) -> None:

@@ -1,0 +1,142 @@
+"""A guarded program and all its processes end when the program, the guard or the process that started them ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.server_processes import ServerProcesses
+from holdfast.utils.guard import end_guarded, guarded_pid, start_guarded
+from tests.limits import stretched
+from tests.live_vllm.live_server import LiveServer
+from tests.recover.triggers.jobs import job
+
+pytestmark = pytest.mark.timeout(60)
+
+_SERVER = """
+import http.server, os, signal, sys, time
+folder, port, leaves = sys.argv[1:4]
+
+def work(leave):
+    if leave:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"{folder}/{os.getpid()}", "w").close()
+    while True:
+        time.sleep(60)
+
+def fork(leave=False):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            work(leave)
+        work(False)
+
+fork()
+if leaves == "leaves":
+    fork(leave=True)
+open(f"{folder}/{os.getpid()}", "w").close()
+http.server.HTTPServer(("127.0.0.1", int(port)), http.server.SimpleHTTPRequestHandler).serve_forever()
+"""
+"""A server with processes of its own, in two generations, each of which notes itself in a folder."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> list[str]:
+    (tmp_path / "server.py").write_text(_SERVER)
+    (tmp_path / "pids").mkdir()
+    return [sys.executable, "-S", str(tmp_path / "server.py"), str(tmp_path / "pids")]
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Callable[[int], list[psutil.Process]]]:
+    """A function that waits until ``count`` processes of the server run."""
+    found: list[psutil.Process] = []
+
+    def wait(count: int) -> list[psutil.Process]:
+        end = time.monotonic() + stretched(20)
+        while len(names := os.listdir(tmp_path / "pids")) < count:
+            assert time.monotonic() < end, names
+            time.sleep(0.01)
+        found.extend(psutil.Process(int(name)) for name in names)
+        return found
+
+    yield wait
+    for process in found:
+        if process.is_running():
+            process.kill()
+
+
+def assert_ended(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=stretched(10))
+    assert alive == []
+
+
+_DRIVER = """
+import sys, time
+from holdfast.utils.guard import start_guarded
+start_guarded(sys.argv[1:], stop_timeout_s=0.5)
+time.sleep(60)
+"""
+
+
+def test_all_processes_of_a_program_end_with_a_killed_driver(server: list[str], processes: Callable) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", _DRIVER, *server, "0", "leaves"])
+    started = processes(5)
+    driver.kill()
+    driver.wait()
+    assert_ended(started)
+
+
+def test_the_processes_of_a_program_that_was_killed_end_too(server: list[str], processes: Callable) -> None:
+    guard = start_guarded([*server, "0", "leaves"], stop_timeout_s=0.2)
+    started = processes(5)
+    os.kill(guarded_pid(guard), signal.SIGKILL)
+    assert guard.wait(stretched(10)) == 128 + signal.SIGKILL
+    assert_ended(started)
+
+
+def test_a_keeper_ends_the_processes_of_a_guard_that_was_killed(server: list[str], processes: Callable) -> None:
+    guards = [start_guarded([*server, "0", "stays"]) for _ in range(2)]
+    started = processes(6)
+    guards[0].kill()
+    began = time.monotonic()
+    end_guarded(*guards)
+    assert_ended(started)
+    assert time.monotonic() - began < stretched(5), "SIGTERM is enough"
+
+
+def test_a_program_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(FileNotFoundError, match="there is no program /nowhere/python"):
+        start_guarded(["/nowhere/python"])
+
+
+def run_server_processes(pipe: Connection, server: list[str], folder: Path) -> None:
+    command = " ".join([*server, "{port}", "stays", "{model}"])
+    with ServerProcesses(command, sys.executable, folder, 1, folder / "logs"):
+        pipe.poll(60)
+
+
+def run_live_server(pipe: Connection, server: list[str], folder: Path) -> None:
+    live = LiveServer(folder, folder)
+    live._command = [*server, "0", "stays"]
+    live.start()
+    pipe.poll(60)
+
+
+@pytest.mark.parametrize("run", [run_server_processes, run_live_server])
+def test_inference_servers_of_a_killed_driver_end_with_their_processes(
+    tmp_path: Path, server: list[str], processes: Callable, run: Callable
+) -> None:
+    with job(partial(run, server=server, folder=tmp_path), tmp_path) as driver:
+        started = processes(3)
+        driver.process.kill()
+        driver.process.join()
+        assert_ended(started)

@@ -1,0 +1,146 @@
+"""Guard of a program, such as an inference server, and of the processes that the program starts: all end together.
+
+`start_guarded` starts this file as the parent of the program, in a session of its own. The guard ends everything when
+
+- its keeper, the process that called `start_guarded`, has ended in whatever way,
+- the program has ended, because its own processes may not notice that, or
+- it gets SIGTERM.
+
+Processes that have left the group of the program are ended too: those that lose their parent become children of the
+guard (Linux only). If the guard itself is killed, `end_guarded` in the keeper ends the group of the program.
+
+This file imports the standard library alone, because it runs as a script in a small process.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_EVERY_S = 0.1
+_KILL_S = 30.0
+"""Time after SIGKILL for processes to end."""
+
+
+def start_guarded(
+    command: Sequence[str | Path],
+    output: IO[bytes] | None = None,
+    env: Mapping[str, str] | None = None,
+    stop_timeout_s: float = 10.0,
+) -> subprocess.Popen[bytes]:
+    """Start a command under a guard of this process, and return the guard. It exits with the code of the command.
+
+        server = start_guarded(["python", "-m", "vllm.entrypoints.openai.api_server"])
+        end_guarded(server)
+
+    Args:
+        command: the program with its arguments.
+        output: file for its output. None: the output of this process.
+        env: its environment. None: the environment of this process.
+        stop_timeout_s: time between SIGTERM and SIGKILL.
+
+    Raises:
+        FileNotFoundError: there is no such program.
+    """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no program {command[0]}")
+    guard = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(stop_timeout_s)]
+    return subprocess.Popen(
+        [*guard, *map(str, command)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=env,
+        start_new_session=True,
+    )
+
+
+def end_guarded(*guards: subprocess.Popen[bytes], timeout_s: float = 15.0) -> None:
+    """End programs and all their processes, at the same time. Those that still run after ``timeout_s`` get SIGKILL."""
+    for guard in guards:
+        guard.terminate()
+    end = time.monotonic() + timeout_s
+    for guard in guards:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.wait(max(end - time.monotonic(), 0))
+        if guard.returncode is None or guard.returncode < 0:  # otherwise the guard has done it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(guard.pid, signal.SIGKILL)
+            guard.wait()
+
+
+def guarded_pid(guard: subprocess.Popen[bytes]) -> int:
+    """Return the process id of the program, or of the guard if the program does not run."""
+    return next(iter(_children(guard.pid)), guard.pid)
+
+
+class _Guard:
+    def __init__(self, keeper: int, stop_timeout_s: float) -> None:
+        self._keeper = keeper
+        self._stop_timeout_s = stop_timeout_s
+        self._told = False
+        self._codes: dict[int, int] = {}
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def run(self, command: list[str]) -> int:
+        """Run a program until it ends or must end, end all its processes, and return its exit code."""
+        if sys.platform.startswith("linux"):
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        program = subprocess.Popen(command).pid
+        while os.getppid() == self._keeper and not self._told:
+            self._reap()
+            if program in self._codes:
+                break
+            time.sleep(_LOOK_EVERY_S)
+        self._end_all()
+        code = self._codes.get(program, 1)
+        return code if code >= 0 else 128 - code
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._told = True
+
+    def _end_all(self) -> None:
+        # The whole group gets the signal, this process too.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+        end = time.monotonic() + self._stop_timeout_s
+        while self._reap() and time.monotonic() < end:
+            time.sleep(_LOOK_EVERY_S)
+
+        # Each process that ends hands its children to this one, until there are none.
+        end = time.monotonic() + _KILL_S
+        while self._reap() and time.monotonic() < end:
+            for pid in _children(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_LOOK_EVERY_S / 10)
+
+    def _reap(self) -> bool:
+        """Collect children that have ended. Whether others still run."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            self._codes[pid] = os.waitstatus_to_exitcode(status)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended, or the kernel does not tell
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(_Guard(int(sys.argv[1]), float(sys.argv[2])).run(sys.argv[3:]))
