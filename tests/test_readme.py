@@ -327,10 +327,3 @@ def test_every_package_is_in_the_architecture_and_no_other() -> None:
         path.parent.relative_to(ROOT).as_posix() for root in roots for path in (ROOT / root).rglob("__init__.py")
     }
     assert sorted(described) == sorted(packages)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=lambda page: page.name)
-def test_code_of_the_pages_fits_into_their_column(page: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    assert [line for line in lines if len(line) > 96] == []
