@@ -164,7 +164,13 @@ def test_another_dataset_is_refused_with_both_fingerprints_and_moves_no_loader()
     (saved,) = make_group(12, 1)
     next(iter(saved))
     state = saved.state_dict()
-    for dataset in (list(range(11)), [99, *range(12)], [*range(11), 99], [str(i) for i in range(12)], list(range(11, -1, -1))):
+    for dataset in (
+        list(range(11)),
+        [99, *range(12)],
+        [*range(11), 99],
+        [str(i) for i in range(12)],
+        list(range(11, -1, -1)),
+    ):
         loader = ResumableDataLoader(dataset, 4, seed=3)
         before = loader.state_dict()
         with pytest.raises(DatasetMismatchError) as caught:
@@ -197,7 +203,9 @@ def test_a_state_of_something_else_or_of_a_newer_version_is_refused() -> None:
 @pytest.mark.parametrize("cursor", [3, 14])
 def test_a_cursor_that_no_batch_ends_at_is_refused_with_words(cursor: int) -> None:
     (loader,) = make_group(15, 1)
-    with pytest.raises(CheckpointMismatchError, match=f"cursor {cursor}, which no loader of 15 samples in batches of 4"):
+    with pytest.raises(
+        CheckpointMismatchError, match=f"cursor {cursor}, which no loader of 15 samples in batches of 4"
+    ):
         loader.load_state_dict(loader.state_dict() | {"cursor": cursor})
     (loader,) = make_group(15, 1, drop_last=False)
     loader.load_state_dict(loader.state_dict() | {"cursor": 15, "epoch": 2**32 - 1})
