@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -61,7 +62,7 @@ def try_stream(loader: Any) -> None:
             )
         return
     name = type(tried.dataset).__name__
-    _require_forked_streams(tried)
+    _require_resumable(tried)
     generators = capture_rng()
     positions = _file_positions()
     try:
@@ -124,14 +125,32 @@ def _torchs_loader(loader: Any) -> Any:
     return inner if type(inner).__iter__.__module__.partition(".")[0] in ("torch", "torchdata") else None
 
 
-def _require_forked_streams(loader: Any) -> None:
-    # In other processes `restore` cannot make such a stream begin its next epoch at its first sample.
+def _require_resumable(loader: Any) -> None:
+    """Refuse what a trial in one epoch of one process cannot show about a stream of Hugging Face's datasets."""
+    if not is_of_datasets(loader.dataset):
+        return
     context = loader.multiprocessing_context or multiprocessing
-    if loader.persistent_workers and is_of_datasets(loader.dataset) and context.get_start_method() != "fork":
+    if loader.persistent_workers and context.get_start_method() != "fork":  # see `restore._resume_once`
         raise ConfigError(
             "persistent workers that are not forked would begin each later epoch of a resumed stream of datasets in "
             "its middle: use persistent_workers=False, or multiprocessing_context='fork'"
         )
+    if _is_unseeded(loader.dataset) and not getattr(loader, "inexact", False):
+        raise ConfigError(
+            f"{type(loader.dataset).__name__} is shuffled without a seed, so a resumed run would have another order, "
+            "and lose samples and repeat others: give shuffle a seed. If that is no harm, set loader.inexact = True"
+        )
+
+
+def _is_unseeded(part: Any) -> bool:
+    """Whether a part of a stream draws from a generator of numpy that was made without a seed."""
+    if isinstance(part, np.random.Generator):
+        sequence = part.bit_generator.seed_seq
+        entropy = getattr(sequence, "entropy", None)
+        return isinstance(entropy, int) and entropy.bit_length() > 64  # numpy takes 128 bits from the system
+    if isinstance(part, list | tuple):
+        return any(map(_is_unseeded, part))
+    return is_of_datasets(part) and any(map(_is_unseeded, getattr(part, "__dict__", {}).values()))
 
 
 def _first_batches(loader: Any) -> str | None:
