@@ -62,11 +62,12 @@ def try_stream(loader: Any) -> None:
             )
         return
     name = type(tried.dataset).__name__
-    _require_resumable(tried)
+    may_differ = getattr(loader, "inexact", False)
+    _require_resumable(tried, may_differ)
     generators = capture_rng()
     positions = _file_positions()
     try:
-        first = _first_batches(tried)
+        first = _first_batches(tried, may_differ)
     except _UntriedError as reason:
         logger.warning(
             "whether a resumed run finds its place in %s could not be tried (%s): it does only if the state of the "
@@ -120,12 +121,13 @@ def is_of_datasets(stream: Any) -> bool:
 def _torchs_loader(loader: Any) -> Any:
     """Return the loader over a stream, torch's or torchdata's, that ``loader`` is or wraps. None if there is none."""
     inner = getattr(loader, "loader", loader)
+    inner = getattr(inner, "base_dataloader", inner)  # of accelerate's loaders
     if not isinstance(inner, DataLoader) or not isinstance(inner.dataset, IterableDataset):
         return None
     return inner if type(inner).__iter__.__module__.partition(".")[0] in ("torch", "torchdata") else None
 
 
-def _require_resumable(loader: Any) -> None:
+def _require_resumable(loader: Any, may_differ: bool) -> None:
     """Refuse what a trial in one epoch of one process cannot show about a stream of Hugging Face's datasets."""
     if not is_of_datasets(loader.dataset):
         return
@@ -135,7 +137,7 @@ def _require_resumable(loader: Any) -> None:
             "persistent workers that are not forked would begin each later epoch of a resumed stream of datasets in "
             "its middle: use persistent_workers=False, or multiprocessing_context='fork'"
         )
-    if _is_unseeded(loader.dataset) and not getattr(loader, "inexact", False):
+    if _is_unseeded(loader.dataset) and not may_differ:
         raise ConfigError(
             f"{type(loader.dataset).__name__} is shuffled without a seed, so a resumed run would have another order, "
             "and lose samples and repeat others: give shuffle a seed. If that is no harm, set loader.inexact = True"
@@ -153,17 +155,21 @@ def _is_unseeded(part: Any) -> bool:
     return is_of_datasets(part) and any(map(_is_unseeded, getattr(part, "__dict__", {}).values()))
 
 
-def _first_batches(loader: Any) -> str | None:
+def _first_batches(loader: Any, may_differ: bool) -> str | None:
     """Return a digest of the first batches. None if they are others each time."""
+    name = type(loader.dataset).__name__
+    n_workers = loader.num_workers
+    n_batches = 2 * max(1, n_workers)
     # Workers are restored with their seeds. In this process other numbers are drawn at the restart.
-    seed_at_restart = 2 if isinstance(loader, Stateful) and not loader.num_workers else 1
-    n_batches = 2 * max(1, loader.num_workers)
+    seed_at_restart = 2 if isinstance(loader, Stateful) and not n_workers else 1
 
+    # Step 1: read from the beginning.
     original = _Copy(loader, seed=1)
     begun = original.read(n_batches)
     state = original.state()
     expected = original.read(n_batches)
 
+    # Step 2: go on from the state in another copy.
     found = []
     error = None
     try:
@@ -181,16 +187,18 @@ def _first_batches(loader: Any) -> str | None:
         raise ConfigError(
             f"the loader does not take its own state, so the run could not be resumed: {error}. {_ADVICE}"
         )
+
+    # Step 3: a stream that is another one each time may only have random contents.
     if _Copy(loader, seed_at_restart).read(n_batches) != begun:
         return None
 
     message = (
         f"a copy of the loader with the state after {n_batches} batches goes on with other samples than the loader: "
-        f"the state of {type(loader.dataset).__name__} lacks samples that it has read ahead, such as a shuffle "
+        f"the state of {name} lacks samples that it has read ahead, such as a shuffle "
         f"buffer, so a resumed run would lose samples and repeat others. {_ADVICE}. If that is no harm, set "
         "loader.inexact = True"
     )
-    if not getattr(loader, "inexact", False):
+    if not may_differ:
         raise ConfigError(message)
     logger.warning(message)
     return sample_digest(begun)
