@@ -20,6 +20,7 @@ from ..utils.logging import get_logger
 from ..utils.rng import capture_rng, restore_rng
 from .config import RecoverConfig
 from .data.capture import note_order
+from .data.trial import try_stream
 from .info import RecoverInfo
 from .ranks import Ranks, SessionRef, ranks_of
 from .resuming.check import check_shared
@@ -185,6 +186,7 @@ class RecoverHandler:
         check_shared(ranks, self.config.trial_root)
         self._triggers.stops.install()
         note_order(dataloader)
+        ranks.here(partial(try_stream, dataloader))
         choice = self._resume.choose(ranks, self._folder.mirror)
         if choice is not None:
             self._restore(position, choice, dataloader)

@@ -8,7 +8,7 @@ write an `OrderNote` when the epoch begins.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +20,7 @@ from ...utils.errors import ConfigError
 from ...utils.plain_values import pack_plain
 from ..ranks import Ranks
 from .samplers import draws_of, replace_iter
+from .trial import first_batches
 
 DATA_STATE = "data.pt"
 _NOTE = "_holdfast_order_note"
@@ -72,7 +73,9 @@ def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
 
 def _capture_loader(dataloader: Stateful) -> tuple[bytes, EpochOrder]:
     state_dict = dataloader.state_dict()
-    return pack_plain("dataloader state", state_dict), epoch_order(dataloader, state_dict)
+    order = epoch_order(dataloader, state_dict)
+    first = first_batches(dataloader)
+    return pack_plain("dataloader state", state_dict), replace(order, draws=order.draws | first)
 
 
 class OrderNote:

@@ -56,6 +56,13 @@ def dataset_fingerprint(dataset: MapDataset, samples_read: int = _SAMPLES_READ) 
     return f"{count} samples, xxh3_128:{digest.hexdigest()}"
 
 
+def sample_digest(sample: Any) -> str:
+    """Digest of one sample or batch. Raises ConfigError if it holds an object without canonical bytes."""
+    digest = xxhash.xxh3_128()
+    _feed(digest, sample)
+    return digest.hexdigest()
+
+
 def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
     """Fingerprint of up to 8 samples. Returns "" with a warning if it would differ in another process.
 

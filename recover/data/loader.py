@@ -17,12 +17,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Subset
 
 from ...utils.config import require_range
 from ...utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
+from ...utils.logging import get_logger
 from .dataset_fingerprint import MapDataset, dataset_fingerprint
 
+logger = get_logger(__name__)
+
 _STATE_VERSION = 1
+_EPOCHS = 2**32  # an epoch is a part of a seed of numpy's RandomState, which has 32 bits
 
 
 class ResumableDataLoader:
@@ -80,7 +85,8 @@ class ResumableDataLoader:
         require_range("seed", seed, low=0, high=2**32 - 1)
         require_range("world_size", world_size, low=1)
         require_range("rank", rank, low=0, high=world_size - 1)
-        self._samples, self._fingerprint = len(dataset), dataset_fingerprint(dataset)
+        self._samples = self._of_epoch = len(dataset)
+        self._fingerprint = self._fingerprint_of_epoch = dataset_fingerprint(dataset)
         if drop_last and self._samples < batch_size:
             raise ConfigError(
                 f"batch_size {batch_size} is larger than the dataset of {self._samples} samples, so an epoch would "
@@ -89,15 +95,9 @@ class ResumableDataLoader:
         self.dataset, self._collate = dataset, collate_fn
         self.batch_size, self._seed, self._shuffle, self._drop_last = batch_size, seed, shuffle, drop_last
         self._rank, self._world_size = rank, world_size
-        last = 0 if drop_last else self._samples % batch_size
-        if (smallest := last or batch_size) < world_size:
-            raise ConfigError(
-                f"a batch of {smallest} samples cannot be shared by {world_size} ranks "
-                f"(batch_size {batch_size}, drop_last {drop_last}, {self._samples} samples); "
-                f"use fewer ranks or another batch_size (or, but not in the middle of a run, drop_last=True)"
-            )
+        self._require_shares(self._samples)
         self._epoch = self._cursor = 0
-        self._order = self._permutation(0)
+        self._order = self._permutation(0, self._samples)
 
     @property
     def epoch(self) -> int:
@@ -112,7 +112,7 @@ class ResumableDataLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of this epoch, or the whole next epoch if this one is finished."""
         if not self._has_batch():
-            self._seek(self._epoch + 1, 0)
+            self._begin_next_epoch()
         epoch = self._epoch
         while self._epoch == epoch and self._has_batch():
             indices, end = self._next_share()
@@ -130,7 +130,7 @@ class ResumableDataLoader:
         """Yield batches of dataset indices, for callers that read the samples (`holdfast.engine.rollouts`)."""
         while True:
             if not self._has_batch():
-                self._seek(self._epoch + 1, 0)
+                self._begin_next_epoch()
             indices, self._cursor = self._next_share()
             yield indices
 
@@ -144,7 +144,7 @@ class ResumableDataLoader:
             "epoch": self._epoch,
             "cursor": self._cursor,
             "batch_size": self.batch_size,
-            "dataset_fingerprint": self._fingerprint,
+            "dataset_fingerprint": self._fingerprint_of_epoch,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "drop_last": self._drop_last,
@@ -154,8 +154,8 @@ class ResumableDataLoader:
         """Continue from ``state_dict``. The next batch is the one after its last batch.
 
         The world size may differ. Dataset (`DatasetMismatchError`), seed, shuffle, batch_size and drop_last
-        (`ConfigError`) must be the same, because they decide which samples are in which batch. After an error the
-        loader has not moved.
+        (`ConfigError`) must be the same, because they decide which samples are in which batch. Only samples at the
+        end of the dataset may be new: they are read from the next epoch on. After an error the loader has not moved.
         """
         ours = self.state_dict()
         if not isinstance(state_dict, dict):
@@ -171,11 +171,6 @@ class ResumableDataLoader:
                 raise CheckpointMismatchError(
                     f"a dataloader state has {key} {found!r}, a {type(found).__name__}; expected a {kind.__name__}"
                 )
-        if state_dict["dataset_fingerprint"] != self._fingerprint:
-            raise DatasetMismatchError(
-                f"the data cursor was saved for a dataset of {state_dict['dataset_fingerprint']}, this one has "
-                f"{self._fingerprint}; resume with the dataset of the run, or start a new run"
-            )
         for key in ("seed", "shuffle", "batch_size", "drop_last"):
             if state_dict[key] != ours[key]:
                 raise ConfigError(
@@ -183,26 +178,69 @@ class ResumableDataLoader:
                     f"would be lost or repeated. Resume with {key}={state_dict[key]!r}"
                 )
         epoch, cursor = state_dict["epoch"], state_dict["cursor"]
-        if epoch < 0 or not 0 <= cursor <= self._samples:
-            raise CheckpointMismatchError(f"epoch {epoch}, cursor {cursor} is not in {self._samples} samples")
-        self._seek(epoch, cursor)
+        samples = self._samples_saved(state_dict["dataset_fingerprint"])
+        at_a_batch = cursor % self.batch_size == 0 or (cursor == samples and not self._drop_last)
+        if not (0 <= epoch < _EPOCHS and 0 <= cursor <= samples and at_a_batch):
+            raise CheckpointMismatchError(
+                f"a dataloader state has epoch {epoch} and cursor {cursor}, which no loader of {samples} samples in "
+                f"batches of {self.batch_size} reaches; expected an epoch from 0 to {_EPOCHS - 1}, and a cursor at the "
+                "end of a batch. The state is damaged: resume from another generation"
+            )
+        if samples != self._samples:
+            self._require_shares(samples)
+            logger.warning(
+                "the dataset has grown from %d to %d samples: the rest of epoch %d has the old ones, and the new ones "
+                "come in from epoch %d on", samples, self._samples, epoch, epoch + 1,
+            )  # fmt: skip
+        self._seek(epoch, cursor, samples, state_dict["dataset_fingerprint"])
+
+    def _samples_saved(self, saved: str) -> int:
+        """Return the number of samples of a saved epoch, which are all of the dataset's, or its first ones."""
+        if saved == self._fingerprint:
+            return self._samples
+        count = saved.partition(" ")[0]
+        if count.isdecimal() and 0 < int(count) < self._samples:
+            first: Any = Subset(self.dataset, range(int(count)))  # type: ignore[arg-type]
+            if dataset_fingerprint(first) == saved:
+                return int(count)
+        raise DatasetMismatchError(
+            f"the data cursor was saved for a dataset of {saved}, this one has {self._fingerprint}; resume with the "
+            "dataset of the run (samples may be added at its end only), or start a new run"
+        )
+
+    def _require_shares(self, samples: int) -> None:
+        """Refuse a number of ranks that the smallest batch of an epoch cannot be shared by."""
+        rest = 0 if self._drop_last else samples % self.batch_size
+        smallest = rest or self.batch_size
+        if smallest < self._world_size:
+            raise ConfigError(
+                f"a batch of {smallest} samples cannot be shared by {self._world_size} ranks "
+                f"(batch_size {self.batch_size}, drop_last {self._drop_last}, {samples} samples); "
+                f"use fewer ranks or another batch_size (or, but not in the middle of a run, drop_last=True)"
+            )
 
     def _has_batch(self) -> bool:
-        return self._samples - self._cursor >= (self.batch_size if self._drop_last else 1)
+        return self._of_epoch - self._cursor >= (self.batch_size if self._drop_last else 1)
 
     def _next_share(self) -> tuple[list[int], int]:
         # Indices of this rank's share of the next batch, and the cursor after it.
-        end = min(self._cursor + self.batch_size, self._samples)
+        end = min(self._cursor + self.batch_size, self._of_epoch)
         indices = self._order[self._cursor : end].tolist()
         first, last = (len(indices) * share // self._world_size for share in (self._rank, self._rank + 1))
         return indices[first:last], end
 
-    def _seek(self, epoch: int, cursor: int) -> None:
-        if epoch != self._epoch:
-            self._order = self._permutation(epoch)
-        self._epoch, self._cursor = epoch, cursor
+    def _begin_next_epoch(self) -> None:
+        self._seek(self._epoch + 1, 0, self._samples, self._fingerprint)
 
-    def _permutation(self, epoch: int) -> np.ndarray:
+    def _seek(self, epoch: int, cursor: int, samples: int, fingerprint: str) -> None:
+        if (epoch, samples) != (self._epoch, self._of_epoch):
+            self._order = self._permutation(epoch, samples)
+        self._epoch = epoch
+        self._cursor = cursor
+        self._of_epoch = samples
+        self._fingerprint_of_epoch = fingerprint
+
+    def _permutation(self, epoch: int, samples: int) -> np.ndarray:
         if not self._shuffle:
-            return np.arange(self._samples)
-        return np.random.RandomState([self._seed, epoch]).permutation(self._samples)
+            return np.arange(samples)
+        return np.random.RandomState([self._seed, epoch]).permutation(samples)

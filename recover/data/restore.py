@@ -15,9 +15,10 @@ another epoch than the one being read.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ...engine.api import Stateful, StepInfo
 from ...engine.memory.tensors import bytes_of
+from ...utils.compat.torch_private import count_skipped_once
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.plain_values import read_plain, unpack_plain
 from .capture import DATA_STATE, EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order
-from .samplers import restore_draws
+from .samplers import replace_iter, restore_draws
+from .trial import check_first_batches, is_of_datasets
 
 _END = object()
 
@@ -88,6 +91,8 @@ def restore_dataloader(
     Raises:
         CheckpointMismatchError: the loader did not return to its position, or its order cannot be made again.
     """
+    check_first_batches(loader, order.draws)
+    _resume_once(loader)
     note, sampler = note_order(loader), epoch_sampler(loader)
     generator = _drawn_from(note, order, last_step)
     found = None if sampler is None else int(sampler.epoch)
@@ -172,10 +177,32 @@ def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) 
     return here
 
 
+def _resume_once(loader: Any) -> None:
+    """Make a stream of Hugging Face's datasets begin its next epoch at its first sample.
+
+    It begins every iteration at the state that it was given, until ``set_epoch`` names another epoch (datasets 5.2).
+    """
+    stream = getattr(loader, "dataset", None)
+    if not isinstance(stream, IterableDataset) or not is_of_datasets(stream):
+        return
+    begin = type(stream).__iter__
+
+    def iterate(stream: Any) -> Iterator[Any]:
+        samples = begin(stream)
+        first = list(islice(samples, 1))  # has used the state
+        stream.load_state_dict(None)
+        yield from chain(first, samples)
+
+    replace_iter(stream, iterate)
+
+
 def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
     loader.load_state_dict(state_dict)
     said = loader.state_dict()  # makes torchdata's loader build its iterator
     given = batches_given(state_dict)
+    if given is not None and given != batches_given(said):
+        count_skipped_once(loader, state_dict)
+        said = loader.state_dict()
     if given is None and not same_state(said, state_dict):
         raise CheckpointMismatchError(
             f"{type(loader).__name__}.state_dict() is not what was given to load_state_dict: the loader is not where "

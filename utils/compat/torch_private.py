@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.data import IterableDataset
 
 from . import privates, require, require_attributes
 
@@ -287,6 +288,24 @@ def without_memory() -> AbstractContextManager[Any]:
 def writes_in_place(operator: Any) -> bool:
     """Return whether an operator that ``__torch_dispatch__`` receives changes one of its inputs."""
     return operator._schema.is_mutable
+
+
+def count_skipped_once(loader: Any, state_dict: Mapping[str, Any]) -> None:
+    """Correct the counts of a ``StatefulDataLoader`` that has skipped batches of a stream (torchdata 0.11).
+
+    It reads a stream without a state of its own again from its beginning, and counts these batches a second time, so
+    its next state would be too far. ``state_dict`` is what it was given.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    snapshot = getattr(iterator, "_snapshot", None)
+    if iterator is None or not isinstance(loader.dataset, IterableDataset):
+        return
+    if snapshot is None:
+        iterator._num_yielded = state_dict["_num_yielded"]
+        return
+    skipped = state_dict["_snapshot"]["_snapshot_step"]
+    iterator._num_yielded -= skipped
+    snapshot["_snapshot_step"] -= skipped
 
 
 def is_iterated(loader: Any) -> bool:

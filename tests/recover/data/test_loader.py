@@ -12,13 +12,15 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from holdfast.engine.api import Stateful
+from holdfast.engine import FinetuneSpec
+from holdfast.engine.api import Stateful, StepInfo
+from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.data.capture import EpochOrder
 from holdfast.recover.data.loader import ResumableDataLoader
 from holdfast.recover.data.restore import restore_dataloader
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError
 from holdfast.utils.rng import capture_rng, restore_rng
-from tests.recover.runs import step_info
+from tests.recover.runs import Tiny, step_info
 
 
 def make_group(samples: int, world_size: int, **options: Any) -> list[ResumableDataLoader]:
@@ -162,7 +164,13 @@ def test_another_dataset_is_refused_with_both_fingerprints_and_moves_no_loader()
     (saved,) = make_group(12, 1)
     next(iter(saved))
     state = saved.state_dict()
-    for dataset in (list(range(13)), [*range(11), 99], [str(i) for i in range(12)], list(range(11, -1, -1))):
+    for dataset in (
+        list(range(11)),
+        [99, *range(12)],
+        [*range(11), 99],
+        [str(i) for i in range(12)],
+        list(range(11, -1, -1)),
+    ):
         loader = ResumableDataLoader(dataset, 4, seed=3)
         before = loader.state_dict()
         with pytest.raises(DatasetMismatchError) as caught:
@@ -184,12 +192,67 @@ def test_a_state_of_something_else_or_of_a_newer_version_is_refused() -> None:
     (loader,) = make_group(12, 1)
     state = loader.state_dict()
     values = ({"version": 2}, {"cursor": 13}, {"epoch": -1}, {"cursor": 2.5}, {"epoch": None}, {"shuffle": 1},
-              {"seed": "3"}, {"cursor": True})  # fmt: skip
+              {"seed": "3"}, {"cursor": True}, {"cursor": 3}, {"cursor": -4}, {"epoch": 10**30})  # fmt: skip
     wrong: Any
     for wrong in ({}, {"_snapshot": {}}, {1: 2}, None, 7, [], *(state | change for change in values)):
         with pytest.raises(CheckpointMismatchError):
             loader.load_state_dict(wrong)
         assert loader.state_dict() == state
+
+
+@pytest.mark.parametrize("cursor", [3, 14])
+def test_a_cursor_that_no_batch_ends_at_is_refused_with_words(cursor: int) -> None:
+    (loader,) = make_group(15, 1)
+    with pytest.raises(
+        CheckpointMismatchError, match=f"cursor {cursor}, which no loader of 15 samples in batches of 4"
+    ):
+        loader.load_state_dict(loader.state_dict() | {"cursor": cursor})
+    (loader,) = make_group(15, 1, drop_last=False)
+    loader.load_state_dict(loader.state_dict() | {"cursor": 15, "epoch": 2**32 - 1})
+
+
+@pytest.mark.parametrize("steps", [2, 4, 6, 8])  # in an epoch of 4 batches, and at its end
+def test_samples_added_at_the_end_of_the_dataset_come_in_with_the_next_epoch(
+    steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The epoch that was begun keeps its samples and its order, also over a second restart."""
+    group = make_group(16, 2)
+    walk(group, steps)
+    state, rest = group[0].state_dict(), walk(group, -steps % 4)
+    longer = make_group(24, 2)
+    for loader in longer:
+        loader.load_state_dict(state)
+    assert "has grown from 16 to 24 samples" in caplog.text
+    first, begun = walk(longer, len(rest) // 2), longer[0].state_dict()
+    for loader in (again := make_group(24, 2)):
+        loader.load_state_dict(begun)
+    assert first + walk(again, len(rest) - len(first)) == rest
+    following = walk(again, 6)
+    assert sorted(chain.from_iterable(batch for _, batch in following)) == list(range(24))
+    assert {epoch for epoch, _ in following} == {(steps - 1) // 4 + 1}
+
+
+def test_a_run_whose_dataset_has_grown_goes_on_after_one_refusal_that_names_the_option(tmp_path: Path) -> None:
+    def train(samples: int, steps: int, **options: Any) -> list[list[int]]:
+        spec = FinetuneSpec(total_train_epochs=9, dataset_size=samples, train_batch_size=4)
+        config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(tmp_path), freq_steps=1)
+        loader, tiny, found = ResumableDataLoader(list(range(samples)), 4, seed=3), Tiny(), []
+        with RecoverHandler(config, spec, **options) as handler:
+            info, batches = handler.load(tiny.state, loader), loader.batches()
+            first = 0 if info is None else info.last_step_info.global_step + 1
+            for step in range(first, first + steps):
+                found.append(next(batches))
+                handler.dump(tiny.state, StepInfo.at(step, spec.steps_per_epoch), loader)
+            handler.wait()
+        return found
+
+    epoch = train(16, 2)
+    with pytest.raises(CheckpointMismatchError, match=r"4 steps an epoch, this one has 6; .*epochs_may_change=True"):
+        train(24, 1)
+    epoch += train(24, 1, epochs_may_change=True)
+    found = train(24, 7)
+    assert sorted(chain(*epoch, found[0])) == list(range(16))
+    assert sorted(chain(*found[1:])) == list(range(24))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,265 @@
+"""Try whether the loader of a stream finds its place again, so that a run that could not be resumed ends at its start.
+
+The place in a map-style dataset is a number of samples of an order, and `capture` saves that order. The place in a
+stream (torch's ``IterableDataset``) is only known to the stream: its own ``state_dict`` may forget what it holds, such
+as a shuffle buffer. So two copies of the loader are tried in worker processes: one reads a few batches, the other one
+gets the state of the first and has to go on with the same batches.
+
+The copies read up to four batches for each worker. Nothing changes in this process: the generators and the positions of
+open files are restored, and the dataset is never iterated over here.
+"""
+
+import copy
+import fcntl
+import multiprocessing
+import os
+import stat
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ...engine.api import Stateful
+from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.logging import get_logger
+from ...utils.plain_values import pack_plain, unpack_plain
+from ...utils.rng import capture_rng, restore_rng
+from .dataset_fingerprint import sample_digest
+
+logger = get_logger(__name__)
+
+_BATCH_TIMEOUT_S = 60
+_FIRST = "first_batches"
+_TRIED = "_holdfast_first_batches"
+_ADVICE = (
+    "Shuffle a map-style dataset, best with ResumableDataLoader, or shuffle only the order of a stream's files, with a "
+    "fixed seed (datasets: shuffle(seed=1, buffer_size=1, max_buffer_input_shards=1))"
+)
+
+
+class _UntriedError(Exception):
+    """The stream could not be tried."""
+
+
+def try_stream(loader: Any) -> None:
+    """Try whether a new process would find the place of ``loader`` if its dataset is a stream, else do nothing.
+
+    A warning says so if that cannot be told, or if the stream gives other samples each time that it is begun. With an
+    attribute ``inexact`` of the loader that is True, other samples are a warning too.
+
+    Raises:
+        ConfigError: a copy of the loader does not take the state of another one, or goes on with other samples.
+    """
+    tried = _torchs_loader(loader)
+    if tried is None:
+        if type(loader).__module__.startswith("torchdata.nodes"):
+            logger.warning(
+                "a run with a loader of torchdata.nodes is resumed only as far as its nodes say: an order that a "
+                "sampler has drawn, and the end of an epoch, are not in its state. Use StatefulDataLoader"
+            )
+        return
+    name = type(tried.dataset).__name__
+    may_differ = getattr(loader, "inexact", False)
+    _require_resumable(tried, may_differ)
+    generators = capture_rng()
+    positions = _file_positions()
+    try:
+        first = _first_batches(tried, may_differ)
+    except _UntriedError as reason:
+        logger.warning(
+            "whether a resumed run finds its place in %s could not be tried (%s): it does only if the state of the "
+            "loader has everything that the next samples depend on. %s", name, reason, _ADVICE,
+        )  # fmt: skip
+        return
+    finally:
+        restore_rng(generators)
+        for file, position in positions.items():
+            os.lseek(file, position, os.SEEK_SET)
+    if first is None:
+        logger.warning(
+            "%s gives other samples each time that it is begun: if their order is random, and not only what is in "
+            "them, a resumed run loses samples and repeats others. %s", name, _ADVICE,
+        )  # fmt: skip
+        return
+    epoch = getattr(tried.dataset, "epoch", None)
+    found = {"digest": first, "epoch": str(epoch), "workers": tried.num_workers}
+    vars(loader)[_TRIED] = found
+
+
+def first_batches(loader: Any) -> dict[str, Any]:
+    """Return what `try_stream` has read, to be saved with the draws of an order. Empty if there is nothing."""
+    found = getattr(loader, _TRIED, None)
+    return {} if found is None else {_FIRST: found}
+
+
+def check_first_batches(loader: Any, saved: Mapping[str, Any]) -> None:
+    """Compare what `try_stream` has read with what it had read when the run was saved.
+
+    Raises:
+        CheckpointMismatchError: the same epoch began with other samples.
+    """
+    then = saved.get(_FIRST)
+    now = getattr(loader, _TRIED, None)
+    if not then or not now or then["digest"] == now["digest"]:
+        return
+    if (then["epoch"], then["workers"]) == (now["epoch"], now["workers"]) and not getattr(loader, "inexact", False):
+        raise CheckpointMismatchError(
+            "the stream of the dataloader begins with other samples than in the saved run: other data, another batch "
+            "size, or an order that is drawn anew in each process (a shuffle without a seed), so samples would be "
+            "lost or repeated. Make it as the run did. If that is no harm, set loader.inexact = True"
+        )
+
+
+def is_of_datasets(stream: Any) -> bool:
+    """Return whether a dataset is one of Hugging Face's library."""
+    return type(stream).__module__.partition(".")[0] == "datasets"
+
+
+def _torchs_loader(loader: Any) -> Any:
+    """Return the loader over a stream, torch's or torchdata's, that ``loader`` is or wraps. None if there is none."""
+    inner = getattr(loader, "loader", loader)
+    inner = getattr(inner, "base_dataloader", inner)  # of accelerate's loaders
+    if not isinstance(inner, DataLoader) or not isinstance(inner.dataset, IterableDataset):
+        return None
+    return inner if type(inner).__iter__.__module__.partition(".")[0] in ("torch", "torchdata") else None
+
+
+def _require_resumable(loader: Any, may_differ: bool) -> None:
+    """Refuse what a trial in one epoch of one process cannot show about a stream of Hugging Face's datasets."""
+    if not is_of_datasets(loader.dataset):
+        return
+    context = loader.multiprocessing_context or multiprocessing
+    if loader.persistent_workers and context.get_start_method() != "fork":  # see `restore._resume_once`
+        raise ConfigError(
+            "persistent workers that are not forked would begin each later epoch of a resumed stream of datasets in "
+            "its middle: use persistent_workers=False, or multiprocessing_context='fork'"
+        )
+    if _is_unseeded(loader.dataset) and not may_differ:
+        raise ConfigError(
+            f"{type(loader.dataset).__name__} is shuffled without a seed, so a resumed run would have another order, "
+            "and lose samples and repeat others: give shuffle a seed. If that is no harm, set loader.inexact = True"
+        )
+
+
+def _is_unseeded(part: Any) -> bool:
+    """Whether a part of a stream draws from a generator of numpy that was made without a seed."""
+    if isinstance(part, np.random.Generator):
+        sequence = part.bit_generator.seed_seq
+        entropy = getattr(sequence, "entropy", None)
+        return isinstance(entropy, int) and entropy.bit_length() > 64  # numpy takes 128 bits from the system
+    if isinstance(part, list | tuple):
+        return any(map(_is_unseeded, part))
+    return is_of_datasets(part) and any(map(_is_unseeded, getattr(part, "__dict__", {}).values()))
+
+
+def _first_batches(loader: Any, may_differ: bool) -> str | None:
+    """Return a digest of the first batches. None if they are others each time."""
+    name = type(loader.dataset).__name__
+    n_workers = loader.num_workers
+    n_batches = 2 * max(1, n_workers)
+    # Workers are restored with their seeds. In this process other numbers are drawn at the restart.
+    seed_at_restart = 2 if isinstance(loader, Stateful) and not n_workers else 1
+
+    # Step 1: read from the beginning.
+    original = _Copy(loader, seed=1)
+    begun = original.read(n_batches)
+    state = original.state()
+    expected = original.read(n_batches)
+
+    # Step 2: go on from the state in another copy.
+    found = []
+    error = None
+    try:
+        restored = _Copy(loader, seed_at_restart, state)
+        if state is None:
+            restored.read(n_batches)
+        found = restored.read(n_batches)
+    except _UntriedError as raised:
+        if state is None:
+            raise
+        error = raised
+    if found == expected and error is None:
+        return sample_digest(begun)
+    if error is not None:
+        raise ConfigError(
+            f"the loader does not take its own state, so the run could not be resumed: {error}. {_ADVICE}"
+        )
+
+    # Step 3: a stream that is another one each time may only have random contents.
+    if _Copy(loader, seed_at_restart).read(n_batches) != begun:
+        return None
+
+    message = (
+        f"a copy of the loader with the state after {n_batches} batches goes on with other samples than the loader: "
+        f"the state of {name} lacks samples that it has read ahead, such as a shuffle "
+        f"buffer, so a resumed run would lose samples and repeat others. {_ADVICE}. If that is no harm, set "
+        "loader.inexact = True"
+    )
+    if not may_differ:
+        raise ConfigError(message)
+    logger.warning(message)
+    return sample_digest(begun)
+
+
+class _Copy:
+    """A copy of a loader that reads in worker processes, at least one."""
+
+    def __init__(self, loader: Any, seed: int, state: bytes | None = None) -> None:
+        self._loader = copy.copy(loader)
+        own = vars(self._loader)  # torch's loader refuses to set some of them
+        own["batch_sampler"] = copy.deepcopy(loader.batch_sampler)
+        own["persistent_workers"] = False
+        own["_iterator"] = None
+        if not loader.num_workers:
+            self._loader.num_workers = 1
+            self._loader.prefetch_factor = 2
+            self._loader.multiprocessing_context = "fork"  # the dataset of such a loader may not be picklable
+        self._loader.timeout = _BATCH_TIMEOUT_S
+        self._loader.pin_memory = False
+        self._loader.generator = torch.Generator().manual_seed(seed)
+        if state is not None:
+            restored = unpack_plain(state, "the loader's state")
+            if not loader.num_workers:
+                restored["_snapshot"]["_main_snapshot"]["_base_seed"] = seed
+            self._loader.load_state_dict(restored)
+        try:
+            self._batches = iter(self._loader)
+        except Exception as error:
+            raise _UntriedError(_last_line(error)) from error
+
+    def read(self, n_batches: int) -> list[str]:
+        """Read batches, and return a digest of each. Fewer if the stream ends."""
+        try:
+            return [sample_digest(batch) for batch in islice(self._batches, n_batches)]
+        except Exception as error:  # of the user's dataset, or of a library's
+            raise _UntriedError(_last_line(error)) from error
+
+    def state(self) -> bytes | None:
+        """Return the state as it is saved. None if the loader has none: then its batches are read again."""
+        if not isinstance(self._loader, Stateful):
+            return None
+        return pack_plain("dataloader state", self._loader.state_dict())
+
+
+def _last_line(error: Exception) -> str:
+    # A worker's error has its whole traceback as its message, which ends with the error's own line.
+    lines = str(error).strip().splitlines() or [""]
+    name = type(error).__name__
+    return lines[-1] if lines[-1].startswith(name) else f"{name}: {lines[-1]}"
+
+
+def _file_positions() -> dict[int, int]:
+    """Positions of this process's files that are only read. A forked worker shares and moves them."""
+    positions = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISREG(os.fstat(int(name)).st_mode):
+                continue
+            if fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                positions[int(name)] = os.lseek(int(name), 0, os.SEEK_CUR)
+        except OSError:  # closed in the meantime, such as the folder itself
+            continue
+    return positions
