@@ -105,7 +105,7 @@ class Configured:
         changed: list[Setting] = []
         rate = str(_plain(self._optimizer.param_groups[0]["lr"]))
         if self._schedule is None and self._saved_schedule:
-            changed.append(Setting("schedule", "saved", f"left out, so that the learning rate stays at {rate}"))
+            changed.append(Setting("schedule", "in use", f"left out, so that the learning rate stays at {rate}"))
         elif self._schedule is not None and not self._saved_schedule:
             changed.append(Setting("schedule", "none", f"{describe_schedule(self._schedule)} from its own step on"))
             changed += self._use_rates(self._schedule.get_last_lr())
@@ -239,7 +239,8 @@ def warn_of_settings(what: Any, changed: Sequence[Setting], kept: Sequence[Setti
         parts.append(
             "Configured here, but not in use, because the run goes on with what it saved: "
             f"{'; '.join(f'{name} is {now}, configured {wanted}' for name, now, wanted in kept)}. To change them, set "
-            "them after load (docs/saving-and-resuming.md, 'Another configuration')"
+            "them after load in optimizer.param_groups, and lr also in base_lrs of the schedule: see 'Another "
+            "configuration' in docs/saving-and-resuming.md"
         )
     if parts:
         logger.warning("%s was saved with other settings. %s", what, ". ".join(parts))

@@ -81,8 +81,8 @@ class DCPState(TorchStateful):
 
     A load brings back every hyperparameter of the optimizer's groups, as torch's ``Optimizer.load_state_dict`` does,
     because schedules change more than the rate (OneCycleLR cycles ``betas``). A warning names those that were built
-    with another value (see `configured`). To change ``weight_decay``, set it after the load. Only the choice of implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``) and
-    ``maximize`` stay as they are.
+    with another value (see `configured`). To change ``weight_decay``, set it after the load. Only the choice of
+    implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``) and ``maximize`` stay as they are.
 
     Args:
         model: the module. Parameters and persistent buffers are saved, under the names without DistributedDataParallel.

@@ -292,7 +292,7 @@ def test_a_schedule_that_a_restart_leaves_out_leaves_the_rate_where_it_is_and_is
     live(tmp_path, Plain(halving), range(3))
     told, rates = live(tmp_path, Plain(None), range(3, 5))
     assert rates == [0.0125, 0.0125] and len(told) == 1
-    assert "schedule of default was saved, is left out, so that the learning rate stays at 0.0125" in told[0]
+    assert "schedule of default was in use, is left out, so that the learning rate stays at 0.0125" in told[0]
     assert "lr of default is 0.0125, configured 0.1" in told[0]
     told, rates = live(tmp_path, Plain(halving), range(5, 7))  # and back
     assert rates == [0.1, 0.05] and "was none, is LambdaLR" in told[0]
