@@ -118,6 +118,7 @@ class HostEngine:
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     control_group: dist.ProcessGroup | None = None  # gloo group of the ranks. None means the group of the handler
     ranks_with_same_data: int = 1  # see `DCPState`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainer, see `numerical_switches`
 
     def __post_init__(self) -> None:
         require_own_schedule(self.optimizer, self.lr_scheduler)
@@ -315,6 +316,8 @@ def numerical_switches(states: Mapping[str, DCPState], engines: Mapping[str, Any
         config = getattr(engines[engine], "config", None)
         if isinstance(config, TrainEngineConfig):
             found |= {f"{key} of {engine}": str(value) for key, value in _numerical_keys(asdict(config))}
+        if isinstance(engines[engine], HostEngine):
+            found |= {f"{key} of {engine}": str(value) for key, value in engines[engine].settings.items()}
     return found
 
 

@@ -210,9 +210,20 @@ def warn_of_configuration(
         saved, now: the `numerical_switches` of the generation, and those of rank 0.
         settled: engine name -> what its load found, in rank 0.
     """
-    changed = [Setting(name, saved[name], now[name]) for name in saved if name in now and saved[name] != now[name]]
-    kept = []
+    changed, kept = [], []
+    for name in saved:
+        if name in now and saved[name] != now[name]:
+            if _is_adapted(name, saved) and _is_adapted(name, now):
+                kept.append(Setting(name, "the adapted one", now[name]))
+            else:
+                changed.append(Setting(name, saved[name], now[name]))
     for engine, found in settled.items():
         changed += [setting._replace(name=f"{setting.name} of {engine}") for setting in found.changed]
         kept += [setting._replace(name=f"{setting.name} of {engine}") for setting in found.kept]
     warn_of_settings(what, changed, kept)
+
+
+def _is_adapted(name: str, switches: Mapping[str, str]) -> bool:
+    """Whether a setting is a start value, which `AdaptiveKLController` has changed since and a load brings back."""
+    key, _, engine = name.partition(" of ")
+    return key == "kl_ctl" and switches.get(f"kl_target of {engine}", "None") != "None"

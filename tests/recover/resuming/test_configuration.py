@@ -1,6 +1,7 @@
 """A restart with another configuration: one warning says what it changes and what it does not, and nothing is lost."""
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from torch.optim import lr_scheduler
 from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig
 from holdfast.engine.api import SaveLoadMeta, StepInfo
 from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.training.optimizer import schedule_of
 from holdfast.recover import RecoverConfig, RecoverHandler
+from holdfast.recover.resuming.check import warn_of_configuration
 from holdfast.utils.errors import ConfigError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
@@ -50,19 +53,33 @@ class Told(logging.Handler):
 SAVED: dict[str, Any] = {"lr": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 1}
 
 
-def _live(root: str, steps: range, epochs: int = 2, optimizer: dict[str, Any] | None = None, **keys: Any) -> Any:
-    """Warnings of a load, and the rates of the steps after it. Every epoch has 4 steps."""
+def _live(
+    root: str,
+    steps: range,
+    epochs: int = 2,
+    optimizer: dict[str, Any] | None = None,
+    before: str = "",
+    after: str = "",
+    trial: str = "t",
+    **keys: Any,
+) -> Any:
+    """Warnings of a load, and the rates of the steps after it. Every epoch has 4 steps.
+
+    ``before`` and ``after`` are code that runs before and after the load.
+    """
     spec = FinetuneSpec(total_train_epochs=epochs, dataset_size=8, train_batch_size=2)
     config = TrainEngineConfig(f"{root}/model", path=f"{root}/model", dtype=keys.pop("dtype", "float32"), **keys)
     config.optimizer = OptimizerConfig(**SAVED | (optimizer or {}))
     engine = FSDPEngine(config)
     engine.create_process_group()
     engine.initialize(None, spec)
-    handler = RecoverHandler(RecoverConfig("e", "t", fileroot=root, freq_steps=1, async_save=False), spec)
+    exec(before, scope := {"engine": engine, "SaveLoadMeta": SaveLoadMeta})
+    handler = RecoverHandler(RecoverConfig("e", trial, fileroot=root, freq_steps=1, async_save=False), spec)
     rates = []
     with Told() as told, handler:
         info = handler.load(engine)
         assert (info is None) == (steps.start == 0)
+        exec(after, scope)
         for step in steps:
             stats = engine.train_batch(make_batch([step, step + 1]), square_loss, token_count)
             rates.append(stats["lr"])
@@ -130,6 +147,53 @@ def test_more_epochs_stretch_the_schedule_from_the_next_step_on_and_both_rates_a
     assert "Configured here" not in warning
 
 
+PAGE = (Path(__file__).parents[3] / "docs" / "saving-and-resuming.md").read_text()
+
+
+def documented(title: str) -> str:
+    """The code of a section of the page."""
+    below = re.split(rf"^#+ {re.escape(title)}\n", PAGE, maxsplit=1, flags=re.MULTILINE)[1]
+    return re.split(r"^```(?:python)?\n", below, maxsplit=2, flags=re.MULTILINE)[1]
+
+
+def _set_after_load(rank: int, world_size: int, root: str) -> Any:
+    lines = documented("Another configuration")
+    _live(root, range(2))
+    wanted = {"lr": 2e-5, "weight_decay": 0.1}
+    first = _live(root, range(2, 4), optimizer=wanted, after=lines)
+    second = _live(root, range(4, 6), optimizer=wanted, after=lines)
+    return first[0], first[1] + second[1], second[0]
+
+
+def test_the_documented_lines_set_hyperparameters_once_and_for_all(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    ((told, rates, quiet),) = run_ranks(_set_after_load, 1, str(tmp_path))
+    assert "lr of default is 0.01, configured 2e-05" in told[0] and "weight_decay" in told[0] and quiet == []
+    factor = schedule_of(OptimizerConfig(**SAVED), 8)
+    assert rates == pytest.approx([2e-5 * factor(step) for step in range(2, 6)])
+
+
+def _new_phase(rank: int, world_size: int, root: str) -> Any:
+    line = documented("A new phase").replace(
+        "runs/experiment/trial/recover/global_step_7", f"{root}/e/t/recover/global_step_2"
+    )
+    assert root in line
+    _, _, trained = _live(root, range(3))
+    moments = "assert not any(s['exp_avg'].any() for s in engine.dcp_state().optimizer.state.values())"
+    start = _live(root, range(0), trial="new", before=line, after=moments)
+    same = all(torch.equal(one, other) for one, other in zip(trained, start[2], strict=True))
+    first = _live(root, range(2), trial="new", before=line, optimizer={"lr": 3e-3})
+    second = _live(root, range(2, 3), trial="new", before=line, optimizer={"lr": 3e-3})
+    return same, start[0] + first[0] + second[0], first[1] + second[1]
+
+
+def test_a_new_phase_has_the_weights_of_a_generation_with_fresh_moments_and_its_own_schedule(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    ((same, told, rates),) = run_ranks(_new_phase, 1, str(tmp_path))
+    factor = schedule_of(OptimizerConfig(**SAVED), 8)
+    assert same and told == [] and rates == pytest.approx([3e-3 * factor(step) for step in range(3)])
+
+
 def _load_directly(rank: int, world_size: int, root: str) -> Any:
     spec = FinetuneSpec(total_train_epochs=2, dataset_size=8, train_batch_size=2)
     messages = []
@@ -152,6 +216,15 @@ def test_a_load_without_a_handler_warns_too_on_one_rank(tmp_path: Path) -> None:
     ((quiet, (warning,)), (quiet_1, silent)) = run_ranks(_load_directly, 2, str(tmp_path))
     assert quiet == quiet_1 == silent == []
     assert f"{tmp_path}/dcp was saved with other settings" in warning and "lr is 0.01, configured 0.03" in warning
+
+
+def test_a_coefficient_that_a_load_brings_back_adapted_is_not_called_in_use(caplog: pytest.LogCaptureFixture) -> None:
+    fixed = {"kl_ctl of actor": "0.1", "kl_target of actor": "None"}
+    adaptive = fixed | {"kl_target of actor": "0.02"}
+    for now, text in ((fixed, "kl_ctl of actor was 0.1, is 0.3"), (adaptive, "is the adapted one, configured 0.3")):
+        caplog.clear()
+        warn_of_configuration("global_step_1", now, now | {"kl_ctl of actor": "0.3"}, {})
+        assert text in caplog.text
 
 
 # Models with an optimizer and a schedule
