@@ -19,12 +19,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from .optimizer_state import hyperparameters
 
 logger = get_logger(__name__)
 
 _PROGRESS = {"last_epoch", "base_lrs", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
 """Public attributes of torch's schedules that are no settings, and the rates, which are compared by group."""
+_HYPERPARAMETERS = (
+    *("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "alpha"),
+    *("rho", "lambd", "t0", "lr_decay", "centered", "max_lr", "min_lr", "max_momentum", "base_momentum"),
+)
+"""Names in groups that are hyperparameters in every optimizer. Others may be progress: schedule-free AdamW counts steps
+there."""
 _CYCLED = ("beta1", "beta2", "momentum")
 """Hyperparameters that `OneCycleLR` and `CyclicLR` change in every step, besides the rate."""
 
@@ -103,7 +108,7 @@ class Configured:
         if self._optimizer is None:
             return Settled([], [])
         changed: list[Setting] = []
-        rate = str(_plain(self._optimizer.param_groups[0]["lr"]))
+        rate = str(_plain(self._optimizer.param_groups[0].get("lr")))
         if self._schedule is None and self._saved_schedule:
             changed.append(Setting("schedule", "in use", f"left out, so that the learning rate stays at {rate}"))
         elif self._schedule is not None and not self._saved_schedule:
@@ -160,9 +165,9 @@ class Configured:
             return
         is_cycled = any(getattr(each, "cycle_momentum", False) for each in _each(self._schedule))
         for number, group in enumerate(self._optimizer.param_groups):
-            values = {name: _plain(value) for name, value in hyperparameters(group).items()}
+            values = {name: _plain(group[name]) for name in _HYPERPARAMETERS if name in group}
             values["beta1"], values["beta2"] = values.pop("betas", None) or (None, None)
-            rates = {"lr": values.pop("lr"), "initial_lr": values.pop("initial_lr", None)}
+            rates = {"lr": values.pop("lr", None), "initial_lr": values.pop("initial_lr", None)}
             if self._rates_are == "base_lrs":
                 rates["base_lrs"] = _plain(self._schedule.base_lrs[number])
             if self._rates_are is not None:

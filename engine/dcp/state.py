@@ -223,10 +223,9 @@ class DCPState(TorchStateful):
                 local.copy_(given[name])
         configured = self.configured(values)
         self.restore(values, given)
+        settled = configured.settle()
         if get_rank() == 0:
-            warn_of_settings("the checkpoint", *configured.settle())
-        else:
-            configured.settle()
+            warn_of_settings("the checkpoint", *settled)
 
     def configured(self, values: Mapping[str, Any]) -> Configured:
         """Note what this process was configured with, before `restore` is given ``values``."""
@@ -403,6 +402,17 @@ def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
             f"{name} in the checkpoint has no {missing[0]!r} ({len(missing)} missing): it is another's; it has "
             f"{sorted(map(str, saved))[:8]}"
         )
+    # Schedules inside of a schedule, which torch would match by position without a look.
+    if isinstance(own_nested := own.get("_schedulers"), list):
+        nested = saved["_schedulers"]
+        if not isinstance(nested, list) or len(nested) != len(own_nested):
+            n_saved = len(nested) if isinstance(nested, list) else 0
+            raise CheckpointMismatchError(
+                f"{name} in the checkpoint has {n_saved} schedules inside, this one has {len(own_nested)}; build it as "
+                "the saved run did"
+            )
+        for number, (there, here) in enumerate(zip(nested, own_nested, strict=True)):
+            _check_keys(f"{name}[{number}]", there, here)
 
 
 def rank_key(rank: int) -> str:

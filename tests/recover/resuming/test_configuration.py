@@ -18,7 +18,7 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.training.optimizer import schedule_of
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.resuming.check import warn_of_configuration
-from holdfast.utils.errors import ConfigError
+from holdfast.utils.errors import CheckpointMismatchError, ConfigError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
 from tests.recover.runs import make_batch, make_handler, names, square_loss, step_info, token_count
@@ -301,6 +301,43 @@ def test_the_same_configuration_goes_on_exactly_without_a_word(name: str, tmp_pa
     live(tmp_path / "run", Plain(QUIET[name]), range(3))
     again, rates = live(tmp_path / "run", Plain(QUIET[name]), range(3, 6))
     assert told == again == [] and rates == expected[3:]
+
+
+class CountsInGroups(torch.optim.AdamW):
+    """An optimizer whose groups hold progress, as schedule-free ones have it."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_progress_in_groups_is_no_configuration(tmp_path: Path) -> None:
+    def counting() -> Plain:
+        plain = Plain(None)
+        plain.optimizer = CountsInGroups(plain.model.parameters(), lr=0.1)
+        plain.optimizer.param_groups[0]["k"] = 0
+        return plain
+
+    live(tmp_path, counting(), range(2))
+    again = counting()
+    assert live(tmp_path, again, range(2, 3))[0] == [] and again.optimizer.param_groups[0]["k"] == 3
+
+
+def phases(*kinds: Make) -> Make:
+    milestones = list(range(1, len(kinds)))
+    return lambda optimizer: lr_scheduler.SequentialLR(optimizer, [make(optimizer) for make in kinds], milestones)
+
+
+@pytest.mark.parametrize("other", [phases(cosine(4), cosine(4), cosine(4)), phases(cosine(4), halving)])
+def test_another_row_of_schedules_is_refused_before_anything_changes(other: Make, tmp_path: Path) -> None:
+    live(tmp_path, Plain(phases(cosine(4), cosine(4))), range(2))
+    plain = Plain(other)
+    before = [param.clone() for param in plain.model.parameters()]
+    with pytest.raises(CheckpointMismatchError, match=r"schedules inside, this one has 3|has no 'lr_lambdas'"):
+        live(tmp_path, plain, range(2, 3))
+    assert all(torch.equal(one, two) for one, two in zip(before, plain.model.parameters(), strict=True))
+    assert names(tmp_path) == ["global_step_0", "global_step_1"]
 
 
 CHANGES: dict[str, tuple[Callable[[], Plain], Callable[[], Plain], list[str]]] = {
