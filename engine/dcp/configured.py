@@ -99,11 +99,12 @@ class Configured:
         self._groups = list(self._read_groups())
         self._settings = _schedule_settings(self._schedule)
 
-    def settle(self) -> Settled:
+    def settle(self, *, is_own: bool = False) -> Settled:
         """Compare with what is in use now, and bring the rates of the next step to this process's schedule.
 
         Call it once, after the load and after the restored rates were checked. If the schedule has the shape of the
-        saved one, no rate changes.
+        saved one, no rate changes. With a schedule that the checkpoint lacks, ``is_own`` decides about the next step: a
+        run of Holdfast never had one, so it begins, but another trainer did not save it, so the saved rates stay.
         """
         if self._optimizer is None:
             return Settled([], [])
@@ -113,7 +114,7 @@ class Configured:
             changed.append(Setting("schedule", "in use", f"left out, so that the learning rate stays at {rate}"))
         elif self._schedule is not None and not self._saved_schedule:
             changed.append(Setting("schedule", "none", f"{describe_schedule(self._schedule)} from its own step on"))
-            changed += self._use_rates(self._schedule.get_last_lr())
+            changed += self._use_rates(self._schedule.get_last_lr()) if is_own else []
         elif isinstance(self._schedule, LambdaLR):
             changed += self._follow_shape(self._schedule)
         return Settled(changed, self._kept())

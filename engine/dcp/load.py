@@ -45,8 +45,7 @@ def load_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = 
 
     - A state without an optimizer takes only the model from a training checkpoint.
     - The folder decides whether frozen parameters are loaded (see ``trainable_only`` of `DCPState`).
-    - A folder of AReaL has no schedule, counters or generators. Those stay as they are, with a warning, and the rates
-      are those of the schedule.
+    - A folder of AReaL has no schedule, counters or generators. Those stay as they are, with a warning.
     - From a folder of another trainer only tensors of the model and of the optimizer are loaded.
 
     Args:

@@ -116,7 +116,7 @@ def _areal_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
 _ANEW = {
     "data": "the dataloader starts at its beginning: put it to its place yourself, or train on other samples",
     "generators": "random generators stay as the script seeded them",
-    "schedule": "the learning-rate schedule starts anew",
+    "schedule": "the learning-rate schedule starts anew, from the rates that were saved",
     "epochs": "the steps of an epoch are not known: the place in the epoch is counted by those of the new run",
 }
 

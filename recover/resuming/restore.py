@@ -73,7 +73,7 @@ def restore_run(
 
     ranks.here(restore_loader)
     process = ProcessState.read(path, None) if ranks.is_driver else None
-    states = ranks.run_all(read_rank, str(path), info.weight_versions)
+    states = ranks.run_all(read_rank, str(path), info.weight_versions, not info.lacks("schedule"))
     rng = [(state.process, state.rng) for state in states]
     if process is not None:
         rng.append((process.name, process.restore(stateful)))
@@ -96,7 +96,7 @@ def restore_run(
     return epochs[0]
 
 
-def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> RankState:
+def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own: bool) -> RankState:
     """Read this rank's part of a generation into its engines, user objects and generators. All ranks call it.
 
     Nothing changes before every rank has found all its parts sound, for all engines. Then the values are read straight
@@ -106,6 +106,7 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
         holder: see `engines_of`.
         generation: verified folder that has passed `check_rank`.
         versions: engine name -> weight version, for engines whose shards hold no counters (a reference model).
+        is_own: False if it was converted from a trainer that did not save its schedule.
     """
     target, path = engines_of(holder), Path(generation)
     states = {name: target.state(name) for name in target.engines}
@@ -121,7 +122,9 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
             engine.set_version(versions[name])
     rng = process.restore(target.stateful)
     samples = {name: sample_engine(load.state, load.first_group) for name, load in loads.items()}
-    settled = {name: each.settle() for name, each in configured.items()}  # last, because it may change a rate
+    settled = {
+        name: each.settle(is_own=is_own) for name, each in configured.items()
+    }  # last, because it may change a rate
     sharing = process.saved_sharing, target.ranks_with_same_data
     switches = numerical_switches(states, target.engines)
     return RankState(samples, switches, settled, process.name, rng, sharing)

@@ -271,7 +271,7 @@ def test_a_trainer_without_a_needed_private_attribute_is_refused() -> None:
 def test_a_restart_with_other_arguments_says_once_what_is_in_use_and_what_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cosine = {"lr_scheduler_type": "cosine", "learning_rate": 0.01}
+    cosine: dict[str, Any] = {"lr_scheduler_type": "cosine", "learning_rate": 0.01}
     make(tmp_path, max_steps=4, **cosine, weight_decay=0.1).train()
     other = cosine | {"learning_rate": 0.02, "weight_decay": 0.2, "max_grad_norm": 0.5}
     trainer = make(tmp_path, max_steps=6, **other, logging_steps=1)

@@ -393,7 +393,7 @@ def test_a_schedule_that_was_advanced_before_the_load_goes_on_from_there(tmp_pat
     plain = Plain(halving)
     for _ in range(3):
         plain.optimizer.step()
-        plain.scheduler.step()
+        plain.scheduler.step()  # type: ignore[union-attr]
     _, rates = live(tmp_path, plain, range(3, 5))
     assert rates == [0.1 / 8, 0.1 / 16]
 
