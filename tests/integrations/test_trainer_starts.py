@@ -273,7 +273,7 @@ def test_a_restart_with_other_arguments_says_once_what_is_in_use_and_what_is_not
 ) -> None:
     cosine: dict[str, Any] = {"lr_scheduler_type": "cosine", "learning_rate": 0.01}
     make(tmp_path, max_steps=4, **cosine, weight_decay=0.1).train()
-    other = cosine | {"learning_rate": 0.02, "weight_decay": 0.2, "max_grad_norm": 0.5}
+    other: dict[str, Any] = cosine | {"learning_rate": 0.02, "weight_decay": 0.2, "max_grad_norm": 0.5}
     trainer = make(tmp_path, max_steps=6, **other, logging_steps=1)
     trainer.train()
     (warning,) = [text for text in caplog.messages if "was saved with other settings" in text]
