@@ -24,6 +24,12 @@ from .batch_order import LoaderNotes, persistent_state, restore_persistent
 logger = get_logger(__name__)
 
 _MAX_EPOCHS = 2**31
+_NUMERICAL_ARGS = (
+    *("max_grad_norm", "bf16", "fp16", "tf32", "optim", "label_smoothing_factor", "neftune_noise_alpha"),
+    *("beta", "epsilon", "epsilon_high", "loss_type", "scale_rewards", "temperature", "num_generations"),
+    *("max_length", "max_completion_length", "importance_sampling_level", "disable_dropout"),
+)
+"""Arguments of transformers' and TRL's trainers that change the numbers of a step and are not part of the state."""
 
 
 class TrainerRun:
@@ -215,7 +221,11 @@ class TrainerRun:
     def _engines(self) -> Any:
         trainer, args = self._trainer, self._trainer.args
         trained = HostEngine(
-            trainer.model, trainer.optimizer, trainer.lr_scheduler, ranks_with_same_data=self._ranks_with_same_samples
+            trainer.model,
+            trainer.optimizer,
+            trainer.lr_scheduler,
+            ranks_with_same_data=self._ranks_with_same_samples,
+            settings={name: getattr(args, name) for name in _NUMERICAL_ARGS if hasattr(args, name)},
         )
         if getattr(args, "sync_ref_model", False) and getattr(trainer, "ref_model", None) is not None:
             reference = HostEngine(trainer.ref_model, ranks_with_same_data=self._ranks_with_same_samples)

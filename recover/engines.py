@@ -4,8 +4,8 @@ The facts reveal a stale snapshot and a wrong restore.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..engine.api import Stateful
+from ..engine.config import TrainEngineConfig
+from ..engine.dcp.configured import describe_schedule, require_own_schedule
 from ..engine.dcp.fingerprint import combine_samples, sample_state
 from ..engine.dcp.state import DCPState, replicated
 from ..engine.hf.load import names_as_in
@@ -116,6 +118,10 @@ class HostEngine:
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     control_group: dist.ProcessGroup | None = None  # gloo group of the ranks. None means the group of the handler
     ranks_with_same_data: int = 1  # see `DCPState`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainer, see `numerical_switches`
+
+    def __post_init__(self) -> None:
+        require_own_schedule(self.optimizer, self.lr_scheduler)
 
     def dcp_state(self, with_optim: bool = True) -> DCPState:
         """Return the state to save. For a model with adapters, without the base weights found in its folder."""
@@ -137,7 +143,7 @@ def as_engine(thing: Any) -> Any:
             them. Its ``lr_scheduler`` and its ``control_group`` (AReaL: ``cpu_group``) are used if present.
 
     Raises:
-        ConfigError: ``thing`` is none of these.
+        ConfigError: ``thing`` is none of these, or its schedule belongs to another optimizer.
     """
     if (engine := _engine_of(thing)) is None:
         raise ConfigError(
@@ -282,7 +288,17 @@ _SETTINGS = (
 """Attributes and functions of torch. ``allow_tf32`` and ``set_float32_matmul_precision`` set ``fp32_precision``."""
 
 
-def numerical_switches(states: Mapping[str, DCPState]) -> dict[str, str]:
+_OTHER_KEYS = {
+    *("experiment_name", "trial_name", "path", "revision", "trust_remote_code", "init_from_scratch", "seed"),
+    *("is_critic", "train_vision", "freeze_vision_tower", "use_lora", "lora_rank", "lora_alpha", "target_modules"),
+    *("peft_type", "device", "backend", "timeout_s", "gradient_checkpointing", "logprobs_chunk_size"),
+}
+"""Keys of the engine's config that a load compares elsewhere, or that do not change the numbers of a step."""
+_OPTIMIZER_KEYS = {"optimizer.gradient_clipping", "optimizer.implementation"}
+"""Keys of the optimizer that a load does not bring back. The schedule is described as a whole."""
+
+
+def numerical_switches(states: Mapping[str, DCPState], engines: Mapping[str, Any]) -> dict[str, str]:
     """Collect settings that change the numbers of a step and are not part of the state: name -> value as text.
 
     "none" is reported as "ieee", because both compute the same.
@@ -295,4 +311,20 @@ def numerical_switches(states: Mapping[str, DCPState]) -> dict[str, str]:
         trained = sorted(name for name, param in params.items() if param.requires_grad)
         names = xxhash.xxh3_64_hexdigest("\n".join(trained).encode())
         found[f"trained parameters of {engine}"] = f"{len(trained)} of {len(params)} (names {names})"
+        if state.optimizer is not None and state.scheduler is not None:
+            found[f"schedule of {engine}"] = describe_schedule(state.scheduler)
+        config = getattr(engines[engine], "config", None)
+        if isinstance(config, TrainEngineConfig):
+            found |= {f"{key} of {engine}": str(value) for key, value in _numerical_keys(asdict(config))}
+        if isinstance(engines[engine], HostEngine):
+            found |= {f"{key} of {engine}": str(value) for key, value in engines[engine].settings.items()}
     return found
+
+
+def _numerical_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        key = prefix + name
+        if isinstance(value, Mapping):
+            yield from _numerical_keys(value, f"{key}.")
+        elif key in _OPTIMIZER_KEYS or not (key in _OTHER_KEYS or key.startswith(("optimizer", "fsdp."))):
+            yield key, value

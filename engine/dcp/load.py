@@ -26,6 +26,7 @@ from ...utils.remote import FETCH_FIRST, require_local
 from ..memory.tensors import Box, local_box, local_tensor, normal_tensors
 from ..memory.weight_changes import changing_weights
 from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
+from .configured import Configured, warn_of_settings
 from .format import Destination, FolderLayout, PathLike, parse_metadata, read_layout
 from .reader import BLOCK_BYTES, TensorReader, read_now, visible_here
 from .root_names import choose_root, describe_roots, under_root
@@ -44,8 +45,8 @@ def load_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = 
 
     - A state without an optimizer takes only the model from a training checkpoint.
     - The folder decides whether frozen parameters are loaded (see ``trainable_only`` of `DCPState`).
-    - A folder of AReaL has no schedule, counters or generators. Those stay as they are, with a warning. From a folder
-      of another trainer only tensors of the model and of the optimizer are loaded.
+    - A folder of AReaL has no schedule, counters or generators. Those stay as they are, with a warning.
+    - From a folder of another trainer only tensors of the model and of the optimizer are loaded.
 
     Args:
         path: the folder.
@@ -62,7 +63,9 @@ def load_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = 
     path = require_local(path, "loading", FETCH_FIRST)
     load = read_dcp(path, state, group, root=root)
     with all_ranks_succeed(f"loading {path}", group):
-        load.apply()
+        settled = load.apply().settle()
+    if get_rank(group) == 0:
+        warn_of_settings(path, *settled)
 
 
 @normal_tensors()
@@ -142,8 +145,8 @@ class DCPLoad:
         self._reader.check_unchanged()
 
     @normal_tensors()
-    def apply(self) -> None:
-        """Copy the values into the state. The folder must still be there.
+    def apply(self) -> Configured:
+        """Copy the values into the state. The folder must still be there. Returns what was configured before.
 
         Identity, size and time of change of each file are compared before the first byte is copied and after the last
         one. The bytes are not digested again, which would cost as much as the first time. So a disk that returns other
@@ -156,12 +159,14 @@ class DCPLoad:
         """
         self.check_unchanged()
         parse_metadata.cache_clear()  # everything is planned, and it may take tens of megabytes
+        configured = self.state.configured(self._values)
         with changing_weights(self.state.model):
             self.state.adopt_state(self._proposed, self._small)
             self._reader.read()
             for target, source in self._copies:
                 target.copy_(source)
             self.state.restore(self._values, self._small)
+        return configured
 
 
 @dataclass(frozen=True)

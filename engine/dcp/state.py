@@ -36,6 +36,7 @@ from ..memory.tensors import by_clean_name, clean_name, first_names, flatten, is
 from ..training.optimizer import materialize_state
 from . import optimizer_state as optim
 from .base_model import BASE, BASE_SAMPLE, BaseFolder, FrozenBase, check_own_base, describe_base, sample_base
+from .configured import Configured, require_own_schedule, warn_of_settings
 from .module_state import (
     adopt_buffers,
     module_state,
@@ -79,9 +80,9 @@ class DCPState(TorchStateful):
         dcp.save({"dcp": state}, checkpoint_id="runs/step_101")  # torch's own functions work too
 
     A load brings back every hyperparameter of the optimizer's groups, as torch's ``Optimizer.load_state_dict`` does,
-    because schedules change more than the rate (OneCycleLR cycles ``betas``). To change ``weight_decay``, set it after
-    the load. Only the choice of implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``) and
-    ``maximize`` stay as they are.
+    because schedules change more than the rate (OneCycleLR cycles ``betas``). A warning names those that were built
+    with another value (see `configured`). To change ``weight_decay``, set it after the load. Only the choice of
+    implementation (``foreach``, ``fused``, ``capturable``, ``differentiable``) and ``maximize`` stay as they are.
 
     Args:
         model: the module. Parameters and persistent buffers are saved, under the names without DistributedDataParallel.
@@ -99,6 +100,9 @@ class DCPState(TorchStateful):
             optimizer state. A snapshot may then still be copying them during the next forward and backward (see
             `staged_state`). If they change nevertheless, the snapshot fails.
         ranks_with_same_data: number of consecutive ranks with the same data, and so the same generators.
+
+    Raises:
+        ConfigError: ``scheduler`` changes the rates of another optimizer.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class DCPState(TorchStateful):
         changes_only_in_step: bool = False,
         ranks_with_same_data: int = 1,
     ) -> None:
+        require_own_schedule(optimizer, scheduler)
         self.model, self.optimizer, self.scheduler, self.counters = replicated(model), optimizer, scheduler, counters
         self.group, self._base = group, base
         self.changes_only_in_step, self.ranks_with_same_data = changes_only_in_step, ranks_with_same_data
@@ -216,7 +221,15 @@ class DCPState(TorchStateful):
             local = local_tensor(target)
             if local.data_ptr() != given[name].data_ptr():
                 local.copy_(given[name])
+        configured = self.configured(values)
         self.restore(values, given)
+        settled = configured.settle()
+        if get_rank() == 0:
+            warn_of_settings("the checkpoint", *settled)
+
+    def configured(self, values: Mapping[str, Any]) -> Configured:
+        """Note what this process was configured with, before `restore` is given ``values``."""
+        return Configured(self.optimizer, self.scheduler, "scheduler" in values)
 
     def restore(self, values: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
         """Restore everything but live tensors. ``values`` is the result of `check_values` for ``given``."""
@@ -235,8 +248,8 @@ class DCPState(TorchStateful):
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
             if target is not None and name in values:
                 target.load_state_dict(values[name])
-            elif target is not None:
-                logger.warning("the checkpoint has no %s; it starts anew", name)
+            elif target is self.counters and target is not None:
+                logger.warning("the checkpoint has no counters; they start anew")
         own, first = (_rng_of(given, rank) for rank in (self.data_rank, 0))
         if own or first:  # a data rank that the saved run did not have derives its generators from those of data rank 0
             restore_rng(own or derive_rng(first, self.data_rank))
@@ -389,6 +402,17 @@ def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
             f"{name} in the checkpoint has no {missing[0]!r} ({len(missing)} missing): it is another's; it has "
             f"{sorted(map(str, saved))[:8]}"
         )
+    # Schedules inside of a schedule, which torch would match by position without a look.
+    if isinstance(own_nested := own.get("_schedulers"), list):
+        nested = saved["_schedulers"]
+        if not isinstance(nested, list) or len(nested) != len(own_nested):
+            n_saved = len(nested) if isinstance(nested, list) else 0
+            raise CheckpointMismatchError(
+                f"{name} in the checkpoint has {n_saved} schedules inside, this one has {len(own_nested)}; build it as "
+                "the saved run did"
+            )
+        for number, (there, here) in enumerate(zip(nested, own_nested, strict=True)):
+            _check_keys(f"{name}[{number}]", there, here)
 
 
 def rank_key(rank: int) -> str:

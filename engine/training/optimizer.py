@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,27 +58,40 @@ def build_optimizer(
     return (on_host(kind) if config.offload else kind)(params, **options)
 
 
-def lr_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
+def lr_factor(step: int, *, shape: str, warmup_steps: int, total_steps: int = 0, min_lr_ratio: float = 0.0) -> float:
     """Share of the peak rate at ``step``: linear warm-up, then constant, linear or cosine decay.
 
     A warm-up of n steps runs at 1 / (n + 1) to n / (n + 1), because a step at rate 0 would train nothing. The cosine is
     from Loshchilov & Hutter, "SGDR", 2017, without restarts. From ``total_steps`` on it stays at ``min_lr_ratio``.
     """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if shape == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    decay = 1.0 - progress if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return min_lr_ratio + (1.0 - min_lr_ratio) * decay
+
+
+def schedule_of(config: OptimizerConfig, total_steps: int) -> partial[float]:
+    """`lr_factor` with the arguments of a config. Two runs with equal arguments have the same rates."""
     warmup = config.warmup_steps
     if warmup is None:
         warmup = int(config.warmup_steps_proportion * total_steps)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
     if config.lr_scheduler_type == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    shape = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape
+        return partial(lr_factor, shape="constant", warmup_steps=warmup)
+    return partial(
+        lr_factor,
+        shape=config.lr_scheduler_type,
+        warmup_steps=warmup,
+        total_steps=total_steps,
+        min_lr_ratio=config.min_lr_ratio,
+    )
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> LambdaLR:
     """The schedule of `lr_factor`. Build it before any load, or it starts from the wrong base rate."""
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
+    return LambdaLR(optimizer, schedule_of(config, total_steps))
 
 
 @normal_tensors()

@@ -19,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ...engine.dcp.configured import Setting, Settled, warn_of_settings
 from ...engine.dcp.format import read_layout
 from ...engine.dcp.load import check_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
@@ -172,6 +173,8 @@ def check_restored(
     for name, facts in restored[0].items():
         before, now = asdict(saved[0][name]), asdict(facts)
         counts = [key for key in ("optimizer_steps", "lr", "schedule_step") if now[key] is not None]
+        if before["schedule_step"] is None and "schedule_step" in counts:
+            counts.remove("schedule_step")  # the run had no schedule, and this one begins with one
         rows += [(f"{name}: {key}", before[key], now[key]) for key in counts]
         prints = facts.fingerprints.items()
         rows += [(f"{name}: {part}", before["fingerprints"].get(part), digits) for part, digits in prints]
@@ -197,11 +200,30 @@ def _render(what: str, rows: Sequence[tuple[str, str]]) -> str:
     return out.getvalue().rstrip()
 
 
-def warn_of_switches(what: str, saved: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Log one warning with all settings whose values differ from the generation ``what``."""
-    if changed := [name for name in saved if name in now and saved[name] != now[name]]:
-        logger.warning(
-            "%s was saved with other settings, so the run goes on with other numbers than without the restart: %s. Set "
-            "them before load as they were, unless the change is meant",
-            what, "; ".join(f"{name} was {saved[name]}, is {now[name]}" for name in changed),
-        )  # fmt: skip
+def warn_of_configuration(
+    what: str, saved: Mapping[str, str], now: Mapping[str, str], settled: Mapping[str, Settled]
+) -> None:
+    """Log one warning of everything that is configured otherwise than in the run that saved the generation ``what``.
+
+    Args:
+        what: name of the generation.
+        saved, now: the `numerical_switches` of the generation, and those of rank 0.
+        settled: engine name -> what its load found, in rank 0.
+    """
+    changed, kept = [], []
+    for name in saved:
+        if name in now and saved[name] != now[name]:
+            if _is_adapted(name, saved) and _is_adapted(name, now):
+                kept.append(Setting(name, "the adapted one", now[name]))
+            else:
+                changed.append(Setting(name, saved[name], now[name]))
+    for engine, found in settled.items():
+        changed += [setting._replace(name=f"{setting.name} of {engine}") for setting in found.changed]
+        kept += [setting._replace(name=f"{setting.name} of {engine}") for setting in found.kept]
+    warn_of_settings(what, changed, kept)
+
+
+def _is_adapted(name: str, switches: Mapping[str, str]) -> bool:
+    """Whether a setting is a start value, which `AdaptiveKLController` has changed since and a load brings back."""
+    key, _, engine = name.partition(" of ")
+    return key == "kl_ctl" and switches.get(f"kl_target of {engine}", "None") != "None"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.api import Stateful
+from ...engine.dcp.configured import Settled
 from ...engine.dcp.load import read_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank
 from ...utils.errors import CheckpointCorruptError
@@ -20,7 +21,7 @@ from ..data.restore import RestoredEpoch, restore_data
 from ..engines import EngineSample, combine_ranks, engines_of, numerical_switches, sample_engine
 from ..info import DRIVER_STATE, SHARED, RecoverInfo, rank_state_name
 from ..ranks import Ranks
-from .check import check_rank, check_restored, warn_of_switches
+from .check import check_rank, check_restored, warn_of_configuration
 from .choice import Choice
 
 logger = get_logger(__name__)
@@ -42,6 +43,7 @@ class RankState:
 
     samples: dict[str, EngineSample]  # engine name -> sample
     switches: dict[str, str]  # see `numerical_switches`
+    settled: dict[str, Settled]  # engine name -> what became of its configuration
     process: str  # process of the saved run that it continues
     rng: str | None  # digest of the generators (see `ProcessState.restore`)
     sharing: tuple[int, int]  # number of ranks with the same data, when it was saved and now
@@ -71,7 +73,7 @@ def restore_run(
 
     ranks.here(restore_loader)
     process = ProcessState.read(path, None) if ranks.is_driver else None
-    states = ranks.run_all(read_rank, str(path), info.weight_versions)
+    states = ranks.run_all(read_rank, str(path), info.weight_versions, not info.lacks("schedule"))
     rng = [(state.process, state.rng) for state in states]
     if process is not None:
         rng.append((process.name, process.restore(stateful)))
@@ -83,13 +85,13 @@ def restore_run(
     table = check_restored(path.name, (info.engines, info.rng), (facts, restored))
     if ranks.is_leader:
         logger.info("step %d of run %s\n%s", last.global_step, info.run_id, table)
-        warn_of_switches(path.name, info.switches, states[0].switches)
+        warn_of_configuration(path.name, info.switches, states[0].switches, states[0].settled)
         _warn_of_absent(path, info)
         _warn_of_fewer(info, ranks, states[0].sharing)
     return epochs[0]
 
 
-def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> RankState:
+def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own: bool) -> RankState:
     """Read this rank's part of a generation into its engines, user objects and generators. All ranks call it.
 
     Nothing changes before every rank has found all its parts sound, for all engines. Then the values are read straight
@@ -99,6 +101,7 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
         holder: see `engines_of`.
         generation: verified folder that has passed `check_rank`.
         versions: engine name -> weight version, for engines whose shards hold no counters (a reference model).
+        is_own: False if it was converted from a trainer that did not save its schedule.
     """
     target, path = engines_of(holder), Path(generation)
     states = {name: target.state(name) for name in target.engines}
@@ -107,14 +110,19 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int]) -> Rank
         process = ProcessState.read(path, get_rank(), target.ranks_with_same_data)
         for load in loads.values():
             load.check_unchanged()
+    configured = {}
     for name, engine in target.engines.items():
-        loads[name].apply()
+        configured[name] = loads[name].apply()
         if name in versions and hasattr(engine, "set_version"):
             engine.set_version(versions[name])
     rng = process.restore(target.stateful)
     samples = {name: sample_engine(load.state, load.first_group) for name, load in loads.items()}
+    settled = {
+        name: each.settle(is_own=is_own) for name, each in configured.items()
+    }  # last, because it may change a rate
     sharing = process.saved_sharing, target.ranks_with_same_data
-    return RankState(samples, numerical_switches(states), process.name, rng, sharing)
+    switches = numerical_switches(states, target.engines)
+    return RankState(samples, switches, settled, process.name, rng, sharing)
 
 
 def _warn_of_fewer(info: RecoverInfo, ranks: Ranks, sharing: tuple[int, int]) -> None:

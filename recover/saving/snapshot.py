@@ -250,7 +250,7 @@ class RankSession:
             finally:
                 state.rng = None
         groups = {name: target.group_of(name) for name in target.engines}
-        part = RankPart([], versions, counts, numerical_switches(states), rng_digest(rng))
+        part = RankPart([], versions, counts, numerical_switches(states, target.engines), rng_digest(rng))
         name = rank_state_name(get_rank())  # now: a group may be destroyed before the snapshot is written
         return RankCapture(groups, values, (name, process), part)
 

@@ -270,3 +270,21 @@ def test_a_trainer_without_a_needed_private_attribute_is_refused() -> None:
     assert issubclass(recoverable(GRPOTrainer), GRPOTrainer) and recoverable(SFTTrainer) is recoverable(SFTTrainer)
     with pytest.raises(UnsupportedVersionError, match=r"trl .* does not fit: its Trainer has no '_buffered_inputs'"):
         require_attributes("trl", object.__new__(Trainer), ("_buffered_inputs",), "go on")
+
+
+def test_a_restart_with_other_arguments_says_once_what_is_in_use_and_what_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cosine: dict[str, Any] = {"lr_scheduler_type": "cosine", "learning_rate": 0.01}
+    make(tmp_path, max_steps=4, **cosine, weight_decay=0.1).train()
+    other: dict[str, Any] = cosine | {"learning_rate": 0.02, "weight_decay": 0.2, "max_grad_norm": 0.5}
+    trainer = make(tmp_path, max_steps=6, **other, logging_steps=1)
+    trainer.train()
+    (warning,) = [text for text in caplog.messages if "was saved with other settings" in text]
+    assert "num_training_steps=4" in warning and "num_training_steps=6" in warning
+    assert "max_grad_norm of default was 1.0, is 0.5" in warning
+    assert "learning rate of default was 0.0, is 0.0025" in warning
+    assert "lr of default is 0.01, configured 0.02" in warning
+    assert "weight_decay of group 0 of default is 0.1, configured 0.2" in warning
+    rates = [logs["learning_rate"] for logs in trainer.state.log_history if "learning_rate" in logs]
+    assert rates[0] == pytest.approx(0.0025)

@@ -10,7 +10,7 @@ from torch import nn
 
 from holdfast.engine import OptimizerConfig
 from holdfast.engine.training import host_optimizer
-from holdfast.engine.training.optimizer import build_optimizer, build_scheduler, lr_factor, materialize_state
+from holdfast.engine.training.optimizer import build_optimizer, build_scheduler, materialize_state, schedule_of
 from holdfast.utils.errors import ConfigError
 
 TOTAL = 40
@@ -52,9 +52,10 @@ def test_the_rate_of_every_step_is_that_of_the_formula(
 
 def test_warmup_steps_win_over_their_proportion() -> None:
     both = OptimizerConfig(lr=LR, lr_scheduler_type="linear", warmup_steps=4, warmup_steps_proportion=0.5)
-    rates = [LR * lr_factor(step, both, TOTAL) for step in range(TOTAL + 10)]
+    factor = schedule_of(both, TOTAL)
+    rates = [LR * factor(step) for step in range(TOTAL + 10)]
     np.testing.assert_allclose(rates, expected_rates("linear", 4, 0.0), rtol=1e-12, atol=1e-15)
-    assert lr_factor(0, OptimizerConfig(warmup_steps=0, warmup_steps_proportion=0.5), TOTAL) == 1.0
+    assert schedule_of(OptimizerConfig(warmup_steps=0, warmup_steps_proportion=0.5), TOTAL)(0) == 1.0
     with pytest.raises(ConfigError, match=r"optimizer\.warmup_steps' is -1"):
         OptimizerConfig(warmup_steps=-1)
 

@@ -73,7 +73,7 @@ def _warnings_of_load(
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("holdfast.recover").addHandler(handler)
+    logging.getLogger("holdfast").addHandler(handler)
     if prepare is not None:
         prepare()
     state = _plain_sgd()
