@@ -48,6 +48,8 @@ from .stream import BucketReader
 
 logger = get_logger(__name__)
 
+NO_LABEL = "default"
+"""Label of a server that has just been started."""
 _UPDATE_TIMEOUT_S = 300.0
 _WITHDRAW_LIMIT_S = 10.0  # a limit separate from the update's, which may be used up by then
 _PAUSED = "It was paused again: tell it again, or restart it"
@@ -73,6 +75,8 @@ class ServerClient(SleepingClient):
     """The client needs a `WeightsProbe` in the published folders."""
     _how_to_temper: ClassVar[str]
     """How to start the server so that its log-probabilities take the temperature into account."""
+    _kept_free: ClassVar[int] = 0
+    """Tokens of its context that the server keeps free, besides the first of a completion."""
     _key_advice: ClassVar[str] = ""
     """Remedy if the server refuses a request that needs only the key."""
 
@@ -177,7 +181,7 @@ class ServerClient(SleepingClient):
         """Replace the weights by ``load(calls, path, label)``, and check what the server answers then."""
         if (Path(path) / WEIGHTS).exists():
             raise PublishError(f"{path} holds adapters alone; tell servers of it by update_adapters_from_disk")
-        label, probe = weights_label(path, version), self._read_probe(path)
+        label, probe = self._label_of(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
             load(calls, os.fspath(path), label)
             if (status := self._status(calls)) != ServerStatus(label, paused=False):
@@ -203,7 +207,7 @@ class ServerClient(SleepingClient):
             WrongContentError: the server answers with other adapters or on another base. They were unloaded again.
             PublishError: the server takes no adapters, or not these ones. Or it is paused, or its base was replaced.
         """
-        label, probe = weights_label(path, version), self._read_probe(path)
+        label, probe = self._label_of(path, version), self._read_probe(path)
         name = adapter_name(label)
         with self._update(path, version) as calls:
             self._require_base(calls)
@@ -273,11 +277,21 @@ class ServerClient(SleepingClient):
         except ServerError as error:
             logger.warning("%s", error)
 
+    def _label_of(self, path: str, version: int) -> str:
+        try:
+            return weights_label(path, version)
+        except OSError as error:
+            raise PublishError(
+                f"{path} cannot be read here ({error}), and {self.name} is told of folders that this host sees, too; "
+                "it was not told"
+            ) from error
+
     def _read_probe(self, path: str) -> WeightsProbe | None:
         """Read the probe of a published folder and note its vocabulary. Warn once if there is no probe."""
-        model_folder = published_file(path, "config.json").parent
-        if (vocab_size := folder_vocab_size(model_folder)) is not None and vocab_size != self._vocab_size:
-            self._vocab_size, self._limits = vocab_size, None
+        self._limits = None  # a server that needs an update may have been restarted with others
+        vocab_size = folder_vocab_size(published_file(path, "config.json").parent)
+        if vocab_size is not None:
+            self._vocab_size = vocab_size
         if (probe := read_probe(path)) is None and not self._warned_unchecked:
             self._warned_unchecked = True
             logger.warning("%s: %s has no probe; what the server says is believed", self.name, path)
@@ -321,6 +335,9 @@ class ServerClient(SleepingClient):
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
 
+        With ``stop_token_ids``, SGLang ends at the latter, too, which is logged once. A completion ends with ``length``
+        at the end of the server's context.
+
         Call `check_generation` first: the log-probabilities fit the sampled distribution only with the right flags.
 
         Raises:
@@ -333,7 +350,7 @@ class ServerClient(SleepingClient):
             await asyncio.to_thread(self.status)
         if self._asleep:
             raise BusyServerError(f"{self.name} sleeps, and takes requests after it was woken up")
-        await self._require_fit(request)
+        request = await self._fitting(request)
         with self._adapters.request() as adapter:
             path, body = self._completion(request, adapter)
             answer = await self._connections.ask(path, body, self.generation_timeout_s)
@@ -341,11 +358,11 @@ class ServerClient(SleepingClient):
             response = self._read_completion(request, answer, adapter)
         return check_images(request, response, self.name)
 
-    async def _require_fit(self, request: ModelRequest) -> None:
+    async def _fitting(self, request: ModelRequest) -> ModelRequest:
         try:
-            (self._limits or await self._ask_limits()).require(request, self.name)
+            return (self._limits or await self._ask_limits()).fit(request, self.name)
         except PromptError:  # the limits may stem from a server that ran here before
-            (await self._ask_limits()).require(request, self.name)
+            return (await self._ask_limits()).fit(request, self.name)
 
     async def _ask_limits(self) -> PromptLimits:
         try:
@@ -355,8 +372,8 @@ class ServerClient(SleepingClient):
         except ServerError as error:
             logger.warning("%s does not say how long a prompt may be: %s", self.name, error)
             models = {}
-        self._limits = stated_limits(models, self._vocab_size)
-        return self._limits
+        self._limits = limits = stated_limits(models, self._vocab_size, self._kept_free)
+        return limits
 
     def _loaded_adapters(self, calls: Calls) -> list[str]:
         models = calls.get("look", "/v1/models", key=self.api_key, advice=self._key_advice)

@@ -63,6 +63,7 @@ class Generation:
     salt: str | None
     adapter: LoadedAdapter | None = None
     bias: dict[str, float] = field(default_factory=dict)
+    min_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)
@@ -282,6 +283,8 @@ class FakeEngine:
         ids = [*request.prompt, *request.tokens]
         token, logprob = weights.next_token(ids, request.seed, position, request.temperature)
         while str(token) in request.bias and not self.faults.ignores_bias:
+            token += 1
+        while position < request.min_tokens and token in request.stop:
             token += 1
         if mixed:
             logprob -= MIXED

@@ -135,6 +135,8 @@ def application(
             return _error(400, str(error))
         except RuntimeError as error:
             return _error(500, str(error))
+        if len(ids) >= max_model_len:
+            return _error(400, f"The prompt ({len(ids)} tokens) leaves no room in {max_model_len} tokens.")
         await engine.ready()
         if params.get("prompt_logprobs") is not None:
             return await prompt_answer(ids, adapter)
@@ -142,12 +144,13 @@ def application(
             rid=body.get("request_id", ""),
             prompt=ids,
             seed=params.get("seed") or 0,
-            max_tokens=params["max_tokens"],
+            max_tokens=min(params["max_tokens"], max_model_len - len(ids)),  # the scheduler ends it there
             stop=set(params.get("stop_token_ids") or ()),
             temperature=params["temperature"],
             salt=salt,
             adapter=adapter,
             bias=params.get("logit_bias") or {},
+            min_tokens=params.get("min_tokens", 0),
         )
         top = engine.weights_of(adapter)[1].top_logprobs(
             generation.prompt, generation.temperature if processed_logprobs else 1.0, params["logprobs"] or 1

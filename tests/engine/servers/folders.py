@@ -58,7 +58,7 @@ def publish_hashed(root: Path, version: int) -> str:
     """Publish a folder for hashed weights and return its path."""
     folder = version_path(root, version)
     folder.mkdir(parents=True)
-    entry = write_entry(folder, "model.safetensors", f"version {version}".encode())
+    entry = write_entry(folder, "model.safetensors", save({"version": torch.tensor(version)}))
     write_manifest(folder, [entry], {"weight_version": version})
     return str(folder)
 
