@@ -42,6 +42,8 @@ from .weight_files import WeightWriter
 
 logger = get_logger(__name__)
 
+AMPLIFIED_PREFIX = ".amplified-"
+"""Begins the name of a folder that a client makes beside a version of adapters, while a server shows their effect."""
 _VERSION = re.compile(r"v(\d{8,})")
 _MIN_FILE_BYTES = 64 << 20
 """Larger weights get one file per rank, so that servers read and check files in parallel."""
@@ -158,7 +160,7 @@ def holds_adapters(manifest: Mapping[str, Any]) -> bool:
 def _clear(final: Path, version: int) -> None:
     root = final.parent
     with as_write_error(final):
-        for pattern in (".staging-v*", ".retired-v*"):
+        for pattern in (".staging-v*", ".retired-v*", f"{AMPLIFIED_PREFIX}v*"):
             for leftover in root.glob(pattern):
                 remove_or_log(leftover)
         for newer in [v for v in published_versions(root) if v >= version]:

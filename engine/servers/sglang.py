@@ -259,6 +259,9 @@ class SGLangServer(ServerClient):
             entries = zip(ids[1:], answer["meta_info"]["input_token_logprobs"][1:], strict=True)
             return [_logprob_of(token, entry) for token, entry in entries]
 
+    def _ask_checksums(self, calls: Calls) -> Json:
+        return self._administer(calls, "checksums", "/weights_checker", {"action": "checksum"})
+
     def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
         answer = self._generate(calls, [1], temperature, top_logprobs_num=5)
         with calls.reading("its log-probabilities"):

@@ -323,6 +323,9 @@ class VLLMServer(ServerClient):
             entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [float(entry[str(token)]["logprob"]) for token, entry in entries]
 
+    def _ask_checksums(self, calls: Calls) -> Json:
+        return calls.post("checksums", "/weight_checker", {"action": "checksum"})
+
     def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
         answer = self._generate(calls, [1], temperature=temperature, logprobs=5)
         with calls.reading("its log-probabilities"):

@@ -91,6 +91,12 @@ def application(
         engine.set_label(body["new_version"])
         return web.json_response({"success": True, "message": "...", "new_version": body["new_version"]})
 
+    async def weights_checker(request: web.Request) -> web.Response:
+        check(request, admin_key or api_key)
+        assert (await request.json())["action"] == "checksum"
+        ranks = [{"checksums": engine.checksums(), "per_gpu_checksum": "", "parallelism_info": {"tp_rank": 0}}]
+        return web.json_response({"success": True, "message": "Success.", "ranks": ranks})
+
     async def release_memory_occupation(request: web.Request) -> web.Response:
         check(request, admin_key or api_key)
         tags = set((await request.json())["tags"])
@@ -179,7 +185,7 @@ def application(
             ids, 1.0 if original_logprob else generation.temperature, body.get("top_logprobs_num") or 1
         )
         asked = body.get("logprob_start_len", -1) == 0
-        prompt = weights.prompt_logprobs(ids) if asked else []
+        prompt = engine.prompt_logprobs(ids, adapter) if asked else []
         await engine.generate(generation)
         meta = {
             "id": generation.rid,
@@ -201,7 +207,7 @@ def application(
 
     app = web.Application(middlewares=[engine.with_faults], client_max_size=2**28)
     posts = [pause_generation, continue_generation, update_weights_from_disk, update_weight_version, generate]
-    posts += [release_memory_occupation, resume_memory_occupation]
+    posts += [release_memory_occupation, resume_memory_occupation, weights_checker]
     app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
     app.add_routes([web.get("/model_info", model_info), web.get("/server_info", server_info)])
     app.add_routes([web.get("/health", health)])

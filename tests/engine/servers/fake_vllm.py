@@ -10,7 +10,6 @@ from tests.engine.servers.fake_adapters import MODULES, LoadedAdapter, vllm_adap
 from tests.engine.servers.fake_engine import FakeEngine, Generation, Json
 from tests.engine.servers.fake_images import Eyes
 from tests.engine.servers.fake_plugin import weight_transfer_routes
-from tests.engine.servers.fake_weights import Weights
 
 TAGS = ("weights", "kv_cache")
 
@@ -109,6 +108,10 @@ def application(
     async def weight_info(_: web.Request) -> web.Response:
         return web.json_response({"weight_version": engine.label})
 
+    async def weight_checker(request: web.Request) -> web.Response:
+        assert (await request.json())["action"] == "checksum"
+        return web.json_response({"checksums": engine.checksums()})
+
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": engine.adapters.cards(max_model_len)})
 
@@ -182,12 +185,11 @@ def application(
         while not engine.adapters.begin(adapter, place):
             await asyncio.sleep(0.002)
         try:
-            return web.json_response(_prompt_answer(ids, engine.weights_of(adapter)[1]))
+            return web.json_response(_prompt_answer(ids, engine.prompt_logprobs(ids, adapter)))
         finally:
             engine.adapters.end(place)
 
-    def _prompt_answer(ids: list[int], weights: Weights) -> Json:
-        logprobs = weights.prompt_logprobs(ids)
+    def _prompt_answer(ids: list[int], logprobs: list[float]) -> Json:
         entries: list[Any] = [None]
         for token, logprob in zip(ids[1:], logprobs, strict=True):
             entries.append({str(token): {"logprob": logprob, "rank": 1, "decoded_token": None}})
@@ -200,6 +202,7 @@ def application(
         config = {"model_config": {"enable_sleep_mode": sleep_mode}, "device_config": {"device": device}}
         app.add_routes(vllm_adapter_routes(engine, lora_config, lora_updating, config))
         posts = [pause, resume, sleep, wake_up, collective_rpc, reset_prefix_cache, update_weight_version]
+        posts += [weight_checker]
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
         app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, is_sleeping, weight_info)])
     if plugin or nccl:
