@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ...utils.errors import CheckpointError
+from ...utils.errors import CheckpointCorruptError, CheckpointError
 from ...utils.manifest import DELTA_NAME, MANIFEST_NAME, check_listing, read_manifest, verify_folder
 
 
@@ -19,12 +19,15 @@ def holds_delta_alone(folder: str | os.PathLike[str]) -> bool:
 
 
 def base_of(folder: Path) -> Path:
-    """The folder of the version that the changes in ``folder`` are from. Raises as `read_manifest`."""
-    return version_path(folder.parent, read_manifest(folder / DELTA_NAME)["base"]["version"])
+    """The base of a version of changes: the folder before them. Raises as `read_manifest`."""
+    changes = read_manifest(folder / DELTA_NAME)
+    if changes["base"]["version"] >= changes["weight_version"]:
+        raise CheckpointCorruptError(f"{folder} is made from version {changes['base']['version']}, which is not older")
+    return version_path(folder.parent, changes["base"]["version"])
 
 
 def made_from(folder: Path) -> list[Path]:
-    """The folder of a version, and those that it is made from. Empty if one is missing, or its manifest is damaged."""
+    """The folder of a version, its base, the base of that, and so on. Empty if one is missing or damaged."""
     folders = [folder]
     try:
         while holds_delta_alone(folders[-1]):
@@ -35,7 +38,7 @@ def made_from(folder: Path) -> list[Path]:
 
 
 def chain_problem(folder: Path) -> str | None:
-    """Describe the first damage that prevents versions after ``folder`` from being made, or return None.
+    """Describe the first damage with which no version after ``folder`` can be made from it, or return None.
 
     Sizes of all files are compared, and the bytes of the newest changes. The bytes of older files are not read again.
     """

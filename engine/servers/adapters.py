@@ -26,8 +26,6 @@ from ..hf.adapter_folder import CONFIG, WEIGHTS
 from ..hf.versions import AMPLIFIED_PREFIX
 
 _PREFIX = "holdfast-v"
-_AMPLIFIED = 4.0
-"""Size of what amplified adapters add to a layer, whose own output has about size 1 or less."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,10 @@ def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
 
 
 @contextmanager
-def amplified(folder: str | os.PathLike[str]) -> Iterator[Path | None]:
-    """Make a folder beside ``folder``, with the same adapters and a factor that lets them change every answer.
+def amplified(folder: str | os.PathLike[str], size: float) -> Iterator[Path | None]:
+    """Make a folder beside ``folder``, with the same adapters and a larger factor: each adds about ``size`` to a layer.
 
-    None if they change nothing by any factor, as before the first training step. Raises OSError or PublishError.
+    None if they change nothing at any factor, as before the first training step. Raises OSError or PublishError.
     """
     path = Path(folder)
     config = json.loads((path / CONFIG).read_bytes())
@@ -61,7 +59,7 @@ def amplified(folder: str | os.PathLike[str]) -> Iterator[Path | None]:
         yield None
         return
     scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
-    factor = max(1, math.ceil(_AMPLIFIED / (scaling * strength)))
+    factor = max(1, math.ceil(size / (scaling * strength)))
     config["lora_alpha"] *= factor
     for layer in config.get("alpha_pattern") or ():
         config["alpha_pattern"][layer] *= factor
@@ -79,7 +77,7 @@ def amplified(folder: str | os.PathLike[str]) -> Iterator[Path | None]:
 
 
 def _strength(file: Path) -> float | None:
-    """Median size of what adapters of a layer add for inputs of size 1, without their scaling. None if all add 0."""
+    """Median size that adapters add to a layer for inputs of size 1, without their scaling. None if all add 0."""
     strengths: list[float] = []
     with _open(file) as weights:
         names = set(weights.keys())

@@ -65,6 +65,8 @@ NO_LABEL = "default"
 """Label of a server that has just been started."""
 _UPDATE_TIMEOUT_S = 300.0
 _SHA256_OF_NOTHING = "e3b0c44298fc1c149afbf4c8996fb924"
+_AMPLIFIED = (8.0, 2048.0)
+"""Sizes of what amplified adapters add to a layer, whose own output has about size 1. The second is for odd models."""
 _WITHDRAW_LIMIT_S = 10.0  # a limit separate from the update's, which may be used up by then
 _PAUSED = "It was paused again: tell it again, or restart it"
 _UNLOADED = (
@@ -399,17 +401,21 @@ class ServerClient(SleepingClient):
         if self._uses_adapters and self._adapters.current in loaded:  # else the server was restarted
             return
         self._uses_adapters = False
-        try:
-            with amplified(path) as folder:
-                if folder is None:  # the adapters change nothing yet
-                    return
-                base, strong = self._base_and_amplified(calls, probe, os.fspath(folder), f"{name}-amplified", loaded)
-        except OSError as error:
-            logger.warning("%s: it cannot be shown that adapters have an effect: %s", self.name, error)
-            return
-        if problem := effect_problem(base, strong, dtype):
-            raise calls.refuse(f"{problem}. {_UNLOADED}", WrongContentError)
-        self._uses_adapters = True
+        problem: str | None = None
+        for size in _AMPLIFIED:
+            try:
+                with amplified(path, size) as folder:
+                    if folder is None:  # the adapters change nothing yet
+                        return
+                    answers = self._base_and_amplified(calls, probe, os.fspath(folder), f"{name}-amplified", loaded)
+            except OSError as error:
+                logger.warning("%s: it cannot be shown that adapters have an effect: %s", self.name, error)
+                return
+            problem = effect_problem(*answers, dtype)
+            if problem is None:
+                self._uses_adapters = True
+                return
+        raise calls.refuse(f"{problem}. {_UNLOADED}", WrongContentError)
 
     def _base_and_amplified(
         self, calls: Calls, probe: WeightsProbe, folder: str, name: str, loaded: Sequence[str]

@@ -11,10 +11,10 @@ The trainer computes log-probabilities of a fixed pseudo-random prompt and write
   answer, although the trainer's values and the digest of a weight file changed, comes from the old weights. A busy
   server does not repeat its answers, and this comparison then detects nothing.
 
-So in 16 bits the client has each server show once that it does what it is told, whatever else it computes:
+So in 16 bits each server has to show two facts once, also while it is busy:
 
-- Weights: the server's own checksums change with them.
-- Adapters: with a factor that lets every token's log-probability change, they change the answer (`effect_problem`).
+- Its weights change: its own checksums are others after a load of other weights.
+- Its adapters have an effect: with a larger factor they change the answer (`effect_problem`).
 """
 
 import json
@@ -114,7 +114,7 @@ def checked_answer(
 
 
 def coarsest_dtype(folder: str | os.PathLike[str], probe: WeightsProbe, dtype: str | None = None) -> str:
-    """The coarser dtype of trainer and server, which computes in ``dtype``, or in that of the published ``folder``."""
+    """The coarser dtype of trainer and server. The server's is ``dtype``, or the stored dtype of ``folder``."""
     return max((probe.dtype, dtype or _stored_dtype(folder, read_manifest(folder))), key=DTYPES.index)
 
 
