@@ -369,16 +369,15 @@ class ServerClient(SleepingClient):
 
     def _checksums(self, calls: Calls) -> str | None:
         """The server's checksums of its weights. None, and one warning, if it does not tell them."""
+        problem = "some are of empty memory, because it has packed weights elsewhere"
         try:
             sums = json.dumps(self._ask_checksums(calls), sort_keys=True)
+            if _SHA256_OF_NOTHING not in sums:
+                return sums
         except (UnreachableServerError, SlowServerError):
             raise
         except PublishError as error:
-            sums, problem = "", str(error)
-        else:
-            problem = "weights were packed elsewhere" if _SHA256_OF_NOTHING in sums else ""
-        if not problem:
-            return sums
+            problem = str(error)
         if not self._warned_without_sums:
             self._warned_without_sums = True
             logger.warning(
@@ -396,10 +395,15 @@ class ServerClient(SleepingClient):
         Adapters of the first steps change less than kernels differ by. So the published ones are loaded with a larger
         factor, under a name of their own, and compared with the base. Requests in flight are not touched.
         """
-        if probe is None or tells_steps_apart(dtype := coarsest_dtype(path, probe, self.dtype)):
+        if probe is None:
+            return
+        dtype = coarsest_dtype(path, probe, self.dtype)
+        if tells_steps_apart(dtype):
             return
         if self._uses_adapters and self._adapters.current in loaded:  # else the server was restarted
             return
+
+        # A second, much larger factor is tried before a server is refused.
         self._uses_adapters = False
         problem: str | None = None
         for size in _AMPLIFIED:
@@ -421,8 +425,9 @@ class ServerClient(SleepingClient):
         self, calls: Calls, probe: WeightsProbe, folder: str, name: str, loaded: Sequence[str]
     ) -> tuple[list[float], list[float]]:
         """Log-probabilities of the probe by the base, and by the adapters in ``folder``, loaded for a moment."""
-        if name in loaded:  # a client was killed meanwhile
-            self._unload_adapter(calls, name)
+        if name in loaded:  # a client was killed here
+            with suppress(PublishError):  # it was unloaded before a smaller factor
+                self._unload_adapter(calls, name)
         self._load_adapter(calls, name, folder)
         try:
             with _explained_wait():
