@@ -33,6 +33,7 @@ from ...utils.manifest import (
     write_manifest,
 )
 from ...utils.pieces import Piece
+from .chains import chain_problem
 from .delta_file import DeltaFile, unsigned
 from .safetensors_layout import Layout, TensorSlot
 from .weight_files import WeightWriter
@@ -103,6 +104,15 @@ class PublishedCopy:
         self._pieces, self.given_up = [], True
 
 
+def _base_problem(base: Base) -> str | None:
+    """Describe why nothing can be made from changes to a version, or return None."""
+    try:
+        label = f"{base.version}-{manifest_digest(base.path)}"
+    except OSError as error:
+        return str(error)
+    return chain_problem(Path(base.path)) if label == base.label else f"{base.path} was replaced"
+
+
 class DeltaPublication:
     """One publication that may be a delta. All ranks of ``group`` call each method.
 
@@ -152,11 +162,13 @@ class DeltaPublication:
             return None
         if (base.layout, base.world_size) != (self._layout_key, get_world_size(group)):
             return None
-        try:
-            there = get_rank(group) != 0 or f"{base.version}-{manifest_digest(base.path)}" == base.label
-        except OSError:
-            there = False
-        return base if there else None
+        if get_rank(group) == 0 and (problem := _base_problem(base)) is not None:
+            logger.warning(
+                "version %d gets all weights, because changes from version %d would be of no use: %s",
+                *(self._version, base.version, problem),
+            )
+            return None
+        return base
 
     def _take(self, slot: TensorSlot, piece: Piece, data: memoryview) -> None:
         started = time.perf_counter()

@@ -24,7 +24,6 @@ from ...utils.logging import get_logger
 from ...utils.manifest import (
     DELTA_FILES,
     DELTA_NAME,
-    MANIFEST_NAME,
     FileEntry,
     file_entries,
     manifest_digest,
@@ -35,6 +34,7 @@ from ...utils.manifest import (
 from ...utils.timing import timed
 from ..api import EXPORT_DTYPES, HFExportOptions, WeightUpdateMeta, export_dtype
 from .adapter_folder import WEIGHTS, write_adapters
+from .chains import base_of, holds_delta_alone, made_from, version_path
 from .deltas import DeltaPublication, PublishedCopy
 from .safetensors_layout import Layout
 from .save import write_hf
@@ -42,14 +42,11 @@ from .weight_files import WeightWriter
 
 logger = get_logger(__name__)
 
+AMPLIFIED_PREFIX = ".amplified-"
+"""Begins the name of a folder that a client makes beside a version of adapters, while a server shows their effect."""
 _VERSION = re.compile(r"v(\d{8,})")
 _MIN_FILE_BYTES = 64 << 20
 """Larger weights get one file per rank, so that servers read and check files in parallel."""
-
-
-def version_path(root: str | os.PathLike[str], version: int) -> Path:
-    """The folder of a version: ``<root>/v00000121``."""
-    return Path(root) / f"v{version:08d}"
 
 
 def published_versions(root: str | os.PathLike[str]) -> list[int]:
@@ -163,7 +160,7 @@ def holds_adapters(manifest: Mapping[str, Any]) -> bool:
 def _clear(final: Path, version: int) -> None:
     root = final.parent
     with as_write_error(final):
-        for pattern in (".staging-v*", ".retired-v*"):
+        for pattern in (".staging-v*", ".retired-v*", f"{AMPLIFIED_PREFIX}v*"):
             for leftover in root.glob(pattern):
                 remove_or_log(leftover)
         for newer in [v for v in published_versions(root) if v >= version]:
@@ -173,23 +170,20 @@ def _clear(final: Path, version: int) -> None:
 def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
     """Remove old versions except the ``keep`` newest and the folders in ``spare``. A failure is only logged.
 
-    The newest version with weight files stays, too, and all versions after it, because they are made from it.
+    The versions that one of these is made from stay, too. Of the others, changes go before what they are made from.
     """
     try:
         versions = published_versions(root)
-        full = [version for version in versions if not holds_delta_alone(version_path(root, version))]
+        used = {version_path(root, version) for version in versions[-keep:]} | set(spare)
+        needed = {folder for path in used for folder in made_from(path)}
     except OSError as error:
         logger.warning("cannot list %s to delete old versions: %s", root, error)
         return
-    for path in [version_path(root, version) for version in versions[:-keep] if not full or version < full[-1]]:
-        if path not in spare:
+    stay = needed | set(spare)
+    for version in reversed(versions[:-1]):
+        path = version_path(root, version)
+        if path not in stay:
             remove_or_log(path)
-
-
-def holds_delta_alone(folder: str | os.PathLike[str]) -> bool:
-    """Whether a published folder holds only the changes from the version before."""
-    changes = Path(folder) / DELTA_NAME / MANIFEST_NAME
-    return changes.is_file() and set(os.listdir(folder)) == {DELTA_NAME, MANIFEST_NAME}
 
 
 def published_file(folder: str | os.PathLike[str], name: str) -> Path:
@@ -203,5 +197,5 @@ def published_file(folder: str | os.PathLike[str], name: str) -> Path:
     while holds_delta_alone(here):
         if (changed := here / DELTA_NAME / DELTA_FILES / name).exists():
             return changed
-        here = version_path(here.parent, read_manifest(here / DELTA_NAME)["base"]["version"])
+        here = base_of(here)
     return here / name

@@ -6,18 +6,24 @@ which version sampled a token. The name holds the digest of the published folder
 A server may read an adapter again while requests use it, if it had to make room in memory. The folder stays until then.
 """
 
+import json
+import math
 import os
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ...utils.errors import PublishError
-from ..hf.adapter_folder import WEIGHTS
+from ..hf.adapter_folder import CONFIG, WEIGHTS
+from ..hf.versions import AMPLIFIED_PREFIX
 
 _PREFIX = "holdfast-v"
 
@@ -35,13 +41,64 @@ def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
 
     Raises PublishError if the folder holds no adapters, or is damaged.
     """
-    path = Path(folder) / WEIGHTS
-    try:
-        with safe_open(path, framework="pt") as file:
-            rank = {key: file.get_slice(key).get_shape()[0] for key in file.keys() if ".lora_A." in key}  # noqa: SIM118
+    with _open(Path(folder) / WEIGHTS) as file:
+        rank = {key: file.get_slice(key).get_shape()[0] for key in file.keys() if ".lora_A." in key}  # noqa: SIM118
         return AdapterFacts(max(rank.values()), sorted({key.split(".")[-3] for key in rank}))
+
+
+@contextmanager
+def amplified(folder: str | os.PathLike[str], size: float) -> Iterator[Path | None]:
+    """Make a folder beside ``folder``, with the same adapters and a larger factor: each adds about ``size`` to a layer.
+
+    None if they change nothing at any factor, as before the first training step. Raises OSError or PublishError.
+    """
+    path = Path(folder)
+    config = json.loads((path / CONFIG).read_bytes())
+    strength = _strength(path / WEIGHTS)
+    if strength is None:
+        yield None
+        return
+    scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    factor = max(1, math.ceil(size / (scaling * strength)))
+    config["lora_alpha"] *= factor
+    for layer in config.get("alpha_pattern") or ():
+        config["alpha_pattern"][layer] *= factor
+    made = Path(tempfile.mkdtemp(prefix=f"{AMPLIFIED_PREFIX}{path.name}-", dir=path.parent))
+    try:
+        made.chmod(0o755)
+        (made / CONFIG).write_text(json.dumps(config))
+        try:
+            os.link(path / WEIGHTS, made / WEIGHTS)
+        except OSError:  # not all file systems have links
+            shutil.copyfile(path / WEIGHTS, made / WEIGHTS)
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _strength(file: Path) -> float | None:
+    """Median size that adapters add to a layer for inputs of size 1, without their scaling. None if all add 0."""
+    strengths: list[float] = []
+    with _open(file) as weights:
+        names = set(weights.keys())
+        for name in sorted(names):
+            other = name.replace(".lora_A.", ".lora_B.")
+            if name != other and other in names:
+                a, b = weights.get_tensor(name).double(), weights.get_tensor(other).double()
+                # The squared Frobenius norm of b @ a, from matrices as small as the rank.
+                squared = ((a @ a.T) * (b.T @ b)).sum().item()
+                strengths.append(math.sqrt(max(squared, 0.0) / len(b)))
+    found = sorted(strength for strength in strengths if strength > 0)
+    return found[len(found) // 2] if found else None
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
     except (OSError, SafetensorError, ValueError) as error:
-        raise PublishError(f"{path} cannot be read ({error}); publish the version again") from error
+        raise PublishError(f"{file} cannot be read ({error}); publish the version again") from error
 
 
 def adapter_name(label: str) -> str:

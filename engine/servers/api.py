@@ -24,7 +24,7 @@ class GenerationHyperparameters:
 
     Attributes:
         n_samples: number of completions per prompt.
-        max_new_tokens: most tokens of a completion.
+        max_new_tokens: most tokens of a completion. A server's context may leave room for fewer.
         min_new_tokens: fewest tokens before a stop token.
         temperature: divisor of the logits. 0 takes the most likely token.
         top_p: sample from the smallest set of tokens with this probability. 1: all tokens.
@@ -50,6 +50,12 @@ class GenerationHyperparameters:
         require_range("temperature", self.temperature, low=0.0)
         require_range("top_p", self.top_p, low=0.0, high=1.0)
         require_range("top_k", self.top_k, low=0)
+
+    def within(self, room: int) -> "GenerationHyperparameters":
+        """The same for a completion that has room for this many tokens."""
+        if self.max_new_tokens <= room:
+            return self
+        return replace(self, max_new_tokens=room, min_new_tokens=min(self.min_new_tokens, room))
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ prompt before they send it. The subclasses hold the HTTP calls of one kind of se
 """
 
 import asyncio
+import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,14 @@ from ...utils.errors import (
     PublishError,
     ServerError,
     SlowServerError,
+    UnreachableServerError,
     WrongContentError,
 )
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ..hf.adapter_folder import WEIGHTS
 from ..hf.versions import published_file
-from .adapters import AdapterFacts, AdaptersInUse, adapter_label, adapter_name, read_facts
+from .adapters import AdapterFacts, AdaptersInUse, adapter_label, adapter_name, amplified, read_facts
 from .api import (
     GenerationHyperparameters,
     ModelRequest,
@@ -42,13 +44,29 @@ from .generation import PromptLimits, check_images, folder_vocab_size, samples_p
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
 from .mirror import prepared_folder
-from .probe import DTYPES, CheckedAnswer, WeightsProbe, checked_answer, content_problem, read_probe
+from .probe import (
+    DTYPES,
+    CheckedAnswer,
+    WeightsProbe,
+    checked_answer,
+    coarsest_dtype,
+    content_problem,
+    effect_problem,
+    read_probe,
+    tells_steps_apart,
+    weights_differ,
+)
 from .sleep import Sleep, SleepingClient
 from .stream import BucketReader
 
 logger = get_logger(__name__)
 
+NO_LABEL = "default"
+"""Label of a server that has just been started."""
 _UPDATE_TIMEOUT_S = 300.0
+_SHA256_OF_NOTHING = "e3b0c44298fc1c149afbf4c8996fb924"
+_AMPLIFIED = (8.0, 2048.0)
+"""Sizes of what amplified adapters add to a layer, whose own output has about size 1. The second is for odd models."""
 _WITHDRAW_LIMIT_S = 10.0  # a limit separate from the update's, which may be used up by then
 _PAUSED = "It was paused again: tell it again, or restart it"
 _UNLOADED = (
@@ -59,6 +77,14 @@ _NO_ROOM = (
     "if it waits for requests of older versions to end, let it compute with more versions at a time (--max-loras of "
     "vLLM, --max-loras-per-batch of SGLang)"
 )
+
+
+@contextmanager
+def _explained_wait() -> Iterator[None]:
+    try:
+        yield
+    except SlowServerError as error:
+        raise SlowServerError(f"{error}; {_NO_ROOM}") from error
 
 
 @dataclass(eq=False, repr=False)
@@ -73,6 +99,8 @@ class ServerClient(SleepingClient):
     """The client needs a `WeightsProbe` in the published folders."""
     _how_to_temper: ClassVar[str]
     """How to start the server so that its log-probabilities take the temperature into account."""
+    _kept_free: ClassVar[int] = 0
+    """Tokens of its context that the server keeps free, besides the first of a completion."""
     _key_advice: ClassVar[str] = ""
     """Remedy if the server refuses a request that needs only the key."""
 
@@ -103,6 +131,9 @@ class ServerClient(SleepingClient):
         self._updating, self._allowed_s = Lock(), _UPDATE_TIMEOUT_S
         self._adapters = AdaptersInUse()
         self._checked: CheckedAnswer | None = None
+        self._summed: tuple[CheckedAnswer, str] | None = None  # and the checksums that the server's weights had then
+        self._changes_weights = self._uses_adapters = False  # whether this server has shown it, in 16 bits
+        self._warned_without_sums = False
         self._warned_unchecked = False
         self._vocab_size: int | None = None
         self._limits: PromptLimits | None = None
@@ -177,8 +208,9 @@ class ServerClient(SleepingClient):
         """Replace the weights by ``load(calls, path, label)``, and check what the server answers then."""
         if (Path(path) / WEIGHTS).exists():
             raise PublishError(f"{path} holds adapters alone; tell servers of it by update_adapters_from_disk")
-        label, probe = weights_label(path, version), self._read_probe(path)
+        label, probe = self._label_of(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
+            must_show_change = self._must_show_change(calls, path, probe)
             load(calls, os.fspath(path), label)
             if (status := self._status(calls)) != ServerStatus(label, paused=False):
                 raise self._withdrawn(
@@ -186,7 +218,7 @@ class ServerClient(SleepingClient):
                     f"after it, the server says {status}; expected the label {label}, not paused. If another job "
                     "publishes to it, nobody knows whose weights it has",
                 )
-            self._check_content(calls, path, probe)
+            self._check_content(calls, path, probe, must_show_change=must_show_change)
             if self._adapters.current is not None:  # the new weights answer new requests
                 self._adapters.switch(None)
                 self._retire(calls)
@@ -203,19 +235,19 @@ class ServerClient(SleepingClient):
             WrongContentError: the server answers with other adapters or on another base. They were unloaded again.
             PublishError: the server takes no adapters, or not these ones. Or it is paused, or its base was replaced.
         """
-        label, probe = weights_label(path, version), self._read_probe(path)
+        label, probe = self._label_of(path, version), self._read_probe(path)
         name = adapter_name(label)
         with self._update(path, version) as calls:
             self._require_base(calls)
             self._require_room(calls, read_facts(path))
-            if name not in self._loaded_adapters(calls):
+            loaded = self._loaded_adapters(calls)
+            self._require_effect(calls, path, probe, name, loaded)
+            if name not in loaded:
                 self._load_adapter(calls, name, os.fspath(path))
                 if name not in (loaded := self._loaded_adapters(calls)):
                     raise calls.refuse(f"after it, the server lists the adapters {loaded}; expected {name}")
-            try:
+            with _explained_wait():
                 self._check_content(calls, path, probe, name)
-            except SlowServerError as error:
-                raise SlowServerError(f"{error}; {_NO_ROOM}") from error
             self._adapters.switch(name, os.fspath(path))
             self._retire(calls)
         return version
@@ -273,24 +305,137 @@ class ServerClient(SleepingClient):
         except ServerError as error:
             logger.warning("%s", error)
 
+    def _label_of(self, path: str, version: int) -> str:
+        try:
+            return weights_label(path, version)
+        except OSError as error:
+            raise PublishError(
+                f"{path} cannot be read here ({error}), and {self.name} is told of folders that this host sees, too; "
+                "it was not told"
+            ) from error
+
     def _read_probe(self, path: str) -> WeightsProbe | None:
         """Read the probe of a published folder and note its vocabulary. Warn once if there is no probe."""
-        model_folder = published_file(path, "config.json").parent
-        if (vocab_size := folder_vocab_size(model_folder)) is not None and vocab_size != self._vocab_size:
-            self._vocab_size, self._limits = vocab_size, None
+        self._limits = None  # a server that needs an update may have been restarted with others
+        vocab_size = folder_vocab_size(published_file(path, "config.json").parent)
+        if vocab_size is not None:
+            self._vocab_size = vocab_size
         if (probe := read_probe(path)) is None and not self._warned_unchecked:
             self._warned_unchecked = True
             logger.warning("%s: %s has no probe; what the server says is believed", self.name, path)
         return probe
 
-    def _check_content(self, calls: Calls, path: str, probe: WeightsProbe | None, adapter: str | None = None) -> None:
+    def _check_content(
+        self,
+        calls: Calls,
+        path: str,
+        probe: WeightsProbe | None,
+        adapter: str | None = None,
+        must_show_change: bool = False,
+    ) -> None:
         """Withdraw the adapter, or the base, and raise WrongContentError if its answer to the probe is wrong."""
         if probe is None:
             return
         answer = checked_answer(path, probe, self._prompt_logprobs(calls, probe.prompt_ids, adapter), self.dtype)
-        if problem := content_problem(answer, self._checked):
+        problem = content_problem(answer, self._checked)
+        if problem is None and must_show_change:
+            problem = self._change_problem(calls, answer)
+        if problem is not None:
             raise self._withdrawn(calls, problem, WrongContentError, adapter)
         self._checked = answer
+
+    def _must_show_change(self, calls: Calls, path: str, probe: WeightsProbe | None) -> bool:
+        """Whether the server has yet to show that its weights change, and log-probabilities cannot show it."""
+        if probe is None or tells_steps_apart(coarsest_dtype(path, probe, self.dtype)):
+            return False
+        if self._changes_weights and self._label(calls) == NO_LABEL:  # it was restarted, perhaps as another program
+            self._changes_weights, self._summed = False, None
+        return not self._changes_weights
+
+    def _change_problem(self, calls: Calls, answer: CheckedAnswer) -> str | None:
+        """Describe the problem if the weights have the checksums of others, which the server had to serve before."""
+        sums = self._checksums(calls)
+        if sums is None:
+            return None
+        if self._summed is not None and weights_differ(answer, self._summed[0]):
+            if sums == self._summed[1]:
+                return (
+                    "its own checksums of its weights are those of a version before, although the weights are others: "
+                    "it has kept the old ones"
+                )
+            self._changes_weights = True
+        self._summed = (answer, sums)
+        return None
+
+    def _checksums(self, calls: Calls) -> str | None:
+        """The server's checksums of its weights. None, and one warning, if it does not tell them."""
+        problem = "some are of empty memory, because it has packed weights elsewhere"
+        try:
+            sums = json.dumps(self._ask_checksums(calls), sort_keys=True)
+            if _SHA256_OF_NOTHING not in sums:
+                return sums
+        except (UnreachableServerError, SlowServerError):
+            raise
+        except PublishError as error:
+            problem = str(error)
+        if not self._warned_without_sums:
+            self._warned_without_sums = True
+            logger.warning(
+                "%s gives no checksums of its weights (%s). While it is busy, nobody would notice if it kept old "
+                "weights in 16 bits",
+                *(self.name, problem),
+            )
+        return None
+
+    def _require_effect(
+        self, calls: Calls, path: str, probe: WeightsProbe | None, name: str, loaded: Sequence[str]
+    ) -> None:
+        """Raise WrongContentError if the server ignores adapters. In 16 bits it shows once that it does not.
+
+        Adapters of the first steps change less than kernels differ by. So the published ones are loaded with a larger
+        factor, under a name of their own, and compared with the base. Requests in flight are not touched.
+        """
+        if probe is None:
+            return
+        dtype = coarsest_dtype(path, probe, self.dtype)
+        if tells_steps_apart(dtype):
+            return
+        if self._uses_adapters and self._adapters.current in loaded:  # else the server was restarted
+            return
+
+        # A second, much larger factor is tried before a server is refused.
+        self._uses_adapters = False
+        problem: str | None = None
+        for size in _AMPLIFIED:
+            try:
+                with amplified(path, size) as folder:
+                    if folder is None:  # the adapters change nothing yet
+                        return
+                    answers = self._base_and_amplified(calls, probe, os.fspath(folder), f"{name}-amplified", loaded)
+            except OSError as error:
+                logger.warning("%s: it cannot be shown that adapters have an effect: %s", self.name, error)
+                return
+            problem = effect_problem(*answers, dtype)
+            if problem is None:
+                self._uses_adapters = True
+                return
+        raise calls.refuse(f"{problem}. {_UNLOADED}", WrongContentError)
+
+    def _base_and_amplified(
+        self, calls: Calls, probe: WeightsProbe, folder: str, name: str, loaded: Sequence[str]
+    ) -> tuple[list[float], list[float]]:
+        """Log-probabilities of the probe by the base, and by the adapters in ``folder``, loaded for a moment."""
+        if name in loaded:  # a client was killed here
+            with suppress(PublishError):  # it was unloaded before a smaller factor
+                self._unload_adapter(calls, name)
+        self._load_adapter(calls, name, folder)
+        try:
+            with _explained_wait():
+                base = self._prompt_logprobs(calls, probe.prompt_ids)
+                return base, self._prompt_logprobs(calls, probe.prompt_ids, name)
+        finally:
+            with suppress(ServerError):  # a later update unloads it
+                self._unload_adapter(calls, name)
 
     def _withdrawn(
         self, calls: Calls, problem: str, error: type[ServerError] | None = None, adapter: str | None = None
@@ -321,6 +466,9 @@ class ServerClient(SleepingClient):
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
 
+        With ``stop_token_ids``, SGLang ends at the latter, too, which is logged once. A completion ends with ``length``
+        at the end of the server's context.
+
         Call `check_generation` first: the log-probabilities fit the sampled distribution only with the right flags.
 
         Raises:
@@ -333,7 +481,7 @@ class ServerClient(SleepingClient):
             await asyncio.to_thread(self.status)
         if self._asleep:
             raise BusyServerError(f"{self.name} sleeps, and takes requests after it was woken up")
-        await self._require_fit(request)
+        request = await self._fitting(request)
         with self._adapters.request() as adapter:
             path, body = self._completion(request, adapter)
             answer = await self._connections.ask(path, body, self.generation_timeout_s)
@@ -341,11 +489,11 @@ class ServerClient(SleepingClient):
             response = self._read_completion(request, answer, adapter)
         return check_images(request, response, self.name)
 
-    async def _require_fit(self, request: ModelRequest) -> None:
+    async def _fitting(self, request: ModelRequest) -> ModelRequest:
         try:
-            (self._limits or await self._ask_limits()).require(request, self.name)
+            return (self._limits or await self._ask_limits()).fit(request, self.name)
         except PromptError:  # the limits may stem from a server that ran here before
-            (await self._ask_limits()).require(request, self.name)
+            return (await self._ask_limits()).fit(request, self.name)
 
     async def _ask_limits(self) -> PromptLimits:
         try:
@@ -355,8 +503,8 @@ class ServerClient(SleepingClient):
         except ServerError as error:
             logger.warning("%s does not say how long a prompt may be: %s", self.name, error)
             models = {}
-        self._limits = stated_limits(models, self._vocab_size)
-        return self._limits
+        self._limits = limits = stated_limits(models, self._vocab_size, self._kept_free)
+        return limits
 
     def _loaded_adapters(self, calls: Calls) -> list[str]:
         models = calls.get("look", "/v1/models", key=self.api_key, advice=self._key_advice)
@@ -389,6 +537,10 @@ class ServerClient(SleepingClient):
     @abstractmethod
     def _prompt_logprobs(self, calls: Calls, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """Log-probabilities of all tokens but the first, by an adapter or by the base."""
+
+    @abstractmethod
+    def _ask_checksums(self, calls: Calls) -> Json:
+        """An answer that is the same if and only if the weights are."""
 
     @abstractmethod
     def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:

@@ -5,7 +5,7 @@ A token id outside the vocabulary reads outside the embedding. vLLM checks ids o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,20 @@ _SHOWN_IDS = 8
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """Size of the vocabulary, and most tokens of prompt and completion together. None: unknown."""
+    """Size of the vocabulary, and most tokens of prompt and completion together. None: unknown.
+
+    A prompt must leave room for one token, and for ``kept_free`` more.
+    """
 
     vocab_size: int | None = None
     max_tokens: int | None = None
+    kept_free: int = 0
 
-    def require(self, request: ModelRequest, server: str) -> None:
-        """Raise PromptError if ``server`` cannot complete the prompt or sample its stop tokens."""
+    def fit(self, request: ModelRequest, server: str) -> ModelRequest:
+        """Limit the completion to the room that the prompt leaves.
+
+        Raises PromptError if ``server`` cannot complete the prompt or sample its stop tokens.
+        """
         ids = list(request.input_ids)
         shown = ", ".join([*map(repr, ids[:_SHOWN_IDS]), *["..."] * (len(ids) > _SHOWN_IDS)])
         what = f"prompt {request.rid or '(without rid)'} of {len(ids)} token(s) [{shown}], for {server},"
@@ -41,12 +48,17 @@ class PromptLimits:
                     f"{what} has {found!r} at place {place} of its {name}; expected integers from 0 {last}. Is the "
                     "tokenizer that of the model, and are ids of padding (-1, -100) left out?"
                 )
-        if self.max_tokens is not None and len(ids) >= self.max_tokens:
+        if self.max_tokens is None:
+            return request
+        room = self.max_tokens - len(ids)
+        if room <= self.kept_free:
+            kept = f", and keeps {self.kept_free} of them free" if self.kept_free else ""
             raise PromptError(
-                f"{what} leaves no room for a completion: the server takes {self.max_tokens} tokens in all. Shorten or "
-                "leave out the sample, limit a conversation (MultiTurnWorkflow max_tokens), or start the server with "
-                "a larger --max-model-len"
+                f"{what} leaves no room for a completion: the server takes {self.max_tokens} tokens in all{kept}. "
+                "Shorten or leave out the sample, limit a conversation (MultiTurnWorkflow max_tokens), or start the "
+                "server with a larger --max-model-len (--context-length of SGLang)"
             )
+        return replace(request, gconfig=request.gconfig.within(room))
 
 
 def folder_vocab_size(folder: str | Path) -> int | None:
@@ -62,7 +74,7 @@ def folder_vocab_size(folder: str | Path) -> int | None:
     return None
 
 
-def stated_limits(models: Mapping[str, Any], vocab_size: int | None) -> PromptLimits:
+def stated_limits(models: Mapping[str, Any], vocab_size: int | None, kept_free: int = 0) -> PromptLimits:
     """The limits in an answer to ``GET /v1/models``. It names the folder with the config if ``vocab_size`` is None."""
     entries = models.get("data")
     entry: Any = entries[0] if isinstance(entries, list) and entries else None
@@ -71,7 +83,7 @@ def stated_limits(models: Mapping[str, Any], vocab_size: int | None) -> PromptLi
     root, room = entry.get("root"), entry.get("max_model_len")
     if vocab_size is None and isinstance(root, str):
         vocab_size = folder_vocab_size(root)
-    return PromptLimits(vocab_size, room if isinstance(room, int) else None)
+    return PromptLimits(vocab_size, room if isinstance(room, int) else None, kept_free)
 
 
 def response_of(

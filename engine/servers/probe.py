@@ -10,6 +10,11 @@ The trainer computes log-probabilities of a fixed pseudo-random prompt and write
 - With the server's answer for the previous version. An idle server repeats its answers bit for bit. So an unchanged
   answer, although the trainer's values and the digest of a weight file changed, comes from the old weights. A busy
   server does not repeat its answers, and this comparison then detects nothing.
+
+So in 16 bits each server has to show two facts once, also while it is busy:
+
+- Its weights change: its own checksums are others after a load of other weights.
+- Its adapters have an effect: with a larger factor they change the answer (`effect_problem`).
 """
 
 import json
@@ -105,8 +110,37 @@ def checked_answer(
     """
     manifest = read_manifest(folder)
     digests = {name: entry["digest"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
-    coarsest = max((probe.dtype, dtype or _stored_dtype(folder, manifest)), key=DTYPES.index)
-    return CheckedAnswer(coarsest, digests, probe, logprobs)
+    return CheckedAnswer(coarsest_dtype(folder, probe, dtype), digests, probe, logprobs)
+
+
+def coarsest_dtype(folder: str | os.PathLike[str], probe: WeightsProbe, dtype: str | None = None) -> str:
+    """The coarser dtype of trainer and server. The server's is ``dtype``, or the stored dtype of ``folder``."""
+    return max((probe.dtype, dtype or _stored_dtype(folder, read_manifest(folder))), key=DTYPES.index)
+
+
+def tells_steps_apart(dtype: str) -> bool:
+    """Whether a training step changes log-probabilities by more than kernels of this dtype differ."""
+    return dtype == DTYPES[0]
+
+
+def weights_differ(now: CheckedAnswer, before: CheckedAnswer) -> bool:
+    """Whether the published weights are others, by their files and by the trainer's own log-probabilities."""
+    return (
+        now.digests != before.digests
+        and list(now.probe.prompt_ids) == list(before.probe.prompt_ids)
+        and list(now.probe.logprobs) != list(before.probe.logprobs)
+    )
+
+
+def effect_problem(base: Sequence[float], amplified: Sequence[float], dtype: str) -> str | None:
+    """Describe the problem if a server answers by amplified adapters as by its base, or return None."""
+    apart = sum(abs(a - b) for a, b in zip(base, amplified, strict=True)) / len(base)
+    if not apart <= _LIMITS[dtype]:  # also if it is NaN
+        return None
+    return (
+        f"its log-probabilities of the probe are those of its base (they differ by {apart:.2g} on average, which other "
+        f"work explains in {dtype}), although the adapters were amplified: it ignores adapters"
+    )
 
 
 def content_problem(now: CheckedAnswer, before: CheckedAnswer | None) -> str | None:
@@ -120,13 +154,7 @@ def content_problem(now: CheckedAnswer, before: CheckedAnswer | None) -> str | N
             f"{now.dtype} by at most {_LIMITS[now.dtype]:g}: it answers by other weights, or computes in another dtype "
             "(start it with the dtype of the folder, or give the client its dtype)"
         )
-    if (
-        before
-        and list(now.logprobs) == list(before.logprobs)
-        and now.digests != before.digests
-        and list(now.probe.prompt_ids) == list(before.probe.prompt_ids)
-        and list(now.probe.logprobs) != list(before.probe.logprobs)
-    ):
+    if before and list(now.logprobs) == list(before.logprobs) and weights_differ(now, before):
         return (
             "its answer to the probe is bit for bit that of the version before, although the weights are others: "
             "it has kept the old ones"

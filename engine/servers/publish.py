@@ -128,13 +128,23 @@ def publish_weights(
         )
         seconds |= written.seconds
         path = version_path(root, version)
-        with timed(seconds, "tell"):
-            if meta.type == "xccl":
-                reports = _send(model, meta, version, path, fleet, group, base_dtype, seconds)
-            else:
-                reports = rank_zero_decides_slowly(
-                    lambda: fleet.update(path, version, meta.timeout_s, meta.min_servers), group
-                )
+        try:
+            with timed(seconds, "tell"):
+                if meta.type == "xccl":
+                    reports = _send(model, meta, version, path, fleet, group, base_dtype, seconds)
+                else:
+                    reports = rank_zero_decides_slowly(
+                        lambda: fleet.update(path, version, meta.timeout_s, meta.min_servers), group
+                    )
+        except Exception:
+            # The reason may be a version that no mirror can make, and then it can make none from it either.
+            if meta.delta and copy is not None and copy.base is not None:
+                copy.begin()
+                if get_rank(group) == 0:
+                    logger.warning(
+                        "weight version %d was not confirmed, so the next one gets all weights, not changes", version
+                    )
+            raise
         rank_zero_decides(lambda: delete_old(root, meta.keep, fleet.folders_in_use()), group)
     logger.info("published weight version %d to %s in %.3f s", version, path, seconds["total"])
     return PublishedWeights(path, version, seconds, tuple(reports), written.figures)

@@ -3,8 +3,9 @@
 An update is pause, load (which flushes the cache and sets the label), continue, read back, content check. Requests in
 flight are retracted: they continue afterwards, and the new weights compute their KV cache again.
 
-The server answers 400 also if it loaded the weights and could not flush the cache. After a failed load it rolls back to
-the path that has just failed. So after any refusal the server stays paused until a load succeeds.
+The server answers 400 also if it loaded the weights and could not flush the cache. So after any refusal it stays paused
+until a load succeeds. After a failed load it rolls back to the path that has just failed, and dies if that cannot be
+read. So the client looks at the files before it tells the server of them.
 
 Adapters are loaded next to the base, one name per version, while requests go on. An unload waits for the last request
 of the adapter, so the client asks for it only after that request.
@@ -17,14 +18,20 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from ...utils.errors import PoisonedServerError, PublishError, ServerError
+from safetensors import SafetensorError, safe_open
+
+from ...utils.errors import CheckpointError, PoisonedServerError, PublishError, ServerError
+from ...utils.logging import get_logger
+from ...utils.manifest import check_listing
 from .api import ModelRequest, ModelResponse
-from .client import ServerClient
+from .client import NO_LABEL, ServerClient
 from .generation import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
 from .sleep import KV_CACHE, NO_MEMORY, Sleep
 from .stream import BucketReader
+
+logger = get_logger(__name__)
 
 _POISONED = (
     "its weights may be in pieces or its cache that of older ones, and it stays paused. Check that it sees the folder, "
@@ -54,6 +61,7 @@ class SGLangServer(ServerClient):
 
     _how_to_temper: ClassVar[str] = "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
     _key_advice: ClassVar[str] = _KEYS
+    _kept_free: ClassVar[int] = 6
     _: KW_ONLY
     admin_key: str | None = None
 
@@ -61,8 +69,12 @@ class SGLangServer(ServerClient):
         super().__post_init__()
         self._paused = False
         self._group_name = ""
+        self._last_label: str | None = None
+        self._warned_of_end = False
 
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
+        if self.mirror is None:  # a mirror has compared everything, and its folder may be on another host
+            _require_readable(calls, path)
         self._pause(calls, "pause")
         asleep, half = self._wake_weights(calls), Sleep((KV_CACHE,), label)
         load: Json = {
@@ -157,13 +169,35 @@ class SGLangServer(ServerClient):
             spans = adapter_spans(adapter, adapter, spans)
         tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
         logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-        response = response_of(request, tokens, logprobs, spans, meta["finish_reason"]["type"])
+        finish = meta["finish_reason"]
+        if finish["type"] == "stop":
+            self._require_stop(request, tokens, finish["matched"])
+        response = response_of(request, tokens, logprobs, spans, finish["type"])
         return response if request.images is None else replace(response, input_tokens=list(answer["prompt_token_ids"]))
+
+    def _require_stop(self, request: ModelRequest, tokens: Sequence[int], matched: object) -> None:
+        """Raise ValueError unless a completion stopped at its last token.
+
+        SGLang replaces a token outside the vocabulary by a stop token, and then says that a text was found.
+        """
+        if matched != tokens[-1]:
+            raise ValueError(f"it stopped at {matched!r}; expected its last token, {tokens[-1]}")
+        wanted = request.gconfig.stop_token_ids
+        if matched not in wanted and not self._warned_of_end:
+            self._warned_of_end = True
+            logger.warning(
+                "%s ends completions at token %d, an end-of-sequence token of its model, although stop_token_ids is "
+                "%s. Such completions count as complete. List the token there, because vLLM would go on",
+                *(self.name, matched, list(wanted)),
+            )
 
     def _label(self, calls: Calls) -> str:
         label = calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS).get("weight_version")
         if not isinstance(label, str):
             raise calls.refuse(f"the server says that its label is {label!r}")
+        if label == NO_LABEL and self._last_label not in (None, NO_LABEL):
+            self._paused = False  # it was restarted
+        self._last_label = label
         return label
 
     def _set_label(self, calls: Calls, label: str) -> None:
@@ -225,6 +259,9 @@ class SGLangServer(ServerClient):
             entries = zip(ids[1:], answer["meta_info"]["input_token_logprobs"][1:], strict=True)
             return [_logprob_of(token, entry) for token, entry in entries]
 
+    def _ask_checksums(self, calls: Calls) -> Json:
+        return self._administer(calls, "checksums", "/weights_checker", {"action": "checksum"})
+
     def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
         answer = self._generate(calls, [1], temperature, top_logprobs_num=5)
         with calls.reading("its log-probabilities"):
@@ -258,16 +295,31 @@ def _logprob_of(token: int, entry: Sequence[Any]) -> float:
     return float(entry[0])
 
 
+def _require_readable(calls: Calls, path: str) -> None:
+    """Raise PublishError if a file of a published folder is missing, cut, or has no readable header."""
+    file = path
+    try:
+        for name in check_listing(path)["files"]:
+            file = f"{path}/{name}"
+            if name.endswith(".safetensors"):
+                with safe_open(file, framework="pt"):
+                    pass
+    except (CheckpointError, OSError, SafetensorError) as error:
+        raise calls.refuse(f"it was not told of {file}, which would end it: {error}; publish again") from error
+
+
 def _sampling_params(request: ModelRequest) -> Json:
+    """Sampling parameters. ``ignore_eos`` also switches ``stop_token_ids`` off."""
     gconfig = request.gconfig
+    stops = list(gconfig.stop_token_ids)
     params: Json = {
         "max_new_tokens": gconfig.max_new_tokens,
-        "min_new_tokens": gconfig.min_new_tokens,
+        "min_new_tokens": gconfig.min_new_tokens if stops else 0,
         "temperature": gconfig.temperature,
         "top_p": gconfig.top_p,
         "top_k": gconfig.top_k or -1,
-        "stop_token_ids": list(gconfig.stop_token_ids),
-        "ignore_eos": True,
+        "stop_token_ids": stops,
+        "ignore_eos": not stops,
         "skip_special_tokens": False,
     }
     return params if request.seed is None else params | {"sampling_seed": request.seed}

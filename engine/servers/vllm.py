@@ -31,7 +31,7 @@ from ...utils.config import require_choice
 from ...utils.errors import PoisonedServerError, PublishError
 from .adapters import AdapterFacts
 from .api import ModelRequest, ModelResponse
-from .client import ServerClient
+from .client import NO_LABEL, ServerClient
 from .generation import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
@@ -41,7 +41,6 @@ from .stream import BucketReader
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _SLEEP_MODE = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
 _SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
-_NO_LABEL = "default"  # label of a server that has just been started
 _DISK, _GLOO, _NCCL = "holdfast_disk", "holdfast_gloo", "nccl"
 _TRANSFERS = (None, _DISK, _GLOO, _NCCL)
 """Weight-transfer backends that a server is started with: of ``plugins/vllm``, or vLLM's own ``nccl``."""
@@ -209,7 +208,7 @@ class VLLMServer(ServerClient):
         if adapter is not None:
             return self._unload_adapter(calls, adapter)
         calls.post("withdraw", "/pause", params={"mode": "abort", "clear_cache": "true"})
-        calls.post("withdraw", "/update_weight_version", {"new_version": _NO_LABEL})
+        calls.post("withdraw", "/update_weight_version", {"new_version": NO_LABEL})
 
     # Sleep
 
@@ -324,6 +323,9 @@ class VLLMServer(ServerClient):
             entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [float(entry[str(token)]["logprob"]) for token, entry in entries]
 
+    def _ask_checksums(self, calls: Calls) -> Json:
+        return calls.post("checksums", "/weight_checker", {"action": "checksum"})
+
     def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
         answer = self._generate(calls, [1], temperature=temperature, logprobs=5)
         with calls.reading("its log-probabilities"):
@@ -355,7 +357,7 @@ def _sampling_params(request: ModelRequest) -> Json:
     params: Json = {
         "n": 1,
         "max_tokens": gconfig.max_new_tokens,
-        "min_tokens": gconfig.min_new_tokens,
+        "min_tokens": gconfig.min_new_tokens if gconfig.stop_token_ids else 0,
         "temperature": gconfig.temperature,
         "top_p": gconfig.top_p,
         "top_k": gconfig.top_k,

@@ -368,7 +368,7 @@ def test_these_checks_notice_a_copy_that_is_valid_after_a_failure(tmp_path: Path
 def _retention(rank: int, world_size: int, root: str) -> None:
     model = sharded(tiny_model("llama"))
     publisher = Publisher(model, Path(root), anchor_interval=3)
-    left = {1: [1], 2: [1, 2], 4: [1, 2, 3, 4], 5: [4, 5], 6: [5, 6], 7: [5, 6, 7], 8: [5, 6, 7, 8]}
+    left = {1: [1], 2: [1, 2], 4: [1, 2, 3, 4], 5: [1, 2, 3, 4, 5], 6: [5, 6], 7: [5, 6, 7], 8: [5, 6, 7, 8]}
     for version in range(1, 9):
         _small_steps(model)
         publisher.publish(version)
@@ -376,11 +376,64 @@ def _retention(rank: int, world_size: int, root: str) -> None:
         if rank == 0:
             delete_old(root, keep=2)
         dist.barrier()
-        assert published_versions(root) == left.get(version, published_versions(root))
+        there = published_versions(root)
+        assert there == left.get(version, there)
+        for kept in there:
+            verify_folder(version_path(root, kept) / (DELTA_NAME if kept not in (1, 5) else ""))
+            files_of_version(root, kept)
 
 
-def test_everything_since_the_newest_full_version_stays(tmp_path: Path) -> None:
+def test_every_version_that_stays_can_be_made_from_those_that_stay(tmp_path: Path) -> None:
     run_ranks(_retention, 2, str(tmp_path))
+
+
+def test_changes_without_their_base_are_removed_unless_they_are_the_newest_or_in_use(tmp_path: Path) -> None:
+    model, copy = tiny_model("llama"), PublishedCopy()
+    meta = WeightUpdateMeta("disk", str(tmp_path), delta=True, anchor_interval=0)
+    for version in range(1, 6):
+        _small_steps(model)
+        write_version(model, meta, version, copy=copy)
+    shutil.rmtree(version_path(tmp_path, 1))
+    delete_old(str(tmp_path), 3, {version_path(tmp_path, 3)})
+    assert published_versions(tmp_path) == [3, 5]
+
+
+def _damage(rank: int, world_size: int, root: str) -> list[str]:
+    """Publish after damage to the version before. Returns the warnings."""
+    model, heard = sharded(tiny_model("llama")), _Warnings()
+    logging.getLogger("holdfast").addHandler(heard)
+    publisher = Publisher(model, Path(root))
+
+    def publish(version: int) -> float:
+        _small_steps(model)
+        return publisher.publish(version).figures["delta"]
+
+    def spoil(version: int, name: str, cut: bool) -> None:
+        dist.barrier()
+        if rank == 0:
+            path = version_path(root, version) / name
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] if cut else data[:-1] + bytes([data[-1] ^ 1]))
+        dist.barrier()
+
+    changes = f"{DELTA_NAME}/rank_00000.safetensors"
+    assert [publish(1), publish(2)] == [0, 1]
+    spoil(2, changes, cut=False)
+    assert [publish(3), publish(4), publish(5)] == [0, 1, 1], "a byte of the changes before is another"
+    spoil(4, changes, cut=True)
+    assert [publish(6), publish(7)] == [0, 1], "changes between are cut"
+    spoil(6, "model.safetensors", cut=True)
+    assert [publish(8), publish(9)] == [0, 1], "the weights that all changes build on are cut"
+    spoil(9, f"{DELTA_NAME}/manifest.json", cut=True)
+    assert [publish(10), publish(11)] == [0, 1]
+    return heard.texts
+
+
+def test_a_version_is_full_when_one_that_it_would_build_on_is_damaged(tmp_path: Path) -> None:
+    texts, others = run_ranks(_damage, 2, str(tmp_path))
+    assert len(texts) == 4 and others == []
+    assert "version 3 gets all weights, because changes from version 2 would be of no use: " in texts[0]
+    assert "rank_00000.safetensors has digest" in texts[0]
 
 
 class _Server:

@@ -5,8 +5,10 @@ A request has a KV cache that was computed with certain weights. A token sampled
 """
 
 import asyncio
+import hashlib
 import json
 import os
+import random
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +38,8 @@ class Faults:
         deaf: whether labels are accepted, but not kept.
         flush_fails: number of cache flushes that fail (SGLang).
         ignores_bias: whether ``logit_bias`` is ignored.
+        ignores_adapters: whether the base answers requests for adapters.
+        noise: standard deviation of what a log-probability of a prompt differs by each time, as on a busy server.
     """
 
     lie: int = 0
@@ -48,6 +52,8 @@ class Faults:
     deaf: bool = False
     flush_fails: int = 0
     ignores_bias: bool = False
+    ignores_adapters: bool = False
+    noise: float = 0.0
 
 
 @dataclass(eq=False)
@@ -63,6 +69,7 @@ class Generation:
     salt: str | None
     adapter: LoadedAdapter | None = None
     bias: dict[str, float] = field(default_factory=dict)
+    min_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)
@@ -236,13 +243,23 @@ class FakeEngine:
 
     def weights_of(self, adapter: LoadedAdapter | None) -> tuple[str, Weights]:
         """Weights of the base model, or with an adapter, which is read again if it was dropped from memory."""
-        if adapter is None:
+        if adapter is None or self.faults.ignores_adapters:
             return self.weights_id, self.weights
         try:
             return self.adapters.use(adapter)
         except OSError:
             self.note(died="the folder of an adapter in use is gone")
             os._exit(14)
+
+    def prompt_logprobs(self, ids: Sequence[int], adapter: LoadedAdapter | None) -> list[float]:
+        """Log-probabilities of all tokens of a prompt but the first."""
+        exact = self.weights_of(adapter)[1].prompt_logprobs(ids)
+        return [logprob + random.gauss(0.0, self.faults.noise) for logprob in exact]
+
+    def checksums(self) -> dict[str, str]:
+        """Digests of the weights, without adapters."""
+        self._touch("weights")
+        return {"model.norm.weight": hashlib.sha256(self.weights_id.encode()).hexdigest()}
 
     async def generate(self, request: Generation) -> None:
         """Sample until the end. ``reason`` is then ``stop``, ``length`` or ``abort``."""
@@ -282,6 +299,8 @@ class FakeEngine:
         ids = [*request.prompt, *request.tokens]
         token, logprob = weights.next_token(ids, request.seed, position, request.temperature)
         while str(token) in request.bias and not self.faults.ignores_bias:
+            token += 1
+        while position < request.min_tokens and token in request.stop:
             token += 1
         if mixed:
             logprob -= MIXED

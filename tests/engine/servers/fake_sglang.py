@@ -1,6 +1,9 @@
 """A fake of SGLang 0.5: its endpoints for updates and for completions of token ids, after its source."""
 
+import asyncio
 import os
+from pathlib import Path
+from typing import Any, NoReturn
 
 from aiohttp import web
 
@@ -8,6 +11,9 @@ from tests.engine.servers.fake_adapters import sglang_adapter_routes
 from tests.engine.servers.fake_distributed import sglang_distributed_routes
 from tests.engine.servers.fake_engine import FakeEngine, Generation
 from tests.engine.servers.fake_images import Eyes
+
+HEALTH_LIMIT_S = 0.3
+"""Time limit of ``/health``. That of SGLang is 20 s."""
 
 
 def application(
@@ -21,6 +27,7 @@ def application(
     memory_saver: bool = True,
     cpu_backup: bool = False,
     dp_size: int = 1,
+    eos: int = 7,
     eyes: Eyes = Eyes(),  # noqa: B008 - frozen
 ) -> web.Application:
     """The HTTP application of a fake SGLang.
@@ -30,11 +37,12 @@ def application(
         api_key: ``--api-key``.
         admin_key: ``--admin-api-key``. If set, the update endpoints accept no other key.
         original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: log-probabilities ignore the temperature.
-        max_model_len: ``--context-length``.
+        max_model_len: ``--context-length``. The longest prompt is seven tokens shorter.
         lora: ``--enable-lora``.
         memory_saver: ``--enable-memory-saver``.
         cpu_backup: ``--enable-weights-cpu-backup``.
         dp_size: ``--dp-size``.
+        eos: end-of-sequence token of the model's config.
         eyes: what it does with images.
     """
 
@@ -63,10 +71,12 @@ def application(
                 for generation in engine.requests:
                     generation.reason = "abort"
             await engine.drained()
+        if not Path(body["model_path"]).is_dir():
+            return _updated(False, f"Failed to get weights iterator: cannot find {body['model_path']}.")
         try:
             engine.load(body["model_path"])
-        except Exception as error:  # the rollback reads from the same path
-            return _updated(False, f"Failed to update weights: {error}.\nRolling back to original weights.")
+        except Exception as error:  # the rollback reads the same path once more, and nothing catches that
+            die(f"a load, and then its rollback: {error}")
         if body.get("flush_cache", True):
             engine.faults.flush_fails -= 1
             if engine.faults.flush_fails >= 0 or not engine.reset_prefixes():
@@ -80,6 +90,12 @@ def application(
         assert body["abort_all_requests"] is False
         engine.set_label(body["new_version"])
         return web.json_response({"success": True, "message": "...", "new_version": body["new_version"]})
+
+    async def weights_checker(request: web.Request) -> web.Response:
+        check(request, admin_key or api_key)
+        assert (await request.json())["action"] == "checksum"
+        ranks = [{"checksums": engine.checksums(), "per_gpu_checksum": "", "parallelism_info": {"tp_rank": 0}}]
+        return web.json_response({"success": True, "message": "Success.", "ranks": ranks})
 
     async def release_memory_occupation(request: web.Request) -> web.Response:
         check(request, admin_key or api_key)
@@ -97,7 +113,7 @@ def application(
         engine.wake_up(tags)
         return web.json_response(None)
 
-    def die(why: str) -> None:
+    def die(why: str) -> NoReturn:
         engine.note(died=why)
         os._exit(17)
 
@@ -115,6 +131,24 @@ def application(
         check(request, api_key)
         return web.json_response({"object": "list", "data": engine.adapters.cards(max_model_len)})
 
+    async def health(_: web.Request) -> web.Response:
+        """Answer when the engine computes a token, so not while it is paused."""
+        end = asyncio.get_running_loop().time() + HEALTH_LIMIT_S
+        while engine.paused:
+            if asyncio.get_running_loop().time() > end:
+                return web.Response(status=503)
+            await asyncio.sleep(0.01)
+        return web.Response()
+
+    def too_long(prompt: int, new: int) -> str | None:
+        if prompt >= max_model_len:
+            return f"The input ({prompt} tokens) is longer than the model's context length ({max_model_len} tokens)."
+        if prompt + new > max_model_len:
+            return f"Requested token count exceeds the model's maximum context length of {max_model_len} tokens."
+        if prompt >= max_model_len - 6:
+            return f"Input length ({prompt} tokens) exceeds the maximum allowed length ({max_model_len - 6} tokens)."
+        return None
+
     async def generate(request: web.Request) -> web.Response:
         check(request, api_key)
         body = await request.json()
@@ -130,13 +164,17 @@ def application(
             ids = eyes.expand(ids, eyes.sizes(urls))
         except (ValueError, RuntimeError) as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
+        if (problem := too_long(len(ids), params["max_new_tokens"])) is not None:
+            return web.json_response({"error": {"message": problem}}, status=400)
         await engine.ready()
+        stop = set(params.get("stop_token_ids") or ()) | {eos}
         generation = Generation(
             rid=body.get("rid", ""),
             prompt=ids,
             seed=params.get("sampling_seed") or 0,
             max_tokens=params["max_new_tokens"],
-            stop=set(params.get("stop_token_ids") or ()),
+            stop=set() if params.get("ignore_eos") else stop,
+            min_tokens=params.get("min_new_tokens", 0),
             temperature=params.get("temperature", 1.0),
             salt=None,
             adapter=adapter,
@@ -147,11 +185,11 @@ def application(
             ids, 1.0 if original_logprob else generation.temperature, body.get("top_logprobs_num") or 1
         )
         asked = body.get("logprob_start_len", -1) == 0
-        prompt = weights.prompt_logprobs(ids) if asked else []
+        prompt = engine.prompt_logprobs(ids, adapter) if asked else []
         await engine.generate(generation)
         meta = {
             "id": generation.rid,
-            "finish_reason": {"type": generation.reason},
+            "finish_reason": finish_reason(generation),
             "weight_version": engine.label,
             "weight_versions": generation.spans,
             "output_token_logprobs": [
@@ -169,13 +207,21 @@ def application(
 
     app = web.Application(middlewares=[engine.with_faults], client_max_size=2**28)
     posts = [pause_generation, continue_generation, update_weights_from_disk, update_weight_version, generate]
-    posts += [release_memory_occupation, resume_memory_occupation]
+    posts += [release_memory_occupation, resume_memory_occupation, weights_checker]
     app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
     app.add_routes([web.get("/model_info", model_info), web.get("/server_info", server_info)])
+    app.add_routes([web.get("/health", health)])
     app.add_routes([web.get("/v1/models", models)])
     app.add_routes(sglang_distributed_routes(engine, lambda request: check(request, admin_key or api_key)))
     app.add_routes(sglang_adapter_routes(engine, lambda request: check(request, admin_key or api_key), lora))
     return app
+
+
+def finish_reason(generation: Generation) -> dict[str, Any]:
+    """The reason for the end, and the token at which a completion stopped."""
+    if generation.reason == "stop":
+        return {"type": "stop", "matched": generation.tokens[-1]}
+    return {"type": generation.reason, "length": generation.max_tokens}
 
 
 def _updated(success: bool, message: str) -> web.Response:

@@ -10,7 +10,6 @@ from tests.engine.servers.fake_adapters import MODULES, LoadedAdapter, vllm_adap
 from tests.engine.servers.fake_engine import FakeEngine, Generation, Json
 from tests.engine.servers.fake_images import Eyes
 from tests.engine.servers.fake_plugin import weight_transfer_routes
-from tests.engine.servers.fake_weights import Weights
 
 TAGS = ("weights", "kv_cache")
 
@@ -109,6 +108,10 @@ def application(
     async def weight_info(_: web.Request) -> web.Response:
         return web.json_response({"weight_version": engine.label})
 
+    async def weight_checker(request: web.Request) -> web.Response:
+        assert (await request.json())["action"] == "checksum"
+        return web.json_response({"checksums": engine.checksums()})
+
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": engine.adapters.cards(max_model_len)})
 
@@ -135,6 +138,8 @@ def application(
             return _error(400, str(error))
         except RuntimeError as error:
             return _error(500, str(error))
+        if len(ids) >= max_model_len:
+            return _error(400, f"The prompt ({len(ids)} tokens) leaves no room in {max_model_len} tokens.")
         await engine.ready()
         if params.get("prompt_logprobs") is not None:
             return await prompt_answer(ids, adapter)
@@ -142,12 +147,13 @@ def application(
             rid=body.get("request_id", ""),
             prompt=ids,
             seed=params.get("seed") or 0,
-            max_tokens=params["max_tokens"],
+            max_tokens=min(params["max_tokens"], max_model_len - len(ids)),  # the scheduler ends it there
             stop=set(params.get("stop_token_ids") or ()),
             temperature=params["temperature"],
             salt=salt,
             adapter=adapter,
             bias=params.get("logit_bias") or {},
+            min_tokens=params.get("min_tokens", 0),
         )
         top = engine.weights_of(adapter)[1].top_logprobs(
             generation.prompt, generation.temperature if processed_logprobs else 1.0, params["logprobs"] or 1
@@ -179,12 +185,11 @@ def application(
         while not engine.adapters.begin(adapter, place):
             await asyncio.sleep(0.002)
         try:
-            return web.json_response(_prompt_answer(ids, engine.weights_of(adapter)[1]))
+            return web.json_response(_prompt_answer(ids, engine.prompt_logprobs(ids, adapter)))
         finally:
             engine.adapters.end(place)
 
-    def _prompt_answer(ids: list[int], weights: Weights) -> Json:
-        logprobs = weights.prompt_logprobs(ids)
+    def _prompt_answer(ids: list[int], logprobs: list[float]) -> Json:
         entries: list[Any] = [None]
         for token, logprob in zip(ids[1:], logprobs, strict=True):
             entries.append({str(token): {"logprob": logprob, "rank": 1, "decoded_token": None}})
@@ -197,6 +202,7 @@ def application(
         config = {"model_config": {"enable_sleep_mode": sleep_mode}, "device_config": {"device": device}}
         app.add_routes(vllm_adapter_routes(engine, lora_config, lora_updating, config))
         posts = [pause, resume, sleep, wake_up, collective_rpc, reset_prefix_cache, update_weight_version]
+        posts += [weight_checker]
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
         app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, is_sleeping, weight_info)])
     if plugin or nccl:

@@ -63,12 +63,12 @@ class HashedWeights:
 class ModelWeights:
     """A model of transformers on the CPU."""
 
-    def __init__(self, folder: str, dtype: str, version: int) -> None:
+    def __init__(self, folder: str, dtype: str, version: int | None) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
-        self.version: int | None = version
+        self.version = version
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def names(self) -> set[str]:
@@ -107,7 +107,7 @@ class ModelWeights:
 class AdaptedWeights(ModelWeights):
     """A model of transformers with adapters of PEFT."""
 
-    def __init__(self, base: str, folder: str, dtype: str, version: int) -> None:
+    def __init__(self, base: str, folder: str, dtype: str, version: int | None) -> None:
         from peft import PeftModel
 
         super().__init__(base, dtype, version)
@@ -115,20 +115,24 @@ class AdaptedWeights(ModelWeights):
 
 
 def load_adapters(folder: str, base: str | None, dtype: str | None, of_version: bool = True) -> tuple[str, Weights]:
-    """`load_weights` for a published folder of adapters. Like vLLM, it reads the manifest only for the version.
+    """`load_weights` for a folder of adapters. Like vLLM, it needs no manifest, and has no version without one.
 
     Raises:
         FileNotFoundError: the folder is missing.
         Exception: the folder is damaged.
     """
-    with open(Path(folder) / "adapter_config.json"):
-        version = int(read_manifest(folder)["weight_version"])
+    described = Path(folder) / "adapter_config.json"
+    version = None
+    with open(described):
+        if (Path(folder) / MANIFEST_NAME).exists():
+            described = Path(folder) / MANIFEST_NAME
+            version = int(read_manifest(folder)["weight_version"])
     if dtype:
         assert base is not None
         weights: Weights = AdaptedWeights(base, folder, dtype, version)
     else:
         weights = HashedWeights(version, of_version)
-    return file_digest(Path(folder) / MANIFEST_NAME), weights
+    return file_digest(described), weights
 
 
 def load_weights(folder: str, dtype: str | None, of_version: bool = True) -> tuple[str, Weights]:

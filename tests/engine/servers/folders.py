@@ -58,7 +58,7 @@ def publish_hashed(root: Path, version: int) -> str:
     """Publish a folder for hashed weights and return its path."""
     folder = version_path(root, version)
     folder.mkdir(parents=True)
-    entry = write_entry(folder, "model.safetensors", f"version {version}".encode())
+    entry = write_entry(folder, "model.safetensors", save({"version": torch.tensor(version)}))
     write_manifest(folder, [entry], {"weight_version": version})
     return str(folder)
 
@@ -82,11 +82,13 @@ def step_adapters(model: PreTrainedModel, lr: float) -> None:
                 param.add_(torch.where(torch.rand(param.shape, generator=generator) < 0.5, -lr, lr))
 
 
-def publish_adapters(root: Path, version: int, model: PreTrainedModel, dtype: str | None = None) -> str:
-    """Publish the adapters of a model with a float32 base, like an engine does. Returns the path of the folder."""
-    probe = WeightsProbe(PROMPT, model_logprobs(model, PROMPT), "float32").encode()
+def publish_adapters(
+    root: Path, version: int, model: PreTrainedModel, dtype: str | None = None, base: str = "float32"
+) -> str:
+    """Publish the adapters of a model with a base in float32, like an engine does. Returns the path of the folder."""
+    probe = WeightsProbe(PROMPT, model_logprobs(model, PROMPT), base).encode()
     meta = WeightUpdateMeta("adapter", str(root), dtype=dtype)
-    write_version(model, meta, version, base_dtype=torch.float32, extra_files={PROBE_NAME: probe})
+    write_version(model, meta, version, base_dtype=getattr(torch, base), extra_files={PROBE_NAME: probe})
     return str(version_path(root, version))
 
 

@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event, Lock
 
+import numpy as np
+from safetensors.numpy import save
+
 from holdfast.engine.hf.versions import version_path
 from holdfast.engine.servers.api import ServerStatus, weights_label
 from holdfast.utils.errors import PublishError, ServerError
@@ -18,7 +21,8 @@ def write_published(root: Path, version: int, contents: str = "weights") -> Path
     folder = version_path(root, version)
     remove_folder(folder)
     folder.mkdir(parents=True)
-    write_manifest(folder, [write_entry(folder, "model.safetensors", contents.encode())], {"weight_version": version})
+    weights = save({"contents": np.frombuffer(contents.encode(), np.uint8)})
+    write_manifest(folder, [write_entry(folder, "model.safetensors", weights)], {"weight_version": version})
     return folder
 
 

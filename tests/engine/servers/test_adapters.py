@@ -43,6 +43,8 @@ from tests.tiers import slow_but
 pytestmark = pytest.mark.timeout(60)
 
 CLIENTS: dict[str, Any] = {"vllm": VLLMServer, "sglang": SGLangServer}
+NOISE = 7e-3
+"""Difference between two answers of a busy server in bfloat16."""
 both = pytest.mark.parametrize("kind", slow_but(["vllm"], CLIENTS))
 UPDATE = [
     "GET /weight_info",
@@ -153,6 +155,38 @@ def test_a_server_that_keeps_its_old_adapters_is_found_and_goes_on_with_them(
     assert serves(server, first, 1) and with_model.state()["adapters"] == [name_of(first, 1)]
     server.update_adapters_from_disk(second, 2)
     assert serves(server, second, 2)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_server_that_ignores_adapters_is_found_at_once_in_16_bits(kind: str, tmp_path: Path) -> None:
+    """One step changes less than kernels differ by. And a busy server never gives the same answer twice."""
+    base = publish_model(tmp_path / "base", 0, tiny_model(), "bfloat16", probe=False)
+    model = adapted_model()
+    unchanged = publish_adapters(tmp_path / "w", 1, model, base="bfloat16")
+    step_adapters(model, 1e-4)
+    stepped = publish_adapters(tmp_path / "w", 2, model, base="bfloat16")
+    with FakeServer(kind, tmp_path, lora=True, dtype="bfloat16", folder=base) as fake:
+        server, later = CLIENTS[kind](fake.url), CLIENTS[kind](fake.url)
+        for noise in (NOISE, 0.0):
+            fake.tell(ignores_adapters=True, noise=noise)
+            server.update_adapters_from_disk(unchanged, 1)
+            with pytest.raises(WrongContentError, match=r"are those of its base .*amplified.*They were unloaded again"):
+                server.update_adapters_from_disk(stepped, 2)
+            assert fake.state()["adapters"] == [name_of(unchanged, 1)]
+            with pytest.raises(WrongContentError, match="it ignores adapters"):
+                later.update_adapters_from_disk(stepped, 2)
+            fake.restart()
+        fake.tell(noise=NOISE)
+        server.update_adapters_from_disk(stepped, 2)
+        loads = [call for call in fake.calls() if "/load_lora_adapter" in call]
+        step_adapters(model, 1e-4)
+        server.update_adapters_from_disk(publish_adapters(tmp_path / "w", 3, model, base="bfloat16"), 3)
+        assert len([call for call in fake.calls() if "/load_lora_adapter" in call]) == len(loads) + 1, "shown once"
+        assert sorted(path.name for path in (tmp_path / "w").iterdir()) == [f"v0000000{n}" for n in (1, 2, 3)]
+        fake.restart()
+        fake.tell(ignores_adapters=True, noise=NOISE)
+        with pytest.raises(WrongContentError, match="it ignores adapters"):  # it was shown before the restart
+            server.update_adapters_from_disk(stepped, 2)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from aiohttp import web
 
 from holdfast.engine.servers import SGLangServer, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, GenerationServer, ModelRequest, ModelResponse
@@ -14,6 +15,7 @@ from holdfast.utils.errors import ServerError, UnreachableServerError
 from tests.engine.servers.fake_weights import hashed_token
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed, publish_model, tiny_model
+from tests.engine.servers.gateway import Gateway
 from tests.limits import stretched
 from tests.tiers import slow_but
 
@@ -74,6 +76,58 @@ def test_a_completion_is_what_the_server_sampled(server: VLLMServer | SGLangServ
     stop = response.output_tokens[4]
     stopped = asyncio.run(server.agenerate(request(stop_token_ids=[stop])))
     assert stopped.output_tokens == response.output_tokens[:5] and stopped.stop_reason == "stop"
+
+
+def sglang_server(fake: FakeServer, tmp_path: Path) -> SGLangServer:
+    client = SGLangServer(fake.url)
+    client.update_weights_from_disk(publish_hashed(tmp_path / "w", 1), 1)
+    return client
+
+
+def test_sglang_ends_a_completion_at_its_stop_tokens(tmp_path: Path) -> None:
+    tokens = [hashed_token([1, 2, 3], 1, 1, place)[0] for place in range(8)]
+    with FakeServer("sglang", tmp_path) as fake:
+        server = sglang_server(fake, tmp_path)
+        stopped = asyncio.run(server.agenerate(request(stop_token_ids=[tokens[4]])))
+        assert stopped.output_tokens == tokens[:5] and stopped.stop_reason == "stop"
+        late = asyncio.run(server.agenerate(request(stop_token_ids=[tokens[1]], min_new_tokens=3)))
+        assert late.output_tokens == [tokens[0], tokens[1] + 1, *tokens[2:]] and late.stop_reason == "length"
+
+
+def test_sglang_ends_at_the_end_of_sequence_token_of_its_model_only_beside_stop_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = [hashed_token([1, 2, 3], 1, 1, place)[0] for place in range(8)]
+    with FakeServer("sglang", tmp_path, eos=tokens[2]) as fake:
+        server = sglang_server(fake, tmp_path)
+        whole = asyncio.run(server.agenerate(request(min_new_tokens=8)))
+        assert whole.output_tokens == tokens and whole.stop_reason == "length"
+        for _ in range(2):
+            ended = asyncio.run(server.agenerate(request(stop_token_ids=[tokens[4]])))
+            assert ended.output_tokens == tokens[:3] and ended.stop_reason == "stop"
+        told = [record.message for record in caplog.records if "end-of-sequence" in record.message]
+        assert len(told) == 1 and f"ends completions at token {tokens[2]}, " in told[0]
+        caplog.clear()
+        asyncio.run(server.agenerate(request(stop_token_ids=[tokens[4], tokens[2]])))
+        assert not caplog.records
+
+
+@pytest.mark.parametrize("matched", ["NaN happened", 5])
+def test_a_completion_that_stopped_at_something_else_is_refused(matched: Any, tmp_path: Path) -> None:
+    """SGLang replaces a token outside the vocabulary by a stop token and says that a text was found."""
+
+    async def changed(asked: web.Request) -> web.StreamResponse | None:
+        if asked.path != "/generate":
+            return None
+        async with httpx2.AsyncClient() as client:
+            answer = (await client.post(fake.url + "/generate", json=await asked.json())).json()
+        answer["meta_info"]["finish_reason"] = {"type": "stop", "matched": matched}
+        return web.json_response(answer)
+
+    with FakeServer("sglang", tmp_path) as fake, Gateway(fake.url, answer=changed) as gateway:
+        sglang_server(fake, tmp_path)
+        with pytest.raises(ServerError, match=rf"cannot be used: .* stopped at {matched!r}; expected its last token"):
+            asyncio.run(SGLangServer(gateway.url).agenerate(request()))
 
 
 def test_versions_are_exact_across_an_update_in_flight(

@@ -77,6 +77,32 @@ def test_deltas_are_served_like_full_versions(kind: str, tmp_path: Path, mirror:
         assert fake.state()["version"] == 5
 
 
+def test_the_version_after_one_that_no_mirror_could_make_is_full(
+    tmp_path: Path, mirror: FaultyMirror, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, copy = tiny_model(), PublishedCopy()
+    meta = WeightUpdateMeta("disk", str(tmp_path / "w"), delta=True, anchor_interval=0)
+    deltas: list[float] = []
+
+    def publish(version: int) -> None:
+        train(model, version)
+        deltas.append(publish_weights(model, meta, version, fleet, copy=copy).figures["delta"])
+
+    with FakeServer("vllm", tmp_path) as fake:
+        server = VLLMServer(fake.url, mirror=mirror.url)
+        with closing(ServerFleet([server], probe_interval_s=None)) as fleet:
+            publish(1)
+            publish(2)
+            mirror.refuses = "a delta is damaged"
+            with pytest.raises(PublishError, match="a delta is damaged"):
+                publish(3)
+            mirror.refuses = ""
+            publish(4)
+            publish(5)
+    assert deltas == [0, 1, 0, 1], "4 would build on 3"
+    assert caplog.text.count("weight version 3 was not confirmed, so the next one gets all weights") == 1
+
+
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_mirror_works_without_deltas_and_a_copy_of_the_client_knows_it(
     kind: str, tmp_path: Path, mirror: FaultyMirror

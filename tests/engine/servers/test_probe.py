@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta
-from holdfast.engine.servers import VLLMServer
+from holdfast.engine.servers import SGLangServer, VLLMServer
 from holdfast.engine.servers.probe import (
     PROBE_NAME,
     WeightsProbe,
@@ -18,9 +18,10 @@ from holdfast.engine.servers.probe import (
     probe_weights,
     read_probe,
 )
-from holdfast.utils.errors import ConfigError, PublishError
+from holdfast.utils.errors import ConfigError, PublishError, WrongContentError
 from holdfast.utils.rng import capture_rng
 from tests.engine.models import tiny_qwen3, write_model_folder
+from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import model_logprobs, publish_model, step, tiny_model
 from tests.engine.servers.scripted import PlainServer
 from tests.helpers import run_ranks
@@ -132,6 +133,47 @@ def test_an_unchanged_answer_is_stale_only_where_weights_changed(folders: list[P
     third = checked_answer(folders[2], three, two.logprobs)
     assert content_problem(third, second) is None, "the weights are those of version 2"
     assert content_problem(stale, None) is None, "nothing to compare with"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_that_keeps_its_weights_is_found_at_the_first_change_in_16_bits(
+    kind: str, folders: list[Path], tmp_path: Path
+) -> None:
+    """Idle, and busy, when no answer repeats to the bit. The server is started with the weights of version 1."""
+    client = {"vllm": VLLMServer, "sglang": SGLangServer}[kind]
+    with FakeServer(kind, tmp_path, dtype="bfloat16", folder=str(folders[0])) as fake:
+        for noise in (0.0, 7e-3):
+            server = client(fake.url)
+            fake.tell(lie=100, noise=noise)
+            server.update_weights_from_disk(str(folders[0]), 1)
+            with pytest.raises(WrongContentError, match=r"kept the old ones.*It was paused again"):
+                server.update_weights_from_disk(str(folders[1]), 2)
+            fake.restart()
+        fake.tell(noise=7e-3)
+        server = client(fake.url)
+        server.update_weights_from_disk(str(folders[0]), 1)
+        server.update_weights_from_disk(str(folders[1]), 2)
+        asked = [call for call in fake.calls() if "checker" in call]
+        server.update_weights_from_disk(str(folders[2]), 3)
+        assert [call for call in fake.calls() if "checker" in call] == asked, "it was shown that loads change it"
+        fake.restart()  # with version 1, and it ignores loads from now on
+        fake.tell(lie=100, noise=7e-3)
+        server.update_weights_from_disk(str(folders[0]), 1)
+        with pytest.raises(WrongContentError, match="kept the old ones"):
+            server.update_weights_from_disk(str(folders[1]), 2)
+
+
+@pytest.mark.timeout(60)
+def test_a_server_without_checksums_is_updated_all_the_same(
+    folders: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeServer("vllm", tmp_path, dtype="bfloat16", folder=str(folders[0])) as fake:
+        fake.tell(fail={"/weight_checker": 100})
+        server = VLLMServer(fake.url)
+        for version, folder in enumerate(folders[:2], 1):
+            assert server.update_weights_from_disk(str(folder), version) == version
+    assert caplog.text.count("gives no checksums of its weights") == 1
 
 
 def test_the_coarsest_dtype_says_how_close_an_answer_must_be(folders: list[Path]) -> None:

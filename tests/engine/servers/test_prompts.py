@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(60)
 
 Client = VLLMServer | SGLangServer
 CLIENTS: dict[str, type[Client]] = {"vllm": VLLMServer, "sglang": SGLangServer}
+LONGEST = {"vllm": 39, "sglang": 33}
+"""Tokens of the longest prompt for a server that takes 40 tokens in all."""
 GENERATE = {"vllm": "POST /inference/v1/generate", "sglang": "POST /generate"}
 
 
@@ -38,7 +40,8 @@ def refusal(server: Client, ids: Sequence[Any], **options: Any) -> str:
 
 @pytest.mark.parametrize("kind", slow_but(["vllm"], CLIENTS))
 def test_prompts_that_a_server_has_no_room_or_words_for_are_not_sent(kind: str, tmp_path: Path) -> None:
-    folder = publish_model(tmp_path / "w", 1, tiny_model())  # a vocabulary of 64
+    folder = publish_model(tmp_path / "w", 1, tiny_model(), probe=False)  # a vocabulary of 64
+    longest = LONGEST[kind]
     with FakeServer(kind, tmp_path, dtype="float32", folder=folder, max_model_len=40) as fake:
         server = CLIENTS[kind](fake.url)
         server.update_weights_from_disk(folder, 1)
@@ -50,9 +53,28 @@ def test_prompts_that_a_server_has_no_room_or_words_for_are_not_sent(kind: str, 
         assert "has 64 at place 0 of its stop_token_ids" in refusal(server, [1], stop_token_ids=[64])
         assert "has 1.0 at place 0 of its token ids" in refusal(server, [1.0])
         assert "is empty" in refusal(server, [])
-        assert "leaves no room for a completion: the server takes 40 tokens in all" in refusal(server, [1] * 40)
+        assert "leaves no room for a completion: the server takes 40 tokens in all" in refusal(
+            server, [1] * (longest + 1)
+        )
         assert fake.calls().count(GENERATE[kind]) == sent
-        assert asyncio.run(server.agenerate(request([63] * 39, stop_token_ids=[63]))).output_versions == [1]
+        assert asyncio.run(server.agenerate(request([63] * longest, stop_token_ids=[63]))).output_versions == [1]
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_completion_gets_the_room_that_is_left(kind: str, tmp_path: Path) -> None:
+    """SGLang refuses a request for more tokens than that, and the default asks for 16,384."""
+    with FakeServer(kind, tmp_path, max_model_len=40) as fake:
+        server = CLIENTS[kind](fake.url)
+        server.update_weights_from_disk(publish_hashed(tmp_path / "w", 1), 1)
+        for gconfig in (GenerationHyperparameters(), GenerationHyperparameters(min_new_tokens=35, stop_token_ids=[9])):
+            response = asyncio.run(server.agenerate(ModelRequest([1, 2, 3] * 4, gconfig, seed=1)))
+            assert len(response.output_tokens) == 40 - 12 and response.stop_reason == "length"
+        refusal(server, [1] * (LONGEST[kind] + 1))
+        fake._options["max_model_len"] = 80  # restarted with a larger limit
+        fake.restart()
+        server.update_weights_from_disk(publish_hashed(tmp_path / "w", 2), 2)
+        response = asyncio.run(server.agenerate(ModelRequest([1, 2, 3] * 4, GenerationHyperparameters(), seed=1)))
+        assert len(response.output_tokens) == 80 - 12
 
 
 def test_limits_are_asked_for_once_and_again_when_a_prompt_breaks_them(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def _a_recovered_run_replaces_what_it_had_published(rank: int, world_size: int, 
     for version in (5, 6, 7):
         publish(engine, version)
     if rank == 0:  # leftovers of publishers killed during a write and during a removal
-        for leftover in (".staging-v00000008-0123456789ab", ".retired-v00000005-0123456789ab"):
+        for leftover in (".staging-v00000008-01234567", ".retired-v00000005-01234567", ".amplified-v00000005-ab"):
             (Path(root) / leftover / "part").mkdir(parents=True)
     dist.barrier()
     publish(engine, 6)  # restored to step 6, with weights other than the first life's
