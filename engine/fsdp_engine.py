@@ -59,7 +59,7 @@ from .training.gradient_sync import accumulating, drop_partial, syncs_last
 from .training.head import ScoringHead
 from .training.meshes import Meshes
 from .training.microbatch import NO_RULES, CutRules, MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
-from .training.model import describe_parameters
+from .training.model import describe_parameters, n_known_tokens
 from .training.model_output import ModelOutput, model_output, nothing_of, own_output, through_model
 from .training.optimizer import build_scheduler, optimizer_for
 from .training.optimizer_step import clip_and_step
@@ -146,7 +146,8 @@ class FSDPEngine(Offloadable):
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         longest = longest_sequence(model, self.config.max_model_len)
         vision = Vision(model) if self.config.train_vision else None
-        self._rules = CutRules(self.config.row_tokens, longest, groups.meshes.ranks_with_same_data, vision)
+        n_sharing = groups.meshes.ranks_with_same_data
+        self._rules = CutRules(self.config.row_tokens, longest, n_sharing, vision, n_known_tokens(model))
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
         state = self.dcp_state(self.optimizer is not None)  # records the bits of frozen weights, before they change
         self._offload = Offload(state, groups.device, groups.control, self.config.parts_on_host)
