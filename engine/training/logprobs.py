@@ -23,7 +23,7 @@ from .compilation import compiled as compiled_
 
 CHUNK_ELEMENTS = 1 << 26
 """Number of logits in a product of matrices: 128 MiB in bfloat16."""
-_PASS_ELEMENTS = 1 << 23
+PASS_ELEMENTS = 1 << 23
 """Number of logits in a pass over them: 32 MiB for each copy in float32."""
 
 
@@ -142,7 +142,7 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, temperature: float, comp
     """`_score_rows`, a few rows at a time."""
     if compiled and min(logits.shape) > 1:  # a single token (a dummy) or word would take a graph of its own
         return compiled_(_score_rows)(logits, targets, temperature)
-    blocks = _chunks(len(logits), logits.shape[1], _PASS_ELEMENTS)
+    blocks = _chunks(len(logits), logits.shape[1], PASS_ELEMENTS)
     return torch.cat([_score_rows(logits[rows], targets[rows], temperature) for rows in blocks], dim=1)
 
 
@@ -221,7 +221,7 @@ def _grad_logits(
     if compiled and min(logits.shape) > 1:
         compiled_(_write_grad)(logits, temperature, total, factors.of_p, factors.of_p_log_p, out)
     else:
-        for rows in _chunks(len(logits), logits.shape[1], _PASS_ELEMENTS):
+        for rows in _chunks(len(logits), logits.shape[1], PASS_ELEMENTS):
             own = factors.at(rows)
             _write_grad(logits[rows], temperature, total[rows], own.of_p, own.of_p_log_p, out[rows])
     if factors.at_target is not None:
@@ -325,6 +325,7 @@ class _OfHead(torch.autograd.Function):
         for rows in _chunks(len(hidden), len(weight), ctx.elements):
             logits = linear(hidden[rows], weight, bias)
             scores[:, rows] = _score(logits, own_targets[rows], temperature, compiled)
+            del logits  # before the next ones are made
         if group is not None:
             scores = _over_all_words(scores, targets, len(weight), group)
         ctx.save_for_backward(hidden, weight, bias, targets, scores)
@@ -352,6 +353,7 @@ class _OfHead(torch.autograd.Function):
                 grad_weight[words] = grad.T @ hidden
             if grad_hidden is not None:
                 grad_hidden += grad @ weight[words]
+            del logits, grad  # before the next ones are made
         if grad_hidden is not None:
             if ctx.group is not None:
                 dist.all_reduce(grad_hidden, group=ctx.group)
