@@ -140,7 +140,7 @@ def _is_interrupted(rank: int, world_size: int, base: str, kind: str, opcodes: b
 def test_an_interrupt_at_any_line_of_offload_and_onload_loses_no_bit(kind: str, opcodes: bool, tmp_path: Path) -> None:
     write_base(tmp_path)
     [counts] = run_ranks(_is_interrupted, 1, str(tmp_path), kind, opcodes)
-    assert min(counts) > 50, "many lines were interrupted"
+    assert min(counts) > 30, "many lines were interrupted"
 
 
 def _gets_signals(rank: int, world_size: int, base: str, root: Path) -> int:
