@@ -181,7 +181,7 @@ def _forward_and_edges(rank: int, world_size: int, folder: str) -> None:
         (rows(batch, slice(0, 0)), "empty"),
         ({**batch, "loss_mask": batch["loss_mask"][:, :-1]}, "loss_mask"),
         ({**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}, "no token"),
-        ({**batch, "input_ids": batch["input_ids"] + 15}, r"expected 0 to 15, because the model's embedding has 16"),
+        ({**batch, "input_ids": batch["input_ids"] + 15}, r"expected 0 to 14, because the model's embedding has 15"),
         ({**batch, "input_ids": batch["input_ids"] - 1}, r"token \d+ of row \d+ of the batch has id -1 \(\d+ such\)"),
     ):
         # Only rank 1 has the bad batch, and rank 0 must not hang in a collective.
