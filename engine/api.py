@@ -26,7 +26,8 @@ Trajectories = Batch | Sequence[Batch]
 LossFn = Callable[[Any, Batch], torch.Tensor]
 """``loss_fn(output, micro_batch)`` -> scalar mean over the micro-batch. ``output`` is the `ModelOutput` of an actor
 (``output.logprobs``, ``output.entropy``, or ``output.logits``), or the ``[tokens]`` values of a critic. Per-token
-tensors of ``micro_batch`` are packed to ``[tokens]``."""
+tensors of ``micro_batch`` are packed to ``[tokens]``. A loss that does not depend on ``output`` has a gradient of
+zeros."""
 
 PostFn = Callable[[Any, Batch], torch.Tensor]
 """``post_fn(output, micro_batch)`` -> ``[tokens]``. ``output`` as in `LossFn`."""

@@ -59,8 +59,8 @@ from .training.gradient_sync import accumulating, drop_partial, syncs_last
 from .training.head import ScoringHead
 from .training.meshes import Meshes
 from .training.microbatch import NO_RULES, CutRules, MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
-from .training.model import describe_parameters
-from .training.model_output import ModelOutput, model_output, own_output
+from .training.model import describe_parameters, n_known_tokens
+from .training.model_output import ModelOutput, model_output, nothing_of, own_output, through_model
 from .training.optimizer import build_scheduler, optimizer_for
 from .training.optimizer_step import clip_and_step
 from .training.process_groups import close_process_groups, open_process_groups
@@ -146,7 +146,8 @@ class FSDPEngine(Offloadable):
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         longest = longest_sequence(model, self.config.max_model_len)
         vision = Vision(model) if self.config.train_vision else None
-        self._rules = CutRules(self.config.row_tokens, longest, groups.meshes.ranks_with_same_data, vision)
+        n_sharing = groups.meshes.ranks_with_same_data
+        self._rules = CutRules(self.config.row_tokens, longest, n_sharing, vision, n_known_tokens(model))
         self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
         state = self.dcp_state(self.optimizer is not None)  # records the bits of frozen weights, before they change
         self._offload = Offload(state, groups.device, groups.control, self.config.parts_on_host)
@@ -224,7 +225,8 @@ class FSDPEngine(Offloadable):
             ``router_aux_loss_coef`` also ``router_aux_loss``, without that factor. ``loss`` does not contain it.
 
         Raises:
-            BatchError: the batch is malformed, or no token counts on any rank. Nothing was changed.
+            BatchError: the batch is malformed, no token counts on any rank, or no loss of any rank depends on the
+                model. Nothing was changed.
         """
         optimizer, routers = self._require_optimizer(), self._routers
         assert routers is not None
@@ -234,16 +236,18 @@ class FSDPEngine(Offloadable):
         optimizer.zero_grad()
         routers.start_step(self.device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        n_losses = 0
         meshes = self._meshes
         with accumulating(self.model, len(weighed.micro_batches), meshes, self._sync_last) as before_backward:
             for number, (mb, share) in enumerate(weighed.shares(self.device)):
                 with routers.recording(mb, share):
-                    loss = self._weighted_loss(mb, share, loss_fn)
+                    loss, depends = self._weighted_loss(mb, share, loss_fn)
                 before_backward(number)
                 # FSDP averages gradients over ranks, but the shares already divide by the total weight.
                 ((loss + routers.loss(share)) * meshes.fsdp.size()).backward()
                 loss_sum += loss.detach()
-        stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction, routers.statistics())
+                n_losses += depends
+        stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction, routers.statistics(), n_losses)
         n_mbs = float(len(weighed.micro_batches))
         n_tokens = float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy))
         stats |= {"n_mbs": n_mbs, "num_micro_batches": n_mbs, "n_tokens": n_tokens}
@@ -251,14 +255,14 @@ class FSDPEngine(Offloadable):
         return stats
 
     def _clip_and_step(
-        self, loss: torch.Tensor, weight: float, correction: float, more: Mapping[str, torch.Tensor]
+        self, loss: torch.Tensor, weight: float, correction: float, more: Mapping[str, torch.Tensor], n_losses: int = 1
     ) -> dict[str, float]:
         optimizer = self._require_optimizer()
         assert self.config.optimizer is not None
         max_norm = self.config.optimizer.gradient_clipping
         if not self._meshes.is_head:
             loss, correction = torch.zeros_like(loss), 0.0
-        return clip_and_step(self.model, optimizer, max_norm, self.counters, loss, weight, correction, more)
+        return clip_and_step(self.model, optimizer, max_norm, self.counters, loss, weight, correction, more, n_losses)
 
     def _cut(self, batch: Trajectories, loss_weight_fn: LossWeightFn) -> WeighedBatch:
         return split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group, self._rules)
@@ -269,7 +273,7 @@ class FSDPEngine(Offloadable):
         self._require_onloaded(WEIGHTS)
         self.eval()
         weighed = self._cut(batch, loss_weight_fn)
-        losses = [self._weighted_loss(mb, share, loss_fn).double() for mb, share in weighed.shares(self.device)]
+        losses = [self._weighted_loss(mb, share, loss_fn)[0].double() for mb, share in weighed.shares(self.device)]
         own = [sum(torch.stack(losses).tolist()), weighed.correction]
         loss, correction = map(sum, zip(*gather_numbers(own, self._data_group), strict=True))
         total = weighed.total + correction
@@ -303,12 +307,15 @@ class FSDPEngine(Offloadable):
         result = unpack(outputs, micro_batches, *input_ids.shape).to(input_ids.device)
         return result if isinstance(batch, dict) else split_like(result, batch)
 
-    def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> torch.Tensor:
+    def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> tuple[torch.Tensor, bool]:
+        """The loss times ``share``, and whether it depends on the model. Its gradient does in any case."""
         if share == 0:  # nothing counts here, but forward and backward must still take part in their collectives
             beat()
             output = own_output(self.model, mb.first_token(), self.config.pack_sequences, self._meshes.sequence)
-            return output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0).sum()  # 0 * inf would be NaN
-        return loss_fn(self._output(mb), mb.data) * share
+            return nothing_of(output), False
+        output = self._output(mb)
+        loss = loss_fn(output, mb.data) * share
+        return through_model(loss, output) if torch.is_grad_enabled() else (loss, False)
 
     def _output(self, mb: MicroBatch) -> Any:
         """First argument of the loss functions."""

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import xxhash
 
-from .errors import CheckpointError, CheckpointWriteError
+from .errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
 from .heartbeat import beat
 from .logging import get_logger
 
@@ -50,6 +50,20 @@ def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
             raise
         outcome = "" if os.path.lexists(final) else "; nothing became visible"
         raise CheckpointWriteError(f"cannot write {final}: {error.strerror or error}{outcome}") from error
+
+
+@contextmanager
+def half_loaded(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Wrap a block that puts values from ``folder`` into a model. A failure to read says that it is half loaded."""
+    problem = f"{folder} could not be read to its end; the model is now half loaded and must be loaded again"
+    try:
+        yield
+    except (OSError, CheckpointCorruptError) as error:
+        if "half loaded" in str(error):  # by a block in this one
+            raise
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"{problem}: {error.strerror or error}", error.filename) from error
+        raise CheckpointCorruptError(f"{problem}: {error}") from error
 
 
 def start_writeback(fd: int, start: int, n_bytes: int) -> None:

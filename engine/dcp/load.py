@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
 from ...utils.errors import CheckpointError, CheckpointMismatchError
+from ...utils.files import half_loaded
 from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
 from ...utils.remote import FETCH_FIRST, require_local
 from ..memory.tensors import Box, local_box, local_tensor, normal_tensors
@@ -153,14 +154,14 @@ class DCPLoad:
         bytes the second time, without an error, is not noticed. Counters of the user can also fail.
 
         Raises:
-            CheckpointCorruptError: a file changed. Unless that was seen before the first byte was copied, the state
-                cannot be trusted: load again, or stop.
-            OSError: a file can no longer be read. The state cannot be trusted either.
+            CheckpointCorruptError: a file changed.
+            OSError: a file can no longer be read. If values had been copied, both errors say that the model is half
+                loaded: load again, or stop.
         """
         self.check_unchanged()
         parse_metadata.cache_clear()  # everything is planned, and it may take tens of megabytes
         configured = self.state.configured(self._values)
-        with changing_weights(self.state.model):
+        with half_loaded(self._reader.folder), changing_weights(self.state.model):
             self.state.adopt_state(self._proposed, self._small)
             self._reader.read()
             for target, source in self._copies:

@@ -62,14 +62,14 @@ class TensorReader:
     """
 
     def __init__(self, folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]) -> None:
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._identities: dict[str, tuple[int, ...]] = {}
         self._reads: dict[str, list[_Read]] = {}
         self.names = set(destinations)
         files = list(layout.files)
         for number, wanted in groupby(_chunks_wanted(layout, destinations), key=lambda chunk: chunk.file):
             name = files[number]
-            with _open_checked(self._folder / name, layout.files[name]) as file:
+            with _open_checked(self.folder / name, layout.files[name]) as file:
                 self._identities[name] = _identity(os.fstat(file.fileno()))
                 found = [(chunk.name, _find(file, chunk)) for chunk in wanted]
             self.names -= {name for name, read in found if read is None}
@@ -90,24 +90,18 @@ class TensorReader:
         n_threads = reading_threads()
         with ThreadPoolExecutor(n_threads, thread_name_prefix="reading") as pool:
             for name, reads in self._reads.items():
-                try:
-                    with open(self._folder / name, "rb", buffering=0) as file:
-                        list(pool.map(partial(_read_all, file, _stream_for(reads)), _shares(reads, n_threads)))
-                except (OSError, CheckpointCorruptError) as error:
-                    problem = f"{self._folder} could not be read to its end; what is loaded is half of it: load again"
-                    if isinstance(error, CheckpointCorruptError):
-                        raise CheckpointCorruptError(f"{problem}. {error}") from error
-                    raise OSError(error.errno, f"{problem}. {error.strerror}", str(self._folder / name)) from error
+                with open(self.folder / name, "rb", buffering=0) as file:
+                    list(pool.map(partial(_read_all, file, _stream_for(reads)), _shares(reads, n_threads)))
                 self._check_identity(name)
 
     def _check_identity(self, name: str) -> None:
         try:
-            found = _identity(os.stat(self._folder / name))
+            found = _identity(os.stat(self.folder / name))
         except FileNotFoundError:
             found = None
         if found != self._identities[name]:
             raise CheckpointCorruptError(
-                f"{self._folder}/{name} changed, or was replaced, after it was checked; leave a folder alone while it "
+                f"{self.folder}/{name} changed, or was replaced, after it was checked; leave a folder alone while it "
                 "is loaded"
             )
 

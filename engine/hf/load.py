@@ -8,8 +8,7 @@ export would gather.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
@@ -20,7 +19,8 @@ from transformers import PreTrainedModel
 
 from ...utils.compat.transformers_private import set_conversions
 from ...utils.distributed import all_ranks_succeed, get_group_ranks, get_rank, get_world_size
-from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
+from ...utils.errors import CheckpointMismatchError
+from ...utils.files import half_loaded
 from ...utils.remote import FETCH_FIRST, require_local
 from ..memory.offloaded import require_onloaded
 from ..memory.tensors import is_expanded, local_box, local_tensor
@@ -96,7 +96,7 @@ def load_hf(
             except CheckpointMismatchError as error:
                 raise CheckpointMismatchError(f"{folder}: {error}") from error
         reading = all_ranks_succeed(f"reading {folder}", group)
-        with reading, changing_weights(model), _half_loaded(folder), torch.no_grad():
+        with reading, changing_weights(model), half_loaded(folder), torch.no_grad():
             for tensor, span in transfers.direct:
                 for rows in overlap(span, transfers.parts[span.source]):
                     reader.read(slots[tensor.key], *rows)
@@ -128,17 +128,6 @@ def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup |
                 if not torch.equal(there.view(torch.uint8), live.contiguous().view(torch.uint8)):
                     others.add(span.source)
     return chosen.keys() - others
-
-
-@contextmanager
-def _half_loaded(folder: Path) -> Iterator[None]:
-    problem = f"{folder} could not be read to its end; the model is now half loaded and must be loaded again"
-    try:
-        yield
-    except CheckpointCorruptError as error:
-        raise CheckpointCorruptError(f"{problem}: {error}") from error
-    except OSError as error:
-        raise OSError(error.errno, f"{problem}: {error.strerror or error}") from error
 
 
 def _choose(

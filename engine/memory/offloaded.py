@@ -1,28 +1,52 @@
 """Models whose tensors are offloaded: their copies in host memory, and the error of code that needs the tensors.
 
-An offloaded tensor keeps its object, shape and place in the model, but its storage is empty. Reading it on a CPU ends
-the process. So what reads values takes the copies (`with_host_copies`), and the rest calls `require_onloaded`.
+An offloaded tensor keeps its object, shape and place in the model, but its storage is empty, or not filled yet. Reading
+an empty one on a CPU ends the process. So what reads values takes the copies (`with_host_copies`), and the rest calls
+`require_onloaded`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from ...utils.compat.torch_private import storage_id
 from ...utils.errors import EngineOffloadedError
 from .tensors import local_tensor
 
 MODEL = "model."
 """Prefix of the names of parameters and buffers. See `DCPState.state_dict` for the others."""
 
-_copies: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class Away:
+    """An offloaded tensor. Its value is in ``copy``, whatever its storage has.
+
+    Attributes:
+        local: has the storage of the tensor, and its own count of writes.
+        n_bytes: size of the storage before it was emptied.
+        copy: the value in host memory, sharded like the tensor.
+    """
+
+    local: torch.Tensor
+    n_bytes: int
+    copy: torch.Tensor
+
+
+_away: WeakKeyDictionary[nn.Module, dict[str, Away]] = WeakKeyDictionary()
+
+
+def tensors_away(model: nn.Module) -> dict[str, Away]:
+    """Dotted name -> each offloaded tensor. Whoever offloads or onloads changes the dict."""
+    return _away.setdefault(model, {})
 
 
 def host_copies(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Dotted name -> copy of each offloaded tensor, sharded like it. Whoever offloads or onloads changes the dict."""
-    return _copies.setdefault(model, {})
+    """Dotted name -> copy of each offloaded tensor."""
+    return {name: one.copy for name, one in tensors_away(model).items()}
 
 
 def weights_on_host(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -32,23 +56,25 @@ def weights_on_host(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def with_host_copies(model: nn.Module, nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``nested`` mappings of tensors of ``model``, with copies in place of offloaded tensors."""
-    copies, found = host_copies(model), dict[str, Any]()
+    away = tensors_away(model)
+    found = dict[str, Any]()
     for key, value in nested.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             found[key] = with_host_copies(model, value, f"{name}.")
-        else:  # another optimizer of the model may have tensors of the same name
-            emptied = name in copies and not local_tensor(value).untyped_storage().nbytes()
-            found[key] = copies[name] if emptied else value
+        elif name in away and storage_id(local_tensor(value)) == storage_id(away[name].local):
+            found[key] = away[name].copy
+        else:  # here, or of another optimizer of the model, which may have tensors of the same name
+            found[key] = value
     return found
 
 
 def require_onloaded(model: nn.Module) -> None:
     """Raise EngineOffloadedError if a tensor of the model or of its optimizer is offloaded."""
-    if host_copies(model):
+    if tensors_away(model):
         refuse()
 
 
-def refuse(*_: Any) -> NoReturn:
-    """Raise EngineOffloadedError. Can be a hook of a module or an optimizer."""
+def refuse() -> NoReturn:
+    """Raise EngineOffloadedError."""
     raise EngineOffloadedError("the engine is offloaded; call onload first")

@@ -27,7 +27,7 @@ from ..training.adam_bf16 import CPU_BUCKET, GPU_BUCKET
 from ..training.checkpointing import keeps_result
 from ..training.gradient_sync import choose_last
 from ..training.host_optimizer import BLOCK_BYTES
-from ..training.logprobs import chunk_elements
+from ..training.logprobs import PASS_ELEMENTS, chunk_elements
 from ..training.model import COMPUTE_DTYPES, UNUSABLE, build_on_meta, cast_buffers, describe_unusable
 from ..training.muon import trained_matrices
 from ..training.sharding import block_classes
@@ -177,7 +177,7 @@ def plan_step(
 ) -> MemoryPlan:
     """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a row).
 
-    A loss with entropies takes 256 MiB more in the head. With ``compile`` blocks keep less than planned.
+    A loss with entropies takes 32 MiB more in the head. With ``compile`` blocks keep less than planned.
 
     Args:
         sizes: of `measure_model`, with the same settings of LoRA and dtype.
@@ -228,7 +228,8 @@ def plan_step(
     in_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
     in_head = min(sizes.vocab_size * sizes.hidden_size // t, in_rest)
     words = sizes.vocab_size // t
-    logits = (item + 4) * min(chunk_elements(words, config.logprobs_chunk_size), local_tokens * words)
+    chunk = min(chunk_elements(words, config.logprobs_chunk_size), local_tokens * words)
+    logits = item * chunk + 4 * min(PASS_ELEMENTS, chunk)
     logits += 4 * local_tokens * sizes.hidden_size
     last = choose_last(config, summed, memory) and strategy.world_size > 1
     params_stay, moments_stay = (part not in config.parts_on_host for part in ("weights", "optimizer"))

@@ -10,14 +10,12 @@ Cost: one copy over the bus each way. Host memory: the staging buffers, and with
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from ...utils.compat.torch_private import storage_id
 from ...utils.config import require_choice
@@ -27,7 +25,7 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..api import WeightUpdateMeta
 from ..dcp.state import DCPState
-from ..memory.offloaded import MODEL, host_copies, refuse
+from ..memory.offloaded import MODEL, Away, refuse, tensors_away
 from ..memory.tensors import by_clean_name, first_names, is_expanded, local_tensor
 from ..memory.weight_changes import wait_for_readers
 from ..training.gradient_sync import drop_partial
@@ -41,17 +39,12 @@ WEIGHTS, OPTIMIZER = TAGS = ("weights", "optimizer")
 """Parts of an engine that are offloaded together: parameters and buffers, or the state of the optimizer."""
 
 
-@dataclass(frozen=True)
-class _Emptied:
-    """A tensor whose storage was emptied. ``local`` has the same storage and its own count of writes."""
-
-    local: torch.Tensor
-    n_bytes: int
-    copy: torch.Tensor
-
-
 class Offload:
     """The parts of one engine that are offloaded. All ranks of ``group`` call the same methods.
+
+    An interrupt such as Ctrl-C may come between any two lines. So the tags are set before the first storage is emptied
+    and taken back after the last one is filled, and the copy of a tensor is its value from before the one until after
+    the other. Both methods finish what an earlier call has begun.
 
     Args:
         state: the whole state of the engine.
@@ -65,65 +58,73 @@ class Offload:
     ) -> None:
         self.tags = set[str]()  # the parts that are offloaded
         self._state, self._device, self._group, self._on_host = state, device, group, on_host
-        self._emptied: dict[str, _Emptied] = {}  # by dotted name
         self._kept = set[HostBuffers]()
-        self._guards: list[RemovableHandle] = []
+        # Direct calls of the model and the optimizer are refused, too.
+        state.model.register_forward_pre_hook(partial(_refuse_if_away, self.tags, {WEIGHTS}), prepend=True)
+        if state.optimizer is not None:
+            state.optimizer.register_step_pre_hook(partial(_refuse_if_away, self.tags, set(TAGS)))
 
     def require_onloaded(self, *tags: str) -> None:
         """Raise EngineOffloadedError if one of these parts is offloaded."""
-        if self.tags.intersection(tags):
-            refuse()
+        _refuse_if_away(self.tags, set(tags))
 
     @torch.no_grad()
     def offload(self, tags: set[str]) -> None:
         """Move parts to host memory and drop the gradients. See `Offloadable.offload`."""
-        if tags <= self.tags:
-            return
         model = self._state.model
         model.zero_grad()
         drop_partial(model)
+
+        # All ranks have copies before one of them empties a storage.
+        away = tensors_away(model)
         try:
             with all_ranks_succeed("offloading", self._group):
-                tensors = self._tensors_of(tags - self.tags)
-                copies = self._copy(tensors)
+                tensors = self._tensors_of(tags)
+                new = {name: tensor for name, tensor in tensors.items() if name not in away}
+                copies = self._copy(new)
         except BaseException:
+            self._synchronize()  # copies to the buffers may be under way
             self._release_buffers()
             raise
-        host_copies(model).update(copies)
-        of_id = {id(tensor): copies[name] for name, tensor in tensors.items()}
-        offload_base(of_id, partial(HostBuffers.read_offloaded, model))
-        for name, tensor in tensors.items():
-            storage = local_tensor(tensor).untyped_storage()
-            self._emptied[name] = _Emptied(local_tensor(tensor).data, storage.nbytes(), copies[name])
-            storage.resize_(0)
-        self._note(self.tags | tags)
-        n_bytes = sum(one.n_bytes for one in self._emptied.values())
+
+        # From here on the copies are the values.
+        self.tags.update(tags)
+        for name, tensor in new.items():
+            local = local_tensor(tensor)
+            away[name] = Away(local.data, local.untyped_storage().nbytes(), copies[name])
+        copy_of = {id(tensor): away[name].copy for name, tensor in tensors.items()}
+        offload_base(copy_of, partial(HostBuffers.read_offloaded, model))
+        for tensor in tensors.values():
+            local_tensor(tensor).untyped_storage().resize_(0)
+        n_bytes = sum(one.n_bytes for one in away.values())
         logger.info("offloaded: %d bytes of %s are in host memory", n_bytes, " and ".join(sorted(self.tags)))
         free_cached_memory(self._device)
 
     @torch.no_grad()
     def onload(self, tags: set[str]) -> None:
         """Move parts back. See `Offloadable.onload`."""
-        names = [name for name in self._emptied if _tag_of(name) in tags]
+        away = tensors_away(self._state.model)
+        coming = {name: one for name, one in away.items() if _tag_of(name) in tags}
         try:
             with all_ranks_succeed("onloading", self._group):
-                for one in (self._emptied[name] for name in names):
+                for one in coming.values():
                     one.local.untyped_storage().resize_(one.n_bytes)
         except BaseException:
-            for name in names:  # the other program has not left the device yet
-                self._emptied[name].local.untyped_storage().resize_(0)
+            for one in coming.values():  # the other program has not left the device yet
+                one.local.untyped_storage().resize_(0)
             free_cached_memory(self._device)
             raise
-        for one in (self._emptied.pop(name) for name in names):
+
+        for one in coming.values():
             if one.n_bytes > one.local.nbytes:  # FSDP2 fills uneven shards with zeros
                 one.local.new_empty(0).set_(one.local.untyped_storage()).zero_()
             one.local.copy_(local_tensor(one.copy), non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # the next offload may use the buffers
-        for name in names:
-            del host_copies(self._state.model)[name]
-        self._note(self.tags - tags)
+        self._synchronize()  # the values are here, and the buffers are free for the next offload
+
+        for name in coming:
+            del away[name]
         self._release_buffers()
+        self.tags.difference_update(tags)
 
     def _tensors_of(self, tags: Collection[str]) -> dict[str, torch.Tensor]:
         """Dotted name -> tensor to offload. What shares its memory with another tensor stays."""
@@ -143,7 +144,9 @@ class Offload:
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy tensors to host memory, and wait. Buffers of a snapshot that equal them are taken without a copy."""
-        model, copies = self._state.model, dict[str, torch.Tensor]()
+        model = self._state.model
+        copies = dict[str, torch.Tensor]()
+        self._synchronize()  # copies of a call that was interrupted may be under way to the same buffers
         for staging in stagings_of(model):
             copies |= staging.lend({n: t for n, t in tensors.items() if n not in copies}, self, self._kept)
         wait_for_readers(model)
@@ -151,24 +154,23 @@ class Offload:
             buffers = HostBuffers.take(model, self)
             self._kept.add(buffers)
             copies |= buffers.fit(others)
-            under_way = copy_to_host(others, copies)
-            if under_way and self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            copy_to_host(others, copies)
+            self._synchronize()
         return copies
 
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def _release_buffers(self) -> None:
-        if not self._emptied:
+        if not tensors_away(self._state.model):
             HostBuffers.release(self._state.model, self)
 
-    def _note(self, tags: set[str]) -> None:
-        """Set the offloaded parts, and guard direct calls of the model and the optimizer."""
-        for guard in self._guards:
-            guard.remove()
-        self.tags, self._guards, optimizer = tags, [], self._state.optimizer
-        if WEIGHTS in tags:
-            self._guards.append(self._state.model.register_forward_pre_hook(refuse, prepend=True))
-        if tags and optimizer is not None:
-            self._guards.append(optimizer.register_step_pre_hook(refuse))
+
+def _refuse_if_away(away: set[str], needed: set[str], *_: object) -> None:
+    """Raise EngineOffloadedError if a needed part is away. Can be a hook of a module or an optimizer."""
+    if away & needed:
+        refuse()
 
 
 class Offloadable:
@@ -208,6 +210,8 @@ class Offloadable:
 
     def onload(self, tags: Collection[str] = TAGS) -> None:
         """Bring back parts that `offload` moved away. Parts that are here stay. Collective.
+
+        After Ctrl-C in it, or in `offload`, the parts count as offloaded until another call has finished the work.
 
         Raises:
             ConfigError: there is no such tag, or no model.

@@ -163,6 +163,26 @@ def _validate_mask(mask: torch.Tensor) -> None:
         )
 
 
+def refuse_unknown_tokens(batch: Batch, n_known: int, image_token: int | None = None) -> None:
+    """Raise BatchError if a token of a valid batch is none of the first ``n_known`` and no ``image_token``.
+
+    An embedding would raise an IndexError for it, on a GPU lose the process's devices, and in parts of several ranks
+    take zeros without a word. Padding may have any id. Waits for the device of the batch, as `validate_batch` does.
+    """
+    ids, mask = batch["input_ids"].long(), batch["attention_mask"].bool()
+    unknown = mask & ((ids < 0) | (ids >= n_known))
+    if image_token is not None:  # some models replace it before the embedding
+        unknown &= ids != image_token
+    if bool(unknown.any()):
+        places = unknown.nonzero().tolist()
+        row, position = places[0]
+        raise BatchError(
+            f"token {position} of row {row} of the batch has id {int(ids[row, position])} ({len(places)} such); "
+            f"expected 0 to {n_known - 1}, because the model's embedding has {n_known} rows; tokenize with the model's "
+            "own tokenizer"
+        )
+
+
 def _rows(flags: torch.Tensor) -> str:
     rows = flags.nonzero().flatten().tolist()
     return ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")

@@ -7,10 +7,11 @@ words, and computes the logits of a chunk twice. `token_logprobs` starts from gi
 Both compute in float32 with ``z = logits / temperature``: ``log p = z[token] - logsumexp(z)``, ``H = -sum(p log p)``,
 ``d log p / dz = onehot - p`` and ``dH / dz = -p (log p + H)``. ``-p log p`` is 0 for a logit of -inf (``entr``).
 
-With ``compiled`` the passes over a chunk of logits become one kernel each way.
+The passes over a chunk take some rows at a time, so that their float32 copies are small. With ``compiled`` they become
+one kernel each way, which has none.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ from torch.special import entr
 from .compilation import compiled as compiled_
 
 CHUNK_ELEMENTS = 1 << 26
-"""Number of logits at a time: 128 MiB in bfloat16, and 256 MiB for their float32 copy."""
+"""Number of logits in a product of matrices: 128 MiB in bfloat16."""
+PASS_ELEMENTS = 1 << 23
+"""Number of logits in a pass over them: 32 MiB for each copy in float32."""
 
 
 def token_logprobs(
@@ -135,7 +138,15 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return logits.to(torch.float32, copy=True).div_(temperature)
 
 
-def _score(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+def _score(logits: torch.Tensor, targets: torch.Tensor, temperature: float, compiled: bool) -> torch.Tensor:
+    """`_score_rows`, a few rows at a time."""
+    if compiled and min(logits.shape) > 1:  # a single token (a dummy) or word would take a graph of its own
+        return compiled_(_score_rows)(logits, targets, temperature)
+    blocks = _chunks(len(logits), logits.shape[1], PASS_ELEMENTS)
+    return torch.cat([_score_rows(logits[rows], targets[rows], temperature) for rows in blocks], dim=1)
+
+
+def _score_rows(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
     """``[3, t]`` float32: log p(target), entropy and logsumexp of ``logits [t, V] / temperature``."""
     z = _scaled(logits, temperature)
     highest = z.amax(dim=-1).float()
@@ -207,18 +218,17 @@ def _grad_logits(
     ``total`` ``[t]`` is the logsumexp over all words. ``targets`` ``[t]`` lie outside ``[0, v)`` if the target is not
     among these words.
     """
-    write = _maybe_compiled(_write_grad, compiled, logits.shape)
-    write(logits, temperature, total, factors.of_p, factors.of_p_log_p, out)
+    if compiled and min(logits.shape) > 1:
+        compiled_(_write_grad)(logits, temperature, total, factors.of_p, factors.of_p_log_p, out)
+    else:
+        for rows in _chunks(len(logits), logits.shape[1], PASS_ELEMENTS):
+            own = factors.at(rows)
+            _write_grad(logits[rows], temperature, total[rows], own.of_p, own.of_p_log_p, out[rows])
     if factors.at_target is not None:
         inside, places = (targets >= 0) & (targets < logits.shape[1]), targets.clamp(0, logits.shape[1] - 1)[:, None]
         at_target = factors.at_target[:, None].to(out.dtype)
         out.scatter_(1, places, torch.where(inside[:, None], at_target, out.gather(1, places)))
     return out
-
-
-def _maybe_compiled(function: Callable[..., Any], compiled: bool, sizes: Sequence[int]) -> Callable[..., Any]:
-    """Compile it, except for a single token (a dummy) or word, which would take graphs of their own."""
-    return compiled_(function) if compiled and min(sizes) > 1 else function
 
 
 def _write_grad(
@@ -254,9 +264,9 @@ class _OfLogits(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
         ctx.temperature, ctx.elements = temperature, chunk_elements(logits.shape[1], chunk_size)
-        ctx.uses, ctx.compiled, score = uses, compiled, _maybe_compiled(_score, compiled, logits.shape)
+        ctx.uses, ctx.compiled = uses, compiled
         for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
-            scores[:, rows] = score(logits[rows], targets[rows], temperature)
+            scores[:, rows] = _score(logits[rows], targets[rows], temperature, compiled)
         ctx.save_for_backward(logits, targets, scores)
         ctx.set_materialize_grads(False)
         return scores[0].clone(), scores[1].clone()
@@ -314,8 +324,8 @@ class _OfHead(torch.autograd.Function):
         own_targets = targets.clamp(0, len(weight) - 1)
         for rows in _chunks(len(hidden), len(weight), ctx.elements):
             logits = linear(hidden[rows], weight, bias)
-            score = _maybe_compiled(_score, compiled, logits.shape)
-            scores[:, rows] = score(logits, own_targets[rows], temperature)
+            scores[:, rows] = _score(logits, own_targets[rows], temperature, compiled)
+            del logits  # before the next ones are made
         if group is not None:
             scores = _over_all_words(scores, targets, len(weight), group)
         ctx.save_for_backward(hidden, weight, bias, targets, scores)
@@ -343,6 +353,7 @@ class _OfHead(torch.autograd.Function):
                 grad_weight[words] = grad.T @ hidden
             if grad_hidden is not None:
                 grad_hidden += grad @ weight[words]
+            del logits, grad  # before the next ones are made
         if grad_hidden is not None:
             if ctx.group is not None:
                 dist.all_reduce(grad_hidden, group=ctx.group)

@@ -19,7 +19,7 @@ from ...utils.errors import BatchError
 from ..api import Batch, LossWeightFn, Trajectories
 from ..config import MicroBatchSpec
 from ..memory.tensors import bytes_of, memory_of
-from .batch import join_trajectories, refuse_images, sequence_lengths, validate_batch
+from .batch import join_trajectories, refuse_images, refuse_unknown_tokens, sequence_lengths, validate_batch
 from .partition import partition_within, split_until, warn_of_long_rows
 from .vision import ROPE_POSITIONS, TOKEN_TYPES, Vision, join_pixels
 
@@ -176,12 +176,14 @@ class CutRules:
         max_model_len: most tokens of a sequence. None: no limit.
         ranks_with_same_data: number of consecutive ranks that are given the same batch.
         vision: how the model takes images. None: it is trained on text.
+        n_known_tokens: token ids of the model are below it. None: not known.
     """
 
     row_tokens: int = 0
     max_model_len: int | None = None
     ranks_with_same_data: int = 1
     vision: Vision | None = None
+    n_known_tokens: int | None = None
 
 
 NO_RULES = CutRules()
@@ -204,9 +206,9 @@ def split_batch(
         rules: what the model and its ranks require.
 
     Raises:
-        BatchError: see `validate_batch` and `join_trajectories`. Or ``spec.granularity`` does not divide the number of
-            sequences, or a sequence is longer than ``rules.max_model_len``. The other ranks raise `PeerError`. Or ranks
-            with the same data were given different batches. All ranks raise this.
+        BatchError: see `validate_batch`, `join_trajectories` and `refuse_unknown_tokens`. Or ``spec.granularity`` does
+            not divide the number of sequences, or a sequence is longer than ``rules.max_model_len``. The other ranks
+            raise `PeerError`. Or ranks with the same data were given different batches. All ranks raise this.
     """
     cutter = _Cutter(batch, spec, lambda data: torch.zeros(()), rules)
     return _cut_together(cutter, group).micro_batches
@@ -274,6 +276,9 @@ class _Cutter:
         """Cut into as few micro-batches as the limits allow. Return their number and total weight."""
         self._batch = join_trajectories(self._given)
         validate_batch(self._batch)
+        if self.rules.n_known_tokens is not None:
+            image_token = None if self.rules.vision is None else self.rules.vision.image_token
+            refuse_unknown_tokens(self._batch, self.rules.n_known_tokens, image_token)
         self._lengths, step = sequence_lengths(self._batch), self._spec.granularity
         longest, limit = max(self._lengths), self.rules.max_model_len
         if limit is not None and longest > limit:

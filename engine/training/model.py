@@ -337,3 +337,12 @@ def _after(stored: torch.Tensor, cast: torch.Tensor, found: torch.Tensor | None)
     if n_writes(cast):
         stored.copy_(cast)
     return stored
+
+
+def n_known_tokens(model: PreTrainedModel) -> int | None:
+    """Number of rows of the input embedding, on all ranks together. None if the model has no usual one."""
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # transformers does not find it
+        return None
+    return len(weight) if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None

@@ -41,6 +41,14 @@ class ModelOutput:
         self._head = None if head is None or head.is_seen(model) else head.linear
         self._logits: torch.Tensor | None = None
         self._scores: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._computed: torch.Tensor | None = None  # what the model returned
+
+    def from_model(self) -> torch.Tensor:
+        """What the model returned on this rank. Runs it, if the loss function did not."""
+        if self._computed is None:
+            self.at(self._config.temperature)
+        assert self._computed is not None
+        return self._computed
 
     @property
     def logprobs(self) -> torch.Tensor:
@@ -73,6 +81,7 @@ class ModelOutput:
         if self._logits is None:
             self._refuse_second("logits")
             self._logits = own_output(self._model, self._mb, self._config.pack_sequences, self._sequence)
+            self._computed = self._logits
         return self._logits
 
     def at(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,6 +101,7 @@ class ModelOutput:
             self._refuse_second(f"log-probabilities at temperature {temperature}")
             with scoring(self._head, mb, temperature, packed, chunk_size, self._sequence, uses, compiled):
                 scores = own_output(self._model, mb, packed, self._sequence)
+            self._computed = scores
         else:
             targets = own_targets(mb, self._sequence)
             of_logits = score_logits(self._own_logits(), targets, temperature, chunk_size, uses, compiled)
@@ -127,6 +137,36 @@ def _of_logits(name: str) -> Any:
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", "getitem", "len"):
     setattr(ModelOutput, f"__{_name}__", _of_logits(f"__{_name}__"))
+
+
+def through_model(loss: torch.Tensor, output: "ModelOutput | torch.Tensor") -> tuple[torch.Tensor, bool]:
+    """``loss`` with a gradient of zeros if it does not depend on the ``output`` of the model, and whether it does.
+
+    So its backward runs through the model in any case, because those of the other ranks wait for it.
+
+    Raises:
+        BatchError: the loss function ran the model without gradients.
+    """
+    computed = output.from_model() if isinstance(output, ModelOutput) else output
+    if computed.grad_fn is None:
+        raise BatchError(
+            "the loss function took the model's output without gradients; call it outside of torch.no_grad"
+        )
+    waiting = [loss.grad_fn]
+    seen = set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is computed.grad_fn:
+            return loss, True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return loss + nothing_of(computed), False
+
+
+def nothing_of(output: torch.Tensor) -> torch.Tensor:
+    """A scalar zero with a gradient of zeros, also where ``output`` is not finite."""
+    return output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0).sum()  # 0 * inf would be NaN
 
 
 def model_output(

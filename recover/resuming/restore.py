@@ -5,6 +5,7 @@ and the result is compared with ``recover_info.json``.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ...engine.dcp.configured import Settled
 from ...engine.dcp.load import read_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank
 from ...utils.errors import CheckpointCorruptError
+from ...utils.files import half_loaded
 from ...utils.logging import get_logger
 from ...utils.plain_values import read_plain, unpack_plain
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng, rng_digest
@@ -111,8 +113,9 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own:
         for load in loads.values():
             load.check_unchanged()
     configured = {}
-    for name, engine in target.engines.items():
-        configured[name] = loads[name].apply()
+    for number, (name, engine) in enumerate(target.engines.items()):
+        with half_loaded(path) if number else nullcontext():  # the first engine has its values
+            configured[name] = loads[name].apply()
         if name in versions and hasattr(engine, "set_version"):
             engine.set_version(versions[name])
     rng = process.restore(target.stateful)

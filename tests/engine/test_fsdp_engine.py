@@ -181,6 +181,8 @@ def _forward_and_edges(rank: int, world_size: int, folder: str) -> None:
         (rows(batch, slice(0, 0)), "empty"),
         ({**batch, "loss_mask": batch["loss_mask"][:, :-1]}, "loss_mask"),
         ({**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}, "no token"),
+        ({**batch, "input_ids": batch["input_ids"] + 15}, r"expected 0 to 14, because the model's embedding has 15"),
+        ({**batch, "input_ids": batch["input_ids"] - 1}, r"token \d+ of row \d+ of the batch has id -1 \(\d+ such\)"),
     ):
         # Only rank 1 has the bad batch, and rank 0 must not hang in a collective.
         with pytest.raises(BatchError if rank == 1 else PeerError, match=words):
@@ -188,6 +190,8 @@ def _forward_and_edges(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(BatchError, match="no token of the batch counts"):
         engine.train_batch({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}, nll, loss_tokens)
     assert same(whole(engine), before)
+    padded = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+    assert torch.equal(engine.forward_batch(rows(padded, share)), logprobs), "padding may have any id"
 
 
 def _half_precision(rank: int, world_size: int, folder: str) -> None:

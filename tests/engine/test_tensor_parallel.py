@@ -30,7 +30,7 @@ from holdfast.engine.training.logprobs import score_tokens, token_logprobs
 from holdfast.engine.training.meshes import is_cut
 from holdfast.engine.training.microbatch import CutRules, split_batch
 from holdfast.utils.distributed import gather_objects
-from holdfast.utils.errors import ConfigError
+from holdfast.utils.errors import BatchError, ConfigError
 from tests.engine.meshes import SGD, Mesh, check_loads, engine_on, fingerprint, own_rows
 from tests.engine.models import NEEDS_PLANS, tiny_qwen3, write_model_folder
 from tests.engine.rl.test_actor import global_batch, make_actor, share_of
@@ -191,6 +191,21 @@ def _collectives(rank: int, world_size: int, folder: str) -> None:
 
 def test_the_ranks_sum_each_activation_and_its_gradient_once(folders: dict[str, Path]) -> None:
     run_ranks(_collectives, 2, str(folders["llama"]))
+
+
+def _unknown_token(rank: int, world_size: int, folder: str) -> None:
+    engine = engine_on(folder, MESHES[0], optimizer=SGD)
+    batch = make_batch()
+    n_words = SIZES["vocab_size"]
+    batch["input_ids"][0, 0] = n_words - 1
+    assert engine.forward_batch(batch).isfinite().all()
+    batch["input_ids"][0, 0] = n_words
+    with pytest.raises(BatchError, match=f"token 0 of row 0 of the batch has id {n_words} .* has {n_words} rows"):
+        engine.forward_batch(batch)
+
+
+def test_a_token_that_no_rank_has_is_refused(folders: dict[str, Path]) -> None:
+    run_ranks(_unknown_token, 2, str(folders["llama"]))
 
 
 def _nothing_stays(rank: int, world_size: int, folder: str) -> None:

@@ -1,5 +1,6 @@
 """The handler with a plain trainer in one process: due snapshots, resumption, refusals."""
 
+import errno
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from holdfast.engine.api import FinetuneSpec, StepInfo
+from holdfast.engine.dcp.load import DCPLoad
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.errors import (
     CheckpointCorruptError,
@@ -60,6 +62,33 @@ def test_a_generation_is_laid_out_as_documented_its_manifest_lists_all(tmp_path:
     assert info["run_id"] == manifest["run_id"]
     for name in ("data.pt", "state/rank_00000.pt"):
         torch.load(folder / name, weights_only=True)
+
+
+def test_a_second_engine_that_cannot_be_read_leaves_half_of_a_run_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = {"actor": Tiny().state, "critic": Tiny().state}
+    handler = make_handler(tmp_path, freq_steps=1)
+    handler.load(engines)
+    assert handler.dump(engines, step_info(0))
+    handler.close()
+    stat, applied = os.stat, list[DCPLoad]()
+    apply = DCPLoad.apply
+
+    def count_applied(load: DCPLoad) -> None:
+        apply(load)
+        applied.append(load)
+
+    def fail_for_the_second(path: Any, **options: Any) -> os.stat_result:
+        if applied and str(path).endswith("critic/__0_0.distcp"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(DCPLoad, "apply", count_applied)
+    monkeypatch.setattr(os, "stat", fail_for_the_second)
+    with pytest.raises(OSError, match="the model is now half loaded and must be loaded again: Stale file handle"):
+        make_handler(tmp_path, freq_steps=1).load(engines)
+    assert len(applied) == 1
 
 
 def test_the_run_id_is_kept_through_resumes(tmp_path: Path) -> None:

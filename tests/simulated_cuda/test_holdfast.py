@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from holdfast.utils.errors import EngineOffloadedError, TornSnapshotError
 from holdfast.utils.manifest import described_digest
 from holdfast.utils.pieces import Piece, join_digests, piece_digest
 from holdfast.utils.rng import capture_rng, derive_rng, restore_rng
+from tests.engine.staging.test_interrupts import interrupt, moments_of
 from tests.simulated_cuda import device
 
 pytestmark = pytest.mark.simulated_gpu
@@ -254,6 +256,38 @@ def test_an_offloaded_state_comes_back_with_the_values_of_its_step(on: torch.dev
 
 def host_copies_in(offload: Offload) -> list[torch.Tensor]:
     return [tensor for buffers in offload._kept for tensor in buffers.tensors.values()]
+
+
+ALL = {"weights", "optimizer"}
+
+
+@pytest.mark.parametrize("interrupted", ["offload", "onload"])
+def test_after_an_interrupt_at_any_line_an_onload_brings_every_bit_back(on: torch.device, interrupted: str) -> None:
+    state, twin = trained(on), trained(on)
+    offload = Offload(state, on, None)  # type: ignore[arg-type]
+    call = partial(getattr(offload, interrupted), ALL)
+    offload.offload(ALL)
+    offload.onload(ALL)
+    if interrupted == "onload":
+        offload.offload(ALL)
+    moments = moments_of(call, opcodes=False)
+    offload.onload(ALL)
+    for seed, moment in enumerate(moments):
+        step(state, seed)
+        step(twin, seed)
+        if interrupted == "onload":
+            offload.offload(ALL)
+        interrupt(call, moment, opcodes=False)
+        if seed % 2:
+            offload.offload(ALL)
+        taken = torch.full((1 << 16,), 9.0, device=on)
+        copies = {name: tensor.clone() for name, tensor in flatten(state.state_dict()) if tensor.dim()}
+        assert differing(copies, {name: tensor for name, tensor in values_of(twin).items() if tensor.dim()}) == []
+        del taken
+        offload.onload(ALL)
+        for copy in host_copies_in(offload):
+            copy.fill_(7)  # as the next snapshot may
+        assert differing(values_of(state), values_of(twin)) == []
 
 
 def test_an_engine_leaves_with_the_snapshot_that_is_being_copied(on: torch.device) -> None:

@@ -100,7 +100,7 @@ def test_an_error_while_values_are_placed_says_the_state_is_half_loaded(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("holdfast.engine.dcp.reader._preadv", broken)
-    with pytest.raises(OSError, match="half of it: load again"):
+    with pytest.raises(OSError, match="half loaded and must be loaded again"):
         load_dcp(tmp_path / "c", DCPState(Odd(1.0)))
 
 

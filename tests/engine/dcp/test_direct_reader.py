@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, init_device_mesh
 
+from holdfast.engine.dcp import reader
 from holdfast.engine.dcp.load import load_dcp, read_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
@@ -75,8 +76,36 @@ def test_a_file_that_changes_during_its_copy_is_reported(tmp_path: Path, monkeyp
         return read(*args)
 
     monkeypatch.setattr(os, "preadv", disturbed)
-    with pytest.raises(CheckpointCorruptError, match="changed, or was replaced"):
+    with pytest.raises(CheckpointCorruptError, match=r"half loaded and must be loaded again.*changed, or was replaced"):
         load.apply()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("stage", ["stat before the read", "open", "stat after the read"])
+def test_each_failure_after_the_first_value_says_that_the_model_is_half_loaded(
+    stage: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = trained(1)
+    save_dcp(tmp_path / "a", trained(0))
+    load = read_dcp(tmp_path / "a", target)
+    stats = count()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if next(stats) == ("stat after the read" in stage):  # one file is checked before and after
+            fail()
+        return os.lstat(path)
+
+    if "stat" in stage:
+        monkeypatch.setattr(os, "stat", stat)
+    else:
+        monkeypatch.setattr(reader, "open", fail, raising=False)
+    with pytest.raises(OSError, match=os.strerror(code)) as caught:
+        load.apply()
+    assert caught.value.errno == code
+    assert ("half loaded and must be loaded again" in str(caught.value)) == (stage != "stat before the read")
 
 
 def test_a_disk_that_fails_while_values_are_copied_is_an_os_error(
@@ -233,5 +262,5 @@ def test_a_read_error_in_one_of_several_threads_fails_the_load(tmp_path: Path, m
         return read(*args)
 
     monkeypatch.setattr(os, "preadv", fail_once)
-    with pytest.raises(OSError, match="half of it: load again"):
+    with pytest.raises(OSError, match="half loaded and must be loaded again"):
         load.apply()

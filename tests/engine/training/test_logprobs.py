@@ -10,6 +10,8 @@ import torch
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.engine.training import logprobs as module
 from holdfast.engine.training.logprobs import align_with_tokens, next_tokens, score_logits, score_tokens, token_logprobs
+from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
+from tests.tiers import slow_but
 
 CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 
@@ -175,3 +177,36 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_loss_tokens() -> None:
     expected = -np.mean([by_loops(logits.double().numpy(), tokens.tolist(), 1.0)[0][t] for t in (1, 5, 6, 8)])
     np.testing.assert_allclose(float(sft_loss_fn(logits, micro_batch)), expected, rtol=1e-6)
     assert float(count_loss_tokens(micro_batch)) == 4
+
+
+@pytest.mark.skipif(not CAN_MEASURE, reason="cannot reset the peak of memory")
+@pytest.mark.parametrize("temperature", slow_but([1.0], [1.0, 0.7]))
+def test_a_chunk_of_logits_has_no_whole_copy_in_float32(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, tokens = 40_000, 1024
+    chunk_bytes = 2 * (1 << 24)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 24)
+    monkeypatch.setattr(module, "PASS_ELEMENTS", 1 << 20)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 8, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(words, 8, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, words, (tokens,), generator=generator)
+
+    def step() -> None:
+        logprobs, entropy = score_tokens(hidden, weight, None, targets, temperature)
+        torch.autograd.grad(entropy.sum() - logprobs.sum(), [hidden, weight])
+
+    step()  # threads and workspaces
+    assert peak_growth_bytes(step) < 2.5 * chunk_bytes, "one copy alone would be twice the chunk"
+
+
+def test_passes_of_a_few_rows_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(37, 101, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, 101, (37,), generator=generator)
+    found = []
+    for elements in (1, 500, 1 << 23):
+        monkeypatch.setattr(module, "PASS_ELEMENTS", elements)
+        scores = score_logits(logits, targets, 0.7)
+        found.append([*scores, *torch.autograd.grad(scores[1].sum() - scores[0].sum(), [logits])])
+    for others in found[:-1]:
+        assert all(map(torch.equal, others, found[-1]))

@@ -9,7 +9,13 @@ from torch.overrides import TorchFunctionMode
 
 from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec
-from holdfast.engine.training.batch import join_trajectories, select_rows, sequence_lengths, validate_batch
+from holdfast.engine.training.batch import (
+    join_trajectories,
+    refuse_unknown_tokens,
+    select_rows,
+    sequence_lengths,
+    validate_batch,
+)
 from holdfast.engine.training.microbatch import CutRules, expand_to_tokens, split_and_weigh, split_batch, unpack, weigh
 from holdfast.engine.training.partition import partition
 from holdfast.utils.errors import BatchError, PeerError
@@ -238,6 +244,20 @@ def changed(**changes: object) -> Batch:
 def test_validate_batch_names_what_is_wrong(batch: Batch, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         validate_batch(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8])
+def test_a_token_that_no_embedding_has_is_named(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[1, 2, 3], [4, 99, 99]], dtype=dtype)
+    batch = changed(input_ids=ids)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    for enough in (100, 300, 200_000):
+        refuse_unknown_tokens(batch, enough)
+    refuse_unknown_tokens(batch, 5, image_token=99)
+    with pytest.raises(BatchError, match=r"token 1 of row 1 of the batch has id 99 \(1 such\); expected 0 to 98"):
+        refuse_unknown_tokens(batch, 99)
+    with pytest.raises(BatchError, match=r"token 2 of row 0 of the batch has id 3 \(2 such\)"):
+        refuse_unknown_tokens(batch, 3, image_token=99)
 
 
 def test_trajectories_with_images_and_without_tokens_are_refused_in_words() -> None:

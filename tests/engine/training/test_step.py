@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast.engine import FSDPEngine, MicroBatchSpec, OptimizerConfig
 from holdfast.engine.training.microbatch import split_batch
 from holdfast.engine.training.optimizer_step import clip_grad_norm
-from holdfast.utils.errors import PeerError
+from holdfast.utils.errors import BatchError, PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -181,14 +182,97 @@ def _clip_as_torch_does(rank: int, world_size: int) -> int:
         clipped = [grad.clone() for grad in grads]
         for grad, value in zip(grads, before, strict=True):
             grad.copy_(value)
-        loss, norm = clip_grad_norm(model, 0.1, torch.tensor(0.1 * (rank + 1), dtype=torch.float64), 3.0).tolist()
-        assert loss == 0.1 + 0.2
+        loss, norm, n_losses = clip_grad_norm(
+            model, 0.1, torch.tensor(0.1 * (rank + 1), dtype=torch.float64), 3.0
+        ).tolist()
+        assert (loss, n_losses) == (0.1 + 0.2, 2)
         n_same += norm == float(expected) and all(map(torch.equal, grads, clipped))
     return n_same
 
 
 def test_a_gradient_is_clipped_as_torch_clips_it_to_the_last_bit() -> None:
     assert run_ranks(_clip_as_torch_does, 2) == [10, 10]
+
+
+LARGE = 2.0**70
+"""Its square is infinite in float32."""
+
+
+def _has_a_large_gradient(rank: int, world_size: int, folder: str) -> None:
+    for loss_factor in (1.0, LARGE):
+        engine = make_engine(folder, optimizer=OptimizerConfig(type="sgd", lr=0.1, gradient_clipping=1e-3))
+        before = whole(engine)
+        batch = rows(make_batch((5, 9, 7, 3)), slice(rank, None, world_size))
+        stats = engine.train_batch(batch, lambda output, mb, by=loss_factor: nll(output, mb) * by, loss_tokens)
+        assert stats["update_successful"] == 1.0
+        change = {name: tensor - before[name] for name, tensor in whole(engine).items()}
+        if loss_factor == 1.0:
+            expected_norm = stats["grad_norm"]
+            expected_change = change
+        engine.destroy()
+    assert stats["grad_norm"] / LARGE == pytest.approx(expected_norm, rel=1e-5)
+    for name, tensor in change.items():
+        torch.testing.assert_close(tensor, expected_change[name], rtol=1e-3, atol=1e-7)
+
+
+def test_a_gradient_whose_square_overflows_is_clipped_on_all_ranks(folder: Path) -> None:
+    run_ranks(_has_a_large_gradient, 2, str(folder), timeout_s=50)
+
+
+def unrelated(output: Any, mb: Any) -> torch.Tensor:
+    return torch.zeros((), requires_grad=True)
+
+
+def detached_logprobs(output: Any, mb: Any) -> torch.Tensor:
+    return output.logprobs.detach().sum()
+
+
+def detached_logits(output: Any, mb: Any) -> torch.Tensor:
+    return (output * torch.zeros((), requires_grad=True)).detach().sum() * torch.zeros((), requires_grad=True)
+
+
+def mean_square(values: torch.Tensor, mb: Any) -> torch.Tensor:
+    return values.square().mean()
+
+
+def _one_loss_is_unrelated(rank: int, world_size: int, folder: str, critic: bool) -> None:
+    batch = make_batch((5, 9, 7, 3), seed=rank)
+    loss_fn = mean_square if critic else nll
+    for kind in (unrelated, detached_logits) if critic else (unrelated, detached_logprobs, detached_logits):
+        engine, twin = make_engine(folder, is_critic=critic), make_engine(folder, is_critic=critic)
+        for step in range(2):
+            # The twin's loss depends on the output, with a gradient of zeros.
+            own = kind if rank == step else loss_fn
+            factor = float(rank != step)
+            stats = engine.train_batch(batch, own, loss_tokens)
+            expected = twin.train_batch(batch, lambda output, mb, by=factor: loss_fn(output, mb) * by, loss_tokens)
+            assert stats["grad_norm"] == expected["grad_norm"] > 0
+        assert same(whole(engine), whole(twin))
+
+        # If no loss of any rank depends on the model, all ranks hear it, and the next step is as ever.
+        with pytest.raises(BatchError, match="no loss of any rank depends on the model"):
+            engine.train_batch(batch, kind, loss_tokens)
+        assert engine.train_batch(batch, loss_fn, loss_tokens) == twin.train_batch(batch, loss_fn, loss_tokens)
+        assert same(whole(engine), whole(twin))
+        engine.destroy()
+        twin.destroy()
+
+
+@pytest.mark.parametrize("critic", slow_but([False], [False, True]))
+def test_a_loss_that_does_not_depend_on_the_model_counts_with_a_gradient_of_zeros(folder: Path, critic: bool) -> None:
+    run_ranks(_one_loss_is_unrelated, 2, str(folder), critic, timeout_s=50)
+
+
+def test_a_loss_without_gradients_and_a_step_without_a_backward_are_refused(engine: FSDPEngine) -> None:
+    def without_gradients(output: Any, mb: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return nll(output, mb)
+
+    with pytest.raises(BatchError, match="output without gradients"):
+        engine.train_batch(make_batch(), without_gradients, loss_tokens)
+    with pytest.raises(BatchError, match="no loss of any rank depends on the model"):
+        engine.optimizer_step()
+    assert engine.train_batch(make_batch(), nll, loss_tokens)["update_successful"] == 1.0
 
 
 def long_batch(lengths: list[int]) -> dict[str, torch.Tensor]:
