@@ -151,6 +151,27 @@ def test_mirror_pull_brings_a_run_back_that_resumes_from_it(tmp_path: Path) -> N
     assert holdfast("mirror", "pull", url, tmp_path / "c", "--step", "7")[0] == 2
 
 
+def test_mirror_pull_refuses_the_copy_of_another_run(run: Path, tmp_path: Path) -> None:
+    run_until(tmp_path / "other", 3)
+    other, url = tmp_path / "other" / "e" / "t", f"file://{tmp_path}/copies"
+    assert holdfast("mirror", "push", other, "--step", "2", "--url", url)[0] == 0
+    before = _tree(run / "recover")
+    ids = {place: answer("ls", place)["generations"][0]["run_id"] for place in (run, other)}
+    code, _, err = holdfast("mirror", "pull", url, run)
+    assert code == 2 and f"is of run {ids[other]}, but" in err and f"belongs to run {ids[run]}" in err
+    assert "new folder" in err and _tree(run / "recover") == before
+
+
+def test_mirror_pull_finds_the_run_of_its_folder_of_generations(tmp_path: Path) -> None:
+    run_until(tmp_path / "a", 3)
+    run, url = tmp_path / "a" / "e" / "t", f"file://{tmp_path}/copies"
+    assert holdfast("mirror", "push", run, "--all", "--url", url)[0] == 0
+    shutil.rmtree(run / "recover" / "global_step_2")
+    for recover in (run / "recover", tmp_path / "b" / "e" / "t" / "recover"):
+        assert holdfast("mirror", "pull", url, recover)[0] == 0
+        assert (recover / "global_step_2").is_dir() and not (recover / "recover").exists()
+
+
 def test_mirror_push_replaces_no_copy_of_another_run_and_deletes_nothing(run: Path, tmp_path: Path) -> None:
     run_until(tmp_path / "other", 4, max_ckpt_to_keep=None)
     other, copies = tmp_path / "other" / "e" / "t", tmp_path / "copies"
