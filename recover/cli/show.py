@@ -171,6 +171,12 @@ def _fact(value: Any) -> str:
     return number_text(value)
 
 
+def _tells(key: str, value: Any) -> bool:
+    """Whether a value of a scheduler or counter is for people. torch's own attributes begin with an underscore."""
+    is_empty = isinstance(value, list) and all(item is None for item in value)
+    return not (key.startswith("_") or isinstance(value, dict) or is_empty)
+
+
 def _print_engine(name: str, engine: dict[str, Any]) -> None:
     kinds = engine["kinds"].items()
     rows = [(kind, str(n["tensors"]), f"{n['elements']:,}", size_text(n["bytes"])) for kind, n in kinds]
@@ -187,8 +193,8 @@ def _print_engine(name: str, engine: dict[str, Any]) -> None:
         print_table(("parameters>", *keys), rows, "Parameter groups")
     for part in ("scheduler", "counters"):
         if engine.get(part):
-            plain = {key: value for key, value in engine[part].items() if not isinstance(value, dict)}
-            print_table(("", ""), [(key, number_text(value)) for key, value in plain.items()], part.capitalize())
+            rows = [(key, number_text(value)) for key, value in engine[part].items() if _tells(key, value)]
+            print_table(("", ""), rows, part.capitalize())
     if "tensors" in engine:
         rows = [
             (t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", size_text(t["bytes"]), str(t["shards"]))
