@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from collections import Counter
 from functools import partial
 from pathlib import PurePath
@@ -18,6 +19,7 @@ from .runs import generation_argument, read_generation
 
 _METADATA = "/.metadata"
 _TEXT = ".language_model."
+_OF_PROCESS = re.compile(r"state/(rank_\d+|driver)\.pt")
 
 
 @click.command("show", short_help="Show the contents of a generation.")
@@ -55,7 +57,7 @@ def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
     small.read(INFO_NAME)
     names = sorted(name.removesuffix(_METADATA) for name in files if name.endswith(_METADATA))
     processes = {process: {"generators": digest, "objects": []} for process, digest in sorted(info.rng.items())}
-    for name in (name for name in files if name.startswith("state/") and name.endswith(".pt")):
+    for name in filter(_OF_PROCESS.fullmatch, files):
         state = small.load(name)
         user = state.get("user") if isinstance(state, dict) else None
         process = processes.setdefault(PurePath(name).stem, {"generators": None, "objects": []})

@@ -15,6 +15,7 @@ IN_STAGING = {
     "the data file of a rank": r"\w+/__\d+_\d+\.distcp",
     "the metadata of an engine": r"\w+/\.metadata",
     "the state of a rank": r"state/rank_\d+\.pt",
+    "the small files of a model": r"state/model_files_\w+\.pt",
     "the data cursor": r"data\.pt",
     "the recover info": r"recover_info\.json",
     "the manifest": r"manifest\.json",
