@@ -308,7 +308,13 @@ class FSDPEngine(Offloadable):
             beat()
             output = own_output(self.model, mb.first_token(), self.config.pack_sequences, self._meshes.sequence)
             return output.masked_fill(torch.ones_like(output, dtype=torch.bool), 0.0).sum()  # 0 * inf would be NaN
-        return loss_fn(self._output(mb), mb.data) * share
+        loss = loss_fn(self._output(mb), mb.data)
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"the loss function returned {loss!r}, a {type(loss).__name__}; expected a tensor with one value, from "
+                "which gradients can be computed (do not call .item() on it)"
+            )
+        return loss * share
 
     def _output(self, mb: MicroBatch) -> Any:
         """First argument of the loss functions."""
