@@ -15,7 +15,6 @@ IN_STAGING = {
     "the data file of a rank": r"\w+/__\d+_\d+\.distcp",
     "the metadata of an engine": r"\w+/\.metadata",
     "the state of a rank": r"state/rank_\d+\.pt",
-    "the small files of a model": r"state/model_files_\w+\.pt",
     "the data cursor": r"data\.pt",
     "the recover info": r"recover_info\.json",
     "the manifest": r"manifest\.json",
@@ -27,6 +26,7 @@ IN_STAGING = {
     "the folder of the changes": r"delta",
     "a small file of a model": r"(config|generation_config|tokenizer|tokenizer_config)\.json|chat_template\.jinja",
     "the staging folder": r"",
+    "the small files of a model": r"state/model_files_\w+\.pt",
 }
 """Purpose of an fsync in a staging folder -> path in that folder."""
 AFTER_NAMES = {
