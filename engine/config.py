@@ -7,7 +7,7 @@ a process group or model exists.
 import re
 from dataclasses import dataclass, field, replace
 
-from ..utils.config import require_choice, require_range
+from ..utils.config import require_choice, require_numbers, require_range
 from ..utils.errors import ConfigError
 from .parallel_strategy import ParallelStrategy
 
@@ -66,6 +66,7 @@ class OptimizerConfig:
     """Keep the optimizer's state in host memory. A step brings it to the GPU in blocks, and changes the same bits."""
 
     def __post_init__(self) -> None:
+        require_numbers(self, "optimizer.")
         require_choice("optimizer.type", self.type, tuple(_IMPLEMENTATIONS))
         require_choice("optimizer.implementation", self.implementation, ("auto", *_IMPLEMENTATIONS["adam"]))
         if self.implementation not in ("auto", *_IMPLEMENTATIONS[self.type]):
@@ -106,6 +107,7 @@ class MicroBatchSpec:
     """``ffd`` (first fit decreasing) or ``kk`` (Karmarkar-Karp: better balance, a little slower)."""
 
     def __post_init__(self) -> None:
+        require_numbers(self, "mb_spec.")
         require_range("mb_spec.n_mbs", self.n_mbs, low=1)
         require_range("mb_spec.granularity", self.granularity, low=1)
         require_range("mb_spec.n_mbs_divisor", self.n_mbs_divisor, low=1)
@@ -154,6 +156,7 @@ class FSDPConfig:
     Its collectives have torch's time limit instead of ``timeout_s``."""
 
     def __post_init__(self) -> None:
+        require_numbers(self, "fsdp.")
         require_range("fsdp.forward_prefetch", self.forward_prefetch, low=0)
         require_range("fsdp.backward_prefetch", self.backward_prefetch, low=0)
         require_choice("fsdp.gradient_sync", self.gradient_sync, ("auto", "every", "last"))
@@ -253,6 +256,7 @@ class TrainEngineConfig:
     """Longest wait for a peer in any collective."""
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         self.dtype = _DTYPE_ALIASES.get(self.dtype, self.dtype)
         self.grad_reduce_dtype = _DTYPE_ALIASES.get(self.grad_reduce_dtype, self.grad_reduce_dtype)
         require_choice("dtype", self.dtype, DTYPES)

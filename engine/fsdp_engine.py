@@ -314,7 +314,13 @@ class FSDPEngine(Offloadable):
             output = own_output(self.model, mb.first_token(), self.config.pack_sequences, self._meshes.sequence)
             return nothing_of(output), False
         output = self._output(mb)
-        loss = loss_fn(output, mb.data) * share
+        loss = loss_fn(output, mb.data)
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"the loss function returned {loss!r}, a {type(loss).__name__}; expected a tensor with one value, from "
+                "which gradients can be computed (do not call .item() on it)"
+            )
+        loss = loss * share
         return through_model(loss, output) if torch.is_grad_enabled() else (loss, False)
 
     def _output(self, mb: MicroBatch) -> Any:

@@ -102,6 +102,12 @@ class ParallelStrategy:
         """Fill in ``data_parallel_size``. Raises ConfigError if the strategy is for another number of ranks."""
         per_data_rank = self.ranks_with_same_data
         d = self.data_parallel_size or max(1, world_size // per_data_rank)
+        if self.data_parallel_size is None and world_size < per_data_rank:
+            raise ConfigError(
+                f"{per_data_rank} ranks have the same data (context parallelism {self.context_parallel_size}, tensor "
+                f"parallelism {self.tensor_parallel_size}), but only {world_size} rank(s) have joined; start "
+                f"{per_data_rank} ranks or a multiple, or set config key 'backend' to 'fsdp:d{world_size}'"
+            )
         if (needed := d * per_data_rank) != world_size:
             each = f" ({per_data_rank} for each data rank)" if per_data_rank > 1 else ""
             raise ConfigError(

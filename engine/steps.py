@@ -4,7 +4,7 @@ import operator
 from dataclasses import dataclass
 from typing import SupportsIndex, cast
 
-from ..utils.config import require_range
+from ..utils.config import require_numbers, require_range
 from ..utils.errors import ConfigError
 
 
@@ -18,6 +18,7 @@ class FinetuneSpec:
     max_train_steps: int | None = None  # the run ends after this many steps, if that is sooner
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         require_range("total_train_epochs", self.total_train_epochs, low=1)
         require_range("train_batch_size", self.train_batch_size, low=1)
         require_range("max_train_steps", self.max_train_steps, low=1)

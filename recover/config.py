@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..engine.api import ADAPTER_FORMS, EXPORT_DTYPES
-from ..utils.config import require_choice, require_range
+from ..utils.config import require_choice, require_numbers, require_range
 from ..utils.errors import ConfigError
 from ..utils.remote import FETCH_FIRST, require_local
 
@@ -112,6 +112,7 @@ class RecoverConfig:
     (``min_world_size``). None means all of it."""
 
     def __post_init__(self) -> None:
+        require_numbers(self, "recover.")
         self.mode = _MODE_NAMES.get(self.mode, self.mode)
         require_choice("recover.mode", self.mode, ("auto", "must", "off"))
         advice = "give one that all ranks see, and set recover.mirror_url for copies at a URL"

@@ -191,6 +191,8 @@ class RecoverHandler:
         if choice is not None:
             self._restore(position, choice, dataloader)
             ranks.decide(partial(self._give_up_newer, choice))
+        # A resume_path of another run leads to a run of its own, in whose folder the other one's copies are refused.
+        self._snapshots.run_id = ranks.decide(self.store.run_id) or self._snapshots.run_id
         self._folder.note_start(choice, ranks.world_size, time.monotonic() - started)
         self._snapshots.resumed_from = self._resume.resumed_from
         background_s = self.config.save_timeout_s if self.config.async_save else None
@@ -206,7 +208,7 @@ class RecoverHandler:
         position.epoch = restore_run(position.ranks, choice, dataloader, self._stateful)
         position.rng, info = capture_rng(), choice[1]
         position.step = info.last_step_info.global_step
-        self._snapshots.run_id, self._snapshots.last_facts = info.run_id, info.engines
+        self._snapshots.last_facts = info.engines
         self._triggers.saved(info.save_s)
         self._triggers.schedule.mark(info.last_step_info)
 

@@ -14,10 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
+from ..engine.workers.group import WorkerGroup  # first: it says what to install if there is no Ray
+
+# isort: split
 import ray
 from ray.exceptions import RayError
 
-from ..engine.workers.group import WorkerGroup
 from ..engine.workers.nodes import draining_nodes
 from ..engine.workers.placement import Placement, PlacementRequest, WorkerResources, place
 from ..engine.workers.rank_answers import headline, require_ray

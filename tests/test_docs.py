@@ -20,7 +20,7 @@ from holdfast.engine.hf.save import save_hf
 from holdfast.engine.hf.versions import version_path, write_version
 from holdfast.recover import GenerationStore
 from holdfast.recover.engines import RankEngines
-from holdfast.recover.storage.generations import TRACKER_NAME
+from holdfast.recover.storage.generations import OWNER_NAME, TRACKER_NAME
 from holdfast.utils.files import remove_folder
 from holdfast.utils.json_lines import read_lines
 from holdfast.utils.manifest import FORMAT_VERSION, MANIFEST_NAME
@@ -158,9 +158,9 @@ def generation(trial: Path) -> Path:
 
 def test_files_of_a_trial_are_those_in_the_tables(trial: Path) -> None:
     driver = trial.parents[1] / "ray" / "e" / "t"
-    tracker = f"recover/.{TRACKER_NAME}.<hex>"  # exists only during a rename
+    during_a_rename = [f"recover/.{name}.<hex>" for name in (TRACKER_NAME, OWNER_NAME)]
     here = [name for name in files_below(trial) if name.startswith("recover")]
-    assert_same(rows("Files"), [*here, *files_below(driver)], not_made_here=[tracker])
+    assert_same(rows("Files"), [*here, *files_below(driver)], not_made_here=during_a_rename)
     exported = [path.name for folder in ("hf", "weights") for path in (trial / folder).rglob("*") if path.is_file()]
     folders = [f"{path.relative_to(trial).as_posix()}/x" for path in trial.glob("[hw]*/*")]
     sharded = {"model-<k>-of-<n>.safetensors", "model.safetensors.index.json"}

@@ -8,8 +8,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -112,7 +114,27 @@ def require_choice(key: str, value: object, choices: Sequence[object]) -> None:
         raise ConfigError(f"config key {key!r} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
+def require_numbers(config: Any, section: str = "") -> None:
+    """Raise ConfigError if a field of the dataclass ``config`` that takes numbers is a text.
+
+    For use in ``__post_init__``. ``section`` is where the fields are in a file, for example ``optimizer.``.
+    """
+    for field in fields(config):
+        kinds = set(get_args(field.type) or [field.type])
+        if kinds <= {int, float, NoneType}:
+            _refuse_text(f"{section}{field.name}", getattr(config, field.name))
+
+
+def _refuse_text(key: str, value: object) -> None:
+    if isinstance(value, str):
+        raise ConfigError(
+            f"config key {key!r} is {value!r}, a text; expected a number. YAML reads 1e-5 as text, and 1.0e-5 as a "
+            "number: write it so, convert it with float(), or read the file with load_config"
+        )
+
+
 def require_range(key: str, value: float | None, *, low: float, high: float = float("inf")) -> None:
     """Raise ConfigError unless ``value`` is None or within ``[low, high]``. For use in ``__post_init__``."""
+    _refuse_text(key, value)
     if value is not None and not low <= value <= high:
         raise ConfigError(f"config key {key!r} is {value!r}; expected a value from {low} to {high}")

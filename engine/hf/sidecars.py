@@ -120,11 +120,19 @@ def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
 def _copy_base_files(base: Path, folder: Path) -> None:
     if not base.is_dir():
         raise CheckpointNotFoundError(f"base_model_path {base} is not a folder; expected a local model folder")
-    for source in sorted(
-        path for here in (base, *(base / name for name in _SIDECAR_FOLDERS)) for path in here.glob("*")
-    ):
-        skipped = source.name.startswith(".") or source.name in _NOT_OF_MODEL or source.name.endswith(WEIGHT_SUFFIXES)
-        target = folder / source.relative_to(base)
-        if source.is_file() and not skipped and not target.exists():
+    for name, source in small_files(base).items():
+        target = folder / name
+        if not target.exists():
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(source, target)
+
+
+def small_files(base: Path) -> dict[str, Path]:
+    """The files of a model folder that are no weights, by POSIX path relative to it."""
+    folders = (base, *(base / name for name in _SIDECAR_FOLDERS))
+    found = {}
+    for path in sorted(path for folder in folders for path in folder.glob("*")):
+        is_other = path.name.startswith(".") or path.name in _NOT_OF_MODEL or path.name.endswith(WEIGHT_SUFFIXES)
+        if path.is_file() and not is_other:
+            found[path.relative_to(base).as_posix()] = path
+    return found

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...utils.config import require_choice, require_range
+from ...utils.config import require_choice, require_numbers, require_range
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from .losses import LOSS_AGG_MODES
@@ -40,6 +40,7 @@ class NormConfig:
     """Rows in a group, adjacent in the batch. Null takes the actor's ``group_size``."""
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         require_choice("mean_level", self.mean_level, LEVELS)
         require_choice("std_level", self.std_level, LEVELS)
         require_range("eps", self.eps, low=0.0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...utils.config import require_choice, require_range
+from ...utils.config import require_choice, require_numbers, require_range
 from ...utils.errors import ConfigError
 from .kl import kl_estimate
 from .losses import MAX_LOG_RATIO, Stats, by_sequence
@@ -59,6 +59,7 @@ class RejectionSamplingConfig:
         return self.weight or ("sequence_mean" if (self.level, self.metric) == ("sequence", "ratio") else "token")
 
     def __post_init__(self) -> None:
+        require_numbers(self, "rejection_sampling.")
         require_choice("rejection_sampling.level", self.level, ("token", "sequence"))
         require_choice("rejection_sampling.weight", self.weight, (None, *_WEIGHTS))
         require_range("rejection_sampling.weight_upper", self.weight_upper, low=0.0)

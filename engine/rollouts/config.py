@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...utils.config import require_range
+from ...utils.config import require_numbers, require_range
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class RolloutConfig:
     """Longest wait of `next_batch` for the tickets of a step."""
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         require_range("max_head_offpolicyness", self.max_head_offpolicyness, low=0)
         require_range("max_concurrent_rollouts", self.max_concurrent_rollouts, low=1)
         require_range("total_steps", self.total_steps, low=1)

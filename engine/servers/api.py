@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from ...utils.config import require_range
+from ...utils.config import require_numbers, require_range
 from ...utils.manifest import manifest_digest
 from ..api import InferenceServer
 
@@ -44,6 +44,7 @@ class GenerationHyperparameters:
     stop_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         require_range("n_samples", self.n_samples, low=1)
         require_range("max_new_tokens", self.max_new_tokens, low=1)
         require_range("min_new_tokens", self.min_new_tokens, low=0, high=self.max_new_tokens)

@@ -1,6 +1,6 @@
-"""A script with Accelerate: ``python -m examples.integrations.accelerate_sft runs/accelerate``, again after a kill.
+"""A script with Accelerate: ``python examples/integrations/accelerate_sft.py runs/accelerate``, again after a kill.
 
-With more ranks: ``torchrun --nproc-per-node 2 -m examples.integrations.accelerate_sft runs/accelerate``.
+With more ranks: ``torchrun --nproc-per-node 2 examples/integrations/accelerate_sft.py runs/accelerate``.
 """
 
 import sys
@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.integrations.tiny import digest, tiny_model, token_rows
 from holdfast.engine import FinetuneSpec
 from holdfast.integrations.accelerate import recoverable

@@ -1,5 +1,5 @@
 """A training loop with ``fully_shard``, like torchtitan's:
-``torchrun --nproc-per-node 2 -m examples.integrations.fsdp2_script runs/fsdp2``, again after a kill.
+``torchrun --nproc-per-node 2 examples/integrations/fsdp2_script.py runs/fsdp2``, again after a kill.
 """
 
 import sys
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.integrations.tiny import digest, tiny_model, token_rows
 from holdfast.engine import FinetuneSpec
 from holdfast.integrations.accelerate import recoverable

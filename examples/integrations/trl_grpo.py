@@ -1,4 +1,4 @@
-"""GRPO with TRL, two lines from plain TRL: ``python -m examples.integrations.trl_grpo runs/trl``, again after a kill.
+"""GRPO with TRL, two lines from plain TRL: ``python examples/integrations/trl_grpo.py runs/trl``, again after a kill.
 
 Plain TRL, killed inside a generation buffer, samples the same prompts again and reaches the end of the run late.
 """
@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.integrations.tiny import digest, sums, tiny_model, tiny_tokenizer
 from holdfast.integrations.transformers import recoverable
 from holdfast.recover import RecoverConfig

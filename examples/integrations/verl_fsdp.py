@@ -1,5 +1,5 @@
 """The calls of verl's trainer to the checkpoint manager of its FSDP engine, with a tiny model:
-``torchrun --nproc-per-node 2 -m examples.integrations.verl_fsdp runs/verl``, again after a kill.
+``torchrun --nproc-per-node 2 examples/integrations/verl_fsdp.py runs/verl``, again after a kill.
 
 A real job needs one line, ``actor_rollout_ref.model.external_lib=holdfast.integrations.verl``.
 """
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path  # type: ignore[import-not-found]
 from verl.workers.engine.fsdp import transformer_impl  # type: ignore[import-not-found]
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.integrations.tiny import digest, tiny_model, tiny_tokenizer, token_rows
 
 

@@ -5,6 +5,7 @@ An attempt goes from its beginning, before `load`, to whatever ended it.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ def _go_on(attempts: list[AttemptRecord], event: dict[str, Any]) -> None:
             if attempt.first is None:
                 attempt.first, attempt.first_at = event["step"], event["time"]
                 if len(attempts) > 1:
-                    left = next((one.last_at for one in reversed(attempts[:-1]) if one.last_at), attempts[0].began)
+                    before = islice(reversed(attempts), 1, None)
+                    left = next((one.last_at for one in before if one.last_at), attempts[0].began)
                     attempt.gone_s = round(event["time"] - left, 3)
             attempt.last, attempt.last_at = event["step"], event["time"]
         case "stop":

@@ -21,7 +21,8 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="Folder to create.")
 @dtype_option("the dtype in config.json; adapters keep theirs")
 @click.option("--config", type=_FOLDER,
-              help="Folder with config.json, tokenizer ...  [default: an export of the same run]")  # fmt: skip
+              help="Folder with config.json, tokenizer ...  [default: an export of the same run, "
+              "else the files in GEN]")  # fmt: skip
 @click.option("--engine", help="Engine to export. Required if the generation has several.")
 @click.option("--adapters", type=click.Choice(("merged", "peft")), help="How to export LoRA adapters: merged into all "
               "weights of the base, or as a PEFT folder.  [default: merged]")  # fmt: skip
@@ -34,9 +35,9 @@ def export_command(generation: str, target: Path, as_json: bool, **options: Any)
     Every file is compared with its digest before use, and the exported weights are read back. The folder appears only
     when it is complete. A copy at a URL is first fetched into the temporary folder (TMPDIR).
 
-    A generation does not say how to build its model. That is in config.json, which comes from an export of the run or
-    from the folder that the run started with (--config). The tokenizer and other small files next to config.json are
-    copied. Python code in that folder is never run, so transformers must know the architecture.
+    The structure of the model comes from config.json: that of an export of the run, else the one in GEN. Generations of
+    older versions have none (use --config). The tokenizer and other small files next to config.json are copied. Python
+    code in that folder is never run, so transformers must know the architecture.
 
     A generation with LoRA adapters does not contain the base model. With --adapters merged, the base is read from the
     folder that the run started with, and compared with the digest in GEN. --adapters peft needs no base.
@@ -61,10 +62,7 @@ def _export(
     base: Path | None,
 ) -> tuple[str, float]:
     """Export one generation. Return its path or URL, and the seconds that the export took."""
-    from ...engine.hf.dtypes import base_dtype
-    from ..convert import convert
     from ..convert.adapters import write_peft
-    from ..convert.checkpoint import Architecture
     from ..convert.dcp import engine_folder, stored_adapters
 
     if not is_free(target):
@@ -81,23 +79,48 @@ def _export(
                 raise click.UsageError("--config and --base are of merged weights: adapters are exported as they are")
             seconds = write_peft(path, stored, target, dtype)
         else:
-            model = config or (_config_of(folder.path) if stored is None else stored.base_folder(base))
-            # As the run itself exports: in the dtype of the folder that its model was made from.
-            dtype = dtype or str(base_dtype(Architecture.read(model).model, model)).removeprefix("torch.")
-            given: dict[str, Any] = {"config": model, "engine": engine, "merge": stored is not None, "base": base}
-            seconds = convert(path, target, to="hf", dtype=dtype, **given).seconds
+            seconds = _write_model(path, folder, target, dtype, config, engine, base, stored)
     return folder.where, seconds
 
 
-def _config_of(path: Path | None) -> Path:
-    """The newest folder of the same run that has a ``config.json``."""
+def _write_model(
+    path: Path,
+    folder: Folder,
+    target: Path,
+    dtype: str | None,
+    config: Path | None,
+    engine: str | None,
+    base: Path | None,
+    stored: Any,
+) -> float:
+    """Write all weights of the generation at ``path``, a copy of ``folder``. Return the seconds that this took."""
+    from ...engine.hf.dtypes import base_dtype
+    from ..convert import convert
+    from ..convert.checkpoint import Architecture
+    from ..convert.dcp import engine_folder
+    from ..saving.model_files import unpacked_model_files
+
+    with unpacked_model_files(path, engine_folder(path, engine).name) as own:
+        model = config or (_config_of(folder.path, own) if stored is None else stored.base_folder(base))
+        # As the run itself exports: in the dtype of the folder that its model was made from.
+        if dtype is None and own is not None and model == own[0]:
+            dtype = own[1]
+        dtype = dtype or str(base_dtype(Architecture.read(model).model, model)).removeprefix("torch.")
+        given: dict[str, Any] = {"config": model, "engine": engine, "merge": stored is not None, "base": base}
+        return convert(path, target, to="hf", dtype=dtype, **given).seconds
+
+
+def _config_of(path: Path | None, own: tuple[Path, str | None] | None) -> Path:
+    """The newest folder of the same run that has a ``config.json``, else the files in the generation itself."""
     where = "the generation"
     if path is not None:
         trial = path.absolute().parent.parent
-        where = f"hf/, weights/ or base_model/ of {trial}"
+        where = f"the generation, nor in hf/, weights/ or base_model/ of {trial}"
         for pattern in ("hf/[!.]*/config.json", "weights/[!.]*/config.json", "base_model/config.json"):
             if found := [config.parent for config in trial.glob(pattern)]:
                 return max(found, key=lambda export: (len(export.name), export.name))
+    if own is not None:
+        return own[0]
     raise CheckpointNotFoundError(
         f"there is no config.json in {where}; name a folder that has the model's with --config, as the one that the "
         "run was started from"

@@ -19,7 +19,7 @@ from ...utils.errors import ConfigError
 from ...utils.folder_lock import FolderLock, probe_lock
 from ..storage.generations import LOCK_NAME
 from ..storage.journal import JOURNAL_NAME
-from .attempts import last_attempt
+from .attempts import AttemptRecord, last_attempt
 from .output import seconds_text
 
 FRESH_S = 900.0
@@ -43,11 +43,15 @@ class Use:
         return True if self.held else None if self.doubt else False
 
 
-def use_of(trial_root: Path) -> Use:
-    """Ask the lock and the journal of a run, without changing or locking anything."""
+def use_of(trial_root: Path, last: AttemptRecord | None = None) -> Use:
+    """Ask the lock and the journal of a run, without changing or locking anything.
+
+    ``last`` is the last attempt, if the caller has read the journal before.
+    """
     if locked := probe_lock(trial_root / LOCK_NAME):
         return Use(True)
-    last, no_locks = last_attempt(trial_root), locked is None
+    no_locks = locked is None
+    last = last or last_attempt(trial_root)
     where = f"the lock in {trial_root} cannot be asked" if no_locks else f"the lock in {trial_root} is free"
     if last is None:
         unknown = no_locks and not (trial_root / JOURNAL_NAME).exists()

@@ -11,7 +11,7 @@ from ..storage.journal import last_start
 from .output import json_option, print_json, print_table, size_text, time_text
 from .runs import Run, run_argument
 
-_COLUMNS = ("step>", "epoch>", "written", "size>", "ranks>", "metrics", "kept", "mirror", "problem")
+_COLUMNS = ("step>", "epoch, step>", "written", "size>", "ranks>", "metrics", "kept", "mirror", "problem")
 _MOST_METRICS = 2
 
 
@@ -70,7 +70,8 @@ def _describe(place: Run, step: int) -> dict[str, Any] | None:
         folder.manifest()
         info = folder.info()
         last = info.last_step_info
-        entry |= {"epoch": last.epoch, "epoch_step": last.epoch_step, "metrics": info.metrics}
+        entry |= {"epoch": last.epoch, "epoch_step": last.epoch_step, "steps_per_epoch": last.steps_per_epoch}
+        entry["metrics"] = info.metrics
     except MirrorError:
         raise
     except (CheckpointError, FileNotFoundError) as error:
@@ -115,7 +116,7 @@ def _row(entry: dict[str, Any]) -> list[str]:
         kept = "by no rule"
     return [
         str(entry["step"]),
-        f"{entry['epoch']}.{entry['epoch_step']}" if "epoch" in entry else "",
+        f"{entry['epoch']}, {entry['epoch_step']}/{entry['steps_per_epoch']}" if "epoch" in entry else "",
         time_text(entry["written"]) if "written" in entry else "",
         size_text(entry["bytes"]) if "bytes" in entry else "",
         str(entry.get("world_size") or ""),

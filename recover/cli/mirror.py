@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,7 @@ from ..storage.generations import Generation, GenerationStore, stored_bytes
 from .folders import open_mirror
 from .in_use import lock_run, no_job_option, require_unused
 from .output import json_option, print_json, print_table, seconds_text, size_text
-from .runs import Run, holds_run, is_url, local_path, run_argument
+from .runs import Run, holds_run, is_url, local_path, recover_root, run_argument
 
 if TYPE_CHECKING:
     from ..storage.mirror import Mirror
@@ -97,7 +98,8 @@ def mirror_push(
 def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_json: bool) -> None:
     """Fetch a generation from the mirror at URL into the folder of RUN, which is created if it is missing.
 
-    Every byte is compared with its digest. The generation appears in RUN only when it is complete and sound.
+    Every byte is compared with its digest. The generation appears in RUN only when it is complete and sound. A
+    generation of another run is refused, unless RUN never held one.
     """
     require_outside_commits(local_path(target))
     there = open_mirror(source)
@@ -105,12 +107,20 @@ def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_jso
         step = next(iter(there.steps()), None)
     if step is None or step not in there.traces():
         raise CheckpointNotFoundError(f"{there.url} has no complete copy{'' if step is None else f' of step {step}'}")
-    started, store = time.monotonic(), GenerationStore(local_path(target) / "recover")
+    started, store = time.monotonic(), GenerationStore(_root_to_fill(local_path(target)))
     require_unused(store.root.parent, no_job)
     with lock_run(store.root.parent):
         generation = there.fetch(step, store)
     done = _report(generation, stored_bytes(generation.path), time.monotonic() - started)
     _tell([done], "fetched", str(store.root), as_json)
+
+
+def _root_to_fill(target: Path) -> Path:
+    """Folder of generations of RUN, which may be missing. RUN may also name the folder of generations itself."""
+    try:
+        return recover_root(target)
+    except CheckpointNotFoundError:
+        return target if target.name == "recover" else target / "recover"
 
 
 def _refuse_run_folder(there: "Mirror") -> None:

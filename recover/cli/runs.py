@@ -46,7 +46,7 @@ class Run:
             self._mirror = open_mirror(text)
             self.where = self._mirror.url
         else:
-            self.store = GenerationStore(_recover_root(local_path(text)))
+            self.store = GenerationStore(recover_root(local_path(text)))
             self.where = str(self.store.root)
 
     @property
@@ -194,7 +194,8 @@ def holds_run(folder: Path) -> bool:
     return real.name == "recover" and ((real / TRACKER_NAME).exists() or (real.parent / LOCK_NAME).exists())
 
 
-def _recover_root(path: Path) -> Path:
+def recover_root(path: Path) -> Path:
+    """Folder of generations that RUN names. Raises `CheckpointNotFoundError` if RUN is not the folder of a run."""
     if not path.is_dir():
         raise CheckpointNotFoundError(f"there is no folder {path}")
     if (path / LOCK_NAME).exists() or _holds_generations(path / "recover"):  # the lock: a run that has just started

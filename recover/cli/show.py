@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from collections import Counter
 from functools import partial
 from pathlib import PurePath
@@ -18,6 +19,7 @@ from .runs import generation_argument, read_generation
 
 _METADATA = "/.metadata"
 _TEXT = ".language_model."
+_OF_PROCESS = re.compile(r"state/(rank_\d+|driver)\.pt")
 
 
 @click.command("show", short_help="Show the contents of a generation.")
@@ -55,7 +57,7 @@ def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
     small.read(INFO_NAME)
     names = sorted(name.removesuffix(_METADATA) for name in files if name.endswith(_METADATA))
     processes = {process: {"generators": digest, "objects": []} for process, digest in sorted(info.rng.items())}
-    for name in (name for name in files if name.startswith("state/") and name.endswith(".pt")):
+    for name in filter(_OF_PROCESS.fullmatch, files):
         state = small.load(name)
         user = state.get("user") if isinstance(state, dict) else None
         process = processes.setdefault(PurePath(name).stem, {"generators": None, "objects": []})
@@ -171,6 +173,12 @@ def _fact(value: Any) -> str:
     return number_text(value)
 
 
+def _tells(key: str, value: Any) -> bool:
+    """Whether a value of a scheduler or counter is for people. torch's own attributes begin with an underscore."""
+    is_empty = isinstance(value, list) and all(item is None for item in value)
+    return not (key.startswith("_") or isinstance(value, dict) or is_empty)
+
+
 def _print_engine(name: str, engine: dict[str, Any]) -> None:
     kinds = engine["kinds"].items()
     rows = [(kind, str(n["tensors"]), f"{n['elements']:,}", size_text(n["bytes"])) for kind, n in kinds]
@@ -187,8 +195,8 @@ def _print_engine(name: str, engine: dict[str, Any]) -> None:
         print_table(("parameters>", *keys), rows, "Parameter groups")
     for part in ("scheduler", "counters"):
         if engine.get(part):
-            plain = {key: value for key, value in engine[part].items() if not isinstance(value, dict)}
-            print_table(("", ""), [(key, number_text(value)) for key, value in plain.items()], part.capitalize())
+            rows = [(key, number_text(value)) for key, value in engine[part].items() if _tells(key, value)]
+            print_table(("", ""), rows, part.capitalize())
     if "tensors" in engine:
         rows = [
             (t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", size_text(t["bytes"]), str(t["shards"]))

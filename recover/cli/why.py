@@ -1,7 +1,6 @@
 """``holdfast why``: show how each attempt of a run ended, and how much time that cost."""
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -24,11 +23,12 @@ def why_command(run: str, as_json: bool) -> None:
     is the part that the restore took. The command reads journal.jsonl in the folder of the run.
     """
     place = Run(run)
-    attempts, in_use = read_attempts(place.trial_root), use_of(place.trial_root).known
+    attempts = read_attempts(place.trial_root)
+    in_use = use_of(place.trial_root, attempts[-1] if attempts else None).known
     verdicts = [one.verdict(one is attempts[-1], in_use) for one in attempts]
     redone, gone_s = sum(one.redone for one in attempts), sum(one.gone_s or 0.0 for one in attempts)
     if as_json:
-        rows = [asdict(one) | {"verdict": verdict} for one, verdict in zip(attempts, verdicts, strict=True)]
+        rows = [vars(one) | {"verdict": verdict} for one, verdict in zip(attempts, verdicts, strict=True)]
         print_json({"run": place.where, "attempts": rows, "redone": redone, "gone_s": round(gone_s, 3)})
         return
     columns = ("", "began", "ranks>", "from>", "to>", "redone>", "load>", "back after>", "what ended it")
@@ -71,8 +71,10 @@ def _picture(attempts: list[AttemptRecord]) -> Any:
         again, reached = min(reached + 1, last + 1), max(reached, last)
         if one not in shown:
             continue
-        left, middle = (int((step - begin) / scale) for step in (first, max(again, first)))
-        right = math.ceil((last + 1 - begin) / scale)
+        # Both kinds of steps get at least one character, also where a character stands for several steps.
+        left = int((first - begin) / scale)
+        middle = max(int((again - begin) / scale), left + (again > first))
+        right = max(math.ceil((last + 1 - begin) / scale), middle + (last >= again))
         picture.append(f"{one.number:>3} " + " " * left)
         picture.append("▒" * (middle - left), style="yellow")
         picture.append("█" * (right - middle) + "\n", style="green")

@@ -10,8 +10,8 @@ The rule, in the order of the code:
 3. Damaged: a local generation is quarantined with the reason, and the next older one is tried. A damaged copy at the
    mirror is skipped. Copies marked as damaged are read again only if nothing is left here. A damaged ``resume_path``
    is an error.
-4. Of another run: a generation with another number of steps per epoch, of a newer format, or of other engines is an
-   error, and it stays where it is.
+4. Of another run: a generation with another ``run_id`` than the folder (unless it is the ``resume_path``), with
+   another number of steps per epoch, of a newer format, or of other engines is an error, and it stays where it is.
 5. Nothing found: the run starts at step 0 only if nothing was ever there and the mode is not ``must``. Otherwise it is
    an error.
 6. Newer than a ``resume_path``: once the restore has succeeded, newer local generations are quarantined, and the mirror
@@ -129,6 +129,7 @@ class ResumeChoice:
             self.origin = _origin(wanted)
         elif newest is not None:
             choice = newest
+            self._store.require_own(newest[1].run_id, newest[0])
             self.origin = None if wanted is None else newest[1].resume_origin
         else:
             self._check_nothing_was_there()

@@ -48,6 +48,7 @@ from ..ranks import Ranks
 from ..storage.generations import Generation
 from ..storage.run_folder import RunFolder
 from .exports import ExportCapture, ExportRequest, capture_export
+from .model_files import model_files_name, pack_model_files
 
 logger = get_logger(__name__)
 
@@ -201,6 +202,8 @@ class RankSession:
         self._n_threads = torch.get_num_threads()
         self._savers: dict[str, DCPSaver] = {}
         self._stagings: dict[str, tuple[nn.Module, Staging]] = {}
+        self._models: dict[str, nn.Module] = {}  # by name of the engine, in rank 0
+        self._model_files: dict[str, bytes | None] = {}  # by name of the engine, read once
 
     @classmethod
     def open(
@@ -250,6 +253,8 @@ class RankSession:
             finally:
                 state.rng = None
         groups = {name: target.group_of(name) for name in target.engines}
+        if get_rank() == 0:
+            self._models = {name: state.model for name, state in states.items()}
         part = RankPart([], versions, counts, numerical_switches(states, target.engines), rng_digest(rng))
         name = rank_state_name(get_rank())  # now: a group may be destroyed before the snapshot is written
         return RankCapture(groups, values, (name, process), part)
@@ -271,7 +276,7 @@ class RankSession:
         with all_ranks_succeed("preparing the snapshot", group), as_write_error(folder):  # a collective save needs all
             for name in capture.values:
                 (root / name).mkdir(exist_ok=True)
-            entries = [write_process(folder, *capture.process)]
+            entries = [write_process(folder, *capture.process), *self._write_model_files(folder)]
             self.finish_staging(staged)
             samples = {
                 name: replace(capture.part.samples[name], sample=sample_state(dict(flatten(values))))
@@ -285,6 +290,16 @@ class RankSession:
                 self.finish_staging(staged)
         self.written()
         return replace(capture.part, entries=entries, samples=samples)
+
+    def _write_model_files(self, folder: str) -> list[FileEntry]:
+        """Write the small files of every engine's model, in rank 0."""
+        entries = []
+        for name, model in self._models.items():
+            if name not in self._model_files:
+                self._model_files[name] = pack_model_files(model)
+            if (packed := self._model_files[name]) is not None:
+                entries.append(write_entry(folder, model_files_name(name), packed))
+        return entries
 
     def restore_rng(self, holder: Any) -> None:
         """Restore this rank's generators to their state when the session was opened. Not collective."""

@@ -19,6 +19,7 @@ from ...utils.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointWriteError,
 )
@@ -44,6 +45,7 @@ logger = get_logger(__name__)
 LOCK_NAME = "recover.lock"
 """Name of a run's lock file, next to the folder of generations. See `RecoverConfig.lock_path`."""
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
+OWNER_NAME = "run_id.txt"
 _GENERATION = re.compile(r"global_step_(\d+)")
 _PIN = re.compile(r"\.pinned-global_step_(\d+)")
 
@@ -75,6 +77,39 @@ class GenerationStore:
     def tracker(self) -> Path:
         """File with the newest step, for people and other tools. Holdfast never chooses by it."""
         return self.root / TRACKER_NAME
+
+    @property
+    def owner(self) -> Path:
+        """File with the id of the folder's run. The first commit writes it, and nothing changes it."""
+        return self.root / OWNER_NAME
+
+    def run_id(self) -> str | None:
+        """Id of the run that the folder belongs to. None if nothing in the folder tells it.
+
+        A folder of an older version has no `owner` file. Then the newest generation that can be read tells the id. The
+        same holds for a file without its line end, which a power cut has torn.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            text = self.owner.read_text(errors="replace")
+            if text.endswith("\n"):
+                return text.strip()
+        for path in (*(generation.path for generation in self.generations()), *self.quarantined()):
+            with contextlib.suppress(CheckpointError, OSError):
+                return RecoverInfo.read(path).run_id
+        return None
+
+    def require_own(self, run_id: str | None, where: str | os.PathLike[str]) -> None:
+        """Raise `CheckpointMismatchError` if the generation at ``where`` is of another run than this folder.
+
+        A folder that never held a generation takes one of any run.
+        """
+        own = self.run_id()
+        if own is not None and run_id is not None and run_id != own:
+            raise CheckpointMismatchError(
+                f"{where} is of run {run_id}, but {self.root} belongs to run {own}. To go on from it on purpose, give "
+                "it a new folder (another recover.trial_name), or name it with recover.resume_path. Otherwise move it "
+                "away, or name the mirror of this run"
+            )
 
     def path_of(self, step: int) -> Path:
         """Path of the generation of ``step``, which need not exist."""
@@ -115,7 +150,7 @@ class GenerationStore:
         """Remove staging folders, half-removed generations and unfinished tracker files of killed writers."""
         if self.root.is_dir():
             fsync_dir(self.root)  # renames of an earlier process may not be on the disk yet
-        for pattern in (".staging-*", ".retired-*", f".{TRACKER_NAME}.*"):
+        for pattern in (".staging-*", ".retired-*", f".{TRACKER_NAME}.*", f".{OWNER_NAME}.*"):
             for leftover in self.root.glob(pattern):
                 logger.info("sweeping %s, left by a writer that was killed", leftover)
                 remove_or_log(leftover)
@@ -173,11 +208,16 @@ class GenerationStore:
         final = self.path_of(step)
         with as_write_error(final):
             commit_folder(staging, final)
-        try:
-            replace_atomically(self.tracker, str(step).encode())
-        except OSError as error:
-            logger.warning("cannot write %s: %s", self.tracker, error)
+        self._note(self.tracker, str(step))
+        if not self.owner.exists() and (run_id := read_manifest(final).get("run_id")) is not None:
+            self._note(self.owner, f"{run_id}\n")
         return Generation(step, final)
+
+    def _note(self, path: Path, text: str) -> None:
+        try:
+            replace_atomically(path, text.encode())
+        except OSError as error:
+            logger.warning("cannot write %s: %s", path, error)
 
     def discard(self, staging: Path) -> None:
         """Remove a staging folder after a failed write."""

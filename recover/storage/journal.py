@@ -175,9 +175,11 @@ def _wrong_fact(event: dict[str, Any]) -> str | None:
     for name in ("time", *_NEEDED.get(event["event"], ())):
         if event.get(name) is None:
             return f"no {name}"
-    for name, kinds in _FACTS.items():
-        fact = event.get(name)
-        number = isinstance(fact, int | float)
-        if fact is not None and (not isinstance(fact, kinds) or (number and not -1 <= fact <= _MOST)):
+    for name, fact in event.items():
+        kinds = _FACTS.get(name)
+        if kinds is None or fact is None:
+            continue
+        number = isinstance(fact, _NUMBER)
+        if not isinstance(fact, kinds) or (number and not -1 <= fact <= _MOST):
             return f"{name} {str(fact)[:50]!r}"
     return None

@@ -134,10 +134,13 @@ class Mirror:
         Raises:
             CheckpointCorruptError: the copy is damaged or incomplete, or a read was wrong. An older copy may be usable.
                 If two reads of a file gave the same wrong bytes, the copy is marked as damaged.
-            CheckpointMismatchError: the copy has a newer format than this version knows.
+            CheckpointMismatchError: the copy is of another run than the store, or has a newer format than this version
+                knows.
             CheckpointExistsError, CheckpointWriteError: see `GenerationStore.open_staging`.
         """
         started, manifest = time.monotonic(), self._read_manifest(step)
+        where = f"{self.url}/{_folder(step)}"
+        store.require_own(parse_manifest(manifest, where).get("run_id"), where)
         staging = store.open_staging(step)
         with ExitStack() as undo:
             undo.callback(store.discard, staging)

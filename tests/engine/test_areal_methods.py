@@ -77,6 +77,15 @@ def test_rows_are_filled_up_beyond_the_positions_that_a_model_has_learned(tmp_pa
     engine.destroy()
 
 
+def test_a_loss_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model", tiny_qwen3())
+    engine = make_engine(tmp_path / "model")
+    batch = make_batch()
+    with pytest.raises(ConfigError, match=r"the loss function returned 1\.5, a float; expected a tensor"):
+        engine.train_batch(batch, lambda *_: 1.5, loss_tokens)  # type: ignore[arg-type,return-value]
+    engine.destroy()
+
+
 def _own_step(rank: int, folder: str) -> None:
     """A hand-written training step with these methods equals train_batch."""
     batch = rows(make_batch(masked_rows=()), slice(rank * 4, rank * 4 + 4))

@@ -26,6 +26,7 @@ IN_STAGING = {
     "the folder of the changes": r"delta",
     "a small file of a model": r"(config|generation_config|tokenizer|tokenizer_config)\.json|chat_template\.jinja",
     "the staging folder": r"",
+    "the small files of a model": r"state/model_files_\w+\.pt",
 }
 """Purpose of an fsync in a staging folder -> path in that folder."""
 AFTER_NAMES = {
@@ -47,7 +48,8 @@ EARLIER_LIFE = "a name that an earlier life may have made"
 """Purpose of an fsync of a folder in which this run has created no name. An earlier run may have created one."""
 UNKNOWN = "nothing that is known"
 HINT = "a hint"
-"""The tracker file and the holder of the lock. They are for people and never trusted, so they need no fsync."""
+"""The tracker, the file with the run's id, the holder of the lock. Without one nothing is lost: no fsync needed."""
+HINTS = ("latest_checkpointed_iteration", "run_id.txt")
 PROBES = ".shared-"
 """Files that are removed at once, so that no fsync is for them."""
 
@@ -67,7 +69,7 @@ def fsync_purposes(calls: list[Call]) -> dict[int, str]:
 
 
 def _purpose(path: str, last_name: str) -> str:
-    if path.endswith(".lock") or "latest_checkpointed_iteration" in path + last_name:
+    if path.endswith(".lock") or any(hint in path + last_name for hint in HINTS):
         return HINT
     if path.startswith(MIRROR):
         if last_name.endswith("/manifest.json"):

@@ -43,7 +43,7 @@ def test_a_run_killed_at_two_random_moments_ends_with_the_same_bytes(tmp_path: P
     assert list((whole / "tensorboard").glob("events.*"))
     for run in (whole, killed):
         kept = sorted(path.name for path in (run / "recover").iterdir())
-        assert kept == ["global_step_55", "global_step_59", "latest_checkpointed_iteration.txt"]
+        assert kept == ["global_step_55", "global_step_59", "latest_checkpointed_iteration.txt", "run_id.txt"]
     assert answers(killed / EXPORT, range(0, 1000, 7)) > 0.95
     on_one_rank = finish(start(killed, 1, *OVERRIDES))  # the same command has nothing left to do
     assert "this run has finished" in on_one_rank

@@ -26,8 +26,9 @@ JOBS = {
 
 
 def start(name: str, folder: Path, ranks: int) -> subprocess.Popen[bytes]:
-    torchrun = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}", "-m"]
-    command = [sys.executable, "-m", *(torchrun if ranks > 1 else ()), f"examples.integrations.{name}", str(folder)]
+    torchrun = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    file = ROOT / "examples" / "integrations" / f"{name}.py"
+    command = [sys.executable, *(("-m", *torchrun) if ranks > 1 else ()), str(file), str(folder)]
     log = open(folder / "log", "ab")  # noqa: SIM115
     return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
@@ -39,6 +40,29 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> str:
 
 def steps_saved(folder: Path) -> set[str]:
     return {path.name for pattern in ("*/*/recover/global_step_*", "global_step_*") for path in folder.glob(pattern)}
+
+
+_IMPORT_EACH = """
+import runpy, sys
+given = list(sys.path[1:])
+for file in sys.argv[1:]:
+    sys.path[:] = [file.rpartition("/")[0], *given]  # as `python file` sets it
+    for name in [name for name in sys.modules if name.partition(".")[0] == "examples"]:
+        del sys.modules[name]
+    try:
+        runpy.run_path(file, run_name="imported")
+    except ModuleNotFoundError as error:
+        print(file, error.name)
+"""
+
+
+def test_every_example_that_is_started_as_a_file_finds_its_modules(tmp_path: Path) -> None:
+    files = [file for file in (ROOT / "examples").rglob("*.py") if file.name not in ("__init__.py", "tiny.py")]
+    command = [sys.executable, "-c", _IMPORT_EACH, *map(str, files)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=stretched(90))
+    assert done.returncode == 0, done.stderr
+    missing = dict(line.split() for line in done.stdout.splitlines())
+    assert set(missing.values()) <= {host for host, _ in JOBS.values() if find_spec(host) is None}, missing
 
 
 @pytest.mark.slow

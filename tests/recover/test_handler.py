@@ -46,7 +46,7 @@ def test_a_generation_is_laid_out_as_documented_its_manifest_lists_all(tmp_path:
     assert handler.dump({"actor": tiny.state, "critic": Tiny().state}, step_info(7), loader)
 
     root, folder = tmp_path / "e" / "t" / "recover", newest(tmp_path)
-    assert sorted(os.listdir(root)) == ["global_step_7", "latest_checkpointed_iteration.txt"]
+    assert sorted(os.listdir(root)) == ["global_step_7", "latest_checkpointed_iteration.txt", "run_id.txt"]
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "7"
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     parts = {f"{name}/{part}" for name in ("actor", "critic") for part in (".metadata", "__0_0.distcp")}
@@ -59,7 +59,7 @@ def test_a_generation_is_laid_out_as_documented_its_manifest_lists_all(tmp_path:
     assert manifest["libraries"]["torch"] == torch.__version__
     info = json.loads((folder / "recover_info.json").read_text())
     assert info["last_step_info"] == {"epoch": 1, "epoch_step": 1, "global_step": 7, "steps_per_epoch": 6}
-    assert info["run_id"] == manifest["run_id"]
+    assert info["run_id"] == manifest["run_id"] == (root / "run_id.txt").read_text().strip()
     for name in ("data.pt", "state/rank_00000.pt"):
         torch.load(folder / name, weights_only=True)
 

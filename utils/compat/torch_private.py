@@ -246,8 +246,13 @@ def has_partial_gradients(module: FSDPModule) -> bool:
 
 
 def recover_from_failed_backward(model: nn.Module) -> None:
-    """Make FSDP2 usable again after an error in a forward or backward, if this torch can do so."""
-    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):
+    """Make FSDP2 usable again after an error in a forward or backward, if this torch can do so.
+
+    Does nothing before FSDP2's first forward. On a single rank it never has one.
+    """
+    if not isinstance(model, FSDPModule) or not hasattr(model, "reset_iter_state"):
+        return
+    if model._get_fsdp_state()._is_root is not None:
         model.reset_iter_state()
 
 

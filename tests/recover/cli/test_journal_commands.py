@@ -102,6 +102,44 @@ def test_the_picture_shows_what_was_trained_again(troubled: Path) -> None:
     assert "5 attempts, 11 steps; 2 were trained again" in out
 
 
+def _picture_of(tmp_path: Path, *attempts: tuple[int, int]) -> list[str]:
+    """The lines that ``why`` draws for attempts from a first to a last step."""
+    journal = tmp_path / "e" / "t" / "journal.jsonl"
+    (journal.parent / "recover").mkdir(parents=True)
+    with open(journal, "w") as file:
+        for first, last in attempts:
+            resumed = None if first == 0 else first - 1
+            print(json.dumps({"event": "start", "time": 1e9, "step": resumed}), file=file)
+            for step in range(first, last + 1):
+                print(json.dumps({"event": "step", "time": 1e9 + step, "step": step}), file=file)
+    code, out, _ = holdfast("why", journal.parent)
+    assert code == 0
+    return [line[4:] for line in out.splitlines() if set(line[4:]) <= set(" ▒█") and ("█" in line or "▒" in line)]
+
+
+@pytest.mark.parametrize("resumed", [101, 102, 110])
+def test_the_picture_of_a_long_run_shows_a_single_step_that_was_trained_again(tmp_path: Path, resumed: int) -> None:
+    first, second = _picture_of(tmp_path, (0, resumed), (resumed, 159))
+    assert set(first) == {"█"} and second.count("▒") == 1 and second.strip(" ").startswith("▒█")
+    assert 64 <= len(second) <= 65
+
+
+def test_the_picture_of_a_long_run_shows_a_single_new_step(tmp_path: Path) -> None:
+    for last in (102, 103, 104):
+        _, second, _ = _picture_of(tmp_path / str(last), (0, last - 1), (last - 1, last), (last, 159))
+        assert second.count("▒") >= 1 and second.endswith("█")
+
+
+def test_the_time_to_read_a_journal_grows_with_its_length_and_not_with_its_square() -> None:
+    def seconds(n_attempts: int) -> float:
+        one = [{"event": "start", "time": 1.0, "step": None}, {"event": "step", "time": 1.0, "step": 0}]
+        began = time.process_time()
+        assert len(list_attempts(one * n_attempts)) == n_attempts
+        return time.process_time() - began
+
+    assert seconds(20000) < 12 * min(seconds(4000) for _ in range(3))  # 5 times as long, or 25 times
+
+
 def test_an_attempt_that_goes_on_is_not_called_killed(tmp_path: Path) -> None:
     process, trial = _start(tmp_path, 3, "wait"), tmp_path / "e" / "t"
     try:

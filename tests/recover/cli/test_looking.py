@@ -47,6 +47,8 @@ def test_ls_tells_steps_sizes_metrics_ranks_and_why_each_is_kept(finished: Path)
         assert entry["metrics"] == {"reward": 1.0 / (1 + entry["step"])} and entry["world_size"] == 2
     code, out, _ = holdfast("ls", finished)
     assert code == 0 and "newest, last 2" in out and "reward 0.125" in out
+    last = found[0]
+    assert f"{last['epoch']}, {last['epoch_step']}/{last['steps_per_epoch']}" in out and "epoch, step" in out
 
 
 def test_ls_takes_the_recover_folder_too_and_names_runs_below_another_folder(finished: Path) -> None:
@@ -167,6 +169,7 @@ def test_show_tells_what_a_generation_holds(finished: Path) -> None:
     assert found["data"]["states"][0] | {"epoch": 0, "cursor": 24, "seed": 3} == found["data"]["states"][0]
     code, out, _ = holdfast("show", f"{finished}@newest")
     assert code == 0 and "Parameter groups" in out and "global_step_7" in out
+    assert "last_epoch" in out and "\n_" not in out and "lr_lambdas" not in out  # torch's own attributes
 
 
 @pytest.mark.slow

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from holdfast.recover.cli.folders import open_mirror
 from holdfast.recover.cli.mirror import _push
+from holdfast.recover.saving.model_files import unpacked_model_files
 from holdfast.recover.storage.generations import GenerationStore, RetentionRules
-from holdfast.utils.errors import CheckpointNotFoundError
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError
 from holdfast.utils.folder_lock import FolderLock
+from holdfast.utils.manifest import FileEntry, read_manifest, write_entry, write_manifest
+from holdfast.utils.plain_values import pack_plain
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.limits import stretched
 from tests.recover.cli.commands import answer, flip_byte, holdfast, start
@@ -151,6 +155,27 @@ def test_mirror_pull_brings_a_run_back_that_resumes_from_it(tmp_path: Path) -> N
     assert holdfast("mirror", "pull", url, tmp_path / "c", "--step", "7")[0] == 2
 
 
+def test_mirror_pull_refuses_the_copy_of_another_run(run: Path, tmp_path: Path) -> None:
+    run_until(tmp_path / "other", 3)
+    other, url = tmp_path / "other" / "e" / "t", f"file://{tmp_path}/copies"
+    assert holdfast("mirror", "push", other, "--step", "2", "--url", url)[0] == 0
+    before = _tree(run / "recover")
+    ids = {place: answer("ls", place)["generations"][0]["run_id"] for place in (run, other)}
+    code, _, err = holdfast("mirror", "pull", url, run)
+    assert code == 2 and f"is of run {ids[other]}, but" in err and f"belongs to run {ids[run]}" in err
+    assert "new folder" in err and _tree(run / "recover") == before
+
+
+def test_mirror_pull_finds_the_run_of_its_folder_of_generations(tmp_path: Path) -> None:
+    run_until(tmp_path / "a", 3)
+    run, url = tmp_path / "a" / "e" / "t", f"file://{tmp_path}/copies"
+    assert holdfast("mirror", "push", run, "--all", "--url", url)[0] == 0
+    shutil.rmtree(run / "recover" / "global_step_2")
+    for recover in (run / "recover", tmp_path / "b" / "e" / "t" / "recover"):
+        assert holdfast("mirror", "pull", url, recover)[0] == 0
+        assert (recover / "global_step_2").is_dir() and not (recover / "recover").exists()
+
+
 def test_mirror_push_replaces_no_copy_of_another_run_and_deletes_nothing(run: Path, tmp_path: Path) -> None:
     run_until(tmp_path / "other", 4, max_ckpt_to_keep=None)
     other, copies = tmp_path / "other" / "e" / "t", tmp_path / "copies"
@@ -183,6 +208,39 @@ def test_nothing_is_put_into_a_generation_or_among_those_of_a_run(run: Path, sto
     code, _, err = holdfast("mirror", "push", run, "--step", "1", "--url", f"file://{store.root}")
     assert code == 2 and f"is where the run in {run} keeps its own generations" in err
     assert _tree(run) == before and store.verify(generation)
+
+
+def test_a_generation_alone_is_exported_with_the_small_files_of_its_base(finished: Path, tmp_path: Path) -> None:
+    base = finished.parents[1] / "model"
+    generation = shutil.copytree(finished / "recover" / "global_step_7", tmp_path / "alone" / "global_step_7")
+    assert holdfast("export", generation, "--to", tmp_path / "with_base", "--config", base)[0] == 0
+    code, _, err = holdfast("export", generation, "--to", tmp_path / "alone" / "out")
+    assert code == 0, err
+    assert _tree(tmp_path / "alone" / "out") == _tree(tmp_path / "with_base")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "alone" / "out")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "a/../../outside"])
+def test_a_generation_that_names_a_file_outside_of_its_folder_is_not_unpacked(tmp_path: Path, name: str) -> None:
+    files = {"config.json": torch.zeros(1, dtype=torch.uint8), name: torch.zeros(1, dtype=torch.uint8)}
+    packed = pack_plain("files", {"dtype": None, "files": files})
+    (tmp_path / "state").mkdir()
+    write_manifest(tmp_path, [write_entry(tmp_path, "state/model_files_default.pt", packed)], {})
+    refused = pytest.raises(CheckpointCorruptError, match="is no name of a file in a folder")
+    with refused, unpacked_model_files(tmp_path, "default"):
+        pass
+
+
+def test_a_generation_of_an_older_version_needs_a_config_to_be_exported(run: Path, tmp_path: Path) -> None:
+    generation = shutil.copytree(run / "recover" / "global_step_7", tmp_path / "alone" / "global_step_7")
+    (generation / "state" / "model_files_default.pt").unlink()
+    manifest = read_manifest(generation)
+    entries = [FileEntry(name, entry["bytes"], entry["digest"]) for name, entry in manifest["files"].items()]
+    left = [entry for entry in entries if "model_files" not in entry.name]
+    (generation / "manifest.json").unlink()
+    write_manifest(generation, left, {key: manifest[key] for key in ("run_id", "step", "world_size")})
+    code, _, err = holdfast("export", generation, "--to", tmp_path / "out")
+    assert code == 2 and "there is no config.json in the generation" in err and "--config" in err
 
 
 def test_a_folder_that_is_empty_takes_an_export(run: Path, tmp_path: Path) -> None:
@@ -281,9 +339,7 @@ def test_an_export_of_a_copy_at_a_url_is_the_same(finished: Path, at_s3: str, tm
     assert _contents(tmp_path / "x") == _contents(finished / "hf" / "global_step_7")
 
 
-def test_an_export_is_refused_where_something_is_of_another_model_or_nothing_says_which(
-    run: Path, tmp_path: Path
-) -> None:
+def test_an_export_is_refused_where_something_is_of_another_model(run: Path, tmp_path: Path) -> None:
     config = json.loads((run / "hf" / "global_step_7" / "config.json").read_text())
     for change in ({"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 80}, {"model_type": "no"}):
         other = tmp_path / "other"
@@ -297,9 +353,6 @@ def test_an_export_is_refused_where_something_is_of_another_model_or_nothing_say
     assert holdfast("export", f"{run}@7", "--to", tmp_path / "x", "--engine", "critic")[0] == 2
     flip_byte(run / "recover" / "global_step_7" / "default" / "__0_0.distcp", 3000)
     assert holdfast("export", f"{run}@7", "--to", tmp_path / "x")[0] == 1
-    shutil.rmtree(run / "hf")
-    code, _, err = holdfast("export", f"{run}@5", "--to", tmp_path / "x")
-    assert code == 2 and "--config" in err
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".staging*"))
 
 

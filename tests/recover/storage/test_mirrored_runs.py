@@ -1,6 +1,8 @@
 """A run whose generations are copied away comes back from the copies when its own folder is gone or bad."""
 
+import json
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ import pytest
 
 from holdfast.recover import RecoverHandler
 from holdfast.recover.resuming.check import check_bytes
-from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError
+from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
 from holdfast.utils.remote import RemoteFolder
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
@@ -188,6 +190,68 @@ def test_going_back_with_resume_path_also_forgets_the_newer_copies(tmp_path: Pat
     handler.close()
     assert info and info.last_step_info.global_step == 1
     assert max(_copies(tmp_path)) == "global_step_1"
+
+
+def _run_id(run: Path) -> str:
+    return json.loads((newest(run) / "recover_info.json").read_text())["run_id"]
+
+
+def test_a_generation_that_somebody_copied_from_another_run_is_refused_with_both_ids(tmp_path: Path) -> None:
+    run_until(tmp_path / "run", 2)
+    run_until(tmp_path / "other", 3)
+    root, own = tmp_path / "run" / "e" / "t" / "recover", _run_id(tmp_path / "run")
+    shutil.copytree(newest(tmp_path / "other"), root / "global_step_2")
+    refused = f"global_step_2 is of run {_run_id(tmp_path / 'other')}, but {root} belongs to run {own}"
+    for act in (RecoverHandler.peek, lambda handler: handler.load(Tiny().state)):
+        with pytest.raises(CheckpointMismatchError, match=f"{refused}.*a new folder.*resume_path"):
+            act(make_handler(tmp_path / "run"))
+    assert names(tmp_path / "run") == ["global_step_0", "global_step_1", "global_step_2"]
+
+    # An older copy, found when the run's own generations are damaged.
+    shutil.rmtree(root / "global_step_2")
+    shutil.rmtree(root / "global_step_0")
+    shutil.copytree(tmp_path / "other" / "e" / "t" / "recover" / "global_step_1", tmp_path / "older")
+    _flip(newest(tmp_path / "run") / "default" / "__0_0.distcp")
+    with pytest.raises(CheckpointCorruptError):
+        make_handler(tmp_path / "run").load(Tiny().state)
+    os.rename(tmp_path / "older", root / "global_step_1")
+    with pytest.raises(CheckpointMismatchError, match=f"belongs to run {own}"):
+        make_handler(tmp_path / "run").load(Tiny().state)
+
+    # On purpose. The run keeps its own id.
+    run_until(tmp_path / "run", 3, first=2, resume_path=str(root / "global_step_1"))
+    assert _run_id(tmp_path / "run") == own and names(tmp_path / "run")[-1] == "global_step_2"
+
+
+def test_a_copy_of_another_run_at_the_mirror_is_not_fetched_into_a_run(tmp_path: Path) -> None:
+    run_until(tmp_path / "run", 2)
+    run_until(tmp_path / "other", 4, mirror_url=f"file://{tmp_path}/mirror")
+    for act in (RecoverHandler.peek, lambda handler: handler.load(Tiny().state)):
+        with pytest.raises(
+            CheckpointMismatchError, match=rf"global_step_3 is of run {_run_id(tmp_path / 'other')}, but"
+        ):
+            act(_mirrored(tmp_path))
+    assert names(tmp_path / "run") == ["global_step_0", "global_step_1"] and hidden(tmp_path / "run") == []
+
+
+def test_a_trial_that_starts_from_another_one_has_an_id_of_its_own(tmp_path: Path) -> None:
+    run_until(tmp_path / "a", 2)
+    run_until(tmp_path / "b", 3, first=2, resume_path=str(newest(tmp_path / "a")))
+    assert _run_id(tmp_path / "b") != _run_id(tmp_path / "a")
+    shutil.copytree(newest(tmp_path / "b"), tmp_path / "a" / "e" / "t" / "recover" / "global_step_2")
+    with pytest.raises(CheckpointMismatchError, match="is of run"):
+        make_handler(tmp_path / "a").load(Tiny().state)
+
+
+def test_a_run_of_an_older_version_that_went_over_to_another_run_goes_on(tmp_path: Path) -> None:
+    """Its folder has two ids and no file that names one: the newest generation counts."""
+    run_until(tmp_path / "a", 3)
+    run_until(tmp_path / "b", 2)
+    root = tmp_path / "b" / "e" / "t" / "recover"
+    shutil.copytree(newest(tmp_path / "a"), root / "global_step_2")
+    (root / "run_id.txt").unlink()
+    run_until(tmp_path / "b", 4, first=3)
+    assert _run_id(tmp_path / "b") == _run_id(tmp_path / "a") == (root / "run_id.txt").read_text().strip()
 
 
 def test_a_copy_that_a_crash_cut_short_is_made_after_the_restart(tmp_path: Path) -> None:
