@@ -77,12 +77,8 @@ def check_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None =
         _find_destinations(folder, _as_stored(state, folder))
 
 
-@normal_tensors()
 def check_loads_again(state: DCPState, values: Mapping[str, Any]) -> None:
     """Check that what is about to be saved can be loaded by the next start of the same job. Not collective.
-
-    The checks are those of a load, made on descriptions. Nothing is read, and no tensor is allocated. A model whose
-    frozen parameters are left out is taken to come back.
 
     Args:
         state: what is saved.
@@ -91,17 +87,27 @@ def check_loads_again(state: DCPState, values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a load would refuse it, whenever it came.
     """
-    tensors = dict(flatten({ROOT: values}))
-    folder = _DCPFolder(Path("what would be saved"), _described(tensors), {})
-    start = _as_stored(state.at_start(), folder)
     try:
-        destinations = _find_destinations(folder, start, readable=False)
-        start.check_values({_own(name): tensors[name] for name in destinations.small})
+        dry_load(state, values)
     except CheckpointError as error:
         raise ConfigError(
             f"the state of {type(state.model).__name__} and {type(state.optimizer).__name__} is not saved, because "
             f"the same job could not load it again: {error}"
         ) from error
+
+
+@normal_tensors()
+def dry_load(state: DCPState, values: Mapping[str, Any]) -> None:
+    """Make the checks of a load of ``values`` into ``state`` as the job starts with it, on descriptions alone.
+
+    Nothing is read, and no tensor is allocated. Tensors may be on the meta device, except those that hold JSON. Frozen
+    parameters that are left out are not compared. Raises as `read_dcp` does.
+    """
+    tensors = dict(flatten({ROOT: values}))
+    folder = _DCPFolder(Path("what would be saved"), _described(tensors), {})
+    start = _as_stored(state.at_start(), folder)
+    destinations = _find_destinations(folder, start, readable=False)
+    start.check_values({_own(name): tensors[name] for name in destinations.small})
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> FolderLayout:
