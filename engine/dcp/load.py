@@ -328,9 +328,10 @@ def _check_same_names(
             + (", or of one that had other parameters frozen, which it leaves out" if f"{ROOT}.{BASE}" in saved else "")
         )
     if unexpected := sorted((there - here).difference(aliases)):
+        advice = "; give the optimizer all parameters that it had in the saved run, frozen or not"
         raise CheckpointMismatchError(
             f"{folder.path} has {unexpected[0]!r}, which this model or optimizer does not ({len(unexpected)} "
-            "unexpected); give the optimizer all parameters that it had in the saved run, frozen or not"
+            f"unexpected){advice if state.is_kept_from_optimizer(_own(unexpected[0])) else ''}"
         )
 
 

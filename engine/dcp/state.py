@@ -313,6 +313,13 @@ class DCPState(TorchStateful):
             live.update(flatten(found, optim.PREFIX))
         return live
 
+    def is_kept_from_optimizer(self, name: str) -> bool:
+        """Whether a dotted name is of optimizer state for a parameter of the model that the optimizer does not have."""
+        param = self._parameters().get(name.removeprefix(optim.PREFIX).rpartition(".")[0])
+        if self.optimizer is None or param is None or not _is_state(name):
+            return False
+        return not any(param is own for group in self.optimizer.param_groups for own in group["params"])
+
     def _untrained_there(self) -> set[str]:
         """Parameters without optimizer state in the folder that is loaded, if Holdfast wrote it: they never had any.
 

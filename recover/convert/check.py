@@ -66,7 +66,7 @@ def require_loads(what: str, checkpoint: Checkpoint) -> None:
     state = DCPState(model, torch.optim.AdamW(params))
 
     # What would be written. The JSON of groups and schedule is small, and is read.
-    values: dict[str, Any] = {}
+    values: dict[Any, Any] = {}
     for path, tensor in dcp_entries(checkpoint):
         *parents, last = path[1:]
         place = values

@@ -130,6 +130,15 @@ def test_a_parameter_that_another_optimizer_left_out_is_refused(tmp_path: Path) 
         load_dcp(tmp_path / "c", DCPState(*job.engine))
 
 
+def test_state_of_a_parameter_that_the_optimizer_does_not_have_is_refused_with_advice(tmp_path: Path) -> None:
+    job = Job("AdamW", False, False)
+    job.train(0, True)
+    save_dcp(tmp_path / "c", DCPState(*job.engine))
+    fewer = torch.optim.AdamW(job.model[1].parameters(), lr=0.1)
+    with pytest.raises(CheckpointMismatchError, match="give the optimizer all parameters that it had in the saved"):
+        load_dcp(tmp_path / "c", DCPState(job.model, fewer))
+
+
 class Dotted(torch.optim.SGD):
     """Has state under a name that no load can find, since a given step."""
 

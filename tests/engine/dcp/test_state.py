@@ -71,12 +71,7 @@ def schedule_of(state: DCPState) -> dict[str, Any]:
 
 
 OPTIMIZERS: dict[str, Make] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
-    "SGD with dampening": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "plain entries": Adaline,
 }
 
@@ -95,13 +90,10 @@ def test_an_optimizer_goes_on_bit_for_bit_as_if_never_interrupted(name: str, tmp
 
 
 SCHEDULERS: dict[str, Make] = {
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4], gamma=0.5),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.MultiStepLR(o, [1, 3])], milestones=[4]
     ),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
 }
 
 
