@@ -22,12 +22,12 @@ class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         import torch.distributed as dist  # readers of logs do not need it
 
-        rank = os.environ.get("RANK", "")
+        launched_as = os.environ.get("RANK", "")
+        rank = int(launched_as) if launched_as.isdecimal() else 0
         if dist.is_initialized():
-            record.rank = dist.get_rank()
-        else:
-            record.rank = int(rank) if rank.isdecimal() else 0
-        return record.rank == 0 or record.levelno >= self.level_of_others
+            rank = dist.get_rank()
+        record.__dict__["rank"] = rank  # for the format
+        return rank == 0 or record.levelno >= self.level_of_others
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -16,19 +16,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
-from ...utils.errors import CheckpointError, CheckpointMismatchError
+from ...utils.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from ...utils.files import half_loaded
 from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
 from ...utils.remote import FETCH_FIRST, require_local
-from ..memory.tensors import Box, local_box, local_tensor, normal_tensors
+from ..memory.tensors import Box, flatten, local_box, local_tensor, normal_tensors
 from ..memory.weight_changes import changing_weights
 from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
 from .configured import Configured, warn_of_settings
-from .format import Destination, FolderLayout, PathLike, parse_metadata, read_layout
+from .format import Chunks, Destination, FolderLayout, PathLike, StoredTensor, parse_metadata, read_layout
 from .reader import BLOCK_BYTES, TensorReader, read_now, visible_here
 from .root_names import choose_root, describe_roots, under_root
 from .state import ADAPTERS, GENERATORS, PACKED, ROOT, DCPState, rank_key
@@ -78,6 +79,47 @@ def check_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None =
     folder = _DCPFolder.open_together(path, group)
     with all_ranks_succeed(f"checking {path}", group):
         _find_destinations(folder, _as_stored(state, folder))
+
+
+def check_loads_again(state: DCPState, values: Mapping[str, Any]) -> None:
+    """Check that what is about to be saved can be loaded by the next start of the same job. Not collective.
+
+    Args:
+        state: what is saved.
+        values: its `DCPState.state_dict`, or a copy.
+
+    Raises:
+        ConfigError: a load would refuse it, whenever it came.
+    """
+    try:
+        dry_load(state, values)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"the state of {type(state.model).__name__} and {type(state.optimizer).__name__} is not saved, because "
+            f"the same job could not load it again: {error}"
+        ) from error
+
+
+@normal_tensors()
+def dry_load(state: DCPState, values: Mapping[str, Any]) -> None:
+    """Make the checks of a load of ``values`` into ``state`` as the job starts with it, on descriptions alone.
+
+    Nothing is read, and no tensor is allocated. Tensors may be on the meta device, except those that hold JSON. Frozen
+    parameters that are left out are not compared. Raises as `read_dcp` does.
+    """
+    tensors = dict(flatten({ROOT: values}))
+    folder = _DCPFolder(Path("what would be saved"), _described(tensors), {})
+    start = _as_stored(state.at_start(), folder)
+    destinations = _find_destinations(folder, start, readable=False)
+    start.check_values({_own(name): tensors[name] for name in destinations.small})
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> FolderLayout:
+    """The layout of a folder that holds ``tensors``, without the places of their bytes."""
+    nothing = np.empty(0, np.int64)
+    chunks = Chunks(nothing[:, None], nothing[:, None])
+    stored = {n: StoredTensor(t.shape, t.dtype, chunks, nothing, nothing, nothing) for n, t in tensors.items()}
+    return FolderLayout({}, stored, {})
 
 
 @normal_tensors()
@@ -241,12 +283,12 @@ class _Destinations:
     ties: dict[str, str]
 
 
-def _find_destinations(folder: _DCPFolder, state: DCPState) -> _Destinations:
+def _find_destinations(folder: _DCPFolder, state: DCPState, *, readable: bool = True) -> _Destinations:
     """Compare names, shapes and dtypes of a folder with ``state``. No data is read, and ``state`` stays as it is."""
     names, tensors = folder.layout.names(), folder.layout.tensors
     _check_kind(folder, names, state)
     proposed = state.propose_state({_own(name): (stored.shape, stored.dtype) for name, stored in tensors.items()})
-    live = {f"{ROOT}.{name}": tensor for name, tensor in (state.live_tensors() | proposed).items()}
+    live = {f"{ROOT}.{name}": tensor for name, tensor in (state.live_tensors(readable=readable) | proposed).items()}
     aliases = {f"{ROOT}.{alias}": f"{ROOT}.{name}" for alias, name in state.aliases().items()}
     ties = {alias: name for alias, name in aliases.items() if alias in names and name in live}
     _check_same_names(folder, live.keys(), names, aliases.keys(), state)
@@ -292,9 +334,10 @@ def _check_same_names(
             + (", or of one that had other parameters frozen, which it leaves out" if f"{ROOT}.{BASE}" in saved else "")
         )
     if unexpected := sorted((there - here).difference(aliases)):
+        advice = "; give the optimizer all parameters that it had in the saved run, frozen or not"
         raise CheckpointMismatchError(
             f"{folder.path} has {unexpected[0]!r}, which this model or optimizer does not ({len(unexpected)} "
-            "unexpected)"
+            f"unexpected){advice if state.is_kept_from_optimizer(_own(unexpected[0])) else ''}"
         )
 
 

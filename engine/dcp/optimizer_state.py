@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...utils.compat.torch_private import made_sharded
+from ...utils.compat.torch_private import like_sharded, made_sharded
 from ...utils.errors import CheckpointMismatchError, ConfigError
 from ...utils.logging import get_logger
 from ..memory.tensors import local_tensor
@@ -77,6 +77,8 @@ def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
             "would be lost; make it one, or give it an optimizer of its own"
         )
     for name, param, state in _states(optimizer, params):
+        if odd := [key for key in state if not isinstance(key, str)]:
+            raise ConfigError(f"{type(optimizer).__name__} calls state of {name} {odd[0]!r}; expected a string")
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and (kind := type(local_tensor(value))) not in _CLASSES:
                 raise ConfigError(
@@ -95,6 +97,13 @@ def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
                 )
 
 
+def on_meta(param: nn.Parameter) -> nn.Parameter:
+    """A parameter like ``param`` without memory for its values, sharded in the same way."""
+    local = torch.empty_like(local_tensor(param), device="meta")
+    twin = like_sharded(local, param) if isinstance(param, DTensor) else local
+    return nn.Parameter(twin, requires_grad=param.requires_grad)
+
+
 def propose_state(
     optimizer: torch.optim.Optimizer, params: Parameters, names: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> dict[str, torch.Tensor]:
@@ -106,13 +115,14 @@ def propose_state(
     """
     materialize_state(optimizer)
     groups = optimizer.param_groups
+    held = {id(param) for group in groups for param in group["params"]}
     on_device = {id(p) for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
     proposed: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in names.items():
         fqn, _, entry = name.removeprefix(PREFIX).rpartition(".")
         param = params.get(fqn)
-        if param is None or not param.requires_grad:
-            continue
+        if param is None or id(param) not in held:
+            continue  # a frozen parameter is taken: it may have been trained before, or be trained later
         state = optimizer.state.get(param)
         if not state:
             like = shape == param.shape
@@ -201,6 +211,19 @@ def are_named(saved: Groups) -> bool:
     return all("params" in group for group in saved)
 
 
+def check_untrained(optimizer: torch.optim.Optimizer, params: Parameters, saved: Groups) -> None:
+    """Check that ``params``, without state in a folder, are missing there because they were not trained.
+
+    Raises CheckpointMismatchError if one has state here, and is in no group of the saved optimizer.
+    """
+    there = {name for group in saved for name in group.get("params", ())}
+    if strangers := sorted(name for name, param in params.items() if optimizer.state.get(param) and name not in there):
+        raise CheckpointMismatchError(
+            f"the checkpoint lacks optimizer state of {strangers[0]} ({len(strangers)} such), because the optimizer of "
+            "the saved run did not have it; build the optimizer over the same parameters"
+        )
+
+
 def match_groups(optimizer: torch.optim.Optimizer, params: Parameters, saved: Groups) -> list[int]:
     """For each group of ``optimizer``, the number of the saved group with the same parameters.
 
@@ -239,8 +262,13 @@ def _match_by_name(groups: Groups, saved: Groups) -> list[int]:
             if found.setdefault(here, number) != number:
                 other, _ = first[found[here]]
                 raise _cut_otherwise(other, name, f"in groups {found[here]} and {number}", f"both in group {here}")
+    # Empty groups follow each other in the same order. One more group may have other parameters than before.
+    empty_here = [number for number, group in enumerate(groups) if not group["params"]]
+    empty_there = [number for number, group in enumerate(saved) if not group["params"]]
+    if len(empty_here) == len(empty_there):
+        found.update(zip(empty_here, empty_there, strict=True))
     rest_here = [number for number in range(len(groups)) if number not in found]
-    rest_there = [number for number in range(len(saved)) if number not in first]
+    rest_there = [number for number in range(len(saved)) if number not in found.values()]
     if len(rest_here) > 1:
         raise CheckpointMismatchError(
             f"parameter groups {rest_here} of the optimizer have no parameter that is in a group of the checkpoint, so "

@@ -38,6 +38,7 @@ from ..memory.host_blocks import HostBlocks
 from ..memory.lazy_tensor import LazyTensor
 from ..memory.tensors import bytes_of, flatten, local_tensor, memory_of
 from .format import PathLike, archive_of, pickle_metadata
+from .load import check_loads_again
 from .save_plan import RankSavePlan, Structure, agree_on, describe_state, plan_alone, plan_together, vote_on
 from .state import ROOT, DCPState, StagedState
 
@@ -87,6 +88,8 @@ def write_dcp(
     """Write ``state`` into the existing, empty ``folder``. Returns and raises as `DCPSaver.write` does."""
     with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
         values = state.state_dict()
+        if isinstance(state, DCPState):
+            check_loads_again(state, values)
     return DCPSaver(state.ranks_with_same_data).write(folder, values, group)
 
 

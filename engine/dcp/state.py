@@ -33,7 +33,7 @@ from ..api import Stateful
 from ..lora.adapters import adapter_settings, check_settings, describe_adapters, restore_merged
 from ..memory.offloaded import MODEL, require_onloaded, with_host_copies
 from ..memory.tensors import by_clean_name, clean_name, first_names, flatten, is_expanded, local_tensor, normal_tensors
-from ..training.optimizer import materialize_state
+from ..training.optimizer import UnsteppedOptimizer, materialize_state
 from . import optimizer_state as optim
 from .base_model import BASE, BASE_SAMPLE, BaseFolder, FrozenBase, check_own_base, describe_base, sample_base
 from .configured import Configured, require_own_schedule, warn_of_settings
@@ -122,6 +122,7 @@ class DCPState(TorchStateful):
         self.model, self.optimizer, self.scheduler, self.counters = replicated(model), optimizer, scheduler, counters
         self.group, self._base = group, base
         self.changes_only_in_step, self.ranks_with_same_data = changes_only_in_step, ranks_with_same_data
+        self._twins: Mapping[int, nn.Parameter] = {}  # parameter, by id -> the one that stands for it (see `at_start`)
         self._frozen_base: FrozenBase | None = None
         if trainable_only is not False:
             frozen = {n: p for n, p in self._frozen().items() if trainable_only is True or n in trainable_only}
@@ -150,6 +151,19 @@ class DCPState(TorchStateful):
         """The same state with the parameters of a folder, given the dotted names in that folder."""
         state = copy.copy(self)
         state._stored = frozenset(names)
+        return state
+
+    @normal_tensors()
+    def at_start(self) -> "DCPState":
+        """The same state as the next start of the job finds it: with an optimizer that has not stepped.
+
+        Takes no memory for state, which belongs to twins of the parameters on the meta device. It is there to be
+        compared with a folder, not to be loaded.
+        """
+        state = copy.copy(self)
+        if self.optimizer is not None:
+            state._twins = {id(param): optim.on_meta(param) for param in self._parameters().values()}
+            state.optimizer = UnsteppedOptimizer(self.optimizer, state._twins)
         return state
 
     @normal_tensors()
@@ -215,14 +229,14 @@ class DCPState(TorchStateful):
         live = stored.live_tensors()
         if missing := sorted(live.keys() - given.keys()):
             raise CheckpointMismatchError(f"the state has no {missing[0]!r} ({len(missing)} missing)")
-        values = self.check_values(given)
+        values = stored.check_values(given)
         check_own_base(given, stored.frozen_parameters(), self.base, f"{BASE_SAMPLE}.{rank_key(get_rank())}")
         for name, target in live.items():
             local = local_tensor(target)
             if local.data_ptr() != given[name].data_ptr():
                 local.copy_(given[name])
         configured = self.configured(values)
-        self.restore(values, given)
+        stored.restore(values, given)
         settled = configured.settle()
         if get_rank() == 0:
             warn_of_settings("the checkpoint", *settled)
@@ -243,6 +257,8 @@ class DCPState(TorchStateful):
         if len(saved_groups) > 1 and not optim.are_named(saved_groups):
             logger.warning("the checkpoint does not name the parameters of its groups; they were matched by position")
         params = self._parameters()
+        for fqn in self._untrained_there():
+            self.optimizer.state.pop(params[fqn], None)
         for fqn, entries in values.get("optim_plain", {}).items():
             self.optimizer.state[params[fqn]].update(entries)
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
@@ -273,8 +289,9 @@ class DCPState(TorchStateful):
         if self.optimizer is None:
             return values
         values |= {name: unpack_json(given[name], name) for name in PACKED if name in given}
-        params = self._parameters()
+        params, untrained = self._parameters(), self._untrained_there()
         if (groups := values.get("param_groups")) is not None:
+            optim.check_untrained(self.optimizer, {name: params[name] for name in untrained}, groups)
             order = values["group_order"] = optim.match_groups(self.optimizer, params, groups)
             values["param_groups"] = [groups[number] for number in order]
             if "scheduler" in values and self.scheduler is not None:
@@ -285,7 +302,8 @@ class DCPState(TorchStateful):
         if strangers := sorted(plain.keys() - params.keys()):
             raise CheckpointMismatchError(f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here")
         for fqn, entries in optim.plain_entries(self.optimizer, params).items():
-            _check_keys(f"optimizer state of {fqn}", plain.get(fqn, {}), entries)
+            if fqn not in untrained:
+                _check_keys(f"optimizer state of {fqn}", plain.get(fqn, {}), entries)
         for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
             if target is not None and name in values:
                 optional = getattr(target, "OPTIONAL", ())
@@ -302,8 +320,28 @@ class DCPState(TorchStateful):
         live = {f"model.{name}": tensor for name, tensor in self._model_tensors().items()}
         if self.optimizer is not None:
             materialize_state(self.optimizer)
-            live.update(flatten(optim.tensor_entries(self.optimizer, self._parameters()), optim.PREFIX))
+            untrained = self._untrained_there()
+            entries = optim.tensor_entries(self.optimizer, self._parameters())
+            found = {name: tensors for name, tensors in entries.items() if name not in untrained}
+            live.update(flatten(found, optim.PREFIX))
         return live
+
+    def is_kept_from_optimizer(self, name: str) -> bool:
+        """Whether a dotted name is of optimizer state for a parameter of the model that the optimizer does not have."""
+        param = self._parameters().get(name.removeprefix(optim.PREFIX).rpartition(".")[0])
+        if self.optimizer is None or param is None or not _is_state(name):
+            return False
+        return not any(param is own for group in self.optimizer.param_groups for own in group["params"])
+
+    def _untrained_there(self) -> set[str]:
+        """Parameters without optimizer state in the folder that is loaded, if Holdfast wrote it: they never had any.
+
+        They were frozen then. Here they begin without state too, although they may be trained by now.
+        """
+        if self._stored is None or "param_groups" not in self._stored:
+            return set()
+        trained = {name.removeprefix(optim.PREFIX).rpartition(".")[0] for name in self._stored if _is_state(name)}
+        return self._parameters().keys() - trained if trained else set()
 
     def changed_in_step(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The live tensors that only ``optimizer.step`` changes. Empty without the promise ``changes_only_in_step``.
@@ -343,7 +381,8 @@ class DCPState(TorchStateful):
             optim.adopt_state(self.optimizer, self._parameters(), entries, local)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        return first_names(by_clean_name(self._named_parameters()))
+        params = first_names(by_clean_name(self._named_parameters()))
+        return {name: self._twins.get(id(param), param) for name, param in params.items()} if self._twins else params
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for module in self.model.modules():
@@ -392,6 +431,10 @@ class StagedState:
         """Wait for the copy and return its values."""
         self.finish()
         return self.values
+
+
+def _is_state(name: str) -> bool:
+    return name.startswith(optim.PREFIX)
 
 
 def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from ...utils.distributed import all_ranks_succeed, drop_group, new_background_g
 from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ..api import HFExportOptions, SaveLoadMeta
+from ..dcp.load import check_loads_again
 from ..dcp.save import save_dcp
 from ..dcp.state import DCPState, StagedState
 from ..hf.adapter_folder import save_adapters
@@ -52,6 +53,7 @@ class BackgroundSave:
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
             values = self._staging.stage(state, model_only=not meta.with_optim)
             if meta.weight_format == "dcp":
+                check_loads_again(state if meta.with_optim else state.model_only(), values)
                 staged = StagedState(values, self._staging.finish, state.ranks_with_same_data)
                 write = partial(save_dcp, meta.path, staged, self._background_group)
             else:

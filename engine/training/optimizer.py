@@ -1,7 +1,9 @@
 """Optimizers, learning-rate schedule, and optimizer state before the first step."""
 
+import inspect
 import math
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -99,14 +101,40 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Give every trainable parameter the state from which its first step would start, without taking a step.
 
     torch optimizers create their state in the first ``step``, but a checkpoint of a fresh engine and a load into one
-    need it earlier. This knows the optimizers of `build_optimizer`, and Adam. For others it does nothing: their state
-    exists after the first step, and a load creates it from the checkpoint.
+    need it earlier. This knows the optimizers of `build_optimizer`, and Adam. For others, and for subclasses that step
+    in another way, it does nothing: their state exists after the first step, and a load creates it from the checkpoint.
     """
+    made_by = optimizer.made_by if isinstance(optimizer, UnsteppedOptimizer) else optimizer
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad and not optimizer.state.get(param):
-                state = _initial_state(optimizer, group, param)
-                optimizer.state[param].update(to_host(state) if isinstance(optimizer, StateOnHost) else state)
+                state = _initial_state(made_by, group, param)
+                optimizer.state[param].update(to_host(state) if isinstance(made_by, StateOnHost) else state)
+
+
+class UnsteppedOptimizer(torch.optim.Optimizer):
+    """An optimizer as it was before its first step, over other tensors, for `materialize_state`. It cannot step.
+
+    ``twins`` has the other tensor for each parameter, by id.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, twins: Mapping[int, nn.Parameter]) -> None:
+        # Not the constructor of torch, which would check and complete the groups.
+        self.made_by = optimizer
+        self.param_groups = [
+            {**group, "params": [twins.get(id(param), param) for param in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        self.state = defaultdict(dict)
+
+
+def _steps_as(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether ``optimizer`` is a ``kind`` that does not step in its own way, and so has the state of that class."""
+    own = optimizer._device_class if isinstance(optimizer, StateOnHost) else type(optimizer)
+    makers = ("step", "_init_group")
+    return issubclass(own, kind) and all(
+        inspect.unwrap(getattr(own, maker)) is inspect.unwrap(getattr(kind, maker)) for maker in makers
+    )
 
 
 def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -115,7 +143,7 @@ def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Para
             return optimizer.initial_state(param)
         case Muon() if group["orthogonal"]:
             return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
-        case torch.optim.Adam() | torch.optim.AdamW():
+        case torch.optim.Adam() if _steps_as(optimizer, torch.optim.Adam):  # AdamW too
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
             on_device = group["capturable"] or group["fused"]
             is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]  # as torch does
@@ -125,7 +153,9 @@ def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Para
                 n: torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False) for n in names
             }
             return {"step": step, **zeros}
-        case torch.optim.SGD() if group["momentum"] != 0 and group["dampening"] == 0:
+        case torch.optim.SGD() if (
+            group["momentum"] != 0 and group["dampening"] == 0 and _steps_as(optimizer, torch.optim.SGD)
+        ):
             # The first step copies the gradient, which equals momentum * 0 + gradient.
             return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
         case _:

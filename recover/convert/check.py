@@ -1,15 +1,20 @@
 """Read a target back with the reader of its format, and compare every tensor with what was read from the source."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import xxhash
+from torch import nn
 
+from ...engine.dcp.load import dry_load
+from ...engine.dcp.state import GENERATORS, PACKED, DCPState
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...engine.memory.tensors import bytes_of
-from ...utils.errors import CheckpointCorruptError
+from ...utils.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from .checkpoint import Checkpoint
-from .writers import plain_groups
+from .stored_tensors import read_whole
+from .writers import dcp_entries, plain_groups
 
 
 class Digests:
@@ -41,6 +46,44 @@ def tensors_of(checkpoint: Checkpoint, with_optimizer: bool = True) -> Iterator[
         for key, value in entries.items():
             if isinstance(value, LazyTensor):
                 yield f"optim.state.{name}.{key}", value
+
+
+def require_loads(what: str, checkpoint: Checkpoint) -> None:
+    """Raise `CheckpointMismatchError` if a load into torch's Adam or AdamW would refuse the optimizer of ``what``.
+
+    The checks are those of the load, without values. State of other optimizers is not known. Holdfast's own folders
+    were checked when they were saved.
+    """
+    groups = checkpoint.groups or []
+    if checkpoint.states_are_complete or not groups or not all("amsgrad" in group for group in groups):
+        return
+
+    # A model and an optimizer with the names, shapes and dtypes of the source, without memory for values.
+    model = nn.Module()
+    for name, tensor in checkpoint.model.items():
+        model._parameters[name] = nn.Parameter(_on_meta(tensor), requires_grad=tensor.dtype.is_floating_point)
+    params = [{**group, "params": [model._parameters[name] for name in group["params"]]} for group in groups]
+    state = DCPState(model, torch.optim.AdamW(params))
+
+    # What would be written. The JSON of groups and schedule is small, and is read.
+    values: dict[Any, Any] = {}
+    for path, tensor in dcp_entries(checkpoint):
+        *parents, last = path[1:]
+        place = values
+        for key in parents:
+            place = place.setdefault(key, {})
+        place[last] = read_whole(tensor) if last in PACKED else _on_meta(tensor)
+    values.pop(GENERATORS, None)  # they have been checked, and need their values
+    try:
+        dry_load(state, values)
+    except CheckpointError as error:
+        raise CheckpointMismatchError(
+            f"{what}: its optimizer could not be loaded: {error}. Convert the weights alone: --to hf"
+        ) from error
+
+
+def _on_meta(tensor: LazyTensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def require_all_written(what: str, source: Checkpoint, written: dict[str, str], with_optimizer: bool) -> None:

@@ -16,7 +16,7 @@ from ...engine.memory.tensors import first_names
 from ...engine.model.model_folder import read_raw_config
 from ...engine.training.model import UNUSABLE, describe_unusable
 from ...utils.compat.transformers_private import build_from_config
-from ...utils.errors import CheckpointMismatchError, ConfigError
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from ...utils.rng import RngState
 
 OptimizerEntries = Mapping[str, Mapping[str, Any]]
@@ -89,12 +89,20 @@ class Checkpoint:
 
     def set_optimizer(self, what: str, state: OptimizerEntries, groups: list[dict[str, Any]]) -> None:
         """Add the optimizer of ``what``: state by parameter, and groups with names as ``params``."""
+        for number, group in enumerate(groups):
+            rate = group.get("lr", 0.0)
+            if not isinstance(rate, int | float):
+                raise CheckpointCorruptError(f"{what}: the rate (lr) of group {number} is {rate!r}; expected a number")
         grouped = {name for group in groups for name in group["params"]}
         if strangers := [name for name in state if name not in self.model or name not in grouped]:
             raise CheckpointMismatchError(
                 f"{what} has state for {strangers[0]!r}, which is not a parameter of the model in one of its groups"
             )
         for name, entries in state.items():
+            step = entries.get("step", 0)
+            if not isinstance(step, int | float) and not (isinstance(step, LazyTensor) and step.numel == 1):
+                found = f"a tensor {list(step.shape)}" if isinstance(step, LazyTensor) else repr(step)
+                raise CheckpointCorruptError(f"{what}: step of {name} is {found}; expected a number")
             for key, value in entries.items():
                 shape = self.model[name].shape
                 if isinstance(value, LazyTensor) and key in _LIKE_PARAMETER and value.shape != shape:
@@ -135,3 +143,4 @@ class ReadOptions:
     merge: bool = False  # merge adapters into their base, and leave out optimizer state
     base: Path | None = None  # folder of that base. None takes the folder that the source names
     engine: str | None = None  # the only engine to read. None, or an unknown name, reads all
+    with_optimizer: bool = True  # False reads the weights alone, also if the optimizer could not be converted

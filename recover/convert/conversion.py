@@ -29,7 +29,7 @@ from ...utils.manifest import MANIFEST_NAME, require_outside_commits, verify_fol
 from ...utils.remote import FETCH_FIRST, require_local
 from ..saving.snapshot import manifest_facts
 from . import dcp, hugging_face, verl
-from .check import Digests, compare, compare_plain, require_all_written, tensors_of
+from .check import Digests, compare, compare_plain, require_all_written, require_loads, tensors_of
 from .checkpoint import Checkpoint, ReadOptions
 from .writers import (
     Seen,
@@ -135,7 +135,7 @@ def convert(
     require_outside_commits(final)
     with ExitStack() as files:
         given = [None if each is None else Path(each) for each in (config, base)]
-        options = ReadOptions(root, given[0], files, merge, given[1], engine)
+        options = ReadOptions(root, given[0], files, merge, given[1], engine, with_optimizer=to != "hf")
         checkpoints = _chosen(_read_source(folder, options), to, engine)
         _require_trained(folder, checkpoints, to)
         if to != "hf" and dtype is not None:
@@ -194,6 +194,7 @@ def _require_trained(folder: Path, checkpoints: Mapping[str, Checkpoint], to: st
         )
     for checkpoint in checkpoints.values() if to != "hf" else ():
         checkpoint.require_states()
+        require_loads(str(folder), checkpoint)
 
 
 def _chosen(found: dict[str, Checkpoint], to: str, engine: str | None) -> dict[str, Checkpoint]:

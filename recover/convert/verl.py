@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from ...utils.plain_values import pack_json
 from ...utils.rng import RngState, check_rng
 from .checkpoint import Architecture, Checkpoint, ReadOptions
-from .weights import read_file, same_values, shared_names
+from .weights import read_file, require_tensor, same_values, shared_names
 
 _MODEL = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _CUDA_STATE_BYTES = 16
@@ -56,7 +58,12 @@ def _ranks(folder: Path) -> list[tuple[int, int]]:
 def _read_worker(folder: Path, options: ReadOptions) -> Checkpoint:
     world_size = _world_size(folder)
     states = _files(folder, "model", world_size)
+    for rank, state in enumerate(states):
+        for name, value in state.items():
+            require_tensor(_file(folder, "model", world_size, rank), name, value)
     names = list(states[0])
+    if not names:
+        raise CheckpointCorruptError(f"{_file(folder, 'model', world_size, 0)} holds no tensors")
     if any(list(state) != names for state in states):
         raise CheckpointCorruptError(f"{folder}: the model files of the ranks do not have the same tensors")
     tied = shared_names(states[0])
@@ -68,13 +75,16 @@ def _read_worker(folder: Path, options: ReadOptions) -> Checkpoint:
         architecture=Architecture.find(options.config, folder / "huggingface"),
         step=_step(folder),
     )
-    if (folder / f"optim_world_size_{world_size}_rank_0.pt").exists():
+    if options.with_optimizer and _file(folder, "optim", world_size, 0).exists():
         _add_optimizer(found, folder, world_size)
-    if (folder / f"extra_state_world_size_{world_size}_rank_0.pt").exists():
+    if options.with_optimizer and (path := _file(folder, "extra_state", world_size, 0)).exists():
         extras = _files(folder, "extra_state", world_size)
-        found.scheduler = extras[0].get("lr_scheduler")
+        found.scheduler = _schedule(path, extras[0].get("lr_scheduler"))
         if all("rng" in extra for extra in extras):
-            found.rng = [_generators(extra["rng"], rank, f"{folder}, rank {rank}") for rank, extra in enumerate(extras)]
+            found.rng = [
+                _generators(extra["rng"], rank, f"{_file(folder, 'extra_state', world_size, rank)}")
+                for rank, extra in enumerate(extras)
+            ]
     return found
 
 
@@ -91,11 +101,37 @@ def _world_size(folder: Path) -> int:
     return size
 
 
+def _file(folder: Path, kind: str, world_size: int, rank: int) -> Path:
+    return folder / f"{kind}_world_size_{world_size}_rank_{rank}.pt"
+
+
 def _files(folder: Path, kind: str, world_size: int) -> list[dict[str, Any]]:
-    states = [read_file(folder / f"{kind}_world_size_{world_size}_rank_{rank}.pt") for rank in range(world_size)]
-    if not all(isinstance(state, dict) for state in states):
-        raise CheckpointCorruptError(f"{folder}: the {kind} files do not hold dicts")
+    paths = [_file(folder, kind, world_size, rank) for rank in range(world_size)]
+    states = [read_file(path) for path in paths]
+    for path, state in zip(paths, states, strict=True):
+        if not isinstance(state, dict):
+            raise CheckpointCorruptError(f"{path} holds a {type(state).__name__}; expected a dict")
     return states
+
+
+def _schedule(path: Path, state: Any) -> dict[str, Any] | None:
+    """The state of the schedule in the file ``path``, if there is one."""
+    if state is None:
+        return None
+    if not isinstance(state, dict):
+        raise CheckpointCorruptError(f"{path}: lr_scheduler is {brief(state)}; expected the state_dict of a schedule")
+    step = state.get("last_epoch", 0)
+    if not isinstance(step, int):
+        raise CheckpointCorruptError(f"{path}: last_epoch of lr_scheduler is {brief(step)}; expected a whole number")
+    _require_plain(path, "lr_scheduler", state)
+    return state
+
+
+def _require_plain(path: str | Path, name: str, value: Any) -> None:
+    try:
+        pack_json(value, name)
+    except ConfigError as error:
+        raise CheckpointCorruptError(f"{path}: {error}") from error
 
 
 def _step(folder: Path) -> int | None:
@@ -125,7 +161,13 @@ def _add_optimizer(found: Checkpoint, folder: Path, world_size: int) -> None:
             if isinstance(value, torch.Tensor):
                 parts = [each["state"][number][key] for each in states]
                 assembled[key] = from_ranks(f"optimizer state {number}.{key}", parts)
-    named = [_plain(group) | {"params": [names[number] for number in group["params"]]} for group in groups]
+    plain = [_plain(group) for group in groups]
+    for number, group in enumerate(plain):
+        _require_plain(what, f"param_groups[{number}]", group)
+    named = [
+        values | {"params": [names[number] for number in group["params"]]}
+        for group, values in zip(groups, plain, strict=True)
+    ]
     found.set_optimizer(what, state, named)
 
 
@@ -151,17 +193,42 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_alike(folder: Path, states: list[dict[str, Any]]) -> None:
+    """Check that each rank has the state of the same parameters, in the form of an optimizer's ``state_dict``."""
     for rank, state in enumerate(states):
+        path = _file(folder, "optim", len(states), rank)
         if not isinstance(state.get("state"), dict) or not isinstance(state.get("param_groups"), list):
             raise CheckpointCorruptError(
                 f"{folder}: the optim file of rank {rank} has {sorted(map(str, state))[:4]}, "
                 "expected 'state' and 'param_groups'"
             )
+        for number, group in enumerate(state["param_groups"]):
+            if not isinstance(group, dict):
+                raise CheckpointCorruptError(f"{path}: param_groups[{number}] is {brief(group)}; expected a dict")
+            params = group.get("params")
+            if not isinstance(params, list) or not all(isinstance(param, int | str) for param in params):
+                raise CheckpointCorruptError(
+                    f"{path}: params of param_groups[{number}] is {brief(params)}; expected a list of numbers"
+                )
+        for number, entries in state["state"].items():
+            _require_entries(path, number, entries)
         for number, entries in states[0]["state"].items():
             if set(state["state"].get(number, ())) != set(entries):
                 raise CheckpointCorruptError(
                     f"{folder}: the optim files of ranks 0 and {rank} differ in what they hold of parameter {number}"
                 )
+
+
+def _require_entries(path: Path, number: Any, entries: Any) -> None:
+    """Check the state of one parameter: tensors and plain values by name."""
+    if not isinstance(entries, dict):
+        raise CheckpointCorruptError(
+            f"{path}: the state of parameter {number} is {brief(entries)}; expected a dict of its entries"
+        )
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor) or not isinstance(key, str):
+            require_tensor(f"{path}, parameter {number}", key, value)
+        else:
+            _require_plain(path, f"{key} of parameter {number}", value)
 
 
 def _fsdp_version(folder: Path) -> int | None:

@@ -56,6 +56,21 @@ def _quiet_meshes() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def require_tensor(where: str | Path, name: Any, value: Any) -> None:
+    """Raise `CheckpointCorruptError` unless ``value``, called ``name`` in the file ``where``, is a tensor of rows."""
+    if not isinstance(name, str):
+        raise CheckpointCorruptError(f"{where}: an entry is called {name!r}; expected a string")
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointCorruptError(f"{where}: {name} is a {type(value).__name__}; expected a tensor")
+    local = value.to_local() if isinstance(value, DTensor) else value
+    kind = "quantized tensor" if local.is_quantized else "tensor on the meta device, without values"
+    if local.layout is not torch.strided:
+        kind = f"{str(local.layout).removeprefix('torch.')} tensor"
+    elif not (local.is_meta or local.is_quantized):
+        return
+    raise CheckpointCorruptError(f"{where}: {name} is a {kind}; expected a dense tensor of numbers")
+
+
 def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Name of a tensor -> earlier name of a tensor in the same memory, so that tied tensors are stored once."""
     first: dict[Any, str] = {}
@@ -71,8 +86,10 @@ def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def read_bin(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Tensors of a ``torch.save`` file in its order, and the aliases of tensors that share memory."""
     state = read_file(path)
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    if not isinstance(state, dict):
         raise CheckpointCorruptError(f"{path} is not the state_dict of a model")
+    for name, value in state.items():
+        require_tensor(path, name, value)
     tied = shared_names(state)
     return {name: LazyTensor.of(tensor) for name, tensor in state.items() if name not in tied}, tied
 

@@ -38,7 +38,7 @@ _TORCH_DEFAULTS = {
 
 def write_dcp(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
     """Write a folder in the format of `save_dcp`, for `load_dcp` and `RecoverHandler` at any world size."""
-    return write_entries(folder, _dcp_entries(checkpoint), _below_root(seen))
+    return write_entries(folder, dcp_entries(checkpoint), _below_root(seen))
 
 
 def write_areal(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEntry]:
@@ -80,7 +80,8 @@ def _below_root(seen: Seen) -> Seen:
     return lambda name, *block: seen(name.removeprefix(f"{ROOT}."), *block)
 
 
-def _dcp_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
+def dcp_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
+    """The entries of a folder in the format of `save_dcp`."""
     yield from (Entry((ROOT, "model", name), tensor) for name, tensor in checkpoint.model.items())
     if checkpoint.groups is None:
         return

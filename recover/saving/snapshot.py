@@ -22,6 +22,7 @@ from torch import nn
 
 from ...engine.api import Stateful, StepInfo
 from ...engine.dcp.fingerprint import sample_state
+from ...engine.dcp.load import check_loads_again
 from ...engine.dcp.save import DCPSaver
 from ...engine.dcp.state import DCPState
 from ...engine.memory.tensors import flatten
@@ -51,6 +52,10 @@ from .exports import ExportCapture, ExportRequest, capture_export
 from .model_files import model_files_name, pack_model_files
 
 logger = get_logger(__name__)
+
+
+Description = dict[str, tuple[torch.Size, torch.dtype]]
+"""Dotted name of a tensor of a state -> its shape and dtype."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,7 @@ class RankSession:
         self.export: ExportCapture | None = None  # captured and not yet written
         self._n_threads = torch.get_num_threads()
         self._savers: dict[str, DCPSaver] = {}
+        self._checked: dict[str, Description] = {}
         self._stagings: dict[str, tuple[nn.Module, Staging]] = {}
         self._models: dict[str, nn.Module] = {}  # by name of the engine, in rank 0
         self._model_files: dict[str, bytes | None] = {}  # by name of the engine, read once
@@ -216,16 +222,19 @@ class RankSession:
             timeout_s: how long ranks wait for each other in the background. None if nothing is written there.
             snapshots: whether snapshots are ever due. If not, the buffers hold the exported weights alone.
             request: the export to make, if any.
+
+        Raises ConfigError if a snapshot of the state could not be loaded again, as far as that is known now.
         """
-        if timeout_s is None:
-            return cls(None, request)
         target = engines_of(holder)
-        session = cls(new_background_group(target.group, timeout_s), request)
+        session = cls(None if timeout_s is None else new_background_group(target.group, timeout_s), request)
         try:
             names = list(target.engines) if snapshots else [] if request is None else [request.name(target)]
             for name in names:
                 state = target.state(name)
-                session.staging_of(name, state).prepare(state, model_only=not snapshots)
+                if timeout_s is not None:
+                    session.staging_of(name, state).prepare(state, model_only=not snapshots)
+                if snapshots:
+                    session.check_loads_again(name, state, state.state_dict())
         except BaseException:
             session.close()
             raise
@@ -252,12 +261,20 @@ class RankSession:
                 values[name] = self.staging_of(name, state).stage(state) if staged else state.state_dict()
             finally:
                 state.rng = None
+            self.check_loads_again(name, state, values[name])
         groups = {name: target.group_of(name) for name in target.engines}
         if get_rank() == 0:
             self._models = {name: state.model for name, state in states.items()}
         part = RankPart([], versions, counts, numerical_switches(states, target.engines), rng_digest(rng))
         name = rank_state_name(get_rank())  # now: a group may be destroyed before the snapshot is written
         return RankCapture(groups, values, (name, process), part)
+
+    def check_loads_again(self, name: str, state: DCPState, values: Mapping[str, Any]) -> None:
+        """Check that ``values`` of an engine can be loaded again, unless tensors like these were checked before."""
+        described = {dotted: (tensor.shape, tensor.dtype) for dotted, tensor in flatten(values)}
+        if self._checked.get(name) != described:
+            check_loads_again(state, values)
+            self._checked[name] = described
 
     def write_snapshot(self, holder: Any, folder: str, in_background: bool) -> RankPart:
         """Write the captured snapshot into the existing ``folder``, which is the same for all ranks. Collective.

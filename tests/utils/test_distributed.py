@@ -278,7 +278,8 @@ def _log_at_two_levels(rank: int, world_size: int, folder: Path, others: str) ->
         logger = get_logger("holdfast.engine")
         logger.info("begins")
         logger.warning("is late")
-        return out.seek(0) or out.read()
+        out.seek(0)
+        return out.read()
 
 
 @pytest.mark.parametrize("others", ["WARNING", "INFO"])

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from holdfast.engine.dcp.load import check_dcp, load_dcp
 from holdfast.engine.dcp.save import save_dcp
-from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.dcp.state import DCPState, StagedState
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.helpers import run_ranks
@@ -297,7 +297,7 @@ def test_bytes_that_are_no_plain_data_are_refused_before_anything_changes(
     kind: type[DCPState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save_dcp(tmp_path / "c", kind(Model(5)))
+    save_dcp(tmp_path / "c", StagedState(kind(Model(5)).state_dict(), lambda: None))  # a save would refuse the state
     refusal(tmp_path / "c", Model(7), CheckpointCorruptError)
     assert not (tmp_path / "bomb_went_off").exists()
     check_dcp(tmp_path / "c", DCPState(Model(7)))
