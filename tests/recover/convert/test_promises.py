@@ -107,8 +107,8 @@ def test_a_target_that_differs_from_the_source_is_not_made(tmp_path: Path, monke
 
 def test_a_target_without_a_tensor_of_the_source_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_dcp(tmp_path / "source", Host().train(1).state)
-    entries = writers._dcp_entries
-    monkeypatch.setattr(writers, "_dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
+    entries = writers.dcp_entries
+    monkeypatch.setattr(writers, "dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
     with pytest.raises(CheckpointCorruptError, match=r"exp_avg of the source was not written \(24 such\)"):
         convert(tmp_path / "source", tmp_path / "c", to="dcp")
     assert not (tmp_path / "c").exists()
@@ -156,8 +156,8 @@ def test_a_refused_conversion_leaves_what_was_there(
     if there == "its lock":
         (run / "recover.lock").touch()
     before = sorted(tmp_path.rglob("*"))
-    entries = writers._dcp_entries
-    monkeypatch.setattr(writers, "_dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
+    entries = writers.dcp_entries
+    monkeypatch.setattr(writers, "dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
     for target, to in ((run, "generation"), (run / "a" / "b", "dcp")):
         with pytest.raises(CheckpointCorruptError, match="was not written"):
             convert(tmp_path / "source", target, to=to)
