@@ -27,6 +27,7 @@ from ...utils.manifest import MANIFEST_NAME, check_listing, verify_file
 from ...utils.remote import FETCH_FIRST, require_local
 from ..memory.tensors import Box, flatten, local_box, local_tensor, normal_tensors
 from ..memory.weight_changes import changing_weights
+from . import optimizer_state as optim
 from .base_model import BASE, BASE_SAMPLE, check_base, sample_base
 from .configured import Configured, warn_of_settings
 from .format import Chunks, Destination, FolderLayout, PathLike, StoredTensor, parse_metadata, read_layout
@@ -293,7 +294,7 @@ def _find_destinations(folder: _DCPFolder, state: DCPState, *, readable: bool = 
     ties = {alias: name for alias, name in aliases.items() if alias in names and name in live}
     _check_same_names(folder, live.keys(), names, aliases.keys(), state)
     for name, tensor in (live | {alias: live[name] for alias, name in ties.items()}).items():
-        _check_same_tensor(folder, name, tensor)
+        _check_same_tensor(folder, name, tensor, state)
     parts = {name: Destination(local_box(tensor), local_tensor(tensor)) for name, tensor in live.items()}
     small = {}
     for name in _small_names(names, state):
@@ -332,16 +333,19 @@ def _check_same_names(
             f"{folder.path} lacks {missing[0]!r} ({len(missing)} missing): it is a checkpoint of another model or "
             "optimizer"
             + (", or of one that had other parameters frozen, which it leaves out" if f"{ROOT}.{BASE}" in saved else "")
+            + _name_optimizers(missing[0], folder, state)
         )
     if unexpected := sorted((there - here).difference(aliases)):
-        advice = "; give the optimizer all parameters that it had in the saved run, frozen or not"
+        advice = _name_optimizers(unexpected[0], folder, state)
+        if state.is_kept_from_optimizer(_own(unexpected[0])):
+            advice = "; give the optimizer all parameters that it had in the saved run, frozen or not"
         raise CheckpointMismatchError(
             f"{folder.path} has {unexpected[0]!r}, which this model or optimizer does not ({len(unexpected)} "
-            f"unexpected){advice if state.is_kept_from_optimizer(_own(unexpected[0])) else ''}"
+            f"unexpected){advice}"
         )
 
 
-def _check_same_tensor(folder: _DCPFolder, name: str, live: torch.Tensor) -> None:
+def _check_same_tensor(folder: _DCPFolder, name: str, live: torch.Tensor, state: DCPState) -> None:
     stored, what = folder.layout.tensors.get(name), f"{folder.path}: {name}"
     if stored is None:
         raise CheckpointMismatchError(f"{what} is not a tensor; expected {list(live.shape)} {live.dtype}")
@@ -350,7 +354,26 @@ def _check_same_tensor(folder: _DCPFolder, name: str, live: torch.Tensor) -> Non
             f"{what} has shape {list(stored.shape)}, this model needs {list(live.shape)}; is it another model?"
         )
     if stored.dtype != live.dtype:
-        raise CheckpointMismatchError(f"{what} has dtype {stored.dtype}, this model needs {live.dtype}")
+        raise CheckpointMismatchError(
+            f"{what} has dtype {stored.dtype}, this model needs {live.dtype}{_name_optimizers(name, folder, state)}"
+        )
+
+
+def _name_optimizers(name: str, folder: _DCPFolder, state: DCPState) -> str:
+    """Describe the saved optimizer and that of ``state``, for an error about the entry ``name`` of one of them."""
+    prefix = f"{ROOT}.{optim.PREFIX}"
+    if not name.startswith(prefix):
+        return ""
+    entries = {
+        f"{saved.rpartition('.')[2]} in {str(stored.dtype).removeprefix('torch.')}"
+        for saved, stored in folder.layout.tensors.items()
+        if saved.startswith(prefix)
+    }
+    saved_state = ", ".join(sorted(entries)) or "no state"
+    return (
+        f"; the saved optimizer has {saved_state}, and this one is {type(state.optimizer).__name__}: use the optimizer "
+        "of the saved run ('optimizer.type'), or load the weights alone"
+    )
 
 
 def _small_names(saved: Iterable[str], state: DCPState) -> list[str]:

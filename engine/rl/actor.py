@@ -321,7 +321,7 @@ class PPOActor:
 
     def _validate_update(self, batch: Batch) -> None:
         mask = loss_mask_of(batch)
-        require_per_token(batch, "advantages", mask, "call compute_advantages first")
+        require_per_token(batch, "advantages", mask, "give the batch that compute_advantages returns")
         if not self.config.recompute_logprob or self.config.use_decoupled_loss:
             require_per_token(batch, "logprobs", mask, "the rollout must give them, or set recompute_logprob")
         if self._recomputes and "prox_logp" in batch:

@@ -55,7 +55,7 @@ class PPOCritic:
             validate_batch(batch)
             mask = loss_mask_of(batch)
             require_per_token(batch, "values", mask, "call compute_values first")
-            hint = "call the actor's compute_advantages on a batch with values first"
+            hint = "give the batch that the actor's compute_advantages returns for a batch with values"
             require_per_token(batch, "returns", mask, hint)
         share = {key: batch[key] for key in (*INPUTS, "values", "returns") if key in batch} | {"loss_mask": mask}
         share = with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)

@@ -9,6 +9,7 @@ is not repeated, because the server may have acted on it.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -37,6 +38,8 @@ _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
 _BROKE_OFF = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 _KEEPALIVE_S = 2.0
 """Servers close idle connections after 5 s (default of uvicorn). A request on a closing connection is lost."""
+_MARKUP = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
+_NO_SERVER = "is an inference server at this URL, or a proxy or another web server?"
 _BODY_CHARS = 300  # longest excerpt of a refusal's body in an error
 _BUSY_S = 1.0  # pause before a busy server is asked again, if the server states none
 
@@ -223,6 +226,8 @@ def _require_success(answer: httpx2.Response, what: str, error: type[ServerError
         elsewhere = without_secrets(answer.headers["Location"])
         raise error(f"{what} was answered with {answer.status_code}: it has moved to {elsewhere}; give the URL of that")
     if not answer.is_success:
+        if _is_web_page(answer):
+            advice = f"{advice}; {_NO_SERVER}".removeprefix("; ")
         raise error(f"{what} was answered with {answer.status_code} ({_excerpt(answer)}){advice and '; ' + advice}")
 
 
@@ -233,11 +238,18 @@ def _parsed(answer: httpx2.Response, what: str, error: type[ServerError], advice
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise error(f"{what} was answered with {_excerpt(answer)!r}; expected a JSON object: is it such a server?")
+        raise error(f"{what} was answered with {_excerpt(answer)!r}; expected a JSON object; {_NO_SERVER}")
     if parsed.get("error"):  # a gateway may have turned the status into a success
         raise error(f"{what} was answered with {answer.status_code} and an error ({_excerpt(answer)})")
     return parsed
 
 
+def _is_web_page(answer: httpx2.Response) -> bool:
+    return "html" in answer.headers.get("Content-Type", "")
+
+
 def _excerpt(answer: httpx2.Response) -> str:
-    return without_secrets(" ".join(answer.text[:_BODY_CHARS].split()))
+    text = answer.text
+    if _is_web_page(answer):
+        text = "a web page: " + _MARKUP.sub(" ", text[: 20 * _BODY_CHARS])
+    return without_secrets(" ".join(text[:_BODY_CHARS].split()))

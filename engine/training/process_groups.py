@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ...utils.compat.torch_private import abort_process_group
 from ...utils.devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
 from ...utils.distributed import gather_objects
+from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..parallel_strategy import ParallelStrategy
 from .meshes import Meshes, open_meshes
@@ -51,8 +52,8 @@ def open_process_groups(strategy: ParallelStrategy, device_type: str, timeout_s:
     ``device_type`` is `TrainEngineConfig.device`. ``timeout_s`` limits the collectives of groups created here.
 
     Raises:
-        ConfigError: the world has another size than ``strategy`` says (see `ParallelStrategy.for_world`), or the
-            devices of the ranks do not match (see `agree_on_device`).
+        ConfigError: the world has another size than ``strategy`` says (see `ParallelStrategy.for_world`), the devices
+            of the ranks do not match (see `agree_on_device`), or the port of rank 0 is in use.
         PeerError: other ranks have no usable device.
     """
     timeout = timedelta(seconds=timeout_s)
@@ -74,7 +75,7 @@ def open_process_groups(strategy: ParallelStrategy, device_type: str, timeout_s:
 def _make_default_group(device_type: str, strategy: ParallelStrategy, timeout: timedelta) -> torch.device:
     """Agree on devices through the store first, because the backend depends on them."""
     if "RANK" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, world_size = _meet(timeout)
     else:
         store, rank, world_size = dist.HashStore(), 0, 1
     strategy.for_world(world_size)  # raises on all ranks before any waits for another
@@ -95,6 +96,20 @@ def _make_default_group(device_type: str, strategy: ParallelStrategy, timeout: t
         device_id=cuda,
     )
     return device
+
+
+def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the store of torchrun's environment, this rank and the number of ranks."""
+    try:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ConfigError(
+            f"rank 0 cannot listen at {address} (MASTER_ADDR and MASTER_PORT), because another process has the port, "
+            "perhaps another job; choose a free one, or start with torchrun --standalone, which finds one"
+        ) from error
 
 
 def _gather_through(store: dist.Store, report: DeviceReport, *, rank: int, world_size: int) -> list[DeviceReport]:

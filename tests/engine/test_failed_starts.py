@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from transformers import ViTConfig
 
 from holdfast.engine import FSDPConfig, FSDPEngine, TrainEngineConfig
@@ -137,3 +139,15 @@ def test_a_failed_start_on_one_rank_fails_all_and_can_be_repeated(
         assert second[problem].startswith(message), problem
         assert first[problem].startswith("PeerError: "), problem
         assert f"rank 1: {message}" in first[problem], problem
+
+
+def _start_at_a_port_in_use(rank: int, world_size: int, port: int) -> None:
+    dist.destroy_process_group()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with pytest.raises(ConfigError, match=rf"rank 0 cannot listen at 127\.0\.0\.1:{port} .*; choose a free one"):
+        FSDPEngine(TrainEngineConfig(path="x")).create_process_group()
+
+
+def test_a_port_that_another_job_has_is_named_with_its_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other_job:
+        run_ranks(_start_at_a_port_in_use, 1, other_job.getsockname()[1])

@@ -115,6 +115,11 @@ async def html(_: web.Request) -> web.Response:
     return web.Response(text="<html>please log in</html>", content_type="text/html")
 
 
+async def no_such_page(_: web.Request) -> web.Response:
+    page = "<html><head><style>h1 { color: red }</style></head><body><h1>Not Found</h1></body></html>"
+    return web.Response(status=404, text=page, content_type="text/html")
+
+
 async def bad_gateway(_: web.Request) -> web.Response:
     return web.Response(status=502, text="<html>" + "bad gateway " * 1_000_000, content_type="text/html")
 
@@ -136,8 +141,9 @@ async def a_list(_: web.Request) -> web.Response:
 
 
 ODD = {
-    html: r"with '<html>please log in</html>'; expected a JSON object: is it such a server\?",
-    bad_gateway: r"with 502 \(<html>bad gateway bad",
+    html: r"with 'a web page: please log in'; expected a JSON object; is an inference server at this URL",
+    no_such_page: r"with 404 \(a web page: Not Found\);.* is an inference server at this URL, or a proxy",
+    bad_gateway: r"with 502 \(a web page: bad gateway bad",
     masked: r"with 200 and an error \(.*upstream failed",
     elsewhere: r"with 308: it has moved to https://elsewhere:8443/; give the URL of that",
     no_gzip: r"broke off \(DecodingError",

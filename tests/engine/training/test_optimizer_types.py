@@ -21,9 +21,9 @@ KINDS = ("adam_bf16", "adam8bit", "muon")
 CONFIGS = {kind: OptimizerConfig(type=kind, lr=1e-2, weight_decay=0.1, gradient_clipping=1e9) for kind in KINDS}
 DTYPES = {"adam_bf16": {torch.bfloat16}, "adam8bit": {torch.uint8, torch.bfloat16}, "muon": {torch.float32}}
 REFUSALS = {
-    "adam_bf16": r"has dtype torch\.bfloat16, this model needs torch\.float32",
-    "adam8bit": r"has '.*_scale', which this model or optimizer does not",
-    "muon": r"lacks '.*exp_avg' .* another model or optimizer",
+    "adam_bf16": r"has dtype torch\.bfloat16, this model needs torch\.float32; .* exp_avg in bfloat16, .* one is AdamW",
+    "adam8bit": r"has '.*_scale', which this model or optimizer does not .* exp_avg_scale in float32, .* one is AdamW",
+    "muon": r"lacks '.*exp_avg' .* another model or optimizer; .* momentum_buffer in float32, .* one is AdamW",
 }
 """How a plain AdamW refuses a checkpoint of each."""
 
