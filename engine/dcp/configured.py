@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from ...utils.compat.torch_private import note_rates, schedules_inside
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 
@@ -40,6 +41,10 @@ class Setting(NamedTuple):
     name: str
     one: str
     other: str
+
+    def of(self, owner: str) -> "Setting":
+        """The same setting with the text ``owner`` behind its name."""
+        return Setting(self.name + owner, self.one, self.other)
 
 
 class Settled(NamedTuple):
@@ -154,7 +159,7 @@ class Configured:
                 group["lr"].fill_(float(rate))
             else:
                 group["lr"] = float(rate)
-        self._schedule._last_lr = [group["lr"] for group in groups]
+        note_rates(self._schedule, [group["lr"] for group in groups])
         after = [float(rate) for rate in rates]
         pairs = dict.fromkeys(zip(before, after, strict=True))
         return [Setting("learning rate", str(was), str(now)) for was, now in pairs if was != now]
@@ -187,7 +192,7 @@ class Configured:
         kept = []
         for setting, numbers in found.items():
             where = "" if len(numbers) == len(groups) else f" of group {', '.join(map(str, numbers))}"
-            kept.append(setting._replace(name=setting.name + where))
+            kept.append(setting.of(where))
         settings = _schedule_settings(self._schedule)
         for name, value in self._settings.items():
             if name in settings and not _same(settings[name], value):
@@ -199,7 +204,7 @@ def _each(schedule: Any) -> Iterator[Any]:
     """``schedule`` and all schedules inside of it."""
     if schedule is not None:
         yield schedule
-        for nested in getattr(schedule, "_schedulers", ()):
+        for nested in schedules_inside(schedule):
             yield from _each(nested)
 
 

@@ -24,7 +24,7 @@ BLOCK_BYTES = 256 << 20
 class StateOnHost(torch.optim.Optimizer):
     """First base of the classes of `on_host`."""
 
-    _device_class: type[torch.optim.Optimizer]
+    device_class: type[torch.optim.Optimizer]
 
     @normal_tensors()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -35,7 +35,7 @@ class StateOnHost(torch.optim.Optimizer):
                 loss = closure()
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         grads = {param: param.grad for param in params}
-        step_block = step_without_hooks(self._device_class)  # hooks see one step
+        step_block = step_without_hooks(self.device_class)  # hooks see one step
         try:
             for block in _blocks(params):
                 for param in params:
@@ -63,7 +63,7 @@ class StateOnHost(torch.optim.Optimizer):
 @cache
 def on_host(optimizer: type[torch.optim.Optimizer]) -> Any:
     """The class of ``optimizer`` with its state in host memory."""
-    return type(optimizer.__name__, (StateOnHost, optimizer), {"_device_class": optimizer})
+    return type(optimizer.__name__, (StateOnHost, optimizer), {"device_class": optimizer})
 
 
 def to_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class UnsteppedOptimizer(torch.optim.Optimizer):
 
 def _steps_as(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
     """Whether ``optimizer`` is a ``kind`` that does not step in its own way, and so has the state of that class."""
-    own = optimizer._device_class if isinstance(optimizer, StateOnHost) else type(optimizer)
+    own = optimizer.device_class if isinstance(optimizer, StateOnHost) else type(optimizer)
     makers = ("step", "_init_group")
     return issubclass(own, kind) and all(
         inspect.unwrap(getattr(own, maker)) is inspect.unwrap(getattr(kind, maker)) for maker in makers

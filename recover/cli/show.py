@@ -175,7 +175,7 @@ def _fact(value: Any) -> str:
 
 def _tells(key: str, value: Any) -> bool:
     """Whether a value of a scheduler or counter is for people. torch's own attributes begin with an underscore."""
-    is_empty = isinstance(value, list) and all(item is None for item in value)
+    is_empty = isinstance(value, list) and all(item in (None, {}) for item in value)
     return not (key.startswith("_") or isinstance(value, dict) or is_empty)
 
 

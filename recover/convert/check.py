@@ -11,6 +11,7 @@ from ...engine.dcp.load import dry_load
 from ...engine.dcp.state import GENERATORS, PACKED, DCPState
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...engine.memory.tensors import bytes_of
+from ...utils.compat.torch_private import parameters_of
 from ...utils.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from .checkpoint import Checkpoint
 from .stored_tensors import read_whole
@@ -60,9 +61,10 @@ def require_loads(what: str, checkpoint: Checkpoint) -> None:
 
     # A model and an optimizer with the names, shapes and dtypes of the source, without memory for values.
     model = nn.Module()
+    parameters = parameters_of(model)
     for name, tensor in checkpoint.model.items():
-        model._parameters[name] = nn.Parameter(_on_meta(tensor), requires_grad=tensor.dtype.is_floating_point)
-    params = [{**group, "params": [model._parameters[name] for name in group["params"]]} for group in groups]
+        parameters[name] = nn.Parameter(_on_meta(tensor), requires_grad=tensor.dtype.is_floating_point)
+    params = [{**group, "params": [parameters[name] for name in group["params"]]} for group in groups]
     state = DCPState(model, torch.optim.AdamW(params))
 
     # What would be written. The JSON of groups and schedule is small, and is read.

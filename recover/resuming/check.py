@@ -218,8 +218,8 @@ def warn_of_configuration(
             else:
                 changed.append(Setting(name, saved[name], now[name]))
     for engine, found in settled.items():
-        changed += [setting._replace(name=f"{setting.name} of {engine}") for setting in found.changed]
-        kept += [setting._replace(name=f"{setting.name} of {engine}") for setting in found.kept]
+        changed += [setting.of(f" of {engine}") for setting in found.changed]
+        kept += [setting.of(f" of {engine}") for setting in found.kept]
     warn_of_settings(what, changed, kept)
 
 

@@ -300,7 +300,7 @@ def test_checkpoints_do_not_depend_on_who_shares_rows(
 def _refusals(rank: int, world_size: int, folder: str, three_heads: str, gpt2: str, gemma2: str) -> None:
     with patch.object(initial_model, "give_memory", side_effect=AssertionError("it has memory")):
         for path, changes, words in (
-            (folder, {"backend": "fsdp:c4"}, r"data_parallel_size is 1, but 2 rank\(s\) have joined"),
+            (folder, {"backend": "fsdp:c4"}, r"4 ranks have the same data .* only 2 rank\(s\) have joined"),
             (folder, {"pack_sequences": False}, "'pack_sequences' is false, .* set it to true"),
             (
                 folder,

@@ -1,7 +1,7 @@
 """Private names of torch: contents of modules, parts of sharded tensors, and DCP's file records."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -316,3 +316,13 @@ def count_skipped_once(loader: Any, state_dict: Mapping[str, Any]) -> None:
 def is_iterated(loader: Any) -> bool:
     """Return whether a ``DataLoader`` has started its persistent workers."""
     return loader._iterator is not None
+
+
+def schedules_inside(schedule: Any) -> Sequence[Any]:
+    """Return the schedules that a ``SequentialLR`` or ``ChainedScheduler`` combines. Others have none."""
+    return getattr(schedule, "_schedulers", ())
+
+
+def note_rates(schedule: Any, rates: Sequence[Any]) -> None:
+    """Set what ``schedule.get_last_lr()`` returns."""
+    schedule._last_lr = list(rates)

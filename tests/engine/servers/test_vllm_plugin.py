@@ -39,7 +39,9 @@ def test_an_update_is_checked_by_the_plugin(fake: FakeServer, tmp_path: Path) ->
 def test_a_refused_folder_leaves_the_server_serving(fake: FakeServer, tmp_path: Path) -> None:
     server, folder, bad = client(fake), publish_hashed(tmp_path, 1), Path(publish_hashed(tmp_path, 2))
     server.update_weights_from_disk(folder, 1)
-    (bad / "model.safetensors").write_bytes(b"VERSION 2")
+    weights = bad / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(PublishError, match=r"(?s)it goes on with the weights it has: .*has digest xxh3_128:") as caught:
         server.update_weights_from_disk(str(bad), 2)
     assert not isinstance(caught.value, PoisonedServerError)
