@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...engine.api import Stateful, StepInfo
 from ...engine.memory.tensors import bytes_of
 from ...utils.compat.torch_private import count_skipped_once
-from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, HoldfastError
 from ...utils.plain_values import read_plain, unpack_plain
 from .capture import DATA_STATE, EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order
 from .samplers import replace_iter, restore_draws
@@ -197,8 +197,16 @@ def _resume_once(loader: Any) -> None:
 
 
 def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
-    loader.load_state_dict(state_dict)
-    said = loader.state_dict()  # makes torchdata's loader build its iterator
+    try:
+        loader.load_state_dict(state_dict)
+        said = loader.state_dict()  # makes torchdata's loader build its iterator
+    except HoldfastError:
+        raise
+    except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointMismatchError(
+            f"{type(loader).__name__} does not take the state that the run has saved ({type(error).__name__}: {error}): "
+            "expected a loader that is made as in the saved run, with the same num_workers. Make it so"
+        ) from error
     given = batches_given(state_dict)
     if given is not None and given != batches_given(said):
         count_skipped_once(loader, state_dict)

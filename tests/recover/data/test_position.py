@@ -458,6 +458,10 @@ class _Counter(Meter):
             super().load_state_dict(state_dict)
 
 
+def _with_a_worker() -> StatefulDataLoader:
+    return plain(num_workers=1)
+
+
 def _deaf() -> StatefulDataLoader:
     return _Deaf(Prompts(), batch_size=4, sampler=sampler())
 
@@ -466,6 +470,7 @@ def _deaf() -> StatefulDataLoader:
     ("saved", "resumed", "message"),
     [
         (plain, _deaf, "saved after 1 batches .* says it is after 0: its load_state_dict does not restore it"),
+        (_with_a_worker, plain, r"does not take the state .*: expected a loader that is made .* the same num_workers"),
         (_Counter, lambda: _Counter(deaf=True), r"_Counter.state_dict\(\) is not what was given to load_state_dict"),
     ],
 )
