@@ -35,8 +35,8 @@ _TOKENS = 24
 
 @dataclass(frozen=True)
 class ScoringHead:
-    """A head (layer ``linear``) that may return scores instead of logits, and the number of forward hooks on its
-    model."""
+    """A head (layer ``linear``) that may return scores instead of logits, and the number of forward hooks (without
+    pre-hooks) on its model."""
 
     linear: nn.Linear
     n_model_hooks: int

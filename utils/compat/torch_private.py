@@ -60,9 +60,7 @@ NAMES = privates(
         "look at a model's modules and tensors without its hooks": [
             f"torch.nn:Module.{name}" for name in ("_modules", "_parameters", "_buffers", "_state_dict_pre_hooks")
         ],
-        "tell whether somebody looks at what a model's head returns": [
-            f"torch.nn:Module.{name}" for name in ("_forward_hooks", "_forward_pre_hooks")
-        ],
+        "tell whether somebody looks at what a model's head returns": ["torch.nn:Module._forward_hooks"],
         "tell which buffers checkpoints hold": ["torch.nn:Module._non_persistent_buffers_set"],
         "tell which modules add to their state dict": [
             f"torch.nn:Module.{name}" for name in ("_state_dict_hooks", "_save_to_state_dict")
@@ -121,8 +119,8 @@ def free_matrix_workspaces() -> None:
 
 
 def count_forward_hooks(module: nn.Module) -> int:
-    """Count the forward hooks and pre-hooks of the module itself."""
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+    """Count the hooks that see what the forward of the module itself returns. Pre-hooks do not."""
+    return len(module._forward_hooks)
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
