@@ -204,7 +204,7 @@ def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
         raise
     except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointMismatchError(
-            f"{type(loader).__name__} does not take the state that the run has saved ({type(error).__name__}: {error}): "
+            f"{type(loader).__name__} does not take the state of the saved run ({type(error).__name__}: {error}): "
             "expected a loader that is made as in the saved run, with the same num_workers. Make it so"
         ) from error
     given = batches_given(state_dict)
