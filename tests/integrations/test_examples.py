@@ -56,6 +56,7 @@ for file in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_every_example_that_is_started_as_a_file_finds_its_modules(tmp_path: Path) -> None:
     files = [file for file in (ROOT / "examples").rglob("*.py") if file.name not in ("__init__.py", "tiny.py")]
     command = [sys.executable, "-c", _IMPORT_EACH, *map(str, files)]

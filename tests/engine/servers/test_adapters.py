@@ -157,7 +157,7 @@ def test_a_server_that_keeps_its_old_adapters_is_found_and_goes_on_with_them(
     assert serves(server, second, 2)
 
 
-@pytest.mark.parametrize("kind", CLIENTS)
+@both
 def test_a_server_that_ignores_adapters_is_found_at_once_in_16_bits(kind: str, tmp_path: Path) -> None:
     """One step changes less than kernels differ by. And a busy server never gives the same answer twice."""
     base = publish_model(tmp_path / "base", 0, tiny_model(), "bfloat16", probe=False)

@@ -25,6 +25,7 @@ from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import model_logprobs, publish_model, step, tiny_model
 from tests.engine.servers.scripted import PlainServer
 from tests.helpers import run_ranks
+from tests.tiers import slow_but
 
 
 def _probed(rank: int, world_size: int, folder: str) -> WeightsProbe:
@@ -136,7 +137,7 @@ def test_an_unchanged_answer_is_stale_only_where_weights_changed(folders: list[P
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", slow_but(["sglang"], ["vllm", "sglang"]))
 def test_a_server_that_keeps_its_weights_is_found_at_the_first_change_in_16_bits(
     kind: str, folders: list[Path], tmp_path: Path
 ) -> None:

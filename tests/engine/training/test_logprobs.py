@@ -182,9 +182,9 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_loss_tokens() -> None:
 @pytest.mark.skipif(not CAN_MEASURE, reason="cannot reset the peak of memory")
 @pytest.mark.parametrize("temperature", slow_but([1.0], [1.0, 0.7]))
 def test_a_chunk_of_logits_has_no_whole_copy_in_float32(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    words, tokens = 40_000, 1024
-    chunk_bytes = 2 * (1 << 24)
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 24)
+    words, tokens = 40_000, 2048
+    chunk_bytes = 2 * (1 << 25)  # glibc keeps freed blocks of less than 32 MiB
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 25)
     monkeypatch.setattr(module, "PASS_ELEMENTS", 1 << 20)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, 8, generator=generator).bfloat16().requires_grad_()
@@ -196,7 +196,8 @@ def test_a_chunk_of_logits_has_no_whole_copy_in_float32(temperature: float, monk
         torch.autograd.grad(entropy.sum() - logprobs.sum(), [hidden, weight])
 
     step()  # threads and workspaces
-    assert peak_growth_bytes(step) < 2.5 * chunk_bytes, "one copy alone would be twice the chunk"
+    # The chunk, its copy in the order of the product, and the gradients. A float32 copy would add two chunks.
+    assert peak_growth_bytes(step) < 4 * chunk_bytes
 
 
 def test_passes_of_a_few_rows_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

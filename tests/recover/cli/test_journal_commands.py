@@ -130,16 +130,6 @@ def test_the_picture_of_a_long_run_shows_a_single_new_step(tmp_path: Path) -> No
         assert second.count("▒") >= 1 and second.endswith("█")
 
 
-def test_the_time_to_read_a_journal_grows_with_its_length_and_not_with_its_square() -> None:
-    def seconds(n_attempts: int) -> float:
-        one = [{"event": "start", "time": 1.0, "step": None}, {"event": "step", "time": 1.0, "step": 0}]
-        began = time.process_time()
-        assert len(list_attempts(one * n_attempts)) == n_attempts
-        return time.process_time() - began
-
-    assert seconds(20000) < 12 * min(seconds(4000) for _ in range(3))  # 5 times as long, or 25 times
-
-
 def test_an_attempt_that_goes_on_is_not_called_killed(tmp_path: Path) -> None:
     process, trial = _start(tmp_path, 3, "wait"), tmp_path / "e" / "t"
     try:
