@@ -111,7 +111,8 @@ def _is_interrupted(rank: int, world_size: int, base: str, kind: str, opcodes: b
         engine.onload()
         for number, moment in enumerate(moments):
             with torch.no_grad(), changing_weights(engine.model):
-                torch._foreach_add_([local_tensor(param) for param in engine.model.parameters()], 1)
+                trained = [param for param in engine.model.parameters() if param.requires_grad]  # a base never changes
+                torch._foreach_add_([local_tensor(param) for param in trained], 1)
             before, expected = values_of(engine), readable(engine)
             if interrupted == engine.onload:
                 engine.offload()
