@@ -1,8 +1,10 @@
-"""Seconds that agreement between ranks adds to a step in which nothing is due: `train_batch`, and `dump` after it.
+"""Seconds that agreement between ranks adds to a step in which nothing is due: `train_batch`, and
+`dump` after it.
 
-On real ranks, the control collectives of a step are recorded and then replayed alone, so that no rank waits for
-another's forward. At larger world sizes the time is computed: the messages that follow each other in gloo's algorithms,
-times `LATENCY_S`, without processor time. The rival is an exchange of pickled objects for every agreement.
+On real ranks, the control collectives of a step are recorded and then replayed alone, so that no
+rank waits for another's forward. At larger world sizes the time is computed: the messages that
+follow each other in gloo's algorithms, times `LATENCY_S`, without processor time. The rival is an
+exchange of pickled objects for every agreement.
 """
 
 import math
@@ -24,13 +26,18 @@ LATENCY_S = 50e-6
 """Seconds that one message between two nodes takes over TCP."""
 REPEATS = 20
 
-NUMBERS, SUM, OBJECT, DECISION = "all_gather", "all_reduce", "all_gather_object", "broadcast_object_list"
+NUMBERS, SUM, OBJECT, DECISION = (
+    "all_gather",
+    "all_reduce",
+    "all_gather_object",
+    "broadcast_object_list",
+)
 OURS, OBJECTS = "Holdfast agreement", "an exchange of objects for each agreement"
 OF_OBJECTS = [OBJECT, OBJECT, OBJECT, SUM, OBJECT, SUM, OBJECT, OBJECT, DECISION]
 """Collectives of a step that pickles an object for every agreement.
 
-In `train_batch`: success, number of micro-batches, names and sum of weights, names and sum of losses. In `dump`:
-success, reasons to stop, and the decision about snapshots.
+In `train_batch`: success, number of micro-batches, names and sum of weights, names and sum of
+losses. In `dump`: success, reasons to stop, and the decision about snapshots.
 """
 
 
@@ -41,8 +48,13 @@ def agreement(options: Options) -> list[Figure]:
         seconds, ours = on_ranks(_measure, options, ranks=n_ranks)
         figures.append(_figure(n_ranks, seconds, ours, f"{n_ranks} processes of this machine"))
     for n_ranks in (64, 512):
-        seconds = {way: [_computed_s(kinds, n_ranks)] for way, kinds in ((OURS, ours), (OBJECTS, OF_OBJECTS))}
-        figures.append(_figure(n_ranks, seconds, ours, f"computed: {LATENCY_S * 1e6:g} us for each message"))
+        seconds = {
+            way: [_computed_s(kinds, n_ranks)]
+            for way, kinds in ((OURS, ours), (OBJECTS, OF_OBJECTS))
+        }
+        figures.append(
+            _figure(n_ranks, seconds, ours, f"computed: {LATENCY_S * 1e6:g} us for each message")
+        )
     return figures
 
 
@@ -50,7 +62,12 @@ def _figure(n_ranks: int, seconds: dict[str, list[float]], ours: list[str], note
     title = f"seconds a step of all agreement / with objects for each: {n_ranks} ranks"
     note += f"; {len(ours)} collectives ({', '.join(ours)}), with objects {len(OF_OBJECTS)}"
     return Figure(
-        f"growth.agreement.{n_ranks}_ranks", title, "lower", over(OBJECTS, seconds), seconds=seconds, note=note
+        f"growth.agreement.{n_ranks}_ranks",
+        title,
+        "lower",
+        over(OBJECTS, seconds),
+        seconds=seconds,
+        note=note,
     )
 
 
@@ -65,7 +82,10 @@ def _measure(session: Session) -> tuple[dict[str, list[float]], list[str]]:
     engine = build_engine(session, parameters=1_000_000)
     batch, group = dense_batch(engine), engine.control_group
     config = RecoverConfig(
-        fileroot=str(session.options.scratch), trial_name="agreement", freq_steps=10**6, stop_signals=[]
+        fileroot=str(session.options.scratch),
+        trial_name="agreement",
+        freq_steps=10**6,
+        stop_signals=[],
     )
     with RecoverHandler(config, SPEC, group=group) as handler:
         handler.load(engine)
@@ -83,8 +103,13 @@ def _measure(session: Session) -> tuple[dict[str, list[float]], list[str]]:
 
 @contextmanager
 def _recorded(group: dist.ProcessGroup) -> Iterator[list[str]]:
-    """Record the names of the collectives on ``group`` inside the block. The model uses other groups."""
-    kinds, originals = list[str](), {kind: getattr(dist, kind) for kind in (NUMBERS, SUM, OBJECT, DECISION)}
+    """Record the names of the collectives on ``group`` inside the block. The model uses other
+    groups.
+    """
+    kinds, originals = (
+        list[str](),
+        {kind: getattr(dist, kind) for kind in (NUMBERS, SUM, OBJECT, DECISION)},
+    )
 
     def noting(kind: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.compare [bench_out/results.json] [--accept]
 
-Measures first if no results are given. The baseline (``benchmarks/baseline.json``) holds ratios to the limits of the
-machine instead of seconds, so that it is valid on another machine too. A figure is a regression if its median is worse
-by `MARGIN` or more and its quartiles do not overlap with the baseline's. Then the exit code is 1. ``--accept`` makes
-the results the new baseline.
+Measures first if no results are given. The baseline (``benchmarks/baseline.json``) holds ratios to
+the limits of the machine instead of seconds, so that it is valid on another machine too. A figure
+is a regression if its median is worse by `MARGIN` or more and its quartiles do not overlap with the
+baseline's. Then the exit code is 1. ``--accept`` makes the results the new baseline.
 """
 
 import argparse
@@ -46,7 +46,9 @@ class Change:
 
 
 def make_baseline(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce results to a baseline: date, machine, options, and the spread of every ratio of Holdfast."""
+    """Reduce results to a baseline: date, machine, options, and the spread of every ratio of
+    Holdfast.
+    """
     figures = {
         f"{figure.name}: {way}": {"better": figure.better, **asdict(figure.spread(way))}
         for figure in read_figures(document)
@@ -61,7 +63,10 @@ def compare(baseline: Mapping[str, Any], document: Mapping[str, Any]) -> list[Ch
     before, after = baseline["figures"], make_baseline(document)["figures"]
     changes = []
     for name in [*before, *(name for name in after if name not in before)]:
-        spreads = [Spread(f["median"], f["low"], f["high"]) if f else None for f in (before.get(name), after.get(name))]
+        spreads = [
+            Spread(f["median"], f["low"], f["high"]) if f else None
+            for f in (before.get(name), after.get(name))
+        ]
         old, new = spreads
         if old is None or new is None:
             changes.append(Change(name, old, new))
@@ -100,7 +105,9 @@ def show(changes: Sequence[Change], console: Console) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, or accept. Returns 1 if a figure has regressed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
-    parser.add_argument("results", type=Path, nargs="?", help="results of a run (default: measure everything now)")
+    parser.add_argument(
+        "results", type=Path, nargs="?", help="results of a run (default: measure everything now)"
+    )
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     parser.add_argument("--accept", action="store_true", help="make the results the baseline")
     given = parser.parse_args(argv)

@@ -1,12 +1,14 @@
 """Publications of all weights and of the changes alone, in turns: ``make bench-publish``.
 
-Two ranks train a model of 127 million parameters in float32 and publish it in bfloat16 after every step, once with all
-weights and once as a delta, to folders next to each other. A mirror of each folder then fetches the version over HTTP,
-at the speed of a network. Its LOCAL is next to the folder.
+Two ranks train a model of 127 million parameters in float32 and publish it in bfloat16 after every
+step, once with all weights and once as a delta, to folders next to each other. A mirror of each
+folder then fetches the version over HTTP, at the speed of a network. Its LOCAL is next to the
+folder.
 
-A server stands still while it loads its mirror's folder. Without a mirror, it also waits for the network meanwhile. So
-"s paused" is the load of a delta with its mirror, and fetch and load of all weights without one. The load is a read of
-all tensors into memory. A real server takes longer, for both.
+A server stands still while it loads its mirror's folder. Without a mirror, it also waits for the
+network meanwhile. So "s paused" is the load of a delta with its mirror, and fetch and load of all
+weights without one. The load is a read of all tensors into memory. A real server takes longer, for
+both.
 
 docs/performance.md has the results.
 """
@@ -125,8 +127,12 @@ def measure(session: Session, rate: float, steps: int, gbits: float) -> list[dic
         _step(engine, 1e-4)
     copy, rounds = PublishedCopy(), []
     scratch = Path(session.all(str(session.options.scratch))[0])
-    with _mirrors(scratch if session.rank == 0 else Path(tempfile.mkdtemp(dir=scratch)), gbits) as mirrors:
-        for version in range(session.options.rounds + 2):  # the first delta is a full version, the second a warm-up
+    with _mirrors(
+        scratch if session.rank == 0 else Path(tempfile.mkdtemp(dir=scratch)), gbits
+    ) as mirrors:
+        for version in range(
+            session.options.rounds + 2
+        ):  # the first delta is a full version, the second a warm-up
             for _ in range(steps):
                 _step(engine, rate)
             row = dict[str, float]()
@@ -192,8 +198,12 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=127e6)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5])
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 5], help="steps between versions")
-    parser.add_argument("--gbits", type=float, nargs="+", default=[1, 10], help="speeds of the network, in Gbit/s")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[1, 5], help="steps between versions"
+    )
+    parser.add_argument(
+        "--gbits", type=float, nargs="+", default=[1, 10], help="speeds of the network, in Gbit/s"
+    )
     parser.add_argument("--folder", type=Path, help="where to publish; /dev/shm is memory")
     parser.add_argument("--quick", action="store_true", help="only check that everything works")
     args = parser.parse_args()
@@ -204,7 +214,9 @@ def main() -> None:
         for steps in args.steps:
             for gbits in args.gbits:
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                    options = Options(int(args.parameters), 2, args.rounds, "cpu", Path(scratch), args.quick)
+                    options = Options(
+                        int(args.parameters), 2, args.rounds, "cpu", Path(scratch), args.quick
+                    )
                     rounds = on_ranks(measure, options, rate, steps, gbits)
                 _report(rate, steps, gbits, rounds)
 
@@ -213,11 +225,16 @@ def _report(rate: float, steps: int, gbits: float, rounds: list[dict[str, float]
     median = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
     ratio, faster = (median[f"delta {key}"] / median[f"full {key}"] for key in ("MB", "ready s"))
     pairs = [f"{median[f'delta {key}']:.3g} / {median[f'full {key}']:.3g}" for key in _PAIRS]
-    worst = " / ".join(f"{max(row[f'{kind} ready s'] for row in rounds):.3g}" for kind in reversed(KINDS))
+    worst = " / ".join(
+        f"{max(row[f'{kind} ready s'] for row in rounds):.3g}" for kind in reversed(KINDS)
+    )
     size, written, ready, paused, cpu = pairs
     name, changed = f"{rate:g}, {steps}, {gbits:g}", f"{100 * median['delta changed']:.2f} %"
     ready += f" (worst {worst})"
-    print(f"| {name} | {changed} | {size} | {ratio:.4f} | {written} | {ready} | {faster:.3f} | {paused} | {cpu} |")
+    print(
+        f"| {name} | {changed} | {size} | {ratio:.4f} | {written} | {ready} | {faster:.3f} | "
+        f"{paused} | {cpu} |"
+    )
     n_alone = sum(row["delta alone"] for row in rounds)
     first, last = (rounds[number]["rss"] / 1e6 for number in (0, -1))
     print(f"<!-- {n_alone:.0f} of {len(rounds)} were deltas; a rank with its mirrors has {first:.0f} MB at first, "
@@ -225,7 +242,10 @@ def _report(rate: float, steps: int, gbits: float, rounds: list[dict[str, float]
     if rate > 1e-6 or steps > 1 or gbits != 1:
         return
     for what, limit, value in (("bytes", 1 / 20, ratio), ("seconds over 1 Gbit/s", 1 / 5, faster)):
-        print(f"<!-- {what}: {value:.3f} of full, limit {limit:g}: {'met' if value < limit else 'NOT met'} -->")
+        print(
+            f"<!-- {what}: {value:.3f} of full, limit {limit:g}: "
+            f"{'met' if value < limit else 'NOT met'} -->"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""`memory`: peak host memory that a save or a load adds to the model. `bytes`: bytes written per byte of state.
+"""`memory`: peak host memory that a save or a load adds to the model. `bytes`: bytes written per
+byte of state.
 
-Memory is the peak of ``RssAnon + RssShmem`` (/proc/self/status, every 2 ms) above the level right before the call:
-pages without a file, which the kernel cannot take back. The kernel's own peak (``VmHWM``, reset through
-/proc/self/clear_refs) also counts mapped pages of files, which cost nothing, and would put ways that map files at a
-disadvantage. Every way runs in fresh processes, so that it cannot reuse memory that another way has allocated.
+Memory is the peak of ``RssAnon + RssShmem`` (/proc/self/status, every 2 ms) above the level right
+before the call: pages without a file, which the kernel cannot take back. The kernel's own peak
+(``VmHWM``, reset through /proc/self/clear_refs) also counts mapped pages of files, which cost
+nothing, and would put ways that map files at a disadvantage. Every way runs in fresh processes, so
+that it cannot reuse memory that another way has allocated.
 
-Written bytes are ``write_bytes`` of /proc/self/io: the bytes handed to the block layer, including files that are
-removed later. On a file system that does not report them (tmpfs), the sizes of the remaining files are added up.
+Written bytes are ``write_bytes`` of /proc/self/io: the bytes handed to the block layer, including
+files that are removed later. On a file system that does not report them (tmpfs), the sizes of the
+remaining files are added up.
 """
 
 import ctypes
@@ -38,7 +41,9 @@ class _Case:
 
 
 def _dump(*, async_save: bool) -> _Make:
-    return lambda session, engine: ours.Dump(session, engine, f"async-{async_save}", async_save=async_save)
+    return lambda session, engine: ours.Dump(
+        session, engine, f"async-{async_save}", async_save=async_save
+    )
 
 
 def _engine_save(weight_format: str) -> _Make:
@@ -77,7 +82,13 @@ def memory(options: Options) -> list[Figure]:
         "hf_load": {"Holdfast engine.load": 0.1},
     }
     return [
-        Figure(f"memory.{name}", f"peak extra host memory / {shard[name[: name.index('_')]]}", "lower", values, limits)
+        Figure(
+            f"memory.{name}",
+            f"peak extra host memory / {shard[name[: name.index('_')]]}",
+            "lower",
+            values,
+            limits,
+        )
         for name, limits in needed.items()
         for values in [peaks[name]]
     ]
@@ -90,7 +101,11 @@ def bytes_written(options: Options) -> list[Figure]:
         ratios = on_ranks(_measure_bytes, options, group)
         needed = {case.save: 1.005 for case in cases.values() if case.save.startswith("Holdfast")}
         note = "needed is 1.00: headers and metadata are a few thousandths at this size"
-        title = "bytes written / bytes of weights" + (" and optimizer state" if group == "dcp" else "") + ", tied"
+        title = (
+            "bytes written / bytes of weights"
+            + (" and optimizer state" if group == "dcp" else "")
+            + ", tied"
+        )
         figures.append(Figure(f"bytes.{group}", title, "lower", ratios, needed, note=note))
     return figures
 

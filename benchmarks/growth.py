@@ -1,8 +1,9 @@
 """`growth`: how saves and restores scale with the size of the model and the number of ranks.
 
-Saves are measured on up to four real ranks. Planning of a save, and of a restore at the same world size, is measured
-for up to 1,024 ranks: on rank 0 and on one other rank, with the structure and files that a Qwen3 of four layers would
-have at that world size. The work that rank 0 does for all ranks on manifest and files is measured the same way.
+Saves are measured on up to four real ranks. Planning of a save, and of a restore at the same world
+size, is measured for up to 1,024 ranks: on rank 0 and on one other rank, with the structure and
+files that a Qwen3 of four layers would have at that world size. The work that rank 0 does for all
+ranks on manifest and files is measured the same way.
 """
 
 import os
@@ -15,7 +16,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import Shard
 
@@ -46,7 +51,9 @@ def growth(options: Options) -> list[Figure]:
     sizes = [options.parameters] if options.quick else [1_000_000, 10_000_000]
     ranks = [1] if options.quick else [1, 2, 4]
     simulated = [2, 4] if options.quick else [64, 256, 1024]
-    figures = [_save_figure(options, f"size.{size / 1e6:g}M", size, options.ranks) for size in sizes]
+    figures = [
+        _save_figure(options, f"size.{size / 1e6:g}M", size, options.ranks) for size in sizes
+    ]
     if options.device == "cpu":
         size = min(options.parameters, 20_000_000)
         figures += [_save_figure(options, f"ranks.{n}", size, n) for n in ranks]
@@ -59,7 +66,9 @@ def growth(options: Options) -> list[Figure]:
 def _save_figure(options: Options, what: str, parameters: int, ranks: int) -> Figure:
     seconds = on_ranks(_measure_save, options, parameters, ranks=ranks)["seconds"]
     title = f"bytes a second / raw write+fsync: {parameters / 1e6:g}M parameters, {ranks} rank(s)"
-    return Figure(f"growth.save.{what}", title, "higher", over(RAW, seconds, inverse=True), seconds=seconds)
+    return Figure(
+        f"growth.save.{what}", title, "higher", over(RAW, seconds, inverse=True), seconds=seconds
+    )
 
 
 def _measure_save(session: Session, parameters: int) -> Times:
@@ -80,9 +89,15 @@ def _measure_save(session: Session, parameters: int) -> Times:
         return {"seconds": seconds}
 
     raw, path = folder / f"rank_{session.rank}", folder / "save"
-    savers = {ours.ENGINE_SAVE: ours.EngineSave(engine, "dcp"), "AReaL dcp.save": ArealDCP(session, engine)}
+    savers = {
+        ours.ENGINE_SAVE: ours.EngineSave(engine, "dcp"),
+        "AReaL dcp.save": ArealDCP(session, engine),
+    }
     ways = {RAW: lambda: once(lambda: buffer.write(raw), raw)}
-    ways |= {name: lambda saver=saver: once(lambda: saver.save(path), path) for name, saver in savers.items()}
+    ways |= {
+        name: lambda saver=saver: once(lambda: saver.save(path), path)
+        for name, saver in savers.items()
+    }
     times = interleave(ways, session.options.rounds)
     engine.destroy()
     return times
@@ -101,14 +116,18 @@ def _simulate(options: Options, n_ranks: int, what: str, *, layers: int) -> list
     seconds = interleave(ways, rounds)["seconds"]
     title = f"seconds to plan a save / torch's global plan, on rank 0: {n_ranks} ranks, {len(shapes)} tensors"
     note = "ours is kept for all saves of a structure, torch's is made for every save. Rank 0 makes .metadata, too"
-    figure = Figure(f"growth.plan.{what}", title, "lower", over(TORCH_PLAN, seconds), seconds=seconds, note=note)
+    figure = Figure(
+        f"growth.plan.{what}", title, "lower", over(TORCH_PLAN, seconds), seconds=seconds, note=note
+    )
     try:
         return [figure, *_simulate_files(metadata, shapes, folder, n_ranks, what, rounds)]
     finally:
         rmtree(folder)
 
 
-def _timed_plan(shapes: Mapping[str, Any], n_ranks: int, rank: int, values: Mapping[str, Any]) -> dict[str, float]:
+def _timed_plan(
+    shapes: Mapping[str, Any], n_ranks: int, rank: int, values: Mapping[str, Any]
+) -> dict[str, float]:
     """Seconds to digest and plan a structure that is not in the cache."""
     structure = _structure(shapes, n_ranks, rank)
     return _timed(lambda: (structure.digest, plan_alone(structure, values)))
@@ -118,7 +137,9 @@ def _structure(shapes: Mapping[str, tuple[int, ...]], n_ranks: int, rank: int) -
     """Structure of tensors sharded by rows, as FSDP2 shards them. Numbers are on every rank."""
     properties, mesh = TensorProperties(dtype=torch.float32), tuple(range(n_ranks))
     tensors = [
-        TensorStructure(name, shape, properties, mesh if shape else None, (Shard(0),) if shape else ())
+        TensorStructure(
+            name, shape, properties, mesh if shape else None, (Shard(0),) if shape else ()
+        )
         for name, shape in shapes.items()
     ]
     return Structure(mesh, rank, tuple(tensors))
@@ -130,16 +151,31 @@ def _torch_plan(shapes: dict[str, tuple[int, ...]], n_ranks: int) -> dict[str, f
 
 
 def _tensor_shapes(layers: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a training state by name: weights, two moments per weight, and a step count that all ranks share."""
+    """Shapes of a training state by name: weights, two moments per weight, and a step count that
+    all ranks share.
+    """
     square, wide = (WIDTH, WIDTH), (3 * WIDTH, WIDTH)
-    layer = {f"self_attn.{n}_proj": square for n in "qkvo"} | {"mlp.gate_proj": wide, "mlp.up_proj": wide}
-    layer |= {"mlp.down_proj": wide[::-1], "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,)}
+    layer = {f"self_attn.{n}_proj": square for n in "qkvo"} | {
+        "mlp.gate_proj": wide,
+        "mlp.up_proj": wide,
+    }
+    layer |= {
+        "mlp.down_proj": wide[::-1],
+        "input_layernorm": (WIDTH,),
+        "post_attention_layernorm": (WIDTH,),
+    }
     weights = {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
-    weights |= {"embed_tokens": (VOCABULARY, WIDTH), "lm_head": (VOCABULARY, WIDTH), "norm": (WIDTH,)}
+    weights |= {
+        "embed_tokens": (VOCABULARY, WIDTH),
+        "lm_head": (VOCABULARY, WIDTH),
+        "norm": (WIDTH,),
+    }
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in weights.items():
         shapes |= {f"dcp.model.{name}": shape, f"dcp.optim.state.{name}.step": ()}
-        shapes |= {f"dcp.optim.state.{name}.{moment}": shape for moment in ("exp_avg", "exp_avg_sq")}
+        shapes |= {
+            f"dcp.optim.state.{name}.{moment}": shape for moment in ("exp_avg", "exp_avg_sq")
+        }
     return shapes
 
 
@@ -150,23 +186,36 @@ def _local_plans(shapes: dict[str, tuple[int, ...]], n_ranks: int) -> list[SaveP
     for rank in range(n_ranks):
         items = []
         for name, shape in shapes.items():
-            offsets, sizes, kind = torch.Size([0] * len(shape)), torch.Size(shape), WriteItemType.TENSOR
+            offsets, sizes, kind = (
+                torch.Size([0] * len(shape)),
+                torch.Size(shape),
+                WriteItemType.TENSOR,
+            )
             if shape:  # sharded by rows, as by FSDP2
                 rows = -(-shape[0] // n_ranks)
                 begin = min(rank * rows, shape[0])
                 offsets = torch.Size([begin, *offsets[1:]])
                 sizes = torch.Size([min(rows, shape[0] - begin), *shape[1:]])
                 kind = WriteItemType.SHARD
-            data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size(shape))
+            data = TensorWriteData(
+                ChunkStorageMetadata(offsets, sizes), properties, torch.Size(shape)
+            )
             items.append(WriteItem(MetadataIndex(name, offsets), kind, tensor_data=data))
         plans.append(SavePlan(items, planner_data=paths))
     return plans
 
 
 def _simulate_files(
-    metadata: bytes, shapes: Mapping[str, tuple[int, ...]], root: Path, n_ranks: int, what: str, rounds: int
+    metadata: bytes,
+    shapes: Mapping[str, tuple[int, ...]],
+    root: Path,
+    n_ranks: int,
+    what: str,
+    rounds: int,
 ) -> list[Figure]:
-    """Write metadata and manifest for ``n_ranks`` ranks. Data files have their real size, but no blocks on the disk."""
+    """Write metadata and manifest for ``n_ranks`` ranks. Data files have their real size, but no
+    blocks on the disk.
+    """
     store = GenerationStore(root)
     staging = store.open_staging(0)
     for folder in ("actor", "state"):
@@ -222,7 +271,9 @@ def _simulate_files(
 def _plan_restore(
     folder: Path, sent: bytes | None, shapes: Mapping[str, tuple[int, ...]], n_ranks: int, rank: int
 ) -> None:
-    """Find this rank's part of every tensor. Without a layout in ``sent``, parse and pickle ``.metadata``."""
+    """Find this rank's part of every tensor. Without a layout in ``sent``, parse and pickle
+    ``.metadata``.
+    """
     if sent is None:
         parse_metadata.cache_clear()
         layout = read_layout(folder)
@@ -246,4 +297,8 @@ def _timed(call: Callable[[], object]) -> dict[str, float]:
 
 
 def _list(path: Path) -> int:
-    return sum(os.stat(os.path.join(folder, name)).st_size for folder, _, names in os.walk(path) for name in names)
+    return sum(
+        os.stat(os.path.join(folder, name)).st_size
+        for folder, _, names in os.walk(path)
+        for name in names
+    )

@@ -1,8 +1,9 @@
 """Rounds, ratios and their spread, and the JSON file that keeps them.
 
-All ways run in the same processes on the same model, in turns (A B C A B C ...), after one warm-up round. In every
-round each way is divided by the limit measured in that round, so that a slow minute of the machine slows both. The
-median of these ratios is the figure. The first and third quartile are its spread.
+All ways run in the same processes on the same model, in turns (A B C A B C ...), after one warm-up
+round. In every round each way is divided by the limit measured in that round, so that a slow minute
+of the machine slows both. The median of these ratios is the figure. The first and third quartile
+are its spread.
 """
 
 import json
@@ -73,7 +74,8 @@ class Figure:
         better: ``lower`` or ``higher``.
         samples: way -> ratio of every round. The names of Holdfast's ways begin with `OURS`.
         needed: way -> ratio that it has to reach. Other ways have no target.
-        seconds: way, limit or phase -> seconds of the slowest rank in every round, from which the ratios are computed.
+        seconds: way, limit or phase -> seconds of the slowest rank in every round, from which the
+            ratios are computed.
         note: remark for the reader.
     """
 
@@ -99,7 +101,9 @@ Benchmark = Callable[[Options], list[Figure]]
 
 
 def interleave(ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int) -> Times:
-    """Call every way in turn, in one warm-up round and then ``rounds`` rounds, and collect the values by round."""
+    """Call every way in turn, in one warm-up round and then ``rounds`` rounds, and collect the
+    values by round.
+    """
     times: Times = {}
     for number in range(rounds + 1):
         for name, way in ways.items():
@@ -109,10 +113,13 @@ def interleave(ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: in
     return times
 
 
-def over(limit: str, seconds: Mapping[str, list[float]], *, inverse: bool = False) -> dict[str, list[float]]:
+def over(
+    limit: str, seconds: Mapping[str, list[float]], *, inverse: bool = False
+) -> dict[str, list[float]]:
     """Divide the seconds of every way by those of ``limit`` in the same round.
 
-    With ``inverse``, divide the limit by the way: the share of the limit's speed, if both move the same bytes.
+    With ``inverse``, divide the limit by the way: the share of the limit's speed, if both move the
+    same bytes.
     """
     return {
         way: [b / a if inverse else a / b for a, b in zip(values, seconds[limit], strict=True)]
@@ -134,8 +141,12 @@ def describe_machine(options: Options) -> dict[str, Any]:
     }
 
 
-def save_results(path: Path, options: Options, figures: list[Figure], took_s: Mapping[str, float]) -> dict[str, Any]:
-    """Write the figures of a run, and the seconds of each benchmark, to ``path``. Returns the document."""
+def save_results(
+    path: Path, options: Options, figures: list[Figure], took_s: Mapping[str, float]
+) -> dict[str, Any]:
+    """Write the figures of a run, and the seconds of each benchmark, to ``path``. Returns the
+    document.
+    """
     document = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "machine": describe_machine(options),

@@ -1,4 +1,6 @@
-"""`hf_save`, `hf_load`, `publish`: Hugging Face files out of the engine, back into it, and into a server's model."""
+"""`hf_save`, `hf_load`, `publish`: Hugging Face files out of the engine, back into it, and into a
+server's model.
+"""
 
 import multiprocessing
 import signal
@@ -24,7 +26,11 @@ from .rivals import ArealHF, Saver, TorchHF
 
 RAW_WRITE, CACHED, CAST = "raw pwrite+fsync", "plain cached read", "torch's cast alone, from memory"
 RAW_PUBLISH = "raw pwrite+fsync, then one plain cached read"
-HF_SAVE, HF_LOAD, PUBLISH = "Holdfast engine.save", "Holdfast engine.load", "Holdfast update_weights"
+HF_SAVE, HF_LOAD, PUBLISH = (
+    "Holdfast engine.save",
+    "Holdfast engine.load",
+    "Holdfast update_weights",
+)
 
 
 def hf_save(options: Options) -> list[Figure]:
@@ -91,7 +97,9 @@ def publish(options: Options) -> list[Figure]:
 
 
 class _SharedFile:
-    """One file for all ranks, in which each rank owns a byte range. Holds the raw bytes of the tensors."""
+    """One file for all ranks, in which each rank owns a byte range. Holds the raw bytes of the
+    tensors.
+    """
 
     def __init__(self, session: Session, tensors: list[torch.Tensor], folder: Path) -> None:
         sizes = session.all(bytes_of(tensors))
@@ -136,7 +144,10 @@ def _measure_save(session: Session) -> Times:
             return {what: seconds}
 
         ways = {RAW_WRITE: lambda: once(raw.write, raw.path)}
-        ways |= {name: lambda saver=saver: once(lambda: saver.save(path), path) for name, saver in savers.items()}
+        ways |= {
+            name: lambda saver=saver: once(lambda: saver.save(path), path)
+            for name, saver in savers.items()
+        }
         return interleave(ways, session.options.rounds)
 
     areal = "AReaL gather+save_pretrained"
@@ -161,7 +172,9 @@ def _measure_load(session: Session) -> Times:
     halves = [tensor.bfloat16() for tensor in weights]
     holdfast, areal = ours.EngineSave(engine, "hf"), ArealHF(session, engine)
 
-    def measure(what: str, tensors: list[torch.Tensor], ways: dict[str, Callable[[], object]]) -> Times:
+    def measure(
+        what: str, tensors: list[torch.Tensor], ways: dict[str, Callable[[], object]]
+    ) -> Times:
         raw = _SharedFile(session, tensors, folder)
         raw.write()
         ways = {CACHED: raw.read, **ways}
@@ -169,7 +182,10 @@ def _measure_load(session: Session) -> Times:
         return interleave(timed, session.options.rounds)
 
     def load_ways(path: Path) -> dict[str, Callable[[], object]]:
-        return {HF_LOAD: lambda: holdfast.load(path), "AReaL rank 0+broadcast": lambda: areal.load(path)}
+        return {
+            HF_LOAD: lambda: holdfast.load(path),
+            "AReaL rank 0+broadcast": lambda: areal.load(path),
+        }
 
     def cast() -> None:
         for weight, half in zip(weights, halves, strict=True):
@@ -179,19 +195,27 @@ def _measure_load(session: Session) -> Times:
     holdfast.save(path)
     ours.EngineSave(engine, "hf", "bfloat16").save(half_path)
     torch_reader = TorchHF(session, engine)
-    times = measure("throughput", weights, load_ways(path) | {"torch HF reader": lambda: torch_reader.load(path)})
+    times = measure(
+        "throughput",
+        weights,
+        load_ways(path) | {"torch HF reader": lambda: torch_reader.load(path)},
+    )
     times |= measure("bfloat16", halves, load_ways(half_path) | {CAST: cast})
     engine.destroy()
     return times
 
 
 class _Server:
-    """Client of a process that holds the whole model and loads folders on request, like vLLM and SGLang."""
+    """Client of a process that holds the whole model and loads folders on request, like vLLM and
+    SGLang.
+    """
 
     def __init__(self, config_folder: str, device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, config_folder, device), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, config_folder, device), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -213,7 +237,9 @@ def _serve(pipe: Connection, config_folder: str, device: str) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config_folder), dtype=torch.float32).to(device)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(config_folder), dtype=torch.float32
+    ).to(device)
     targets = {name: tensor.data for name, tensor in model.state_dict(keep_vars=True).items()}
     while True:
         try:
@@ -234,8 +260,12 @@ def _measure_publish(session: Session) -> Times:
     engine, folder = build_engine(session), _new_folder(session, "publish")
     raw, areal = _SharedFile(session, weight_tensors(engine), folder), ArealHF(session, engine)
     server = _Server(engine.config.path, str(session.device)) if session.rank == 0 else None
-    everything = WarmBuffer([torch.empty(raw.total_bytes, dtype=torch.uint8)]) if session.rank == 0 else None
-    engine.connect_engine([server] if server else [], WeightUpdateMeta("disk", str(folder / "weights"), keep=1))
+    everything = (
+        WarmBuffer([torch.empty(raw.total_bytes, dtype=torch.uint8)]) if session.rank == 0 else None
+    )
+    engine.connect_engine(
+        [server] if server else [], WeightUpdateMeta("disk", str(folder / "weights"), keep=1)
+    )
     version = 0
 
     def raw_publish() -> None:

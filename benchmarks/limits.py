@@ -1,9 +1,11 @@
-"""Limits of any save and load: a copy into warm memory, a raw write with fsync, a read from the page cache.
+"""Limits of any save and load: a copy into warm memory, a raw write with fsync, a read from the
+page cache.
 
-All three move the bytes of this rank's shard between the live tensors, one flat buffer that is kept, and a file (or
-this rank's part of a shared file). The buffer is as large as the shard, so that a write reads it from memory, as a real
-save does. The page cache is never dropped, because that needs root. Reads are therefore called cached reads: they find
-bytes that were written a moment ago.
+All three move the bytes of this rank's shard between the live tensors, one flat buffer that is
+kept, and a file (or this rank's part of a shared file). The buffer is as large as the shard, so
+that a write reads it from memory, as a real save does. The page cache is never dropped, because
+that needs root. Reads are therefore called cached reads: they find bytes that were written a moment
+ago.
 """
 
 import os
@@ -63,5 +65,7 @@ class WarmBuffer:
         while rest:
             moved = call(fd, rest[:_CHUNK_BYTES], offset)
             if moved == 0:
-                raise RuntimeError(f"the file ends at byte {offset}; it was to have {len(rest)} more")
+                raise RuntimeError(
+                    f"the file ends at byte {offset}; it was to have {len(rest)} more"
+                )
             rest, offset = rest[moved:], offset + moved

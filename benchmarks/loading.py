@@ -45,7 +45,9 @@ def _measure(session: Session) -> Times:
     measured = {CACHED: lambda: {"seconds": session.seconds(lambda: buffer.read(raw))}}
     for number, (name, way) in enumerate(ways.items()):
         path = folder / str(number)
-        measured[name] = lambda way=way, path=path: {"seconds": session.seconds(lambda: way.load(path))}
+        measured[name] = lambda way=way, path=path: {
+            "seconds": session.seconds(lambda: way.load(path))
+        }
     times = interleave(measured, session.options.rounds)
     engine.destroy()
     return times

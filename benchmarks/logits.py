@@ -1,7 +1,8 @@
-"""`logits`: cost of log-probabilities and entropies with a large vocabulary, with and without whole logits.
+"""`logits`: cost of log-probabilities and entropies with a large vocabulary, with and without whole
+logits.
 
-The model is small and its vocabulary large, so that head and loss dominate the step. All ways train the same engine on
-the same batch and differ only in the loss function.
+The model is small and its vocabulary large, so that head and loss dominate the step. All ways train
+the same engine on the same batch and differ only in the loss function.
 """
 
 from collections.abc import Iterator
@@ -40,7 +41,10 @@ def logits(options: Options) -> list[Figure]:
             seconds=times[what] if what == "seconds" else {},
             note=note.format(f"{share:.2f}"),
         )
-        for what, title in (("memory", "peak extra memory of a step"), ("seconds", "seconds of a step"))
+        for what, title in (
+            ("memory", "peak extra memory of a step"),
+            ("seconds", "seconds of a step"),
+        )
     ]
 
 
@@ -52,7 +56,9 @@ def _measure(session: Session) -> Times:
 
     def step(way: str) -> dict[str, float]:
         seconds: list[float] = []
-        peak = peak_bytes(session, lambda: seconds.append(session.seconds(lambda: _train(engine, batch, way))))
+        peak = peak_bytes(
+            session, lambda: seconds.append(session.seconds(lambda: _train(engine, batch, way)))
+        )
         return {"memory": max(session.all(peak)), "seconds": seconds[0]}
 
     def _train(engine: FSDPEngine, batch: Batch, way: str) -> None:
@@ -80,7 +86,9 @@ def _ours_of_logits(output: ModelOutput, mb: Batch) -> torch.Tensor:
 
 
 def _areal(output: ModelOutput, mb: Batch) -> torch.Tensor:
-    """AReaL's default: ``log_softmax`` under autograd, 1,024 rows at a time (AReaL also compiles it)."""
+    """AReaL's default: ``log_softmax`` under autograd, 1,024 rows at a time (AReaL also compiles
+    it).
+    """
     parts = []
     for rows, targets in _rows(output.logits, mb, 1024):
         log_p = torch.log_softmax(rows.float(), dim=-1)
@@ -90,7 +98,9 @@ def _areal(output: ModelOutput, mb: Batch) -> torch.Tensor:
 
 
 def _trl(output: ModelOutput, mb: Batch) -> torch.Tensor:
-    """TRL's way: selected logit minus logsumexp, row by row. Entropies without gradient, 128 rows at a time."""
+    """TRL's way: selected logit minus logsumexp, row by row. Entropies without gradient, 128 rows
+    at a time.
+    """
     logits, parts = output.logits, []
     targets = torch.roll(mb["input_ids"].long(), -1)
     selected = logits.gather(-1, targets[:, None]).squeeze(-1)
@@ -102,7 +112,9 @@ def _trl(output: ModelOutput, mb: Batch) -> torch.Tensor:
     return _aligned_loss([(logprobs, torch.cat(parts))], mb)
 
 
-def _rows(logits: torch.Tensor, mb: Batch, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _rows(
+    logits: torch.Tensor, mb: Batch, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     targets = torch.roll(mb["input_ids"].long(), -1)
     return zip(logits.split(size), targets.split(size), strict=True)
 

@@ -1,4 +1,6 @@
-"""Model of the benchmarks: a Qwen3 of about the requested size, sharded by the engine, in the middle of training."""
+"""Model of the benchmarks: a Qwen3 of about the requested size, sharded by the engine, in the
+middle of training.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,9 @@ HEAD_DIM = 64
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=10**6, train_batch_size=1)
 
 
-def model_config(parameters: int, *, tied: bool = False, vocabulary: int | None = None) -> Qwen3Config:
+def model_config(
+    parameters: int, *, tied: bool = False, vocabulary: int | None = None
+) -> Qwen3Config:
     """Return the smallest Qwen3 of a growing series with at least ``parameters`` parameters."""
     vocabulary = vocabulary or (32000 if parameters >= 20e6 else 2048)
     width = HEAD_DIM
@@ -45,7 +49,9 @@ def _layers(width: int) -> int:
 
 
 def _count(width: int, vocabulary: int, tied: bool) -> int:
-    """Count embedding, head, and the four attention and three MLP matrices per layer, without norms."""
+    """Count embedding, head, and the four attention and three MLP matrices per layer, without
+    norms.
+    """
     return (1 if tied else 2) * vocabulary * width + _layers(width) * 16 * width * width
 
 
@@ -65,7 +71,9 @@ class TrainingSize:
 
 
 def training_size(options: Options, parameters: int, longer: int = 4) -> TrainingSize:
-    """Return ``parameters`` in float32 for a CPU. For a GPU, 20 times as many in bfloat16, and ``longer`` sequences."""
+    """Return ``parameters`` in float32 for a CPU. For a GPU, 20 times as many in bfloat16, and
+    ``longer`` sequences.
+    """
     if options.device == "cpu" or options.quick:
         return TrainingSize(min(options.parameters, parameters), 1, "float32")
     return TrainingSize(min(options.parameters, 20 * parameters), longer, "bfloat16")
@@ -89,7 +97,9 @@ def build_engine(
     compiled: bool = False,
 ) -> FSDPEngine:
     """Build the engine of this rank and train one step, so that there are moments to save."""
-    config = model_config(parameters or session.options.parameters, tied=tied, vocabulary=vocabulary)
+    config = model_config(
+        parameters or session.options.parameters, tied=tied, vocabulary=vocabulary
+    )
     folder = session.options.scratch / "config"
     if session.rank == 0:
         config.save_pretrained(folder)
@@ -138,7 +148,10 @@ def training_tensors(engine: FSDPEngine) -> list[torch.Tensor]:
 
 def weight_tensors(engine: FSDPEngine) -> list[torch.Tensor]:
     """List this rank's shards of the weights."""
-    return [local_tensor(tensor).detach() for tensor in engine.dcp_state(with_optim=False).live_tensors().values()]
+    return [
+        local_tensor(tensor).detach()
+        for tensor in engine.dcp_state(with_optim=False).live_tensors().values()
+    ]
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:

@@ -21,22 +21,36 @@ ENGINE_SAVE = "Holdfast engine.save"
 
 
 class Dump:
-    """`RecoverHandler.dump`: sample, write, fsync, agree, commit. Old snapshots are removed outside the measured time.
+    """`RecoverHandler.dump`: sample, write, fsync, agree, commit. Old snapshots are removed outside
+    the measured time.
 
     Args:
         name: trial name of the run.
         async_save: whether to write in the background.
-        overlap: whether to copy while training goes on, so that only the optimizer step waits for the copy.
+        overlap: whether to copy while training goes on, so that only the optimizer step waits for
+            the copy.
     """
 
     def __init__(
-        self, session: Session, engine: FSDPEngine, name: str, *, async_save: bool = True, overlap: bool = True
+        self,
+        session: Session,
+        engine: FSDPEngine,
+        name: str,
+        *,
+        async_save: bool = True,
+        overlap: bool = True,
     ) -> None:
         self._step = StepInfo(0, 0, 0, SPEC.steps_per_epoch)
-        promising_nothing = DCPState(engine.model, engine.optimizer, engine.lr_scheduler, engine.counters)
+        promising_nothing = DCPState(
+            engine.model, engine.optimizer, engine.lr_scheduler, engine.counters
+        )
         self._engine = engine if overlap else promising_nothing
         config = RecoverConfig(
-            fileroot=str(session.options.scratch), trial_name=name, freq_steps=1, async_save=async_save, stop_signals=[]
+            fileroot=str(session.options.scratch),
+            trial_name=name,
+            freq_steps=1,
+            async_save=async_save,
+            stop_signals=[],
         )
         self.root = config.recover_root
         self._handler = RecoverHandler(config, SPEC, group=engine.control_group)
@@ -79,7 +93,9 @@ class EngineSave:
         self._engine.load(self._meta(path))
 
     def _meta(self, path: Path) -> SaveLoadMeta:
-        return SaveLoadMeta(str(path), self._format, with_optim=self._format == "dcp", dtype=self._dtype)
+        return SaveLoadMeta(
+            str(path), self._format, with_optim=self._format == "dcp", dtype=self._dtype
+        )
 
 
 class _NoDigest:

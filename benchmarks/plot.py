@@ -1,4 +1,5 @@
-"""Bar charts of the main figures as a small SVG: ratios by way, quartiles as a line, targets dashed.
+"""Bar charts of the main figures as a small SVG: ratios by way, quartiles as a line, targets
+dashed.
 
 All other figures are in the table only.
 """
@@ -21,8 +22,10 @@ CHARTS = (
 WIDTH, LABELS, RIGHT = 900, 290, 70
 ROW, TITLE, GAP = 20, 24, 16
 _STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#222}.t{font-weight:600}.o{fill:#1565c0}.r{fill:#b0b7bf}"
-    ".w{stroke:#222;stroke-width:1.5}.n{stroke:#d32f2f;stroke-width:1.5;stroke-dasharray:4 3}.v{fill:#555}"
+    "text{font:12px "
+    "system-ui,sans-serif;fill:#222}.t{font-weight:600}.o{fill:#1565c0}.r{fill:#b0b7bf}"
+    ".w{stroke:#222;stroke-width:1.5}.n{stroke:#d32f2f;stroke-width:1.5;stroke-dasharray:4 "
+    "3}.v{fill:#555}"
 )
 
 
@@ -36,8 +39,9 @@ def draw(figures: Sequence[Figure]) -> str:
         top += TITLE + ROW * len(figure.samples) + GAP
     body = "\n".join(shapes)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}">\n'
-        f'<style>{_STYLE}</style>\n<rect width="{WIDTH}" height="{top}" fill="#fff"/>\n{body}\n</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" '
+        f'height="{top}">\n<style>{_STYLE}</style>\n<rect width="{WIDTH}" height="{top}" '
+        f'fill="#fff"/>\n{body}\n</svg>\n'
     )
 
 

@@ -1,4 +1,6 @@
-"""Ranks for measurements: separate processes joined by torch.distributed, which end with their parent."""
+"""Ranks for measurements: separate processes joined by torch.distributed, which end with their
+parent.
+"""
 
 import gc
 import multiprocessing
@@ -54,7 +56,9 @@ class Session:
 
     def __init__(self, options: Options, rank: int, world_size: int) -> None:
         self.options, self.rank, self.world_size = options, rank, world_size
-        self.device = torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
+        )
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
@@ -85,7 +89,8 @@ class Session:
 
 
 def on_ranks(fn: Callable[..., T], options: Options, *args: Any, ranks: int | None = None) -> T:
-    """Call the top-level function ``fn(session, *args)`` on fresh ranks and return the result of rank 0.
+    """Call the top-level function ``fn(session, *args)`` on fresh ranks and return the result of
+    rank 0.
 
     The ranks get their own scratch folder, which is removed afterwards.
 
@@ -93,7 +98,9 @@ def on_ranks(fn: Callable[..., T], options: Options, *args: Any, ranks: int | No
         RuntimeError: a rank failed (with its traceback), died, or took too long.
     """
     world_size = options.ranks if ranks is None else ranks
-    context = multiprocessing.get_context("forkserver")  # fresh processes that do not import everything again
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # fresh processes that do not import everything again
     context.set_forkserver_preload(_PRELOAD)
     scratch = Path(tempfile.mkdtemp(prefix=f"{fn.__name__.strip('_')}-", dir=options.scratch))
     own = replace(options, scratch=scratch)
@@ -101,7 +108,9 @@ def on_ranks(fn: Callable[..., T], options: Options, *args: Any, ranks: int | No
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, world_size, fn, own, args, theirs))
+            process = context.Process(
+                target=_rank_main, args=(rank, world_size, fn, own, args, theirs)
+            )
             process.start()
             theirs.close()
             processes.append(process)
@@ -124,7 +133,9 @@ def _collect(name: str, pipes: list[Connection]) -> list[Any]:
     while waiting:
         ready = wait(list(waiting), max(0.0, end - time.monotonic()))
         if not ready:
-            raise RuntimeError(f"{name}: rank(s) {sorted(waiting.values())} did not answer within {TIMEOUT_S:g} s")
+            raise RuntimeError(
+                f"{name}: rank(s) {sorted(waiting.values())} did not answer within {TIMEOUT_S:g} s"
+            )
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
@@ -138,14 +149,22 @@ def _collect(name: str, pipes: list[Connection]) -> list[Any]:
 
 
 def _rank_main(
-    rank: int, world_size: int, fn: Callable[..., Any], options: Options, args: tuple, pipe: Connection
+    rank: int,
+    world_size: int,
+    fn: Callable[..., Any],
+    options: Options,
+    args: tuple,
+    pipe: Connection,
 ) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     disable_progress_bar()
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
     )
     cuda = options.device == "cuda"
     if cuda:

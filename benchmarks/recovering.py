@@ -1,8 +1,10 @@
-"""`recover`: from SIGKILL of a trainer to the first new step of the GRPO example, over a cold start of the same job.
+"""`recover`: from SIGKILL of a trainer to the first new step of the GRPO example, over a cold start
+of the same job.
 
 The times come from the product: the supervisor's report of the loss (examples/grpo.py writes it to
-``stats/attempts.jsonl``), the log time of the first new step, and the durations in the log. The other way is the usual
-reaction of a launcher to a dead worker: kill the driver and run the same command again.
+``stats/attempts.jsonl``), the log time of the first new step, and the durations in the log. The
+other way is the usual reaction of a launcher to a dead worker: kill the driver and run the same
+command again.
 """
 
 import re
@@ -36,12 +38,16 @@ def recover(options: Options) -> list[Figure]:
     seconds: dict[str, list[float]] = {}
     try:
         for number in range(1 if options.quick else min(options.rounds, MOST_ROUNDS)):
-            for name, value in _measure_round(folder / str(number), restart=not options.quick).items():
+            for name, value in _measure_round(
+                folder / str(number), restart=not options.quick
+            ).items():
                 seconds.setdefault(name, []).append(value)
     finally:
         rmtree(folder, ignore_errors=True)
     ways = [way for way in ("Holdfast supervisor", "the whole job again") if way in seconds]
-    ratios = {way: [a / b for a, b in zip(seconds[way], seconds[COLD], strict=True)] for way in ways}
+    ratios = {
+        way: [a / b for a, b in zip(seconds[way], seconds[COLD], strict=True)] for way in ways
+    }
     return [
         Figure(
             "recover.first_step",
@@ -65,11 +71,15 @@ def _measure_round(folder: Path, *, restart: bool) -> dict[str, float]:
         killed = time.time()
         attempts, log_bytes = len(run.attempts()), _log(run).stat().st_size
         if not run.kill("trainer", rank=1):
-            raise RuntimeError(f"there was no trainer to kill; the log ends with:\n{run.log_tail()}")
+            raise RuntimeError(
+                f"there was no trainer to kill; the log ends with:\n{run.log_tail()}"
+            )
         attempt, first = _next_step(run, attempts, killed)
         seconds["Holdfast supervisor"] = first - killed
         _wait_for_steps(run)  # by then the earlier log lines of the workers have arrived
-        seconds |= _phases(attempt, first, killed, _log(run).read_bytes()[log_bytes:].decode(errors="replace"))
+        seconds |= _phases(
+            attempt, first, killed, _log(run).read_bytes()[log_bytes:].decode(errors="replace")
+        )
         if restart:
             attempts, killed = len(run.attempts()), time.time()
             run.kill("driver")
@@ -91,7 +101,9 @@ def _wait_for_steps(run: GrpoRun) -> None:
 
 
 def _next_step(run: GrpoRun, attempts: int, since: float) -> tuple[dict[str, Any], float]:
-    """Return the start of training after ``attempts`` earlier ones, and the log time of its first step."""
+    """Return the start of training after ``attempts`` earlier ones, and the log time of its first
+    step.
+    """
     _wait(run, lambda: len(run.attempts()) > attempts)
     attempt = run.attempts()[attempts]
     path = run.trial_root / "stats" / "stats.jsonl"
@@ -99,7 +111,9 @@ def _next_step(run: GrpoRun, attempts: int, since: float) -> tuple[dict[str, Any
     def done() -> list[dict[str, Any]]:
         lines = read_stats(path) if path.exists() else []
         return [
-            line for line in lines if line["step"] == attempt["step"] and line["time"] > max(since, attempt["time"])
+            line
+            for line in lines
+            if line["step"] == attempt["step"] and line["time"] > max(since, attempt["time"])
         ]
 
     _wait(run, lambda: bool(done()))
@@ -109,13 +123,17 @@ def _next_step(run: GrpoRun, attempts: int, since: float) -> tuple[dict[str, Any
 def _wait(run: GrpoRun, condition: Callable[[], bool]) -> None:
     run.wait_until(lambda: condition() or run.exit_code() is not None, TIMEOUT_S)
     if not condition():
-        raise RuntimeError(f"the run ended with {run.exit_code()}; its log ends with:\n{run.log_tail()}")
+        raise RuntimeError(
+            f"the run ended with {run.exit_code()}; its log ends with:\n{run.log_tail()}"
+        )
 
 
 def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> dict[str, float]:
     """Split the time into phases. ``start`` is the start of all processes with their imports."""
     loss = attempt["loss"]
-    rendezvous_s = _logged(r"worker group 'trainer': started in \S+ s, rendezvous in ([\d.]+) s", log)
+    rendezvous_s = _logged(
+        r"worker group 'trainer': started in \S+ s, rendezvous in ([\d.]+) s", log
+    )
     build_s = _logged(r"initialized \S+ in ([\d.]+) s", log)
     phases = {
         "detect": loss["detected_at"] - killed,
@@ -133,5 +151,7 @@ def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> d
 def _logged(pattern: str, log: str) -> float:
     found = re.search(pattern, log)
     if found is None:
-        raise RuntimeError(f"the log of the run has no line like {pattern!r}; it ends with:\n{log[-2000:]}")
+        raise RuntimeError(
+            f"the log of the run has no line like {pattern!r}; it ends with:\n{log[-2000:]}"
+        )
     return float(found[1])

@@ -1,6 +1,7 @@
 """Results for people: a table in the terminal, the same as Markdown, and a plot.
 
-``python -m benchmarks.report bench_out/results.json`` puts table and plot of a run into docs/performance.md.
+``python -m benchmarks.report bench_out/results.json`` puts table and plot of a run into
+docs/performance.md.
 """
 
 import argparse
@@ -16,7 +17,10 @@ from .harness import OURS, Figure, Spread, read_figures
 from .plot import draw
 
 PAGE, PLOT = "performance.md", "performance.svg"
-BEGIN, END = "<!-- results: written by python -m benchmarks.report -->\n", "<!-- end of results -->\n"
+BEGIN, END = (
+    "<!-- results: written by python -m benchmarks.report -->\n",
+    "<!-- end of results -->\n",
+)
 
 
 def show(document: Mapping[str, Any], console: Console) -> None:
@@ -42,10 +46,10 @@ def describe(document: Mapping[str, Any]) -> str:
     """Describe options and machine of a run in one line."""
     machine, options = document["machine"], document["options"]
     return (
-        f"{document['date']}: {options['parameters'] / 1e6:g}M parameters or more, float32 and AdamW, "
-        f"{options['ranks']} ranks on {options['device']}, {options['rounds']} rounds, "
-        f"{machine['cores']} cores, {machine['gpu'] or 'no GPU'}, torch {machine['torch']}, "
-        f"load average {machine['load_average']:.1f} at the end"
+        f"{document['date']}: {options['parameters'] / 1e6:g}M parameters or more, float32 and "
+        f"AdamW, {options['ranks']} ranks on {options['device']}, {options['rounds']} rounds, "
+        f"{machine['cores']} cores, {machine['gpu'] or 'no GPU'}, torch {machine['torch']}, load "
+        f"average {machine['load_average']:.1f} at the end"
     )
 
 
@@ -61,7 +65,9 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def _explained(figures: Sequence[Figure]) -> Iterator[str]:
-    """A line for each figure. Figures of other sizes share one, without the size behind the colon of their titles."""
+    """A line for each figure. Figures of other sizes share one, without the size behind the colon
+    of their titles.
+    """
     alike: dict[tuple[str, str, str], list[Figure]] = {}
     for figure in figures:
         measured = figure.title.partition(":")[0]
@@ -106,7 +112,13 @@ def _rows(figure: Figure) -> list[tuple[str, ...]]:
 
 def number(value: float) -> str:
     """Format a number with three significant digits."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 100
+        else f"{value:.3g}"
+        if abs(value) < 1
+        else f"{value:.2f}"
+    )
 
 
 def put_into(page: str, results: str) -> str:
@@ -118,7 +130,9 @@ def put_into(page: str, results: str) -> str:
     before, found, rest = page.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not found or not found_end:
-        raise ValueError(f"the page has no {BEGIN.strip()!r} ... {END.strip()!r} to put the results between")
+        raise ValueError(
+            f"the page has no {BEGIN.strip()!r} ... {END.strip()!r} to put the results between"
+        )
     return f"{before}{BEGIN}\n{results}\n{END}{after}"
 
 

@@ -1,8 +1,9 @@
 """Ways of AReaL, verl and torch to save and load, written as their code does it.
 
-Each has `save`, which blocks as long as training has to wait, `wait`, which returns when everything is written, and in
-most cases `load`. None of them makes sure that its files are on the disk: torch's writer does call fsync, but before
-Python's buffer is flushed. None verifies the data that it reads.
+Each has `save`, which blocks as long as training has to wait, `wait`, which returns when everything
+is written, and in most cases `load`. None of them makes sure that its files are on the disk:
+torch's writer does call fsync, but before Python's buffer is flushed. None verifies the data that
+it reads.
 """
 
 import random
@@ -87,7 +88,9 @@ class TorchAsync:
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
         self._state = _TrainingState(engine)
-        self._group = dist.new_group(backend="gloo")  # the default group would deadlock with training
+        self._group = dist.new_group(
+            backend="gloo"
+        )  # the default group would deadlock with training
         self._stager: DefaultStager | None = None
         self._written: Future | None = None
 
@@ -116,13 +119,18 @@ class TorchAsyncKept(TorchAsync):
         cuda = session.device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+                use_pinned_memory=cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=cuda,
             )
         )
 
 
 class VerlShards:
-    """verl: every rank pickles its shards of model and optimizer, and some other state, into its own files."""
+    """verl: every rank pickles its shards of model and optimizer, and some other state, into its
+    own files.
+    """
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
         assert engine.optimizer is not None
@@ -134,7 +142,11 @@ class VerlShards:
         path.mkdir(parents=True, exist_ok=True)
         torch.save(self._engine.model.state_dict(), path / f"model_{self._suffix}")
         torch.save(self._optimizer.state_dict(), path / f"optim_{self._suffix}")
-        rng = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
+        rng = {
+            "cpu": torch.get_rng_state(),
+            "numpy": np.random.get_state(),
+            "random": random.getstate(),
+        }
         torch.save({"lr_scheduler": None, "rng": rng}, path / f"extra_state_{self._suffix}")
         dist.barrier()
 
@@ -143,16 +155,24 @@ class VerlShards:
 
     def load(self, path: Path) -> None:
         """Unpickle, which runs any code in the file, and copy."""
-        self._engine.model.load_state_dict(torch.load(path / f"model_{self._suffix}", weights_only=False))
-        self._optimizer.load_state_dict(torch.load(path / f"optim_{self._suffix}", weights_only=False))
+        self._engine.model.load_state_dict(
+            torch.load(path / f"model_{self._suffix}", weights_only=False)
+        )
+        self._optimizer.load_state_dict(
+            torch.load(path / f"optim_{self._suffix}", weights_only=False)
+        )
         torch.load(path / f"extra_state_{self._suffix}", weights_only=False)
         dist.barrier()
 
 
 class ArealHF:
-    """AReaL: gather everything on rank 0, which writes alone (cast to ``dtype``), or reads and broadcasts."""
+    """AReaL: gather everything on rank 0, which writes alone (cast to ``dtype``), or reads and
+    broadcasts.
+    """
 
-    def __init__(self, session: Session, engine: FSDPEngine, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, session: Session, engine: FSDPEngine, dtype: torch.dtype | None = None
+    ) -> None:
         self._rank, self._model, self._dtype = session.rank, engine.model, dtype
 
     def save(self, path: Path) -> None:
@@ -184,14 +204,18 @@ class ArealHF:
 
 
 class TorchHF:
-    """torch: every rank writes its shards as safetensors, then rank 0 reads them all and writes one file."""
+    """torch: every rank writes its shards as safetensors, then rank 0 reads them all and writes one
+    file.
+    """
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
         self._model = engine.model
 
     def save(self, path: Path) -> None:
         """Block until rank 0 has written everything a second time, without fsync."""
-        writer = HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
+        writer = HuggingFaceStorageWriter(
+            str(path), save_distributed=True, enable_consolidation=True
+        )
         dcp.save(self._state(), storage_writer=writer)
 
     def wait(self) -> None:
@@ -204,7 +228,11 @@ class TorchHF:
     def _state(self) -> dict[str, Any]:
         """Drop the aliases of tied tensors, which safetensors refuses to write."""
         tied = self._model.all_tied_weights_keys or ()
-        return {name: tensor for name, tensor in get_model_state_dict(self._model).items() if name not in tied}
+        return {
+            name: tensor
+            for name, tensor in get_model_state_dict(self._model).items()
+            if name not in tied
+        }
 
 
 TRAINING_STATE: dict[str, Callable[[Session, FSDPEngine], Saver]] = {

@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmarks, print and write the results. Returns the exit code."""
     options, names, out = _read_arguments(argv)
     console = Console()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C: stop, and remove temporary files
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # like Ctrl-C: stop, and remove temporary files
     out.mkdir(parents=True, exist_ok=True)
     _require_space(out, options)
     figures: list[Figure] = []
@@ -73,13 +75,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _read_arguments(argv: Sequence[str] | None) -> tuple[Options, list[str], Path]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="benchmark", help=f"one of {', '.join(BENCHMARKS)} (default: all)")
-    parser.add_argument("--parameters", type=float, default=None, help="lower bound of the model size (default 100e6)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="benchmark",
+        help=f"one of {', '.join(BENCHMARKS)} (default: all)",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=float,
+        default=None,
+        help="lower bound of the model size (default 100e6)",
+    )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=None, help="rounds after a warm-up round (default 5)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each rank")
-    parser.add_argument("--out", type=Path, default=Path("bench_out"), help="results, and scratch space while it runs")
-    parser.add_argument("--quick", action="store_true", help="check that everything works: 1e6 parameters, 2 rounds")
+    parser.add_argument(
+        "--rounds", type=int, default=None, help="rounds after a warm-up round (default 5)"
+    )
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU for each rank"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench_out"),
+        help="results, and scratch space while it runs",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="check that everything works: 1e6 parameters, 2 rounds"
+    )
     given = parser.parse_args(argv)
     if unknown := sorted(set(given.names) - BENCHMARKS.keys()):
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
@@ -93,7 +116,11 @@ def _read_arguments(argv: Sequence[str] | None) -> tuple[Options, list[str], Pat
     parameters = int(given.parameters or (1e6 if given.quick else 100e6))
     rounds = given.rounds or (2 if given.quick else 5)
     options = Options(parameters, given.ranks, rounds, given.device, given.out, given.quick)
-    return options, [name for name in BENCHMARKS if name in given.names or not given.names], given.out
+    return (
+        options,
+        [name for name in BENCHMARKS if name in given.names or not given.names],
+        given.out,
+    )
 
 
 def _require_space(out: Path, options: Options) -> None:
@@ -101,6 +128,7 @@ def _require_space(out: Path, options: Options) -> None:
     free = shutil.disk_usage(out).free
     if free < needed:
         sys.exit(
-            f"{out} has {free / 1e9:.1f} GB free, a model of {options.parameters / 1e6:g}M parameters needs "
-            f"{needed / 1e9:.1f} GB at a time; name another folder with --out, or a smaller model with --parameters"
+            f"{out} has {free / 1e9:.1f} GB free, a model of {options.parameters / 1e6:g}M "
+            f"parameters needs {needed / 1e9:.1f} GB at a time; name another folder with --out, "
+            "or a smaller model with --parameters"
         )

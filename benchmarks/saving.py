@@ -1,8 +1,8 @@
 """`save_stall`: cost of a snapshot for training. `save`: speed at which it reaches the disk.
 
-The folder of a way is removed before the next way starts, so that all find the disk in the same state. The removal is
-not measured. Steps that are trained during a background save share the machine with it. That cost counts, and is
-included in ``step``.
+The folder of a way is removed before the next way starts, so that all find the disk in the same
+state. The removal is not measured. Steps that are trained during a background save share the
+machine with it. That cost counts, and is included in ``step``.
 """
 
 import math
@@ -24,11 +24,17 @@ _NEEDED = {ours.DUMP: 0.3, ours.NO_OVERLAP: 1.2}
 
 
 def save_stall(options: Options) -> list[Figure]:
-    """Measure how long training waits for a snapshot, and how much later the same steps end because of it."""
+    """Measure how long training waits for a snapshot, and how much later the same steps end because
+    of it.
+    """
     times = on_ranks(_measure_stall, options)
     blocking, total = times["blocking"], times["total"]
     alone = total[STEPS]
-    extra = {way: [max(0.0, a - b) for a, b in zip(t, alone, strict=True)] for way, t in total.items() if way != STEPS}
+    extra = {
+        way: [max(0.0, a - b) for a, b in zip(t, alone, strict=True)]
+        for way, t in total.items()
+        if way != STEPS
+    }
     return [
         Figure(
             "save_stall.blocking",
@@ -50,7 +56,9 @@ def save_stall(options: Options) -> list[Figure]:
 
 
 def save(options: Options) -> list[Figure]:
-    """Measure the share of the disk's speed that a snapshot reaches, from the call until all bytes are written."""
+    """Measure the share of the disk's speed that a snapshot reaches, from the call until all bytes
+    are written.
+    """
     seconds = on_ranks(_measure_save, options)["seconds"]
     return [
         Figure(
@@ -78,7 +86,9 @@ class _Bench:
 
     def dump(self, name: str, *, async_save: bool = True, overlap: bool = True) -> ours.Dump:
         """Create a handler, which `close` closes."""
-        self.dumps.append(ours.Dump(self.session, self.engine, name, async_save=async_save, overlap=overlap))
+        self.dumps.append(
+            ours.Dump(self.session, self.engine, name, async_save=async_save, overlap=overlap)
+        )
         return self.dumps[-1]
 
     def rivals(self) -> Mapping[str, Saver]:
@@ -163,7 +173,9 @@ def _measure_save(session: Session) -> Times:
     sync = bench.dump("sync", async_save=False)
     savers: dict[str, Saver] = {ours.DUMP: bench.dump("dump"), ours.SYNC_DUMP: sync}
     savers |= {ours.ENGINE_SAVE: ours.EngineSave(bench.engine, "dcp"), **bench.rivals()}
-    ways = {RAW: bench.raw} | {name: lambda saver=saver: durable(saver) for name, saver in savers.items()}
+    ways = {RAW: bench.raw} | {
+        name: lambda saver=saver: durable(saver) for name, saver in savers.items()
+    }
     ways[ours.NO_DIGEST] = lambda: durable(sync, digests=False)
     times = interleave(ways, session.options.rounds)
     bench.close()

@@ -24,7 +24,9 @@ _GROWTH_LENGTH = 64
 
 
 def train_throughput(options: Options) -> list[Figure]:
-    """Measure tokens per second of training steps on ragged batches, and how the cost grows with the row length."""
+    """Measure tokens per second of training steps on ragged batches, and how the cost grows with
+    the row length.
+    """
     seconds, longer = on_ranks(_measure, options)["seconds"], training_size(options, 0).longer
     tokens = Figure(
         "train.tokens",
@@ -40,7 +42,9 @@ def train_throughput(options: Options) -> list[Figure]:
 def _measure(session: Session) -> Times:
     size = training_size(session.options, _MOST_PARAMETERS)
     engines = {
-        name: build_engine(session, parameters=size.parameters, dtype=size.dtype, pack_sequences=packed)
+        name: build_engine(
+            session, parameters=size.parameters, dtype=size.dtype, pack_sequences=packed
+        )
         for name, packed in ((PADDED, False), (PACKED, True))
     }
     draw = random.Random(session.rank)
@@ -74,7 +78,11 @@ def _attention_figures(options: Options) -> list[Figure]:
         )
     ]
     if HAS_TRL:
-        ratios = over(TRL_FREE, {way: seconds[way] for way in (PACKED, MASKED, TRL_PADDED, TRL_FREE)}, inverse=True)
+        ratios = over(
+            TRL_FREE,
+            {way: seconds[way] for way in (PACKED, MASKED, TRL_PADDED, TRL_FREE)},
+            inverse=True,
+        )
         title = "tokens a second / those of SFTTrainer's own step with padding_free"
         figures.append(Figure("train.trl", title, "higher", ratios, {PACKED: 1.3}, seconds, note))
     return figures
@@ -93,7 +101,9 @@ def _measure_attention(session: Session) -> Times:
     batches = {way: ragged_batch(engine, _ragged_lengths(size)) for way, engine in engines.items()}
     batches[EQUAL] = ragged_batch(engines[EQUAL], [sum(_ragged_lengths(size)) // 16] * 16)
     ways: dict[str, Callable[[], dict[str, float]]] = {
-        way: lambda engine=engine, batch=batches[way]: {"seconds": session.seconds(partial(train, engine, batch))}
+        way: lambda engine=engine, batch=batches[way]: {
+            "seconds": session.seconds(partial(train, engine, batch))
+        }
         for way, engine in engines.items()
     }
     if HAS_TRL:
@@ -121,7 +131,9 @@ def _ragged_lengths(size: TrainingSize) -> list[int]:
 
 
 def _growth_figure(options: Options) -> Figure:
-    """Check that twice the tokens in a row cost twice as much while the sequences in it keep their length."""
+    """Check that twice the tokens in a row cost twice as much while the sequences in it keep their
+    length.
+    """
     times = on_ranks(_measure_growth, options, ranks=1)
     size = training_size(options, _GROWTH_PARAMETERS)
     shortest, longest = size.longer * _GROWTH_TOKENS[0], size.longer * _GROWTH_TOKENS[-1]
@@ -139,8 +151,8 @@ def _growth_figure(options: Options) -> Figure:
         ratios,
         {f"{PACKED}, {longest} tokens": 1.25},
         seconds,
-        f"sequences of {size.longer * _GROWTH_LENGTH} tokens on one rank, {size.parameters / 1e6:g}M parameters "
-        "at most",
+        f"sequences of {size.longer * _GROWTH_LENGTH} tokens on one rank, "
+        f"{size.parameters / 1e6:g}M parameters at most",
     )
 
 
@@ -153,10 +165,14 @@ def _measure_growth(session: Session) -> Times:
     }
     length = size.longer * _GROWTH_LENGTH
     rows = {size.longer * n: [length] * (n // _GROWTH_LENGTH) for n in _GROWTH_TOKENS}
-    batches = {n_tokens: ragged_batch(engines[PACKED], lengths) for n_tokens, lengths in rows.items()}
+    batches = {
+        n_tokens: ragged_batch(engines[PACKED], lengths) for n_tokens, lengths in rows.items()
+    }
 
     def measure(engine: FSDPEngine) -> dict[str, float]:
-        return {str(n): session.seconds(partial(train, engine, batch)) for n, batch in batches.items()}
+        return {
+            str(n): session.seconds(partial(train, engine, batch)) for n, batch in batches.items()
+        }
 
     ways = {way: lambda engine=engine: measure(engine) for way, engine in engines.items()}
     times = interleave(ways, session.options.rounds)

@@ -19,7 +19,9 @@ HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
 class _Clock(TrainerCallback):
-    """Seconds of the last step: forward, backward, clipping and update, without collating. Each runs in ``around``."""
+    """Seconds of the last step: forward, backward, clipping and update, without collating. Each
+    runs in ``around``.
+    """
 
     def __init__(self) -> None:
         self.started = self.seconds = 0.0
@@ -35,10 +37,11 @@ class _Clock(TrainerCallback):
 
 
 class TrlSteps:
-    """``SFTTrainer`` on one batch, with the engine's model, optimizer and precision. Everything else is TRL's default.
+    """``SFTTrainer`` on one batch, with the engine's model, optimizer and precision. Everything
+    else is TRL's default.
 
-    Precision and activations are set as in the engine of these benchmarks. TRL's defaults would compute in bfloat16 and
-    recompute every activation, which is slow on a CPU.
+    Precision and activations are set as in the engine of these benchmarks. TRL's defaults would
+    compute in bfloat16 and recompute every activation, which is slow on a CPU.
 
     Args:
         config_folder: model folder.
@@ -60,7 +63,9 @@ class TrlSteps:
         bf16: bool = False,
     ) -> None:
         self._clock = _Clock()
-        self._trainer = _trainer(config_folder, batch, padding_free, scratch, n_mbs, bf16, self._clock)
+        self._trainer = _trainer(
+            config_folder, batch, padding_free, scratch, n_mbs, bf16, self._clock
+        )
 
     def step(self, around: AbstractContextManager[Any] | None = None) -> float:
         """Run one optimizer step, in ``around`` without the start of a run, and return its seconds."""
@@ -70,7 +75,13 @@ class TrlSteps:
 
 
 def _trainer(
-    config_folder: str, batch: Batch, padding_free: bool, scratch: Path, n_mbs: int, bf16: bool, clock: _Clock
+    config_folder: str,
+    batch: Batch,
+    padding_free: bool,
+    scratch: Path,
+    n_mbs: int,
+    bf16: bool,
+    clock: _Clock,
 ) -> "SFTTrainer":
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
@@ -97,11 +108,17 @@ def _trainer(
         ddp_find_unused_parameters=False,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config_folder), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(config_folder), dtype=torch.float32
+    )
     rows *= get_world_size()  # each rank takes its share
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
     trainer = SFTTrainer(
-        model=model, args=args, train_dataset=dataset, processing_class=_tokenizer(), callbacks=[clock]
+        model=model,
+        args=args,
+        train_dataset=dataset,
+        processing_class=_tokenizer(),
+        callbacks=[clock],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -1,7 +1,8 @@
 """The sharded training engine, its checkpoints, and the weights it publishes.
 
-Names are listed in ``__init__.pyi`` and imported on first use, so importing `StepInfo` does not import transformers.
-`WorkerGroup` needs the ``ray`` extra: import it from `holdfast.engine.worker_group`.
+Names are listed in ``__init__.pyi`` and imported on first use, so importing `StepInfo` does not
+import transformers. `WorkerGroup` needs the ``ray`` extra: import it from
+`holdfast.engine.worker_group`.
 """
 
 import lazy_loader

@@ -16,24 +16,30 @@ from .steps import FinetuneSpec as FinetuneSpec
 from .steps import StepInfo as StepInfo
 
 Batch = dict[str, torch.Tensor]
-"""Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and ``[batch]`` tensors
-(``rewards``). Per-token values are aligned with their token: ``logprobs[i, t]`` is the log-probability of
-``input_ids[i, t]`` given the earlier tokens, and 0 at the first token."""
+"""Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and
+``[batch]`` tensors (``rewards``). Per-token values are aligned with their token: ``logprobs[i, t]``
+is the log-probability of ``input_ids[i, t]`` given the earlier tokens, and 0 at the first token.
+"""
 
 Trajectories = Batch | Sequence[Batch]
-"""A batch, or a list of batches as in AReaL (``[b, s]``, each with its own b and s): see `join_trajectories`."""
+"""A batch, or a list of batches as in AReaL (``[b, s]``, each with its own b and s): see
+`join_trajectories`.
+"""
 
 LossFn = Callable[[Any, Batch], torch.Tensor]
-"""``loss_fn(output, micro_batch)`` -> scalar mean over the micro-batch. ``output`` is the `ModelOutput` of an actor
-(``output.logprobs``, ``output.entropy``, or ``output.logits``), or the ``[tokens]`` values of a critic. Per-token
-tensors of ``micro_batch`` are packed to ``[tokens]``. A loss that does not depend on ``output`` has a gradient of
-zeros."""
+"""``loss_fn(output, micro_batch)`` -> scalar mean over the micro-batch. ``output`` is the
+`ModelOutput` of an actor (``output.logprobs``, ``output.entropy``, or ``output.logits``), or the
+``[tokens]`` values of a critic. Per-token tensors of ``micro_batch`` are packed to ``[tokens]``. A
+loss that does not depend on ``output`` has a gradient of zeros.
+"""
 
 PostFn = Callable[[Any, Batch], torch.Tensor]
 """``post_fn(output, micro_batch)`` -> ``[tokens]``. ``output`` as in `LossFn`."""
 
 LossWeightFn = Callable[[Batch], torch.Tensor]
-"""``loss_weight_fn(micro_batch)`` -> scalar: the weight of this micro-batch's mean, usually its loss tokens."""
+"""``loss_weight_fn(micro_batch)`` -> scalar: the weight of this micro-batch's mean, usually its
+loss tokens.
+"""
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes for Hugging Face exports, by name."""
@@ -46,7 +52,9 @@ UPDATE_TYPES = ("disk", "xccl", "adapter")
 
 
 def export_dtype(name: str | None, base_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Look a dtype up in `EXPORT_DTYPES`. None: ``base_dtype``, which is None for a model without a base folder."""
+    """Look a dtype up in `EXPORT_DTYPES`. None: ``base_dtype``, which is None for a model without a
+    base folder.
+    """
     return base_dtype if name is None else EXPORT_DTYPES[name]
 
 
@@ -58,11 +66,13 @@ class HFExportOptions:
         dtype: dtype of floating-point weights in the files. None keeps each tensor's dtype.
         tokenizer: saved with the weights, including its chat template.
         processor: saved with the weights.
-        base_model_path: local folder whose other files are copied, except weights and files already written.
-        max_shard_size_bytes: split weights above this size over several files. None: the limit of ``save_pretrained``,
-            or at a URL a rank's share, between 500 MB and 5 GB.
-        staging_folder: folder on a local or shared disk with room for one export, used before an upload to a URL. On
-            several nodes all must see it. None: the folder of `tempfile` (``TMPDIR``).
+        base_model_path: local folder whose other files are copied, except weights and files already
+            written.
+        max_shard_size_bytes: split weights above this size over several files. None: the limit of
+            ``save_pretrained``, or at a URL a rank's share, between 500 MB and 5 GB.
+        staging_folder: folder on a local or shared disk with room for one export, used before an
+            upload to a URL. On several nodes all must see it. None: the folder of `tempfile`
+            (``TMPDIR``).
 
     Raises:
         ConfigError: a value is out of range.
@@ -80,7 +90,9 @@ class HFExportOptions:
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype is {self.dtype}; expected a floating-point dtype, or None")
         if self.staging_folder is not None:
-            folder = require_local(self.staging_folder, "staging an export", "name one with room", "staging_folder")
+            folder = require_local(
+                self.staging_folder, "staging an export", "name one with room", "staging_folder"
+            )
             object.__setattr__(self, "staging_folder", folder)
 
 
@@ -93,19 +105,21 @@ class SaveLoadMeta:
         engine.save(SaveLoadMeta("/data/step_9", weight_format="dcp", with_optim=True))
 
     Attributes:
-        path: folder. A save creates it and never overwrites one. A save as ``"hf"`` also accepts an fsspec URL, such as
-            ``s3://bucket/run/step_9``.
-        weight_format: ``"dcp"`` (sharded, resumable), ``"hf"`` (Hugging Face safetensors with merged adapters) or
-            ``"peft"`` (adapters alone, see docs/lora.md).
+        path: folder. A save creates it and never overwrites one. A save as ``"hf"`` also accepts an
+            fsspec URL, such as ``s3://bucket/run/step_9``.
+        weight_format: ``"dcp"`` (sharded, resumable), ``"hf"`` (Hugging Face safetensors with
+            merged adapters) or ``"peft"`` (adapters alone, see docs/lora.md).
         with_optim: with ``"dcp"``, include optimizer, schedule, RNG and counters.
         tokenizer: with ``"hf"``, saved with the weights (including the chat template).
         processor: with ``"hf"``, saved with the weights.
-        base_model_path: with ``"hf"``, a folder whose other files are copied unless already written.
-        dtype: with ``"hf"``, dtype of floating-point weights: ``"float32"`` (every bit of the trained weights),
-            ``"bfloat16"`` or ``"float16"``, except for weights that transformers then keeps in float32. None takes the
-            dtype of the folder from which the engine's model was built, like ``from_pretrained(dtype="auto")``.
-        max_shard_size_bytes: with ``"hf"``, split weights above this size over several files. None: see
-            `HFExportOptions`.
+        base_model_path: with ``"hf"``, a folder whose other files are copied unless already
+            written.
+        dtype: with ``"hf"``, dtype of floating-point weights: ``"float32"`` (every bit of the
+            trained weights), ``"bfloat16"`` or ``"float16"``, except for weights that transformers
+            then keeps in float32. None takes the dtype of the folder from which the engine's model
+            was built, like ``from_pretrained(dtype="auto")``.
+        max_shard_size_bytes: with ``"hf"``, split weights above this size over several files. None:
+            see `HFExportOptions`.
         staging_folder: with ``"hf"`` at a URL, see `HFExportOptions`.
     """
 
@@ -125,19 +139,20 @@ class SaveLoadMeta:
         self.hf_options(None)  # checks its fields
         if self.weight_format != "dcp" and self.with_optim:
             raise ConfigError(
-                f"weight_format {self.weight_format!r} holds weights only; use 'dcp', or with_optim=False"
+                f"weight_format {self.weight_format!r} holds weights only; use 'dcp', or "
+                "with_optim=False"
             )
         only_files = (self.base_model_path, self.max_shard_size_bytes, self.staging_folder)
         if self.weight_format == "peft" and only_files != (None, None, None):
             raise ConfigError(
-                "base_model_path, max_shard_size_bytes and staging_folder are for weight_format 'hf'; 'peft' is one "
-                "file of adapters in a local folder"
+                "base_model_path, max_shard_size_bytes and staging_folder are for weight_format "
+                "'hf'; 'peft' is one file of adapters in a local folder"
             )
         only_hf = (self.dtype, self.max_shard_size_bytes, self.staging_folder)
         if self.weight_format == "dcp" and only_hf != (None, None, None):
             raise ConfigError(
-                "dtype, max_shard_size_bytes and staging_folder are for weight_format 'hf'; 'dcp' keeps what training "
-                "has"
+                "dtype, max_shard_size_bytes and staging_folder are for weight_format 'hf'; 'dcp' "
+                "keeps what training has"
             )
 
     def hf_options(self, base_dtype: torch.dtype | None) -> HFExportOptions:
@@ -157,23 +172,27 @@ class WeightUpdateMeta:
     """How weights are published to the inference servers.
 
     Attributes:
-        type: ``"disk"``: the servers read Hugging Face weights from the folder. ``"xccl"``: rank 0 gathers the weights
-            of all ranks in buckets, and sends them over a separate process group to each `DistributedServer`.
-            ``"adapter"``: only the LoRA adapters are written, as a PEFT folder, and each `AdapterServer`, started with
-            the base model, loads them.
-        path: folder of the ``v<N>`` folders. None, only with ``"xccl"``: no weights are written. With a folder, each
-            version is written there before it is sent, and a restarted server loads it from there.
+        type: ``"disk"``: the servers read Hugging Face weights from the folder. ``"xccl"``: rank 0
+            gathers the weights of all ranks in buckets, and sends them over a separate process
+            group to each `DistributedServer`. ``"adapter"``: only the LoRA adapters are written, as
+            a PEFT folder, and each `AdapterServer`, started with the base model, loads them.
+        path: folder of the ``v<N>`` folders. None, only with ``"xccl"``: no weights are written.
+            With a folder, each version is written there before it is sent, and a restarted server
+            loads it from there.
         version: version to publish. None: the engine's version.
         keep: number of newest versions to keep.
-        timeout_s: time limit for a server to load a version. It may be longer than the engine's timeout.
-        dtype: as in `SaveLoadMeta`. None takes the dtype of the folder from which the engine's model was built, and
-            leaves adapters in float32.
-        min_servers: number of servers that must confirm a version. None: as their `ServerFleet` says, else all.
-        weight_chunked_mem_mb: with ``"xccl"``, size of a bucket in MiB. Rank 0 has memory for two, or for two of the
-            largest tensor.
-        delta: with type ``"disk"``, write only the elements that changed since the version before. Every server needs a
-            ``mirror``, which makes the weights from them (docs/servers.md).
-        anchor_interval: with ``delta``, write all weights again after this number of deltas. 0: only when needed.
+        timeout_s: time limit for a server to load a version. It may be longer than the engine's
+            timeout.
+        dtype: as in `SaveLoadMeta`. None takes the dtype of the folder from which the engine's
+            model was built, and leaves adapters in float32.
+        min_servers: number of servers that must confirm a version. None: as their `ServerFleet`
+            says, else all.
+        weight_chunked_mem_mb: with ``"xccl"``, size of a bucket in MiB. Rank 0 has memory for two,
+            or for two of the largest tensor.
+        delta: with type ``"disk"``, write only the elements that changed since the version before.
+            Every server needs a ``mirror``, which makes the weights from them (docs/servers.md).
+        anchor_interval: with ``delta``, write all weights again after this number of deltas. 0:
+            only when needed.
     """
 
     type: str
@@ -190,8 +209,9 @@ class WeightUpdateMeta:
     def __post_init__(self) -> None:
         if self.type == "broadcast":
             raise ConfigError(
-                "WeightUpdateMeta type 'broadcast' is called 'xccl' now, and the backend of the plugin for vLLM "
-                "'holdfast_gloo'. The weights are sent from the memory of the ranks, with or without a path"
+                "WeightUpdateMeta type 'broadcast' is called 'xccl' now, and the backend of the "
+                "plugin for vLLM 'holdfast_gloo'. The weights are sent from the memory of the "
+                "ranks, with or without a path"
             )
         require_choice("type", self.type, UPDATE_TYPES)
         if self.path is not None:
@@ -199,7 +219,10 @@ class WeightUpdateMeta:
             folder = require_local(self.path, "publishing", advice, "WeightUpdateMeta.path")
             object.__setattr__(self, "path", os.fspath(folder))  # of a file:// URL
         elif self.type != "xccl":
-            raise ConfigError(f"WeightUpdateMeta type {self.type!r} needs a path, a folder that the servers see too")
+            raise ConfigError(
+                f"WeightUpdateMeta type {self.type!r} needs a path, a folder that the servers see "
+                "too"
+            )
         require_range("weight_chunked_mem_mb", self.weight_chunked_mem_mb, low=1)
         require_range("keep", self.keep, low=1)
         require_range("version", self.version, low=0)
@@ -207,7 +230,9 @@ class WeightUpdateMeta:
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
         require_range("anchor_interval", self.anchor_interval, low=0)
         if self.delta and self.type != "disk":
-            raise ConfigError(f"delta is for WeightUpdateMeta type 'disk', not {self.type!r}; leave it out")
+            raise ConfigError(
+                f"delta is for WeightUpdateMeta type 'disk', not {self.type!r}; leave it out"
+            )
 
 
 @runtime_checkable
@@ -236,7 +261,8 @@ class DistributedServer(InferenceServer, Protocol):
     """An inference server that receives weights over a process group."""
 
     def update_weights_from_distributed(self, path: str, version: int, buckets: Any) -> int:
-        """Receive the weights that the folder ``path`` describes. Return the version served from now on.
+        """Receive the weights that the folder ``path`` describes. Return the version served from
+        now on.
 
         ``buckets`` is a `holdfast.engine.servers.stream.BucketReader`.
         """
@@ -287,7 +313,9 @@ class TrainEngine(Protocol):
         ...
 
     def register_state(self, name: str, thing: Stateful) -> None:
-        """Save and restore an object with the optimizer. Its state is plain values, the same on every rank."""
+        """Save and restore an object with the optimizer. Its state is plain values, the same on
+        every rank.
+        """
         ...
 
     def train(self, mode: bool = True) -> "TrainEngine":
@@ -298,11 +326,15 @@ class TrainEngine(Protocol):
         """Switch to evaluation mode."""
         ...
 
-    def train_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+    def train_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> dict[str, float]:
         """Take one optimizer step on this rank's share of a batch."""
         ...
 
-    def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
+    def eval_batch(
+        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> torch.Tensor:
         """The loss that `train_batch` would report, without gradients."""
         ...
 
@@ -311,7 +343,9 @@ class TrainEngine(Protocol):
         ...
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Inside the block the engine uses the base model without its adapters. ConfigError if it has none."""
+        """Inside the block the engine uses the base model without its adapters. ConfigError if it
+        has none.
+        """
         ...
 
     def step_lr_scheduler(self) -> None:

@@ -1,8 +1,8 @@
 """`FSDPEngine`: one model sharded over ranks with FSDP2, its training step, and its save and load.
 
-All ranks call the same methods in the same order. Bad input and failures to read or write on one rank are errors on all
-ranks. An error inside a forward or backward (loss function, out of memory) leaves the other ranks waiting until
-``timeout_s``, or until a `WorkerGroup` ends them.
+All ranks call the same methods in the same order. Bad input and failures to read or write on one
+rank are errors on all ranks. An error inside a forward or backward (loss function, out of memory)
+leaves the other ranks waiting until ``timeout_s``, or until a `WorkerGroup` ends them.
 """
 
 import time
@@ -58,7 +58,15 @@ from .training.counters import EngineCounters
 from .training.gradient_sync import accumulating, drop_partial, syncs_last
 from .training.head import ScoringHead
 from .training.meshes import Meshes
-from .training.microbatch import NO_RULES, CutRules, MicroBatch, WeighedBatch, split_and_weigh, split_batch, unpack
+from .training.microbatch import (
+    NO_RULES,
+    CutRules,
+    MicroBatch,
+    WeighedBatch,
+    split_and_weigh,
+    split_batch,
+    unpack,
+)
 from .training.model import describe_parameters, n_known_tokens
 from .training.model_output import ModelOutput, model_output, nothing_of, own_output, through_model
 from .training.optimizer import build_scheduler, optimizer_for
@@ -96,7 +104,9 @@ class FSDPEngine(Offloadable):
         self._rules = NO_RULES
         self._sync_last = False
         self._routers: Routers | None = None
-        self.base_dtype: torch.dtype | None = None  # dtype of the weights in config.path, and the default for exports
+        self.base_dtype: torch.dtype | None = (
+            None  # dtype of the weights in config.path, and the default for exports
+        )
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self._background: BackgroundSave | None = None
@@ -106,56 +116,78 @@ class FSDPEngine(Offloadable):
     # Lifecycle
 
     def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
-        """Join the default process group, or create it (torchrun's environment, or a world of one). Later calls do
-        nothing.
+        """Join the default process group, or create it (torchrun's environment, or a world of one).
+        Later calls do nothing.
 
         Args:
-            parallel_strategy: the mesh. None takes config keys ``backend`` and ``fsdp.replicate_size``.
+            parallel_strategy: the mesh. None takes config keys ``backend`` and
+                ``fsdp.replicate_size``.
 
         Raises:
-            ConfigError: on every rank. The mesh does not fit the ranks or the config. Or see `open_process_groups`.
+            ConfigError: on every rank. The mesh does not fit the ranks or the config. Or see
+                `open_process_groups`.
         """
         if self._groups is None:
             strategy = self.config.mesh_of(parallel_strategy)
             self._groups = open_process_groups(strategy, self.config.device, self.config.timeout_s)
 
     def initialize(self, addr: str | None, ft_spec: FinetuneSpec) -> None:
-        """Build the sharded model with its weights, the optimizer and the schedule. A second call replaces them.
+        """Build the sharded model with its weights, the optimizer and the schedule. A second call
+        replaces them.
 
         Args:
             addr: unused, from AReaL's signature.
             ft_spec: length of the run, for the schedule.
 
         Raises:
-            ConfigError, CheckpointError, PeerError: on every rank, see `find_model_folder` and `build_initial_model`.
+            ConfigError, CheckpointError, PeerError: on every rank, see `find_model_folder` and
+                `build_initial_model`.
             Exception: a background save of the old model failed.
         """
         groups, started = self._require_groups(), time.monotonic()
         self._drop_model()
         free_cached_memory(groups.device)
         sizes = groups.meshes.strategy.sizes
-        self.counters, self._train_stats = EngineCounters(states=self.counters.states, mesh=sizes), RunningMeans()
+        self.counters, self._train_stats = (
+            EngineCounters(states=self.counters.states, mesh=sizes),
+            RunningMeans(),
+        )
         folder = find_model_folder(self.config, groups.control)
         model, self._scoring_head = build_initial_model(self.config, folder, groups)
         with all_ranks_succeed("building the optimizer", groups.control):
             if self.config.optimizer is not None:
                 self.optimizer = optimizer_for(model, self.config.optimizer)
-                self.lr_scheduler = build_scheduler(self.optimizer, self.config.optimizer, ft_spec.total_train_steps)
+                self.lr_scheduler = build_scheduler(
+                    self.optimizer, self.config.optimizer, ft_spec.total_train_steps
+                )
                 self._routers = Routers(model, self.config, groups.meshes)
         self._sync_last = self.optimizer is not None and syncs_last(model, self.config, groups)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
         longest = longest_sequence(model, self.config.max_model_len)
         vision = Vision(model) if self.config.train_vision else None
         n_sharing = groups.meshes.ranks_with_same_data
-        self._rules = CutRules(self.config.row_tokens, longest, n_sharing, vision, n_known_tokens(model))
-        self._model, self._folder, self._base = model, folder, base_of(self.config, folder, groups.control)
-        state = self.dcp_state(self.optimizer is not None)  # records the bits of frozen weights, before they change
+        self._rules = CutRules(
+            self.config.row_tokens, longest, n_sharing, vision, n_known_tokens(model)
+        )
+        self._model, self._folder, self._base = (
+            model,
+            folder,
+            base_of(self.config, folder, groups.control),
+        )
+        state = self.dcp_state(
+            self.optimizer is not None
+        )  # records the bits of frozen weights, before they change
         self._offload = Offload(state, groups.device, groups.control, self.config.parts_on_host)
-        what, seconds = describe_parameters(model, self.config.train_vision), time.monotonic() - started
+        what, seconds = (
+            describe_parameters(model, self.config.train_vision),
+            time.monotonic() - started,
+        )
         logger.info("initialized %s in %.2f s: %s", self.config.path, seconds, what)
 
     def destroy(self) -> None:
-        """Free the model and leave the groups, also after a peer's death. Then raise the error of a background save."""
+        """Free the model and leave the groups, also after a peer's death. Then raise the error of a
+        background save.
+        """
         with ExitStack() as last:
             if self._groups is not None:
                 last.callback(close_process_groups, self._groups)
@@ -165,7 +197,9 @@ class FSDPEngine(Offloadable):
             self._drop_model()
 
     def _drop_model(self) -> None:
-        self._model = self._scoring_head = self._routers = self._offload = self.optimizer = self.lr_scheduler = None
+        self._model = self._scoring_head = self._routers = self._offload = self.optimizer = (
+            self.lr_scheduler
+        ) = None
         self._rules = NO_RULES  # they hold the model, too
         background, self._background = self._background, None
         if background is not None:
@@ -184,14 +218,20 @@ class FSDPEngine(Offloadable):
     def model(self) -> PreTrainedModel:
         """The sharded module."""
         if self._model is None:
-            raise ConfigError("the engine has no model; call create_process_group and initialize first")
+            raise ConfigError(
+                "the engine has no model; call create_process_group and initialize first"
+            )
         return self._model
 
     @property
     def model_folder(self) -> Path:
-        """Local folder of the model that `initialize` started from. For a model on the hub, a folder in its cache."""
+        """Local folder of the model that `initialize` started from. For a model on the hub, a
+        folder in its cache.
+        """
         if self._folder is None:
-            raise ConfigError("the engine has no model; call create_process_group and initialize first")
+            raise ConfigError(
+                "the engine has no model; call create_process_group and initialize first"
+            )
         return self._folder
 
     @property
@@ -206,11 +246,14 @@ class FSDPEngine(Offloadable):
 
     # Batches
 
-    def train_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> dict[str, float]:
+    def train_batch(
+        self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> dict[str, float]:
         """Take one optimizer step on this rank's share of a batch.
 
-        The gradient is the gradient of ``sum(weight * loss) / sum(weight)`` over all micro-batches of all ranks, so it
-        does not depend on how the batch was cut. If it is not finite, nothing is updated.
+        The gradient is the gradient of ``sum(weight * loss) / sum(weight)`` over all micro-batches
+        of all ranks, so it does not depend on how the batch was cut. If it is not finite, nothing
+        is updated.
 
         Args:
             batch: a padded batch, or a list of them (of trajectories).
@@ -218,15 +261,17 @@ class FSDPEngine(Offloadable):
             loss_weight_fn: see `LossWeightFn`.
 
         Returns:
-            ``loss`` (over all ranks), ``grad_norm`` (before clipping), ``lr`` (for this step), ``update_skipped`` (0 or
-            1), its complement ``update_successful``, ``n_mbs`` (also as ``num_micro_batches``) and ``n_tokens`` (of
-            this rank). With experts also ``expert_load_max_over_mean``, over all ranks: tokens of the expert with the
-            most, divided by the mean of all experts, averaged over the layers (1 is even). With
-            ``router_aux_loss_coef`` also ``router_aux_loss``, without that factor. ``loss`` does not contain it.
+            ``loss`` (over all ranks), ``grad_norm`` (before clipping), ``lr`` (for this step),
+            ``update_skipped`` (0 or 1), its complement ``update_successful``, ``n_mbs`` (also as
+            ``num_micro_batches``) and ``n_tokens`` (of this rank). With experts also
+            ``expert_load_max_over_mean``, over all ranks: tokens of the expert with the most,
+            divided by the mean of all experts, averaged over the layers (1 is even). With
+            ``router_aux_loss_coef`` also ``router_aux_loss``, without that factor. ``loss`` does
+            not contain it.
 
         Raises:
-            BatchError: the batch is malformed, no token counts on any rank, or no loss of any rank depends on the
-                model. Nothing was changed.
+            BatchError: the batch is malformed, no token counts on any rank, or no loss of any rank
+                depends on the model. Nothing was changed.
         """
         optimizer, routers = self._require_optimizer(), self._routers
         assert routers is not None
@@ -238,16 +283,21 @@ class FSDPEngine(Offloadable):
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         n_losses = 0
         meshes = self._meshes
-        with accumulating(self.model, len(weighed.micro_batches), meshes, self._sync_last) as before_backward:
+        with accumulating(
+            self.model, len(weighed.micro_batches), meshes, self._sync_last
+        ) as before_backward:
             for number, (mb, share) in enumerate(weighed.shares(self.device)):
                 with routers.recording(mb, share):
                     loss, depends = self._weighted_loss(mb, share, loss_fn)
                 before_backward(number)
-                # FSDP averages gradients over ranks, but the shares already divide by the total weight.
+                # FSDP averages gradients over ranks, but the shares already divide by the total
+                # weight.
                 ((loss + routers.loss(share)) * meshes.fsdp.size()).backward()
                 loss_sum += loss.detach()
                 n_losses += depends
-        stats = self._clip_and_step(loss_sum, weighed.total, weighed.correction, routers.statistics(), n_losses)
+        stats = self._clip_and_step(
+            loss_sum, weighed.total, weighed.correction, routers.statistics(), n_losses
+        )
         n_mbs = float(len(weighed.micro_batches))
         n_tokens = float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy))
         stats |= {"n_mbs": n_mbs, "num_micro_batches": n_mbs, "n_tokens": n_tokens}
@@ -255,51 +305,76 @@ class FSDPEngine(Offloadable):
         return stats
 
     def _clip_and_step(
-        self, loss: torch.Tensor, weight: float, correction: float, more: Mapping[str, torch.Tensor], n_losses: int = 1
+        self,
+        loss: torch.Tensor,
+        weight: float,
+        correction: float,
+        more: Mapping[str, torch.Tensor],
+        n_losses: int = 1,
     ) -> dict[str, float]:
         optimizer = self._require_optimizer()
         assert self.config.optimizer is not None
         max_norm = self.config.optimizer.gradient_clipping
         if not self._meshes.is_head:
             loss, correction = torch.zeros_like(loss), 0.0
-        return clip_and_step(self.model, optimizer, max_norm, self.counters, loss, weight, correction, more, n_losses)
+        return clip_and_step(
+            self.model, optimizer, max_norm, self.counters, loss, weight, correction, more, n_losses
+        )
 
     def _cut(self, batch: Trajectories, loss_weight_fn: LossWeightFn) -> WeighedBatch:
-        return split_and_weigh(batch, self.config.mb_spec, loss_weight_fn, self.control_group, self._rules)
+        return split_and_weigh(
+            batch, self.config.mb_spec, loss_weight_fn, self.control_group, self._rules
+        )
 
     @torch.no_grad()
-    def eval_batch(self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> torch.Tensor:
-        """The loss that `train_batch` would report, over all ranks, in evaluation mode: a scalar on the CPU."""
+    def eval_batch(
+        self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> torch.Tensor:
+        """The loss that `train_batch` would report, over all ranks, in evaluation mode: a scalar on
+        the CPU.
+        """
         self._require_onloaded(WEIGHTS)
         self.eval()
         weighed = self._cut(batch, loss_weight_fn)
-        losses = [self._weighted_loss(mb, share, loss_fn)[0].double() for mb, share in weighed.shares(self.device)]
+        losses = [
+            self._weighted_loss(mb, share, loss_fn)[0].double()
+            for mb, share in weighed.shares(self.device)
+        ]
         own = [sum(torch.stack(losses).tolist()), weighed.correction]
         loss, correction = map(sum, zip(*gather_numbers(own, self._data_group), strict=True))
         total = weighed.total + correction
         if not total > 0:
-            raise BatchError(f"no token of the batch counts: the loss weights of all ranks add up to {total}")
+            raise BatchError(
+                f"no token of the batch counts: the loss weights of all ranks add up to {total}"
+            )
         return torch.tensor(loss * (weighed.total / total))
 
     @overload
     def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor: ...
     @overload
-    def forward_batch(self, batch: Sequence[Batch], post_fn: PostFn | None = None) -> list[torch.Tensor]: ...
+    def forward_batch(
+        self, batch: Sequence[Batch], post_fn: PostFn | None = None
+    ) -> list[torch.Tensor]: ...
     @torch.no_grad()
-    def forward_batch(self, batch: Trajectories, post_fn: PostFn | None = None) -> torch.Tensor | list[torch.Tensor]:
+    def forward_batch(
+        self, batch: Trajectories, post_fn: PostFn | None = None
+    ) -> torch.Tensor | list[torch.Tensor]:
         """Per-token results in evaluation mode.
 
         Args:
             batch: this rank's share: a padded batch, or a list of them (of trajectories).
-            post_fn: see `PostFn`. Default: log-probabilities of the tokens (actor) or values (critic).
+            post_fn: see `PostFn`. Default: log-probabilities of the tokens (actor) or values
+                (critic).
 
         Returns:
-            ``[batch, seqlen]`` float32 on the device of ``batch``, 0 at padding. For a list, one tensor per batch in
-            the list.
+            ``[batch, seqlen]`` float32 on the device of ``batch``, 0 at padding. For a list, one
+            tensor per batch in the list.
         """
         self._require_onloaded(WEIGHTS)
         self.eval()
-        post_fn = post_fn or (lambda output, _: output if self.config.is_critic else output.logprobs)
+        post_fn = post_fn or (
+            lambda output, _: output if self.config.is_critic else output.logprobs
+        )
         micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, self._rules)
         moved = (mb.to(self.device) for mb in micro_batches)
         outputs = [post_fn(self._output(mb), mb.data).float() for mb in moved]
@@ -307,18 +382,27 @@ class FSDPEngine(Offloadable):
         result = unpack(outputs, micro_batches, *input_ids.shape).to(input_ids.device)
         return result if isinstance(batch, dict) else split_like(result, batch)
 
-    def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> tuple[torch.Tensor, bool]:
-        """The loss times ``share``, and whether it depends on the model. Its gradient does in any case."""
-        if share == 0:  # nothing counts here, but forward and backward must still take part in their collectives
+    def _weighted_loss(
+        self, mb: MicroBatch, share: float, loss_fn: LossFn
+    ) -> tuple[torch.Tensor, bool]:
+        """The loss times ``share``, and whether it depends on the model. Its gradient does in any
+        case.
+        """
+        if (
+            share == 0
+            # nothing counts here, but forward and backward must still take part in their collectives
+        ):
             beat()
-            output = own_output(self.model, mb.first_token(), self.config.pack_sequences, self._meshes.sequence)
+            output = own_output(
+                self.model, mb.first_token(), self.config.pack_sequences, self._meshes.sequence
+            )
             return nothing_of(output), False
         output = self._output(mb)
         loss = loss_fn(output, mb.data)
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(
-                f"the loss function returned {loss!r}, a {type(loss).__name__}; expected a tensor with one value, from "
-                "which gradients can be computed (do not call .item() on it)"
+                f"the loss function returned {loss!r}, a {type(loss).__name__}; expected a tensor "
+                "with one value, from which gradients can be computed (do not call .item() on it)"
             )
         loss = loss * share
         return through_model(loss, output) if torch.is_grad_enabled() else (loss, False)
@@ -352,7 +436,8 @@ class FSDPEngine(Offloadable):
             batch: the head's, as for `train_batch`. Other ranks may pass None.
 
         Returns:
-            The batch, padded if it was a list. On other ranks than the head its tensors are on the CPU.
+            The batch, padded if it was a list. On other ranks than the head its tensors are on the
+            CPU.
 
         Raises:
             BatchError: on all of these ranks. The head gave none, or its list cannot be joined.
@@ -360,14 +445,19 @@ class FSDPEngine(Offloadable):
 
         def joined() -> Batch:
             if batch is None:
-                raise BatchError("broadcast_batch got None on the first of the ranks with the same data; give it there")
+                raise BatchError(
+                    "broadcast_batch got None on the first of the ranks with the same data; give "
+                    "it there"
+                )
             own.update(join_trajectories(batch))
             return own
 
         own: Batch = {}
         if self._meshes.peers is None:
             return joined()
-        received = rank_zero_decides(lambda: map_tensors(joined(), torch.Tensor.cpu), self._meshes.peers)
+        received = rank_zero_decides(
+            lambda: map_tensors(joined(), torch.Tensor.cpu), self._meshes.peers
+        )
         return own or received
 
     # AReaL's names.
@@ -386,7 +476,9 @@ class FSDPEngine(Offloadable):
 
     @property
     def context_and_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """Group of the ranks with the same data, its head first. None if every rank has its own data."""
+        """Group of the ranks with the same data, its head first. None if every rank has its own
+        data.
+        """
         return self._meshes.peers
 
     @property
@@ -412,7 +504,8 @@ class FSDPEngine(Offloadable):
         return self.forward_batch(input_)
 
     def export_stats(self) -> dict[str, float]:
-        """Mean over calls and ranks of each number that `train_batch` returned since the last call. Collective.
+        """Mean over calls and ranks of each number that `train_batch` returned since the last call.
+        Collective.
 
         Empty without a batch. The updates of an algorithm return their own statistics.
         """
@@ -424,16 +517,21 @@ class FSDPEngine(Offloadable):
         drop_partial(self.model)
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip the gradients of your own backward, and update unless they are not finite. Collective.
+        """Clip the gradients of your own backward, and update unless they are not finite.
+        Collective.
 
-        Only for custom training steps, because `train_batch` includes it. FSDP has averaged the gradients over ranks.
+        Only for custom training steps, because `train_batch` includes it. FSDP has averaged the
+        gradients over ranks.
 
         Returns:
-            ``grad_norm`` (before clipping), ``lr``, ``update_skipped`` and ``update_successful`` (0 or 1).
+            ``grad_norm`` (before clipping), ``lr``, ``update_skipped`` and ``update_successful`` (0
+            or 1).
         """
         self._require_optimizer()
         self._require_onloaded(*TAGS)
-        stats = self._clip_and_step(torch.zeros((), dtype=torch.float64, device=self.device), 1.0, 0.0, {})
+        stats = self._clip_and_step(
+            torch.zeros((), dtype=torch.float64, device=self.device), 1.0, 0.0, {}
+        )
         return {name: value for name, value in stats.items() if name != "loss"}
 
     def set_lr(self, lr: float) -> None:
@@ -473,24 +571,30 @@ class FSDPEngine(Offloadable):
 
         Args:
             meta: format and place. Its tokenizer and processor must not change until it is written.
-            blocking: False returns when the state is staged in host memory, and writes it in the background. Until it
-                is written, change parameters and moments only in steps, loads and `changing_weights`, else the save
-                fails. Everything else may change. The next save, `wait_for_save` and `destroy` wait for it. Call one of
-                them before the process ends.
+            blocking: False returns when the state is staged in host memory, and writes it in the
+                background. Until it is written, change parameters and moments only in steps, loads
+                and `changing_weights`, else the save fails. Everything else may change. The next
+                save, `wait_for_save` and `destroy` wait for it. Call one of them before the process
+                ends.
 
         Raises:
             ConfigError: ``with_optim`` without an optimizer.
             CheckpointExistsError: the folder exists and is not empty.
             CheckpointWriteError: any rank could not write.
-            Exception: the previous background save failed, so this one was not started. Each failure is raised once.
+            Exception: the previous background save failed, so this one was not started. Each
+                failure is raised once.
         """
         if meta.with_optim:
             self._require_optimizer()
         require_adapters_for(self.config, meta)
         self.wait_for_save()
         if not blocking:
-            self._background = self._background or BackgroundSave(self.model, self.control_group, self.config.timeout_s)
-            self._background.begin(meta, self.dcp_state(self.optimizer is not None), self.base_dtype)
+            self._background = self._background or BackgroundSave(
+                self.model, self.control_group, self.config.timeout_s
+            )
+            self._background.begin(
+                meta, self.dcp_state(self.optimizer is not None), self.base_dtype
+            )
             return
         match meta.weight_format:
             case "dcp":
@@ -514,7 +618,8 @@ class FSDPEngine(Offloadable):
     def wait_for_save(self) -> None:
         """Wait until a background save is committed. Its failure is raised on every rank.
 
-        In a `WorkerGroup` call it before ``shutdown``, whose time limit for `destroy` may be too short for a save.
+        In a `WorkerGroup` call it before ``shutdown``, whose time limit for `destroy` may be too
+        short for a save.
         """
         if self._background is not None:
             self._background.wait()
@@ -525,7 +630,8 @@ class FSDPEngine(Offloadable):
         Raises:
             ConfigError: ``with_optim`` without an optimizer.
             CheckpointError: see `load_dcp` and `load_hf`.
-            OSError: a file cannot be read. The message says if the model is now half loaded (`load_hf`).
+            OSError: a file cannot be read. The message says if the model is now half loaded
+                (`load_hf`).
         """
         require_adapters_for(self.config, meta, loads=True)
         self._require_onloaded(*TAGS)
@@ -557,12 +663,15 @@ class FSDPEngine(Offloadable):
         """Policy version of the weights."""
         return self.counters.version
 
-    def connect_engine(self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta) -> None:
+    def connect_engine(
+        self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta
+    ) -> None:
         """Set the servers for `update_weights`. Rank 0's are used, and monitored until `destroy`."""
         self._servers.connect(servers, meta)
 
     def update_weights(self, meta: WeightUpdateMeta | None = None) -> PublishedWeights:
-        """Publish the weights as ``meta.version`` (or the engine's version) and wait until the servers confirm it.
+        """Publish the weights as ``meta.version`` (or the engine's version) and wait until the
+        servers confirm it.
 
         Raises:
             ConfigError: neither ``meta`` nor `connect_engine` was given.
@@ -587,6 +696,7 @@ class FSDPEngine(Offloadable):
     def _require_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise ConfigError(
-                "the engine has no optimizer (config key 'optimizer' is null): it can neither train nor save one"
+                "the engine has no optimizer (config key 'optimizer' is null): it can neither "
+                "train nor save one"
             )
         return self.optimizer

@@ -1,4 +1,6 @@
-"""`ParallelStrategy`: how many ranks share what, under AReaL's names and in its notation (``fsdp:d8``)."""
+"""`ParallelStrategy`: how many ranks share what, under AReaL's names and in its notation
+(``fsdp:d8``).
+"""
 
 import re
 from dataclasses import dataclass, fields, replace
@@ -16,11 +18,12 @@ _SIZE = re.compile(r"([dptce])([1-9][0-9]*)")
 class ParallelStrategy:
     """Number of ranks along each dimension of the mesh. The world has d c t ranks.
 
-        ParallelStrategy(data_parallel_size=16, replicate_size=2)  # HSDP: two copies, each sharded over 8 ranks
-        ParallelStrategy.from_backend("fsdp:d16", replicate_size=2)  # the same
+        ParallelStrategy(data_parallel_size=16, replicate_size=2)  # HSDP: two copies, each sharded
+        over 8 ranks ParallelStrategy.from_backend("fsdp:d16", replicate_size=2)  # the same
 
     Attributes:
-        data_parallel_size: d, ranks with different data. None: as many as the other dimensions leave.
+        data_parallel_size: d, ranks with different data. None: as many as the other dimensions
+            leave.
         context_parallel_size: c, ranks that share the tokens of a row.
         tensor_parallel_size: t, ranks that share matrices.
         expert_parallel_size: e, ranks of one replica that share the experts.
@@ -45,92 +48,119 @@ class ParallelStrategy:
             require_range(field.name, getattr(self, field.name), low=1)
         for name in ("pipeline_parallel_size", "expert_tensor_parallel_size"):
             if (size := getattr(self, name)) > 1:
-                raise ConfigError(f"{name} is {size}; expected 1, because FSDP2 shards every layer over the ranks")
+                raise ConfigError(
+                    f"{name} is {size}; expected 1, because FSDP2 shards every layer over the ranks"
+                )
         if self.expert_parallel_size > 1 and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"expert_parallel_size is {self.expert_parallel_size} and tensor_parallel_size "
-                f"{self.tensor_parallel_size}, which are not supported together; set config key 'backend' with one of "
-                "'e' and 't'"
+                f"{self.tensor_parallel_size}, which are not supported together; set config key "
+                "'backend' with one of 'e' and 't'"
             )
         if self.data_parallel_size is None:
             return
         d, r, e = self.data_parallel_size, self.replicate_size, self.expert_parallel_size
         if d % r:
             raise ConfigError(
-                f"replicate_size (config key 'fsdp.replicate_size') is {r}, with {d} data-parallel ranks; expected one "
-                f"of {divisors(d)}"
+                f"replicate_size (config key 'fsdp.replicate_size') is {r}, with {d} "
+                f"data-parallel ranks; expected one of {divisors(d)}"
             )
         if (replica := d // r * self.context_parallel_size * self.tensor_parallel_size) % e:
             raise ConfigError(
-                f"expert_parallel_size is {e}, with {replica} ranks in a replica; expected one of {divisors(replica)}"
+                f"expert_parallel_size is {e}, with {replica} ranks in a replica; expected one of "
+                f"{divisors(replica)}"
             )
 
     @classmethod
     def from_backend(cls, backend: str, replicate_size: int = 1) -> "ParallelStrategy":
         """Parse AReaL's notation: an engine, then the sizes of dimensions in any order.
 
-        Examples: ``fsdp``, ``fsdp:d8``, ``fsdp[actor]:d4t2c2``. ``megatron:`` and ``archon:`` are read like ``fsdp:``,
-        ``megatron:(attn:d2c4|ffn:d1e8)`` as ``d2c4e8``. Without d it follows from the number of ranks.
+        Examples: ``fsdp``, ``fsdp:d8``, ``fsdp[actor]:d4t2c2``. ``megatron:`` and ``archon:`` are
+        read like ``fsdp:``, ``megatron:(attn:d2c4|ffn:d1e8)`` as ``d2c4e8``. Without d it follows
+        from the number of ranks.
 
         Raises:
             ConfigError: the notation is not understood, or the mesh has a pipeline, or see above.
         """
         found = f"config key 'backend' is {backend!r}"
         if not isinstance(backend, str) or (match := _BACKEND.fullmatch(backend)) is None:
-            raise ConfigError(f"{found}; expected fsdp, megatron or archon, with sizes as in 'fsdp:d8'")
+            raise ConfigError(
+                f"{found}; expected fsdp, megatron or archon, with sizes as in 'fsdp:d8'"
+            )
         if by_part := _BY_PART.fullmatch(match["sizes"] or ""):
             sizes = _sizes_of(by_part["attention"], "dptc", found)
             experts = _sizes_of(by_part["experts"], "dpte", found)
             if (ranks := prod(sizes.values())) != (others := prod(experts.values())):
                 raise ConfigError(
-                    f"{found}, with {ranks} ranks for attention and {others} for experts; expected as many"
+                    f"{found}, with {ranks} ranks for attention and {others} for experts; "
+                    "expected as many"
                 )
         else:
             sizes, experts = _sizes_of(match["sizes"] or "", "dptce", found), {}
         has_pipeline = max(sizes.get("p", 1), experts.get("p", 1)) > 1
         if has_pipeline or experts.get("t", 1) > 1:
             kind = "pipeline" if has_pipeline else "expert tensor"
-            instead = f"fsdp:d{prod(sizes.get(name, 1) for name in 'dptc')}" if "d" in sizes else "fsdp"
+            instead = (
+                f"fsdp:d{prod(sizes.get(name, 1) for name in 'dptc')}" if "d" in sizes else "fsdp"
+            )
             raise ConfigError(
-                f"{found}, with {kind} parallelism, which is not supported; set config key 'backend' to {instead!r}: "
-                "FSDP2 alone then shards the model over the same ranks"
+                f"{found}, with {kind} parallelism, which is not supported; set config key "
+                f"'backend' to {instead!r}: FSDP2 alone then shards the model over the same ranks"
             )
         e = sizes.get("e") or experts.get("e", 1)
-        return cls(sizes.get("d"), sizes.get("c", 1), sizes.get("t", 1), e, replicate_size=replicate_size)
+        return cls(
+            sizes.get("d"), sizes.get("c", 1), sizes.get("t", 1), e, replicate_size=replicate_size
+        )
 
     def for_world(self, world_size: int) -> "ParallelStrategy":
-        """Fill in ``data_parallel_size``. Raises ConfigError if the strategy is for another number of ranks."""
+        """Fill in ``data_parallel_size``. Raises ConfigError if the strategy is for another number
+        of ranks.
+        """
         per_data_rank = self.ranks_with_same_data
         d = self.data_parallel_size or max(1, world_size // per_data_rank)
         if self.data_parallel_size is None and world_size < per_data_rank:
             raise ConfigError(
-                f"{per_data_rank} ranks have the same data (context parallelism {self.context_parallel_size}, tensor "
-                f"parallelism {self.tensor_parallel_size}), but only {world_size} rank(s) have joined; start "
-                f"{per_data_rank} ranks or a multiple, or set config key 'backend' to 'fsdp:d{world_size}'"
+                f"{per_data_rank} ranks have the same data (context parallelism "
+                f"{self.context_parallel_size}, tensor parallelism {self.tensor_parallel_size}), "
+                f"but only {world_size} rank(s) have joined; start {per_data_rank} ranks or a "
+                f"multiple, or set config key 'backend' to 'fsdp:d{world_size}'"
             )
         if (needed := d * per_data_rank) != world_size:
             each = f" ({per_data_rank} for each data rank)" if per_data_rank > 1 else ""
             raise ConfigError(
-                f"data_parallel_size is {d}, but {world_size} rank(s) have joined; start {needed} ranks{each}, or set "
-                f"config key 'backend' to 'fsdp:d{world_size}', or to 'fsdp' for any number"
+                f"data_parallel_size is {d}, but {world_size} rank(s) have joined; start {needed} "
+                f"ranks{each}, or set config key 'backend' to 'fsdp:d{world_size}', or to 'fsdp' "
+                "for any number"
             )
         return replace(self, data_parallel_size=d)
 
     @property
     def ranks_with_same_data(self) -> int:
-        """Number of ranks with the same data, c t. They are consecutive, and the first is their head."""
+        """Number of ranks with the same data, c t. They are consecutive, and the first is their
+        head.
+        """
         return self.cp_size * self.tp_size
 
     @property
     def multiple_of(self) -> int:
-        """The number of ranks must be a multiple of this if ``data_parallel_size`` is None: r lcm(c t, e)."""
+        """The number of ranks must be a multiple of this if ``data_parallel_size`` is None: r lcm(c
+        t, e).
+        """
         return self.replicate_size * lcm(self.ranks_with_same_data, self.ep_size)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes d, r, c, t and e under these names. Without ``data_parallel_size`` there is no d."""
+        """The sizes d, r, c, t and e under these names. Without ``data_parallel_size`` there is no
+        d.
+        """
         d = {} if self.data_parallel_size is None else {"d": self.data_parallel_size}
-        return {**d, "r": self.replicate_size, "c": self.cp_size, "t": self.tp_size, "e": self.ep_size}
+        return {
+            **d,
+            "r": self.replicate_size,
+            "c": self.cp_size,
+            "t": self.tp_size,
+            "e": self.ep_size,
+        }
 
     @property
     def dp_size(self) -> int | None:
@@ -161,7 +191,9 @@ class ParallelStrategy:
     def world_size(self) -> int:
         """Number of ranks. Raises ConfigError if ``data_parallel_size`` is None."""
         if self.data_parallel_size is None:
-            raise ConfigError("data_parallel_size is None, so any number of ranks may fit; see `for_world`")
+            raise ConfigError(
+                "data_parallel_size is None, so any number of ranks may fit; see `for_world`"
+            )
         return self.data_parallel_size * self.ranks_with_same_data
 
 
@@ -169,7 +201,10 @@ def _sizes_of(text: str, known: str, found: str) -> dict[str, int]:
     pairs = [(name, int(size)) for name, size in _SIZE.findall(text)]
     names = [name for name, _ in pairs]
     if _SIZE.sub("", text) or len(set(names)) < len(names) or not set(names) <= set(known):
-        raise ConfigError(f"{found}; expected each of {', '.join(known)} at most once in {text!r}, with a size from 1")
+        raise ConfigError(
+            f"{found}; expected each of {', '.join(known)} at most once in {text!r}, with a size "
+            "from 1"
+        )
     return dict(pairs)
 
 

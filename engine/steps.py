@@ -24,7 +24,8 @@ class FinetuneSpec:
         require_range("max_train_steps", self.max_train_steps, low=1)
         if self.dataset_size < self.train_batch_size:
             raise ConfigError(
-                f"dataset_size {self.dataset_size} is smaller than train_batch_size {self.train_batch_size}"
+                f"dataset_size {self.dataset_size} is smaller than train_batch_size "
+                f"{self.train_batch_size}"
             )
 
     @property
@@ -41,7 +42,9 @@ class FinetuneSpec:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """A step of a run. Steps count from 0. NumPy integers, 3.0 etc. become int, anything else raises `ConfigError`."""
+    """A step of a run. Steps count from 0. NumPy integers, 3.0 etc. become int, anything else
+    raises `ConfigError`.
+    """
 
     epoch: int
     epoch_step: int
@@ -58,7 +61,9 @@ class StepInfo:
 
     @staticmethod
     def at(global_step: int, steps_per_epoch: int) -> "StepInfo":
-        """The step with number ``global_step`` in a run whose epochs all have ``steps_per_epoch`` steps."""
+        """The step with number ``global_step`` in a run whose epochs all have ``steps_per_epoch``
+        steps.
+        """
         require_range("global_step", global_step, low=0)
         require_range("steps_per_epoch", steps_per_epoch, low=1)
         epoch, epoch_step = divmod(global_step, steps_per_epoch)

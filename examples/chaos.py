@@ -21,7 +21,10 @@ GRPO = Path(__file__).with_name("grpo.py")
 def untimed(stats: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return statistics without timings: the part that must be equal in two equal runs."""
     clock = ("seconds", "time")
-    return [{key: entry[key] for key in entry if key not in clock and not key.endswith("_s")} for entry in stats]
+    return [
+        {key: entry[key] for key in entry if key not in clock and not key.endswith("_s")}
+        for entry in stats
+    ]
 
 
 class GrpoRun:
@@ -34,11 +37,14 @@ class GrpoRun:
         experiment: its ``experiment_name``.
     """
 
-    def __init__(self, fileroot: Path, *overrides: str, script: Path = GRPO, experiment: str = "grpo_copy") -> None:
+    def __init__(
+        self, fileroot: Path, *overrides: str, script: Path = GRPO, experiment: str = "grpo_copy"
+    ) -> None:
         self.fileroot = fileroot
         self._command = [sys.executable, str(script), f"fileroot={fileroot}", *overrides]
         self._process: subprocess.Popen[bytes] | None = None
-        self._mark = f"HOLDFAST_CHAOS={uuid.uuid4().hex}"  # inherited by all processes that the driver starts
+        # inherited by all processes that the driver starts
+        self._mark = f"HOLDFAST_CHAOS={uuid.uuid4().hex}"
         self.trial_root = fileroot / experiment / "trial0"
 
     def start(self) -> None:
@@ -47,7 +53,11 @@ class GrpoRun:
         name, _, value = self._mark.partition("=")
         with open(self.fileroot / "output.log", "ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, start_new_session=True, env=os.environ | {name: value}
+                self._command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {name: value},
             )
 
     def exit_code(self) -> int | None:
@@ -56,24 +66,32 @@ class GrpoRun:
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int:
-        """Return the exit code of the driver. After ``timeout_s``, kill the driver and raise TimeoutError."""
+        """Return the exit code of the driver. After ``timeout_s``, kill the driver and raise
+        TimeoutError.
+        """
         self.wait_until(lambda: self.exit_code() is not None, timeout_s)
         code = self.exit_code()
         assert code is not None
         return code
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Poll a condition. If it stays false, kill the driver and raise TimeoutError with the end of its log."""
+        """Poll a condition. If it stays false, kill the driver and raise TimeoutError with the end
+        of its log.
+        """
         end = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > end:
                 self.kill("driver")
-                raise TimeoutError(f"the run is stuck after {timeout_s} s; its log ends with:\n{self.log_tail()}")
+                raise TimeoutError(
+                    f"the run is stuck after {timeout_s} s; its log ends with:\n{self.log_tail()}"
+                )
             time.sleep(0.02)
 
     def log_tail(self) -> str:
         """The last lines of the output."""
-        return "\n".join((self.fileroot / "output.log").read_text(errors="replace").splitlines()[-40:])
+        return "\n".join(
+            (self.fileroot / "output.log").read_text(errors="replace").splitlines()[-40:]
+        )
 
     def last_step(self) -> int:
         """Return the last step with logged statistics, or -1."""
@@ -82,12 +100,14 @@ class GrpoRun:
         return stats[-1]["step"] if stats else -1
 
     def attempts(self) -> list[dict[str, Any]]:
-        """Return the entries of `note_attempt`: one per start of training, over all starts of the driver."""
+        """Return the entries of `note_attempt`: one per start of training, over all starts of the
+        driver.
+        """
         return read_attempts(self.trial_root / "stats")
 
     def pids(self) -> dict[str, list[int]]:
-        """Return the process ids by rank for each role (``driver``, ``trainer``, ``rollout``), as last written by the
-        driver.
+        """Return the process ids by rank for each role (``driver``, ``trainer``, ``rollout``), as
+        last written by the driver.
 
         The dict has only ``driver`` while the running driver has not written the file yet.
         """
@@ -99,7 +119,9 @@ class GrpoRun:
         return {"driver": [self._process.pid]}
 
     def kill(self, who: str, rank: int = 0) -> bool:
-        """Send SIGKILL to the ``driver``, or to a rank of ``trainer`` or ``rollout``. False if it does not exist."""
+        """Send SIGKILL to the ``driver``, or to a rank of ``trainer`` or ``rollout``. False if it
+        does not exist.
+        """
         assert self._process is not None
         if who == "driver":
             self._process.kill()

@@ -1,8 +1,8 @@
 """The task of the examples: copy three digits, ``"123="`` -> ``"123"`` and the end token.
 
-A model of 84 thousand parameters learns it from scratch in seconds on a CPU, by supervised fine-tuning (`sft_sample`)
-and by reinforcement (`reward`). All functions are deterministic, so that two processes, or two starts of a killed job,
-get the same bytes.
+A model of 84 thousand parameters learns it from scratch in seconds on a CPU, by supervised
+fine-tuning (`sft_sample`) and by reinforcement (`reward`). All functions are deterministic, so that
+two processes, or two starts of a killed job, get the same bytes.
 """
 
 import sys
@@ -30,7 +30,9 @@ PROMPT_TOKENS = N_DIGITS + 1
 SAMPLE_TOKENS = PROMPT_TOKENS + N_DIGITS + 1
 """Length of every supervised sample: prompt, digits, end token. No sample needs padding."""
 MAX_NEW_TOKENS = N_DIGITS + 2
-"""Room for the digits, the end token and one more, so that the model can unlearn answers that are too long."""
+"""Room for the digits, the end token and one more, so that the model can unlearn answers that are
+too long.
+"""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{{ '=' if message['role'] == 'user' else eos_token }}{% endfor %}"
@@ -57,7 +59,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tiny_models.make_tokenizer(VOCABULARY, CHAT_TEMPLATE)
 
 
-def write_model_folder(folder: str | Path, layers: int = 2, hidden: int = 64, for_vllm: bool = False) -> Path:
+def write_model_folder(
+    folder: str | Path, layers: int = 2, hidden: int = 64, for_vllm: bool = False
+) -> Path:
     """Write the model folder of a tiny Qwen3 with this tokenizer. See `write_tiny_qwen3`."""
     return write_tiny_qwen3(folder, make_tokenizer(), layers, hidden, for_vllm)
 
@@ -68,8 +72,9 @@ def require_copy_tokenizer(folder: str | Path) -> None:
     found, expected = tokenizer("123=", add_special_tokens=False).input_ids, encode("123=")
     if found != expected or tokenizer.eos_token_id != EOS_ID:
         raise ConfigError(
-            f"the tokenizer in {folder} makes {found} of '123=' with end token {tokenizer.eos_token_id}; this example "
-            f"needs {expected} with {EOS_ID}: leave the model's path empty, or write a task for your model"
+            f"the tokenizer in {folder} makes {found} of '123=' with end token "
+            f"{tokenizer.eos_token_id}; this example needs {expected} with {EOS_ID}: leave the "
+            "model's path empty, or write a task for your model"
         )
 
 
@@ -93,7 +98,8 @@ class CopyPrompts:
 
 
 def reward(completion_ids: Sequence[int], answer: str) -> float:
-    """Return 0.8 x the share of right digits, plus 0.2 if the end token follows directly after the last digit.
+    """Return 0.8 x the share of right digits, plus 0.2 if the end token follows directly after the
+    last digit.
 
     Args:
         completion_ids: generated tokens after the prompt, up to and including the end token.
@@ -101,15 +107,17 @@ def reward(completion_ids: Sequence[int], answer: str) -> float:
     """
     expected = encode(answer)
     right = sum(int(a == b) for a, b in zip(completion_ids, expected, strict=False)) / len(expected)
-    ended = list(completion_ids).index(EOS_ID) == len(expected) if EOS_ID in completion_ids else False
+    ended = (
+        list(completion_ids).index(EOS_ID) == len(expected) if EOS_ID in completion_ids else False
+    )
     return 0.8 * right + 0.2 * ended
 
 
 class CopyTask:
     """The copy task for the GRPO jobs (`tasks.Task`).
 
-    There are only a thousand different prompts. Held-out prompts are drawn with another seed, but a long run has seen
-    them.
+    There are only a thousand different prompts. Held-out prompts are drawn with another seed, but a
+    long run has seen them.
 
     Args:
         n: see `CopyPrompts`.
@@ -127,11 +135,17 @@ class CopyTask:
         prompt = self._prompts[held_out][number]
         answer = prompt["answer"]
         data = {"task": "copy", "answer": answer}
-        return {"prompt_ids": prompt["prompt_ids"], "answer_ids": [*encode(answer), EOS_ID], "data": data}
+        return {
+            "prompt_ids": prompt["prompt_ids"],
+            "answer_ids": [*encode(answer), EOS_ID],
+            "data": data,
+        }
 
     def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
         """See `reward`."""
-        return [reward(ids, item["data"]["answer"]) for item, ids in zip(items, answers, strict=True)]
+        return [
+            reward(ids, item["data"]["answer"]) for item, ids in zip(items, answers, strict=True)
+        ]
 
     def stats(self) -> dict[str, float]:
         """Return no statistics."""
@@ -139,7 +153,9 @@ class CopyTask:
 
 
 def sft_sample(prompt: Prompt) -> dict[str, list[int]]:
-    """Return ``input_ids`` (prompt, answer, end token) and a ``loss_mask`` that is 1 on answer and end token."""
+    """Return ``input_ids`` (prompt, answer, end token) and a ``loss_mask`` that is 1 on answer and
+    end token.
+    """
     answer_ids = [*encode(prompt["answer"]), EOS_ID]
     return {
         "input_ids": prompt["prompt_ids"] + answer_ids,

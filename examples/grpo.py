@@ -1,16 +1,19 @@
-"""GRPO on Ray that survives the death of any of its processes and ends with the weights of an undisturbed run.
+"""GRPO on Ray that survives the death of any of its processes and ends with the weights of an
+undisturbed run.
 
     python examples/grpo.py [--config examples/grpo_copy.yaml] [key=value ...]
 
-The driver holds the data cursor. Each `TrainWorker` holds a shard of the policy. A `TaskWorker` has the items, samples
-with the last published weights, and computes rewards.
+The driver holds the data cursor. Each `TrainWorker` holds a shard of the policy. A `TaskWorker` has
+the items, samples with the last published weights, and computes rewards.
 
 - A lost rollout worker is restarted alone (`Sampler`).
 - After the loss of a trainer, the `Supervisor` runs `train` again.
 - After the loss of the driver, run the same command again.
-- After SIGTERM, Ctrl-C, or when Ray drains a node, the job takes a snapshot after the step and exits with code 75.
+- After SIGTERM, Ctrl-C, or when Ray drains a node, the job takes a snapshot after the step and
+  exits with code 75.
 
-`train` begins by restoring the newest generation. Every random draw is seeded by the step, so repeated steps are equal.
+`train` begins by restoring the newest generation. Every random draw is seeded by the step, so
+repeated steps are equal.
 """
 
 import json
@@ -53,12 +56,14 @@ from holdfast.utils.timing import PhaseTimes
 class Sampler:
     """The rollout worker, with the newest weights of the trainers.
 
-    The worker has no state that could be lost. If it dies, which `ask` or a publishing trainer notices, it is restarted
-    alone and gets the same request with the same seed, so the batch is the same. The trainers keep their state in
-    memory.
+    The worker has no state that could be lost. If it dies, which `ask` or a publishing trainer
+    notices, it is restarted alone and gets the same request with the same seed, so the batch is the
+    same. The trainers keep their state in memory.
     """
 
-    def __init__(self, config: GRPOConfig, attempt: Attempt, rollout: WorkerGroup, trainer: WorkerGroup) -> None:
+    def __init__(
+        self, config: GRPOConfig, attempt: Attempt, rollout: WorkerGroup, trainer: WorkerGroup
+    ) -> None:
         self.config, self.attempt, self.rollout, self.trainer = config, attempt, rollout, trainer
         self._times = PhaseTimes("publishing", "sampling")
         self.connect()
@@ -72,7 +77,8 @@ class Sampler:
         replace_atomically(self.config.stats_folder / "processes.json", processes.encode())
 
     def ask(self, method: str, *args: Any, publish: bool = True, phase: str = "sampling") -> Any:
-        """Publish the weights and call a method of the `TaskWorker`, again after a restart if the worker is lost.
+        """Publish the weights and call a method of the `TaskWorker`, again after a restart if the
+        worker is lost.
 
         Args:
             method: name of the method.
@@ -88,7 +94,9 @@ class Sampler:
                     self.connect()
                 if publish:
                     with self._times.phase("publishing"):
-                        self.trainer.call_all("publish")  # before every sampling, also after a recovery
+                        self.trainer.call_all(
+                            "publish"
+                        )  # before every sampling, also after a recovery
                 with self._times.phase(phase):
                     return self.rollout.call(0, method, *args)
             except WorkerLost as loss:
@@ -97,7 +105,9 @@ class Sampler:
                 lost = loss
 
     def take_times(self, seconds: float) -> dict[str, float]:
-        """Split the ``seconds`` since the last call into phases for `holdfast top`. The rest is training."""
+        """Split the ``seconds`` since the last call into phases for `holdfast top`. The rest is
+        training.
+        """
         spent = self._times.take()
         return {**spent, "training_s": seconds - sum(spent.values())}
 
@@ -110,9 +120,16 @@ class StepFn(Protocol):
     """One step of a job."""
 
     def __call__(
-        self, config: Any, sampler: Sampler, trainer: WorkerGroup, batches: Numbered, global_step: int
+        self,
+        config: Any,
+        sampler: Sampler,
+        trainer: WorkerGroup,
+        batches: Numbered,
+        global_step: int,
     ) -> dict[str, float]:
-        """Run the step and return its statistics. Random draws are seeded by the step or come from ``batches``."""
+        """Run the step and return its statistics. Random draws are seeded by the step or come from
+        ``batches``.
+        """
         ...
 
 
@@ -121,7 +138,9 @@ def grpo_step(
 ) -> dict[str, float]:
     """Sample, reward and train. Samples of a prompt are next to each other in the batch."""
     seed = config.seed * 1_000_003 + global_step
-    batch, seen = sampler.ask("sample", next(batches), config.n_samples, config.actor.temperature, seed)
+    batch, seen = sampler.ask(
+        "sample", next(batches), config.n_samples, config.actor.temperature, seed
+    )
     shares = split_rows(batch, config, trainer.world_size, config.n_samples)
     stats = trainer.call_all("train_step", per_rank=shares)[0]
     return {**stats, **seen}
@@ -161,10 +180,15 @@ def train(config: GRPOConfig, parts: Parts, attempt: Attempt) -> None:
     ):
         sampler = Sampler(config, attempt, rollout, trainer)
         info = handler.load(trainer, dataloader=loader)
-        step = info.last_step_info.next() if info else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
+        step = (
+            info.last_step_info.next()
+            if info
+            else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
+        )
         if step.global_step > config.total_steps:
             raise ConfigError(
-                f"config key 'total_steps' is {config.total_steps}, but the run has {step.global_step} already"
+                f"config key 'total_steps' is {config.total_steps}, but the run has "
+                f"{step.global_step} already"
             )
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step, trainer.world_size)
@@ -186,12 +210,15 @@ def train_steps(
     """Train and log the remaining steps, with snapshots when they are due."""
     batches = loader.batches()
     with show_progress() as progress:
-        task = progress.add_task("", total=config.total_steps, completed=step.global_step, seen="", seconds=0.0)
+        task = progress.add_task(
+            "", total=config.total_steps, completed=step.global_step, seen="", seconds=0.0
+        )
         while step.global_step < config.total_steps:
             started = time.monotonic()
             stats = one_step(config, sampler, trainer, batches, step.global_step)
             seconds = time.monotonic() - started
-            # Log before the snapshot: a kill between the two logs the step twice. The other order would lose the entry.
+            # Log before the snapshot: a kill between the two logs the step twice. The other order
+            # would lose the entry.
             times = {**sampler.take_times(seconds), "seconds": seconds, "time": time.time()}
             stats_logger.log(step.global_step, {**stats, **times})
             last = step.global_step == config.total_steps - 1
@@ -206,18 +233,32 @@ def train_steps(
             step = step.next()
 
 
-def start_workers(config: GRPOConfig, parts: Parts, attempt: Attempt) -> tuple[WorkerGroup, WorkerGroup]:
-    """Start the rollout worker and the trainers at the same time, which is most of the time of a recovery."""
+def start_workers(
+    config: GRPOConfig, parts: Parts, attempt: Attempt
+) -> tuple[WorkerGroup, WorkerGroup]:
+    """Start the rollout worker and the trainers at the same time, which is most of the time of a
+    recovery.
+    """
     pool = ThreadPoolExecutor()
     patience = {"hang_timeout_s": config.hang_timeout_s, "stall_timeout_s": config.stall_timeout_s}
     start = partial(pool.submit, attempt.worker_group, **patience)
     try:
-        each = WorkerResources(config.cpus_per_rollout, config.gpus_per_rollout, config.resources_per_rollout)
+        each = WorkerResources(
+            config.cpus_per_rollout, config.gpus_per_rollout, config.resources_per_rollout
+        )
         sampler = (parts.make_task, config.actor.path, config.log_level)
-        rollout = start(TaskWorker, args=sampler, name="rollout", process_group=False, resources=each)
-        each = WorkerResources(config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer)
+        rollout = start(
+            TaskWorker, args=sampler, name="rollout", process_group=False, resources=each
+        )
+        each = WorkerResources(
+            config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer
+        )
         sizes = {"world_size": config.n_trainers, "min_world_size": config.min_trainers}
-        ranks = {**sizes, "multiple_of": config.actor.parallel_strategy.multiple_of, "strategy": config.strategy}
+        ranks = {
+            **sizes,
+            "multiple_of": config.actor.parallel_strategy.multiple_of,
+            "strategy": config.strategy,
+        }
         trainer = start(parts.worker, args=(config,), name="trainer", resources=each, **ranks)
         return rollout.result(), trainer.result()
     finally:

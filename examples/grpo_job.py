@@ -17,7 +17,14 @@ import ray
 from copy_task import require_copy_tokenizer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, InferenceServer, SaveLoadMeta, StepInfo, WeightUpdateMeta
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    InferenceServer,
+    SaveLoadMeta,
+    StepInfo,
+    WeightUpdateMeta,
+)
 from holdfast.engine.api import Batch
 from holdfast.engine.model.model_folder import find_model_folder
 from holdfast.engine.rl import PPOActor, PPOActorConfig
@@ -35,7 +42,9 @@ from holdfast.utils.trackers import require_trackers
 
 @dataclass
 class GRPOConfig:
-    """Options of the job. All files of a run are below ``<fileroot>/<experiment_name>/<trial_name>``."""
+    """Options of the job. All files of a run are below
+    ``<fileroot>/<experiment_name>/<trial_name>``.
+    """
 
     experiment_name: str = "grpo_copy"
     """Name for a group of trials."""
@@ -71,13 +80,14 @@ class GRPOConfig:
     cpus_per_rollout: float = 1.0
     """CPUs and threads of the rollout worker."""
     gpus_per_rollout: float = 0.0
-    """GPUs of the rollout worker: 1, a fraction to share one with others, or 0 to sample on the CPU."""
+    """GPUs of the rollout worker: 1, a fraction to share one with others, or 0 to sample on the
+    CPU.
+    """
     resources_per_rollout: dict[str, float] = field(default_factory=dict)
     """Other resources of the rollout worker."""
     ray_address: str = "local"
-    """``local`` starts Ray on this machine, ``auto`` joins the cluster of this machine, ``host:port`` names the head of
-    a
-    cluster.
+    """``local`` starts Ray on this machine, ``auto`` joins the cluster of this machine,
+    ``host:port`` names the head of a cluster.
     """
     hang_timeout_s: float = 60.0
     """Seconds after which a worker that does not answer pings counts as lost."""
@@ -90,7 +100,8 @@ class GRPOConfig:
     log_level: str = "WARNING"
     """Log level of the driver and all workers."""
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
-    """The policy. With an empty ``path``, the tiny model of the copy task is trained from scratch."""
+    """The policy. With an empty ``path``, the tiny model of the copy task is trained from scratch.
+    """
     recover: RecoverConfig = field(default_factory=RecoverConfig)
     """Snapshots. Their folder is set by this job."""
 
@@ -105,26 +116,31 @@ class GRPOConfig:
         require_choice("strategy", self.strategy, STRATEGIES)
         if self.ray_address.startswith("ray:"):
             raise ConfigError(
-                f"config key 'ray_address' is {self.ray_address!r}; Ray Client is not supported: start the job on a "
-                "node of the cluster, with ray_address=auto (`ray job submit` does so from afar)"
+                f"config key 'ray_address' is {self.ray_address!r}; Ray Client is not supported: "
+                "start the job on a node of the cluster, with ray_address=auto (`ray job submit` "
+                "does so from afar)"
             )
         require_range("gpus_per_trainer", self.gpus_per_trainer, low=0.0)
         require_range("gpus_per_rollout", self.gpus_per_rollout, low=0.0)
         if self.actor.device == "cuda" and not self.gpus_per_trainer:
             raise ConfigError(
-                "config key 'actor.device' is 'cuda', but 'gpus_per_trainer' is 0, which hides every GPU; set that to 1"
+                "config key 'actor.device' is 'cuda', but 'gpus_per_trainer' is 0, which hides "
+                "every GPU; set that to 1"
             )
         require_range("hang_timeout_s", self.hang_timeout_s, low=0.1)
         require_range("stall_timeout_s", self.stall_timeout_s, low=0.1)
         require_range("n_prompts", self.n_prompts, low=self.batch_size)
         if self.actor.optimizer is None:
-            raise ConfigError("config key 'actor.optimizer' is null; a policy that is trained needs one")
+            raise ConfigError(
+                "config key 'actor.optimizer' is null; a policy that is trained needs one"
+            )
         names = {key: getattr(self, key) for key in ("experiment_name", "trial_name", "fileroot")}
         for key, own in names.items():
             given = getattr(self.recover, key)
             if given not in (getattr(RecoverConfig(), key), own):
                 raise ConfigError(
-                    f"config key 'recover.{key}' is {given!r}, but {key!r} is {own!r}; set only the latter"
+                    f"config key 'recover.{key}' is {given!r}, but {key!r} is {own!r}; set only "
+                    "the latter"
                 )
         self.recover = replace(self.recover, **names)
         if self.backend is not None:
@@ -134,15 +150,18 @@ class GRPOConfig:
         n_data_ranks = mesh.for_world(self.n_trainers).sizes["d"]
         if self.batch_size < 1 or self.batch_size % n_data_ranks:
             raise ConfigError(
-                f"config key 'batch_size' is {self.batch_size}; expected a multiple of {n_data_ranks}, the number of "
-                f"trainers with different data (n_trainers is {self.n_trainers})"
+                f"config key 'batch_size' is {self.batch_size}; expected a multiple of "
+                f"{n_data_ranks}, the number of trainers with different data (n_trainers is "
+                f"{self.n_trainers})"
             )
 
     @property
     def ft_spec(self) -> FinetuneSpec:
         """The number of epochs that ``total_steps`` take."""
         epochs = -(-self.total_steps // (self.n_prompts // self.batch_size))
-        return FinetuneSpec(epochs, self.n_prompts, self.batch_size, max_train_steps=self.total_steps)
+        return FinetuneSpec(
+            epochs, self.n_prompts, self.batch_size, max_train_steps=self.total_steps
+        )
 
     @property
     def lr_spec(self) -> FinetuneSpec:
@@ -172,7 +191,9 @@ class TrainWorker:
         self.engine.initialize(None, config.lr_spec)
         self.actor = PPOActor(config.actor, self.engine)
 
-    def connect(self, servers: list[InferenceServer], path: str, kind: str = "disk", keep: int = 2) -> None:
+    def connect(
+        self, servers: list[InferenceServer], path: str, kind: str = "disk", keep: int = 2
+    ) -> None:
         """Set the workers that sample, and the folder through which weights reach them."""
         meta = WeightUpdateMeta("disk" if kind == "delta" else kind, path, keep=keep)
         meta = replace(meta, delta=True, dtype="bfloat16") if kind == "delta" else meta
@@ -181,7 +202,8 @@ class TrainWorker:
     def train_step(self, batch: Batch) -> dict[str, float]:
         """Run one GRPO step on this rank's share of the batch. The weights get a new version.
 
-        With adapters (``actor.use_lora``), the reference policy for ``kl_loss_coef`` is the base model without them.
+        With adapters (``actor.use_lora``), the reference policy for ``kl_loss_coef`` is the base
+        model without them.
         """
         if self.config.use_lora and self.config.kl_loss_coef:
             batch["ref_logp"] = self.actor.compute_ref_logp(batch)
@@ -204,7 +226,9 @@ class TrainWorker:
 
     def export(self, path: str) -> None:
         """Export the policy as a Hugging Face folder."""
-        meta = SaveLoadMeta(path, "hf", with_optim=False, base_model_path=str(self.engine.model_folder))
+        meta = SaveLoadMeta(
+            path, "hf", with_optim=False, base_model_path=str(self.engine.model_folder)
+        )
         self.engine.save(meta)
 
     def destroy(self) -> None:
@@ -219,21 +243,38 @@ def open_stats(config: GRPOConfig) -> StatsLogger:
 
 
 def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_size: int) -> None:
-    """Record the start of this attempt, its number of trainers, and the reason why the previous one ended."""
+    """Record the start of this attempt, its number of trainers, and the reason why the previous one
+    ended.
+    """
     loss = None if attempt.event is None else asdict(attempt.event)
-    note = {"number": attempt.number, "time": time.time(), "step": step.global_step, "world_size": world_size}
+    note = {
+        "number": attempt.number,
+        "time": time.time(),
+        "step": step.global_step,
+        "world_size": world_size,
+    }
     with open(config.stats_folder / "attempts.jsonl", "a") as file:
         file.write(json.dumps({**note, "loss": loss}) + "\n")
     if step.global_step:
         print(f"resumed: step {step.global_step} is next", flush=True)
 
 
-def split_rows(batch: Batch, config: GRPOConfig, n_ranks: int, n_samples: int) -> list[tuple[Batch]]:
-    """Split a batch evenly by prompts, into one argument tuple per rank. Ranks with the same data get the same rows."""
-    n_prompts, sharing = len(batch["input_ids"]) // n_samples, config.actor.parallel_strategy.ranks_with_same_data
+def split_rows(
+    batch: Batch, config: GRPOConfig, n_ranks: int, n_samples: int
+) -> list[tuple[Batch]]:
+    """Split a batch evenly by prompts, into one argument tuple per rank. Ranks with the same data
+    get the same rows.
+    """
+    n_prompts, sharing = (
+        len(batch["input_ids"]) // n_samples,
+        config.actor.parallel_strategy.ranks_with_same_data,
+    )
     n_shares = n_ranks // sharing
     ends = [share * n_prompts // n_shares * n_samples for share in range(n_shares + 1)]
-    shares = [({key: tensor[start:end] for key, tensor in batch.items()},) for start, end in pairwise(ends)]
+    shares = [
+        ({key: tensor[start:end] for key, tensor in batch.items()},)
+        for start, end in pairwise(ends)
+    ]
     return [shares[rank // sharing] for rank in range(n_ranks)]
 
 
@@ -249,8 +290,12 @@ C = TypeVar("C", bound=GRPOConfig)
 
 def read_config(kind: type[C], yaml_file: str, about: str | None, argv: list[str]) -> C:
     """Read the configuration from the command line. ``yaml_file`` is relative to this file."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(Path(__file__).with_name(yaml_file)), help="YAML file")
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config", default=str(Path(__file__).with_name(yaml_file)), help="YAML file"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides the file")
     args = parser.parse_args(argv)
     config = load_config(kind, args.config, args.overrides)
@@ -259,14 +304,22 @@ def read_config(kind: type[C], yaml_file: str, about: str | None, argv: list[str
 
 
 def connect_ray(config: GRPOConfig) -> None:
-    """Start Ray with room for all workers, or join the cluster. Workers can import the modules next to this file."""
+    """Start Ray with room for all workers, or join the cluster. Workers can import the modules next
+    to this file.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")])
+    )
     options: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": path}}}
     if config.ray_address == "local":
         os.environ["PYTHONPATH"] = path
         num_cpus = math.ceil(config.n_trainers * config.cpus_per_trainer + config.cpus_per_rollout)
-        options = {"num_cpus": num_cpus, "object_store_memory": 256 << 20, "include_dashboard": False}
+        options = {
+            "num_cpus": num_cpus,
+            "object_store_memory": 256 << 20,
+            "include_dashboard": False,
+        }
     ray.init(address=config.ray_address, logging_level=logging.WARNING, **options)
 
 

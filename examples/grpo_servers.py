@@ -3,10 +3,12 @@
     python examples/grpo_servers.py servers=[http://host:8000,http://host:8001]   # vLLM servers that run already
     python examples/grpo_servers.py python=.venv-vllm/bin/python                  # starts its own
 
-The driver publishes every version of the weights to the servers (`ServerFleet`) and hands out prompts as numbered
-tickets (`RolloutExecutor`). The ledger of tickets is saved in the same snapshot as engine, data cursor and generators.
+The driver publishes every version of the weights to the servers (`ServerFleet`) and hands out
+prompts as numbered tickets (`RolloutExecutor`). The ledger of tickets is saved in the same snapshot
+as engine, data cursor and generators.
 
-- A dead server gets no requests until it serves the current weights again. The other servers take its requests.
+- A dead server gets no requests until it serves the current weights again. The other servers take
+  its requests.
 - After the loss of a trainer, the `Supervisor` runs `train` again.
 - After the loss of the driver, run the same command again.
 
@@ -61,9 +63,12 @@ class GRPOServersConfig(GRPOConfig):
 
     experiment_name: str = "grpo_servers"
     servers: list[str] = field(default_factory=list)
-    """URLs of vLLM servers with a model of this architecture. If empty, the job starts its own servers."""
+    """URLs of vLLM servers with a model of this architecture. If empty, the job starts its own
+    servers.
+    """
     mirrors: list[str] = field(default_factory=list)
-    """URLs of the mirrors of ``servers``, in their order. If empty, the servers read the published folders themselves.
+    """URLs of the mirrors of ``servers``, in their order. If empty, the servers read the published
+    folders themselves.
     """
     n_servers: int = 2
     """Number of servers to start."""
@@ -76,16 +81,21 @@ class GRPOServersConfig(GRPOConfig):
     min_servers: int = 1
     """Number of servers that must serve a version before the step goes on."""
     publish: str = "disk"
-    """``disk``: publish whole weights, with adapters merged. ``delta``: publish the changes in bfloat16, from which the
-    servers' mirrors make the weights. ``adapter`` (with ``actor.use_lora``): publish only the adapters, which the
-    servers add to the base model that they were started with.
+    """``disk``: publish whole weights, with adapters merged. ``delta``: publish the changes in
+    bfloat16, from which the servers' mirrors make the weights. ``adapter`` (with
+    ``actor.use_lora``): publish only the adapters, which the servers add to the base model that
+    they were started with.
     """
     colocate: bool = False
-    """Trainers and servers take turns on the same GPUs. The servers must be able to sleep (``--enable-sleep-mode``)."""
+    """Trainers and servers take turns on the same GPUs. The servers must be able to sleep
+    (``--enable-sleep-mode``).
+    """
     publish_timeout_s: float = 300.0
     """Longest time for loading a version."""
     weights_folder: str | None = None
-    """Folder for published weights, for example in memory (/dev/shm/...). None: in the run's folder."""
+    """Folder for published weights, for example in memory (/dev/shm/...). None: in the run's
+    folder.
+    """
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Options of sampling, for example how far it runs ahead of training."""
 
@@ -94,22 +104,29 @@ class GRPOServersConfig(GRPOConfig):
         require_range("n_servers", self.n_servers, low=1)
         count = len(self.servers) or self.n_servers
         if not 1 <= self.min_servers <= count:
-            raise ConfigError(f"config key 'min_servers' is {self.min_servers}; expected 1 to {count}, the servers")
+            raise ConfigError(
+                f"config key 'min_servers' is {self.min_servers}; expected 1 to {count}, the "
+                "servers"
+            )
         self.rollout = replace(self.rollout, seed=self.seed, total_steps=self.total_steps)
         require_choice("publish", self.publish, ("disk", "delta", "adapter"))
-        if len(self.mirrors) not in ((len(self.servers),) if self.publish == "delta" else (0, len(self.servers))):
+        if len(self.mirrors) not in (
+            (len(self.servers),) if self.publish == "delta" else (0, len(self.servers))
+        ):
             raise ConfigError(
-                f"config key 'mirrors' has {len(self.mirrors)} URLs; expected one for each of the {len(self.servers)} "
-                "'servers', or none without publish=delta"
+                f"config key 'mirrors' has {len(self.mirrors)} URLs; expected one for each of the "
+                f"{len(self.servers)} 'servers', or none without publish=delta"
             )
         if self.publish == "adapter" and not self.actor.use_lora:
             raise ConfigError(
-                "config key 'publish' is 'adapter', but 'actor.use_lora' is false: there are no adapters to publish"
+                "config key 'publish' is 'adapter', but 'actor.use_lora' is false: there are no "
+                "adapters to publish"
             )
         if self.publish == "adapter" and (not self.actor.path or self.actor.init_from_scratch):
             raise ConfigError(
-                "config key 'publish' is 'adapter', which takes a base that the servers have, too; name a model folder "
-                "with weights as 'actor.path', the export of an earlier run, say"
+                "config key 'publish' is 'adapter', which takes a base that the servers have, "
+                "too; name a model folder with weights as 'actor.path', the export of an earlier "
+                "run, say"
             )
 
     @property
@@ -127,14 +144,18 @@ class GRPOServersConfig(GRPOConfig):
         """Return ``server_command``, with flags for adapters if only adapters are published."""
         if self.publish != "adapter":
             return self.server_command
-        flags = adapter_flags(self.actor.lora_rank, self.actor.target_modules, self.versions_in_flight)
+        flags = adapter_flags(
+            self.actor.lora_rank, self.actor.target_modules, self.versions_in_flight
+        )
         return f"{self.server_command} {flags}"
 
     @property
     def gconfig(self) -> GenerationHyperparameters:
         """Return the sampling parameters."""
         temperature, stop = self.actor.temperature, [EOS_ID]
-        return GenerationHyperparameters(self.n_samples, MAX_NEW_TOKENS, temperature=temperature, stop_token_ids=stop)
+        return GenerationHyperparameters(
+            self.n_samples, MAX_NEW_TOKENS, temperature=temperature, stop_token_ids=stop
+        )
 
 
 class CopySamples:
@@ -151,18 +172,23 @@ class CopySamples:
         return {"input_ids": prompt["prompt_ids"], "answer": prompt["answer"]}
 
 
-def copy_reward(prompt: Any, completion: Any, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+def copy_reward(
+    prompt: Any, completion: Any, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
     """Reward of one completion."""
     return reward(completion_ids, data["answer"])
 
 
 class Servers:
-    """The inference servers of a job and their fleet. The job either starts the servers or gets them by configuration.
+    """The inference servers of a job and their fleet. The job either starts the servers or gets
+    them by configuration.
 
     The servers outlive the attempts of the supervisor. Only the driver talks to them.
     """
 
-    def __init__(self, clients: list[VLLMServer], processes: ServerProcesses | None, min_servers: int) -> None:
+    def __init__(
+        self, clients: list[VLLMServer], processes: ServerProcesses | None, min_servers: int
+    ) -> None:
         self.fleet, self._processes = ServerFleet(clients, min_servers), processes
 
     def note_processes(self, config: GRPOServersConfig, trainer: WorkerGroup) -> None:
@@ -181,10 +207,16 @@ def open_servers(config: GRPOServersConfig) -> Iterator[Servers]:
             logs = config.recover.trial_root / "logs"
             command = (config.start_command, config.python, Path(config.actor.path))
             published = config.published if config.publish == "delta" else None
-            processes = stack.enter_context(ServerProcesses(*command, config.n_servers, logs, published))
+            processes = stack.enter_context(
+                ServerProcesses(*command, config.n_servers, logs, published)
+            )
             print(f"starting {config.n_servers} inference servers; their logs: {logs}", flush=True)
         pairs = zip_longest(config.servers, config.mirrors)
-        clients = processes.servers if processes else [VLLMServer(url, mirror=mirror) for url, mirror in pairs]
+        clients = (
+            processes.servers
+            if processes
+            else [VLLMServer(url, mirror=mirror) for url, mirror in pairs]
+        )
         wait_for_servers(clients, config.server_start_s, processes)
         servers = Servers(clients, processes, config.min_servers)
         stack.callback(servers.fleet.close)
@@ -200,13 +232,17 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         args=(config,),
         name="trainer",
         world_size=config.n_trainers,
-        resources=WorkerResources(config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer),
+        resources=WorkerResources(
+            config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer
+        ),
         strategy=config.strategy,
         hang_timeout_s=config.hang_timeout_s,
         stall_timeout_s=config.stall_timeout_s,
     )
     # A server may read adapters again while it uses them.
-    trainer.call_all("connect", [], str(config.published), config.publish, max(2, config.versions_in_flight))
+    trainer.call_all(
+        "connect", [], str(config.published), config.publish, max(2, config.versions_in_flight)
+    )
     samples = CopySamples(CopyPrompts(config.n_prompts, config.seed))
     loader = ResumableDataLoader(samples, config.batch_size, seed=config.seed)
     with (
@@ -218,30 +254,49 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         servers.note_processes(config, trainer)
         handler.register("rollouts", rollouts)
         info = handler.load(trainer, dataloader=loader)
-        step = info.last_step_info.next() if info else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
+        step = (
+            info.last_step_info.next()
+            if info
+            else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
+        )
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step, trainer.world_size)
         with show_progress() as progress:
-            task = progress.add_task("", total=config.total_steps, completed=step.global_step, seen="", seconds=0.0)
+            task = progress.add_task(
+                "", total=config.total_steps, completed=step.global_step, seen="", seconds=0.0
+            )
             while step.global_step < config.total_steps:
                 started = time.monotonic()
                 stats = train_step(config, servers.fleet, rollouts, trainer, step.global_step)
                 seconds = time.monotonic() - started
-                stats_logger.log(step.global_step, {**stats, "seconds": seconds, "time": time.time()})
+                stats_logger.log(
+                    step.global_step, {**stats, "seconds": seconds, "time": time.time()}
+                )
                 last = step.global_step == config.total_steps - 1
                 handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
-                progress.update(task, advance=1, seen=f"reward {stats['reward']:.3f}", seconds=seconds)
+                progress.update(
+                    task, advance=1, seen=f"reward {stats['reward']:.3f}", seconds=seconds
+                )
                 if not progress.console.is_terminal and step.global_step % 10 == 9:
-                    print(f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s", flush=True)
+                    print(
+                        f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s",
+                        flush=True,
+                    )
                 step = step.next()
     if not config.final_export.exists():
         trainer.call_all("export", str(config.final_export))
 
 
 def train_step(
-    config: GRPOServersConfig, fleet: ServerFleet, rollouts: RolloutExecutor, trainer: WorkerGroup, step: int
+    config: GRPOServersConfig,
+    fleet: ServerFleet,
+    rollouts: RolloutExecutor,
+    trainer: WorkerGroup,
+    step: int,
 ) -> dict[str, float]:
-    """Publish the weights after ``step`` steps, let sampling run ahead, and train on the tickets of this step."""
+    """Publish the weights after ``step`` steps, let sampling run ahead, and train on the tickets of
+    this step.
+    """
     turn = ("waking", "sleeping") if config.colocate else ()
     times = PhaseTimes(*turn, "publishing", "sampling", "training")
     if config.colocate:
@@ -266,8 +321,19 @@ def train_step(
         shares = split_rows(batch, config, trainer.world_size, config.n_samples)
         stats = trainer.call_all("train_step", per_rank=shares)[0]
     numbers = [ticket.number for ticket, _ in accepted]
-    tickets = {"tickets/first": numbers[0], "tickets/last": numbers[-1], "tickets/trained": len(numbers)}
-    return {**stats, **tickets, **rollouts.stats(), **published.stats(), **fleet.stats(), **times.take()}
+    tickets = {
+        "tickets/first": numbers[0],
+        "tickets/last": numbers[-1],
+        "tickets/trained": len(numbers),
+    }
+    return {
+        **stats,
+        **tickets,
+        **rollouts.stats(),
+        **published.stats(),
+        **fleet.stats(),
+        **times.take(),
+    }
 
 
 def account(config: GRPOServersConfig) -> str:
@@ -277,13 +343,21 @@ def account(config: GRPOServersConfig) -> str:
         RolloutError: a ticket was trained twice, or not at all.
     """
     steps = read_stats(config.stats_folder / "stats.jsonl")
-    trained = [number for s in steps for number in range(int(s["tickets/first"]), int(s["tickets/last"]) + 1)]
-    if [s["step"] for s in steps] != list(range(config.total_steps)) or trained != list(range(len(trained))):
-        raise RolloutError(f"{config.stats_folder}/stats.jsonl does not account for every ticket once")
+    trained = [
+        number
+        for s in steps
+        for number in range(int(s["tickets/first"]), int(s["tickets/last"]) + 1)
+    ]
+    if [s["step"] for s in steps] != list(range(config.total_steps)) or trained != list(
+        range(len(trained))
+    ):
+        raise RolloutError(
+            f"{config.stats_folder}/stats.jsonl does not account for every ticket once"
+        )
     oldest = max(s["rollouts/staleness_max"] for s in steps)
     return (
-        f"tickets 0 to {trained[-1]} were trained, each once and in its step; no token is more than {oldest:.0f} "
-        "step(s) older than the weights that it trained"
+        f"tickets 0 to {trained[-1]} were trained, each once and in its step; no token is more "
+        f"than {oldest:.0f} step(s) older than the weights that it trained"
     )
 
 

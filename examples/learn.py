@@ -1,9 +1,10 @@
-"""``make learn`` and ``make learn-vision``: a job from scratch, while a trainer and then the driver are killed.
+"""``make learn`` and ``make learn-vision``: a job from scratch, while a trainer and then the driver
+are killed.
 
     python examples/learn.py [reasoning|vision]
 
-Prints the kills and the accuracy on held-out items before and after GRPO, draws it to ``learn_out/`` or
-``learn_vision_out/``, and exits with 1 if the accuracy has not risen.
+Prints the kills and the accuracy on held-out items before and after GRPO, draws it to
+``learn_out/`` or ``learn_vision_out/``, and exits with 1 if the accuracy has not risen.
 """
 
 import shutil
@@ -32,7 +33,8 @@ def main(job: str = "reasoning") -> int:
     config, out = load_config(kind, script.with_suffix(".yaml")), Path(folder).absolute()
     grpo_steps, last = config.total_steps - config.sft_steps, config.total_steps - 1
     console.print(
-        f"{config.sft_steps} supervised steps, then {grpo_steps} of GRPO, on {config.task}; it is killed twice."
+        f"{config.sft_steps} supervised steps, then {grpo_steps} of GRPO, on {config.task}; it is "
+        "killed twice."
     )
     shutil.rmtree(out, ignore_errors=True)
     run = GrpoRun(out, script=script, experiment=config.experiment_name)
@@ -51,7 +53,10 @@ def main(job: str = "reasoning") -> int:
     accuracy = {entry["step"]: entry["held_out"] for entry in stats if "held_out" in entry}
     before = accuracy[max(step for step in accuracy if step < config.sft_steps)]
     seconds = f"{time.monotonic() - started:.0f} s"
-    console.print(f"right on held-out items: {before:.0%} before GRPO, {accuracy[last]:.0%} after it, after {seconds}")
+    console.print(
+        f"right on held-out items: {before:.0%} before GRPO, {accuracy[last]:.0%} after it, after "
+        f"{seconds}"
+    )
     console.print(f"SHA-256 of the final weights: {sha256(run.final_weights())}", soft_wrap=True)
     console.print(f"The picture: {run.trial_root / 'held_out.png'}", soft_wrap=True)
     return 0 if accuracy[last] > before else 1

@@ -2,9 +2,10 @@
 
     python examples/ppo_critic.py [--config examples/ppo_critic.yaml] [key=value ...]
 
-Each prompt gets one answer. The critic estimates the value before each token, where GRPO compares several answers. GAE
-turns the values into advantages for the actor and returns for the critic. `RecoverHandler` finds both engines under
-``engines`` and commits them together, so that actor and critic always come back at the same step.
+Each prompt gets one answer. The critic estimates the value before each token, where GRPO compares
+several answers. GAE turns the values into advantages for the actor and returns for the critic.
+`RecoverHandler` finds both engines under ``engines`` and commits them together, so that actor and
+critic always come back at the same step.
 """
 
 import sys
@@ -36,7 +37,9 @@ class PPOConfig(GRPOConfig):
         if self.backend is not None:
             self.critic = replace(self.critic, backend=self.backend)
         if self.critic.optimizer is None:
-            raise ConfigError("config key 'critic.optimizer' is null; a critic that is trained needs one")
+            raise ConfigError(
+                "config key 'critic.optimizer' is null; a critic that is trained needs one"
+            )
 
 
 class PPOWorker(TrainWorker):
@@ -45,7 +48,10 @@ class PPOWorker(TrainWorker):
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
         if not config.critic.path:
-            config.critic.path, config.critic.init_from_scratch = config.actor.path, config.actor.init_from_scratch
+            config.critic.path, config.critic.init_from_scratch = (
+                config.actor.path,
+                config.actor.init_from_scratch,
+            )
         critic = FSDPEngine(config.critic)
         critic.create_process_group()
         critic.initialize(None, config.ft_spec)
@@ -53,8 +59,12 @@ class PPOWorker(TrainWorker):
         self.engines = {"actor": self.engine, "critic": critic}
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """Run one PPO step on this rank's share of the batch. Statistics of the critic begin with ``critic/``."""
-        batch = self.actor.compute_advantages({**batch, "values": self.critic.compute_values(batch)})
+        """Run one PPO step on this rank's share of the batch. Statistics of the critic begin with
+        ``critic/``.
+        """
+        batch = self.actor.compute_advantages(
+            {**batch, "values": self.critic.compute_values(batch)}
+        )
         stats = self.actor.ppo_update(batch)
         seen = self.critic.ppo_update(batch)
         for engine in self.engines.values():

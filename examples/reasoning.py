@@ -3,7 +3,8 @@
     python examples/reasoning.py [key=value ...]                               # from scratch, five minutes on two cores
     python examples/reasoning.py --config examples/reasoning_gpu.yaml actor.path=Qwen/Qwen3-0.6B task=gsm_symbolic
 
-It is `examples/grpo.py` with another task and two more kinds of step, which `warm_start.py` describes.
+It is `examples/grpo.py` with another task and two more kinds of step, which `warm_start.py`
+describes.
 """
 
 import string
@@ -47,7 +48,9 @@ INSTRUCTIONS = (
     "Spell this word backward (example: sun -> nus): ",
     "State the final answer to the following arithmetic problem: ",
 )
-"""Prompts of palindrome_generation, word_sorting, spell_backward and chain_sum. Each is one token of the tiny model."""
+"""Prompts of palindrome_generation, word_sorting, spell_backward and chain_sum. Each is one token
+of the tiny model.
+"""
 VOCABULARY = (*SPECIAL_TOKENS, *INSTRUCTIONS, *string.printable[:95], "\n")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] + bos_token }}{% endfor %}"
 
@@ -62,10 +65,11 @@ class ReasoningConfig(WarmStartConfig):
     task_options: dict[str, Any] = field(default_factory=dict)
     """Options by dataset."""
     answer_tags: bool = False
-    """Ask the model to think first, and to put its answer between ``<answer>`` and ``</answer>``."""
+    """Ask the model to think first, and to put its answer between ``<answer>`` and ``</answer>``.
+    """
     sft_wrong: float = 0.0
-    """Share of wrong supervised answers (taken from another item), as in data written by people. Fine-tuning learns to
-    give wrong answers, and GRPO unlearns it.
+    """Share of wrong supervised answers (taken from another item), as in data written by people.
+    Fine-tuning learns to give wrong answers, and GRPO unlearns it.
     """
 
     def __post_init__(self) -> None:
@@ -85,25 +89,35 @@ def make_task(config: ReasoningConfig, tokenizer: Any) -> Task:
     options = {name: config.task_options.get(name, {}) for name in config.names}
     counts = (config.n_prompts, config.n_held_out)
     data = (config.names, options, config.seed, counts)
-    return ReasoningTask(*data, tokenizer, config.max_new_tokens, config.answer_tags, config.sft_wrong)
+    return ReasoningTask(
+        *data, tokenizer, config.max_new_tokens, config.answer_tags, config.sft_wrong
+    )
 
 
 def make_model(config: ReasoningConfig, folder: Path) -> Path:
     """Make the folder of the tiny model, which has one token per character."""
     tokenizer = make_tokenizer(VOCABULARY, CHAT_TEMPLATE)
-    return write_tiny_qwen3(folder, tokenizer, config.model_layers, config.model_width, max_length=256)
+    return write_tiny_qwen3(
+        folder, tokenizer, config.model_layers, config.model_width, max_length=256
+    )
 
 
 def require_chat_template(folder: Path) -> None:
     """Raise ConfigError unless the tokenizer of a model folder has a chat template."""
     if AutoTokenizer.from_pretrained(folder).chat_template is None:
-        raise ConfigError(f"the tokenizer in {folder} has no chat template; take an instruction-tuned model")
+        raise ConfigError(
+            f"the tokenizer in {folder} has no chat template; take an instruction-tuned model"
+        )
 
 
 def run(config: ReasoningConfig, supervisor: Supervisor) -> None:
     """Run the job and draw its picture."""
     fingerprint = f"reasoning-gym {config.task} {config.task_options}, seed {config.seed}"
-    run_parts(Parts(partial(make_task, config), fingerprint, WarmStartWorker, warm_start_step), config, supervisor)
+    run_parts(
+        Parts(partial(make_task, config), fingerprint, WarmStartWorker, warm_start_step),
+        config,
+        supervisor,
+    )
     print(f"accuracy on held-out items over steps: {draw(config)}")
 
 

@@ -1,12 +1,13 @@
-"""``make serve-demo``: GRPO with two vLLM servers. A server, a mirror, a trainer and the driver are each killed once.
+"""``make serve-demo``: GRPO with two vLLM servers. A server, a mirror, a trainer and the driver are
+each killed once.
 
-The trainers publish the changes of each step, from which a mirror next to each server makes the weights. So the model
-knows a part of the task at the start and learns at a small rate. At a rate that teaches it from nothing, most weights
-change in every step.
+The trainers publish the changes of each step, from which a mirror next to each server makes the
+weights. So the model knows a part of the task at the start and learns at a small rate. At a rate
+that teaches it from nothing, most weights change in every step.
 
-Prints the events and a summary of the tickets: which prompts were trained, how often, and how stale their tokens were.
-Draws the rewards to ``serve_demo_out/serve_demo.png``, whose path it prints last. The servers are vLLM's CPU build.
-Their first start takes minutes.
+Prints the events and a summary of the tickets: which prompts were trained, how often, and how stale
+their tokens were. Draws the rewards to ``serve_demo_out/serve_demo.png``, whose path it prints
+last. The servers are vLLM's CPU build. Their first start takes minutes.
 """
 
 import os
@@ -52,7 +53,10 @@ class Kill:
 def teach_a_part(folder: Path) -> None:
     """Train the model in ``folder`` on supervised samples, until it gets about half of the reward."""
     torch.manual_seed(1)
-    model, prompts = AutoModelForCausalLM.from_pretrained(folder), CopyPrompts(FIRST_STEPS * FIRST_BATCH, seed=0)
+    model, prompts = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        CopyPrompts(FIRST_STEPS * FIRST_BATCH, seed=0),
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for first in range(0, len(prompts), FIRST_BATCH):
         batch = sft_collate([prompts[first + row] for row in range(FIRST_BATCH)])
@@ -77,8 +81,12 @@ def follow(console: Console, run: GrpoRun, step: int) -> None:
         sys.exit(f"the run in {run.fileroot} ended:\n{run.log_tail()}")
 
 
-def kill_server(console: Console, run: GrpoRun, servers: ServerProcesses, number: int, what: str, note: str) -> Kill:
-    """Kill a server or a mirror. The run goes on with the other ones until the new process has the current weights."""
+def kill_server(
+    console: Console, run: GrpoRun, servers: ServerProcesses, number: int, what: str, note: str
+) -> Kill:
+    """Kill a server or a mirror. The run goes on with the other ones until the new process has the
+    current weights.
+    """
     step = run.last_step()
     os.kill(servers.pids()[number], signal.SIGKILL)
     console.print(f"  [red]SIGKILL {what} after step {step}[/red]: {note}")
@@ -105,15 +113,36 @@ def draw(run: GrpoRun, kills: list[Kill], path: Path) -> None:
     steps = [s["step"] for s in stats]
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 6), layout="constrained", sharex=True)
     upper.plot(steps, [s["reward"] for s in stats], linewidth=1.8)
-    upper.set(ylabel="mean reward", ylim=(0, 1.05), title="GRPO on “copy three digits” with two vLLM servers")
-    lower.step(steps, [s["servers_serving"] for s in stats], where="mid", label="servers that serve the weights")
-    lower.step(steps, [s["rollouts/staleness_max"] for s in stats], where="mid", label="oldest token (steps)")
+    upper.set(
+        ylabel="mean reward",
+        ylim=(0, 1.05),
+        title="GRPO on “copy three digits” with two vLLM servers",
+    )
+    lower.step(
+        steps,
+        [s["servers_serving"] for s in stats],
+        where="mid",
+        label="servers that serve the weights",
+    )
+    lower.step(
+        steps,
+        [s["rollouts/staleness_max"] for s in stats],
+        where="mid",
+        label="oldest token (steps)",
+    )
     lower.set(xlabel="step", ylim=(-0.2, 3.2))  # room for the legend
     lower.legend(loc="upper right")
     for kill in kills:
         for axes in (upper, lower):
             axes.axvline(kill.step, color="tab:red", linewidth=1)
-        upper.annotate(f"SIGKILL {kill.what}", (kill.step, 0.03), rotation=90, ha="right", color="tab:red", fontsize=9)
+        upper.annotate(
+            f"SIGKILL {kill.what}",
+            (kill.step, 0.03),
+            rotation=90,
+            ha="right",
+            color="tab:red",
+            fontsize=9,
+        )
     figure.savefig(path, dpi=130)
 
 
@@ -125,11 +154,19 @@ def main() -> int:
     model = write_model_folder(OUT / "base_model", hidden=128, for_vllm=True)
     teach_a_part(model)
     published = OUT / "weights"
-    console.print("[bold]1. Two vLLM servers and their mirrors start[/bold]: a minute or two, ten on a busy machine")
+    console.print(
+        "[bold]1. Two vLLM servers and their mirrors start[/bold]: a minute or two, ten on a busy "
+        "machine"
+    )
     with ServerProcesses(VLLM_COMMAND, str(PYTHON), model, 2, OUT / "logs", published) as servers:
         wait_for_servers(servers.servers, START_S, servers)
-        urls = (",".join(getattr(server, name) for server in servers.servers) for name in ("url", "mirror"))
-        overrides = [f"{key}=[{value}]" for key, value in zip(("servers", "mirrors"), urls, strict=True)]
+        urls = (
+            ",".join(getattr(server, name) for server in servers.servers)
+            for name in ("url", "mirror")
+        )
+        overrides = [
+            f"{key}=[{value}]" for key, value in zip(("servers", "mirrors"), urls, strict=True)
+        ]
         overrides += [
             f"total_steps={TOTAL_STEPS}",
             f"actor.path={model}",
@@ -143,12 +180,22 @@ def main() -> int:
         ]
         run = GrpoRun(OUT, *overrides, script=SCRIPT, experiment="grpo_servers")
         try:
-            console.print(f"[bold]2. GRPO, {TOTAL_STEPS} steps[/bold]; two trainers, sampling a step ahead")
+            console.print(
+                f"[bold]2. GRPO, {TOTAL_STEPS} steps[/bold]; two trainers, sampling a step ahead"
+            )
             run.start()
             follow(console, run, TOTAL_STEPS // 5)
-            kills = [kill_server(console, run, servers, 2, "mirror 0", "its server keeps its weights meanwhile")]
+            kills = [
+                kill_server(
+                    console, run, servers, 2, "mirror 0", "its server keeps its weights meanwhile"
+                )
+            ]
             follow(console, run, 2 * TOTAL_STEPS // 5)
-            kills.append(kill_server(console, run, servers, 0, "server 0", "the other one takes its requests"))
+            kills.append(
+                kill_server(
+                    console, run, servers, 0, "server 0", "the other one takes its requests"
+                )
+            )
             follow(console, run, 3 * TOTAL_STEPS // 5)
             kills.append(kill_process(console, run, "trainer", "trainer rank 1"))
             follow(console, run, 4 * TOTAL_STEPS // 5)
@@ -160,15 +207,23 @@ def main() -> int:
     if code != 0:
         sys.exit(f"the run in {run.fileroot} failed:\n{run.log_tail()}")
     stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
-    account = next(line for line in reversed(run.log_tail().splitlines()) if line.startswith("tickets "))
+    account = next(
+        line for line in reversed(run.log_tail().splitlines()) if line.startswith("tickets ")
+    )
     draw(run, kills, OUT / "serve_demo.png")
     console.print("[bold]3. What happened[/bold]")
     console.print(account, soft_wrap=True)
     deltas = [s for s in stats if s["publish_delta"]]
     share = sum(s["publish_bytes"] for s in deltas) / sum(s["publish_full_bytes"] for s in deltas)
-    console.print(f"{len(deltas)} of {len(stats)} publications were deltas, with {100 * share:.0f} % of the bytes")
+    console.print(
+        f"{len(deltas)} of {len(stats)} publications were deltas, with {100 * share:.0f} % of the "
+        "bytes"
+    )
     console.print(f"mean reward {stats[0]['reward']:.3f} -> {stats[-1]['reward']:.3f}")
-    console.print(f"after {time.monotonic() - started:.0f} s; the picture: {OUT / 'serve_demo.png'}", soft_wrap=True)
+    console.print(
+        f"after {time.monotonic() - started:.0f} s; the picture: {OUT / 'serve_demo.png'}",
+        soft_wrap=True,
+    )
     return 0
 
 

@@ -1,7 +1,7 @@
 """Inference servers and their mirrors as child processes, restarted whenever they end.
 
-They get the weights of a run like any other server: with the next publication, or from the prober of a `ServerFleet`.
-They always end with this process, and so do the processes that they start.
+They get the weights of a run like any other server: with the next publication, or from the prober
+of a `ServerFleet`. They always end with this process, and so do the processes that they start.
 """
 
 import os
@@ -20,11 +20,15 @@ from holdfast.utils.errors import ConfigError, ServerError
 from holdfast.utils.guard import end_guarded, guarded_pid, start_guarded
 
 VLLM_COMMAND = (
-    "{python} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port {port} "
-    "--enable-scale-out --logprobs-mode processed_logprobs --skip-tokenizer-init --enforce-eager --dtype float32 "
-    "--max-model-len 64 --max-num-seqs 64 --max-num-batched-tokens 4096"  # the CPU build crashes on chunked prompts
+    "{python} -m vllm.entrypoints.openai.api_server --model {model} --host 127.0.0.1 --port "
+    "{port} --enable-scale-out --logprobs-mode processed_logprobs --skip-tokenizer-init "
+    "--enforce-eager --dtype float32 "
+    # the CPU build crashes on chunked prompts
+    "--max-model-len 64 --max-num-seqs 64 --max-num-batched-tokens 4096"
 )
-"""Command that starts vLLM for the examples. Any command with ``{model}`` and ``{port}`` may replace it."""
+"""Command that starts vLLM for the examples. Any command with ``{model}`` and ``{port}`` may
+replace it.
+"""
 
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -82,7 +86,8 @@ class _Program:
 
 
 class ServerProcesses:
-    """Context manager that runs vLLM processes, each with its own port and log, and optionally a mirror for each.
+    """Context manager that runs vLLM processes, each with its own port and log, and optionally a
+    mirror for each.
 
     Args:
         command: see `VLLM_COMMAND`. ``{python}`` stands for ``python``.
@@ -90,8 +95,9 @@ class ServerProcesses:
         model: a model folder.
         count: number of servers.
         logs: folder for ``server_<n>.log``, and for the logs and folders of mirrors.
-        published: folder of published weights, of which each server gets a mirror. A restarted server begins with the
-            newest version of its mirror. None: servers read the published folders themselves.
+        published: folder of published weights, of which each server gets a mirror. A restarted
+            server begins with the newest version of its mirror. None: servers read the published
+            folders themselves.
 
     Attributes:
         servers: one client per server.
@@ -101,17 +107,29 @@ class ServerProcesses:
     """
 
     def __init__(
-        self, command: str, python: str, model: Path, count: int, logs: Path, published: Path | None = None
+        self,
+        command: str,
+        python: str,
+        model: Path,
+        count: int,
+        logs: Path,
+        published: Path | None = None,
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.servers = list[VLLMServer]()
         self._programs, mirrors = list[_Program](), list[_Program]()
         ports = _free_ports(2 * count)
-        for number, (port, mirror_port) in enumerate(zip(ports[:count], ports[count:], strict=True)):
-            line = shlex.split(command.format(python=shlex.quote(python), model="{model}", port=port))
+        for number, (port, mirror_port) in enumerate(
+            zip(ports[:count], ports[count:], strict=True)
+        ):
+            line = shlex.split(
+                command.format(python=shlex.quote(python), model="{model}", port=port)
+            )
             local, address = logs / f"mirror_{number}", f"127.0.0.1:{mirror_port}"
             models = (model,) if published is None else (local / "current", model)
-            self._programs.append(_Program(f"inference server {number}", logs / f"server_{number}.log", line, models))
+            self._programs.append(
+                _Program(f"inference server {number}", logs / f"server_{number}.log", line, models)
+            )
             mirrored = [str(_MIRROR), "mirror", str(published), str(local), "--listen", address]
             mirrors.append(_Program(f"mirror {number}", logs / f"mirror_{number}.log", mirrored))
             mirror = None if published is None else f"http://{address}"
@@ -121,15 +139,17 @@ class ServerProcesses:
         self._restarts = [0] * len(self._programs)
         self._closed, self._started = threading.Event(), threading.Event()
         self._problem: OSError | None = None
-        self._keeper = threading.Thread(target=self._keep, name="inference server processes", daemon=True)
+        self._keeper = threading.Thread(
+            target=self._keep, name="inference server processes", daemon=True
+        )
 
     def __enter__(self) -> "ServerProcesses":
         self._keeper.start()
         self._started.wait()
         if self._problem is not None:
             raise ConfigError(
-                f"the inference servers cannot be started: {self._problem}; name the Python of an environment with "
-                "vLLM, or the servers' URLs"
+                f"the inference servers cannot be started: {self._problem}; name the Python of an "
+                "environment with vLLM, or the servers' URLs"
             ) from self._problem
         return self
 
@@ -150,7 +170,9 @@ class ServerProcesses:
         for program, restarts in zip(self._programs, self._restarts, strict=True):
             if restarts:
                 end = "\n".join(program.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-                raise ConfigError(f"{program.name} ended before it answered; {program.log} ends with\n{end}")
+                raise ConfigError(
+                    f"{program.name} ended before it answered; {program.log} ends with\n{end}"
+                )
 
     def _keep(self) -> None:
         try:
@@ -163,14 +185,20 @@ class ServerProcesses:
         while self._problem is None and not self._closed.wait(_AGAIN_AFTER_S):
             for number, process in enumerate(self._processes):
                 if process.poll() is not None:
-                    print(f"{self._programs[number].name} has ended; it is started again", flush=True)
-                    end_guarded(process)  # also its remaining child processes, if its guard was killed
+                    print(
+                        f"{self._programs[number].name} has ended; it is started again", flush=True
+                    )
+                    end_guarded(
+                        process
+                    )  # also its remaining child processes, if its guard was killed
                     self._restarts[number] += 1
                     self._processes[number] = self._programs[number].start()
         end_guarded(*self._processes)
 
 
-def wait_for_servers(servers: list[VLLMServer], timeout_s: float, processes: ServerProcesses | None = None) -> None:
+def wait_for_servers(
+    servers: list[VLLMServer], timeout_s: float, processes: ServerProcesses | None = None
+) -> None:
     """Wait until all servers answer.
 
     Raises:

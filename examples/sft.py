@@ -1,11 +1,14 @@
-"""Supervised fine-tuning under torchrun: a script with its own loop around the engine and the recovery handler.
+"""Supervised fine-tuning under torchrun: a script with its own loop around the engine and the
+recovery handler.
 
-    torchrun --standalone --nproc_per_node=2 examples/sft.py --config examples/sft_copy.yaml trainer.save_freq=10
+    torchrun --standalone --nproc_per_node=2 examples/sft.py --config examples/sft_copy.yaml
+    trainer.save_freq=10
 
-Kill it at any time. The same command continues from the last snapshot and ends with the same bytes. ``python
-examples/sft.py`` runs the job on one rank. It uses one GPU per rank if there are GPUs, unless ``engine.device=cpu``.
-Under torchrun *every* rank runs this script and calls every method, and rank 0 decides for all. The ``trainer`` options
-mean the same as in verl. All files of a run are in one folder:
+Kill it at any time. The same command continues from the last snapshot and ends with the same bytes.
+``python examples/sft.py`` runs the job on one rank. It uses one GPU per rank if there are GPUs,
+unless ``engine.device=cpu``. Under torchrun *every* rank runs this script and calls every method,
+and rank 0 decides for all. The ``trainer`` options mean the same as in verl. All files of a run are
+in one folder:
 
     <trainer.default_local_dir>/
         recover/global_step_19/     snapshots: model, optimizer, schedule, generators, data cursor
@@ -66,7 +69,8 @@ class TrainerConfig:
     max_ckpt_to_keep: int | None = 2
     """Number of newest snapshots to keep. None keeps all."""
     resume_mode: str = "auto"
-    """``auto``: from the newest snapshot, if there is one. ``disable``: from step 0, in a folder without snapshots.
+    """``auto``: from the newest snapshot, if there is one. ``disable``: from step 0, in a folder
+    without snapshots.
     ``resume_path``: from ``resume_from_path``.
     """
     resume_from_path: str | None = None
@@ -78,15 +82,20 @@ class TrainerConfig:
         require_trackers(self.trackers)
         require_choice("trainer.resume_mode", self.resume_mode, ("auto", "disable", "resume_path"))
         key = "config key 'trainer.default_local_dir'"
-        self.default_local_dir = str(require_local(self.default_local_dir, "a run", "give one all ranks see", key))
+        self.default_local_dir = str(
+            require_local(self.default_local_dir, "a run", "give one all ranks see", key)
+        )
         if (self.resume_mode == "resume_path") != (self.resume_from_path is not None):
             raise ConfigError(
-                f"config key 'trainer.resume_from_path' is {self.resume_from_path!r} with resume_mode "
-                f"{self.resume_mode!r}; give a path with resume_mode 'resume_path', and only then"
+                f"config key 'trainer.resume_from_path' is {self.resume_from_path!r} with "
+                f"resume_mode {self.resume_mode!r}; give a path with resume_mode 'resume_path', "
+                "and only then"
             )
 
     def recover_config(self) -> RecoverConfig:
-        """Translate to Holdfast's options. The last two parts of the folder become experiment and trial."""
+        """Translate to Holdfast's options. The last two parts of the folder become experiment and
+        trial.
+        """
         folder = Path(self.default_local_dir).absolute()
         config = RecoverConfig(
             fileroot=str(folder.parent.parent),
@@ -98,8 +107,9 @@ class TrainerConfig:
         )
         if self.resume_mode == "disable" and any(config.recover_root.glob("global_step_*")):
             raise ConfigError(
-                f"config key 'trainer.resume_mode' is 'disable', but {config.recover_root} holds snapshots, which are "
-                "never written over; choose another default_local_dir, or remove them"
+                f"config key 'trainer.resume_mode' is 'disable', but {config.recover_root} holds "
+                "snapshots, which are never written over; choose another default_local_dir, or "
+                "remove them"
             )
         return config
 
@@ -109,7 +119,9 @@ class SFTConfig:
     """All options of this job."""
 
     engine: TrainEngineConfig = field(default_factory=TrainEngineConfig)
-    """Model, optimizer and sharding. With an empty ``path``, the tiny model of the copy task is used."""
+    """Model, optimizer and sharding. With an empty ``path``, the tiny model of the copy task is
+    used.
+    """
     data: DataConfig = field(default_factory=DataConfig)
     """Dataset."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -130,7 +142,10 @@ def main(config: SFTConfig) -> None:
     export = run / "hf" / f"global_step_{spec.total_train_steps - 1}"
     recover_config = config.trainer.recover_config()
     if not config.engine.path:
-        config.engine.path, config.engine.init_from_scratch = str(write_model_folder(run / "model")), True
+        config.engine.path, config.engine.init_from_scratch = (
+            str(write_model_folder(run / "model")),
+            True,
+        )
     require_copy_tokenizer(require_model_folder(config.engine.path))
     engine = FSDPEngine(config.engine)
     engine.create_process_group()
@@ -152,7 +167,11 @@ def main(config: SFTConfig) -> None:
 
 
 def train(
-    engine: FSDPEngine, dataset: CopyPrompts, spec: FinetuneSpec, config: SFTConfig, handler: RecoverHandler
+    engine: FSDPEngine,
+    dataset: CopyPrompts,
+    spec: FinetuneSpec,
+    config: SFTConfig,
+    handler: RecoverHandler,
 ) -> None:
     """Train the remaining steps: `load` once before the first, `dump` after each."""
     loader = ResumableDataLoader(
@@ -168,11 +187,14 @@ def train(
     step = StepInfo(0, 0, 0, spec.steps_per_epoch) if last is None else last.next()
     if step.global_step > spec.total_train_steps:
         raise ConfigError(
-            f"trainer.total_epochs asks for {spec.total_train_steps} steps, the run has {step.global_step}"
+            f"trainer.total_epochs asks for {spec.total_train_steps} steps, the run has "
+            f"{step.global_step}"
         )
     logger, leads = None, get_rank() == 0
     if leads:
-        logger = StatsLogger(config.trainer.default_local_dir, config.trainer.trackers, project="sft_copy")
+        logger = StatsLogger(
+            config.trainer.default_local_dir, config.trainer.trackers, project="sft_copy"
+        )
         logger.resume_after(None if last is None else last.global_step)
     times = PhaseTimes("training")
     for batch in islice(loader.batches(), spec.total_train_steps - step.global_step):
@@ -186,8 +208,9 @@ def train(
         saved = handler.dump(engine, step, dataloader=loader, force=is_last)
         if leads:
             print(
-                f"step {step.global_step:3d}/{spec.total_train_steps} epoch {step.epoch}  loss {stats['loss']:.4f}  "
-                f"lr {stats['lr']:.2e}  grad norm {stats['grad_norm']:.3f}{'  saved' if saved else ''}",
+                f"step {step.global_step:3d}/{spec.total_train_steps} epoch {step.epoch}  loss "
+                f"{stats['loss']:.4f}  lr {stats['lr']:.2e}  grad norm "
+                f"{stats['grad_norm']:.3f}{'  saved' if saved else ''}",
                 flush=True,
             )
         step = step.next()
@@ -198,10 +221,13 @@ def train(
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()  # otherwise the ranks of a killed torchrun would go on next to those of its successor
+        # otherwise the ranks of a killed torchrun would go on next to those of its successor
+        die_with_parent()
     parser = argparse.ArgumentParser(description="Supervised fine-tuning on the copy task.")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("sft_copy.yaml"))
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.save_freq=10")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="e.g. trainer.save_freq=10"
+    )
     args = parser.parse_args()
     # a tiny model gains nothing from more threads, and with one the arithmetic repeats exactly
     torch.set_num_threads(1)

@@ -1,7 +1,9 @@
-"""The interface of tasks for the GRPO jobs, and the rollout worker that samples and rewards their answers.
+"""The interface of tasks for the GRPO jobs, and the rollout worker that samples and rewards their
+answers.
 
-A task numbers its items. The same number is the same item in every process and at every start, so the data cursor of a
-job is a number, and the driver needs nothing else. The task itself exists only in the rollout worker.
+A task numbers its items. The same number is the same item in every process and at every start, so
+the data cursor of a job is a number, and the driver needs nothing else. The task itself exists only
+in the rollout worker.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +19,9 @@ from holdfast.engine.training.batch import with_images
 class Item(TypedDict):
     """One item of a task. The model sees only the prompt and the images.
 
-    ``answer_ids`` is the target of supervised fine-tuning, including the end token. ``data`` is for the reward.
-    ``images`` are the processor's tensors for the images of the prompt. All items of a task have some, or none has.
+    ``answer_ids`` is the target of supervised fine-tuning, including the end token. ``data`` is for
+    the reward. ``images`` are the processor's tensors for the images of the prompt. All items of a
+    task have some, or none has.
     """
 
     prompt_ids: list[int]
@@ -37,11 +40,15 @@ class Task(Protocol):
     max_new_tokens: int
 
     def item(self, number: int, held_out: bool = False) -> Item:
-        """Return item ``number`` of the training items or of the held-out items. The two sets are disjoint."""
+        """Return item ``number`` of the training items or of the held-out items. The two sets are
+        disjoint.
+        """
         ...
 
     def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
-        """Return the reward of each answer (1 if right). Answers are token ids including the end token."""
+        """Return the reward of each answer (1 if right). Answers are token ids including the end
+        token.
+        """
         ...
 
     def stats(self) -> dict[str, float]:
@@ -66,26 +73,34 @@ class TaskWorker(RolloutWorker):
     """A rollout worker with a task.
 
     Args:
-        make_task: makes the task from the model's tokenizer. Called here, so that only this process has its imports.
+        make_task: makes the task from the model's tokenizer. Called here, so that only this process
+            has its imports.
         tokenizer_path: see `RolloutWorker`.
         log_level: see `RolloutWorker`.
     """
 
-    def __init__(self, make_task: Callable[[Any], Task], tokenizer_path: str, log_level: str = "WARNING") -> None:
+    def __init__(
+        self, make_task: Callable[[Any], Task], tokenizer_path: str, log_level: str = "WARNING"
+    ) -> None:
         super().__init__(tokenizer_path, log_level)
         self.task = make_task(self.tokenizer)
 
     def sample(
         self, numbers: Sequence[int], n_samples: int, temperature: float, seed: int
     ) -> tuple[Batch, dict[str, float]]:
-        """Sample ``n_samples`` answers to each item. Returns `generate`'s batch with ``rewards`` ``[B]``, and stats."""
+        """Sample ``n_samples`` answers to each item. Returns `generate`'s batch with ``rewards``
+        ``[B]``, and stats.
+        """
         items = [self.task.item(number) for number in numbers]
         batch = self._answer(items, n_samples, temperature, seed)
-        rewards = self.task.rewards([item for item in items for _ in range(n_samples)], _answers(batch))
+        rewards = self.task.rewards(
+            [item for item in items for _ in range(n_samples)], _answers(batch)
+        )
         return {**batch, "rewards": torch.tensor(rewards)}, self.task.stats()
 
     def evaluate(self, n_items: int, temperature: float, seed: int) -> dict[str, float]:
-        """Return the share of right answers to the first ``n_items`` held-out items, overall and by name.
+        """Return the share of right answers to the first ``n_items`` held-out items, overall and by
+        name.
 
         The policy gives one answer per item, greedily at temperature 0.
         """
@@ -102,15 +117,24 @@ class TaskWorker(RolloutWorker):
     def answers(self, n_items: int) -> list[str]:
         """Return the likeliest answers to the first ``n_items`` held-out items as text."""
         items = [self.task.item(number, held_out=True) for number in range(n_items)]
-        return self.tokenizer.batch_decode(_answers(self._answer(items, 1, 0.0, 0)), skip_special_tokens=True)
+        return self.tokenizer.batch_decode(
+            _answers(self._answer(items, 1, 0.0, 0)), skip_special_tokens=True
+        )
 
     def demonstrate(self, numbers: Sequence[int]) -> Batch:
-        """Return items with their right answers, for supervised fine-tuning: right-padded ``[B, S]`` int64 tensors
-        ``input_ids``, ``attention_mask`` and ``loss_mask``, which is 1 on the answer.
+        """Return items with their right answers, for supervised fine-tuning: right-padded ``[B,
+        S]`` int64 tensors ``input_ids``, ``attention_mask`` and ``loss_mask``, which is 1 on the
+        answer.
         """
         items = [self.task.item(number) for number in numbers]
-        shape = (len(items), max(len(item["prompt_ids"]) + len(item["answer_ids"]) for item in items))
-        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
+        shape = (
+            len(items),
+            max(len(item["prompt_ids"]) + len(item["answer_ids"]) for item in items),
+        )
+        batch = {
+            name: torch.zeros(shape, dtype=torch.int64)
+            for name in ("input_ids", "attention_mask", "loss_mask")
+        }
         for row, item in enumerate(items):
             start, ids = len(item["prompt_ids"]), item["prompt_ids"] + item["answer_ids"]
             batch["input_ids"][row, : len(ids)] = torch.tensor(ids)
@@ -118,9 +142,13 @@ class TaskWorker(RolloutWorker):
             batch["loss_mask"][row, start : len(ids)] = 1
         return with_images(batch, _images(items))
 
-    def _answer(self, items: Sequence[Item], n_samples: int, temperature: float, seed: int) -> Batch:
+    def _answer(
+        self, items: Sequence[Item], n_samples: int, temperature: float, seed: int
+    ) -> Batch:
         prompts, images = [item["prompt_ids"] for item in items], _images(items)
-        return self.generate(prompts, n_samples, self.task.max_new_tokens, temperature, seed, images)
+        return self.generate(
+            prompts, n_samples, self.task.max_new_tokens, temperature, seed, images
+        )
 
 
 def _images(items: Sequence[Item]) -> list[Batch] | None:
@@ -128,4 +156,7 @@ def _images(items: Sequence[Item]) -> list[Batch] | None:
 
 
 def _answers(batch: Batch) -> list[list[int]]:
-    return [row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
+    return [
+        row[mask.bool()].tolist()
+        for row, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)
+    ]

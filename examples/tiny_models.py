@@ -26,14 +26,19 @@ IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_
 _SPECIAL: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
 
 
-def make_tokenizer(vocabulary: Sequence[str], chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token per character, plus one for each longer entry of ``vocabulary``.
+def make_tokenizer(
+    vocabulary: Sequence[str], chat_template: str | None = None
+) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token per character, plus one for each longer entry of
+    ``vocabulary``.
 
     Args:
         vocabulary: `SPECIAL_TOKENS`, then the others. The index is the token id.
         chat_template: chat template of the tokenizer.
     """
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
+    )
     words = [re.escape(token) for token in vocabulary[len(SPECIAL_TOKENS) :] if len(token) > 1]
     pieces = Regex("|".join([*words, "."]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")  # type: ignore[assignment]
@@ -60,17 +65,20 @@ def write_tiny_qwen3(
     for_vllm: bool = False,
     max_length: int = 64,
 ) -> Path:
-    """Make a folder with config and tokenizer of a tiny Qwen3, to be trained with ``init_from_scratch``.
+    """Make a folder with config and tokenizer of a tiny Qwen3, to be trained with
+    ``init_from_scratch``.
 
-    The folder appears complete. An existing folder stays as it is, so any process may call this at any start.
+    The folder appears complete. An existing folder stays as it is, so any process may call this at
+    any start.
 
     Args:
         folder: path of the folder. Its parents are created.
         tokenizer: a tokenizer from `make_tokenizer`.
         layers: number of layers.
         hidden: width of the model, a multiple of 8.
-        for_vllm: write random weights, and a head that is not tied to the embeddings. vLLM 0.32 does not reload a model
-            that it has started without weights, and on a CPU gives a tied head the wrong ones.
+        for_vllm: write random weights, and a head that is not tied to the embeddings. vLLM 0.32
+            does not reload a model that it has started without weights, and on a CPU gives a tied
+            head the wrong ones.
         max_length: longest sequence in tokens.
 
     Returns:
@@ -96,18 +104,24 @@ def write_tiny_qwen3(
 def write_tiny_qwen2_5_vl(
     folder: str | Path, tokenizer: PreTrainedTokenizerFast, layers: int, hidden: int, patch: int
 ) -> Path:
-    """Make a folder like `write_tiny_qwen3` with a tiny Qwen2.5-VL, and an image processor that does not resize.
+    """Make a folder like `write_tiny_qwen3` with a tiny Qwen2.5-VL, and an image processor that
+    does not resize.
 
     Args:
         folder: path of the folder. Its parents are created.
         tokenizer: a tokenizer from `make_tokenizer` whose vocabulary has `IMAGE_TOKENS`.
         layers: number of layers of the language model, and of the vision tower.
         hidden: width of both, a multiple of 32.
-        patch: side of a patch in pixels. Two by two patches are a token, so sides of images are multiples of twice it.
+        patch: side of a patch in pixels. Two by two patches are a token, so sides of images are
+            multiples of twice it.
     """
     image, video, start, end = (tokenizer.get_vocab()[token] for token in IMAGE_TOKENS)
     # With the default initializer_range of 0.02, a narrow tower learns slowly.
-    shape: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "initializer_range": 0.08}
+    shape: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "initializer_range": 0.08,
+    }
     sections = [hidden // 16, hidden // 32, hidden // 32]
     text = {
         "vocab_size": len(tokenizer),
@@ -115,7 +129,11 @@ def write_tiny_qwen2_5_vl(
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": sections,
+        },
         "tie_word_embeddings": True,
     }
     tower = {"depth": layers, "num_heads": 2, "out_hidden_size": hidden, "patch_size": patch}
@@ -135,8 +153,12 @@ def write_tiny_qwen2_5_vl(
     return _write_folder(Path(folder), config, tokenizer, processor)
 
 
-def _write_folder(folder: Path, config: PreTrainedConfig, *parts: Any, with_weights: bool = False) -> Path:
-    """Write config, generation config and ``parts`` into a folder that appears complete, unless it exists."""
+def _write_folder(
+    folder: Path, config: PreTrainedConfig, *parts: Any, with_weights: bool = False
+) -> Path:
+    """Write config, generation config and ``parts`` into a folder that appears complete, unless it
+    exists.
+    """
     if folder.exists():
         return folder
     staging = staging_path(folder)

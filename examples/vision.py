@@ -1,12 +1,14 @@
-"""GRPO of a model that sees: a tiny Qwen2.5-VL from scratch learns to count coloured squares in images.
+"""GRPO of a model that sees: a tiny Qwen2.5-VL from scratch learns to count coloured squares in
+images.
 
     python examples/vision.py [key=value ...]             # minutes on two cores
 
-Images are drawn by number, so the dataset needs no files. It is `examples/grpo.py` with this task, whose items have
-images, and with the supervised steps and evaluations of `warm_start.py`. Supervised steps end early, while most answers
-are wrong, and GRPO does the rest.
+Images are drawn by number, so the dataset needs no files. It is `examples/grpo.py` with this task,
+whose items have images, and with the supervised steps and evaluations of `warm_start.py`.
+Supervised steps end early, while most answers are wrong, and GRPO does the rest.
 
-The picture ``held_out.png`` shows accuracy and rewards over steps, and some held-out images with the policy's answers.
+The picture ``held_out.png`` shows accuracy and rewards over steps, and some held-out images with
+the policy's answers.
 """
 
 import sys
@@ -37,7 +39,12 @@ from holdfast.recover.supervisor import Supervisor
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.metrics import read_stats
 
-COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (235, 200, 40)}
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 60),
+    "blue": (50, 80, 220),
+    "yellow": (235, 200, 40),
+}
 PATCH = 8
 """Side of a patch in pixels. An image token is two by two patches."""
 CELL = 2 * PATCH
@@ -49,8 +56,8 @@ MOST = 4
 QUESTION = "How many squares are "
 VOCABULARY = (*SPECIAL_TOKENS, *IMAGE_TOKENS, QUESTION, "?", *COLOURS, *"0123456789")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{% for part in message['content'] %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{% for message in messages %}{% for part in message['content'] %}{{ "
+    "'<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
     "{% endfor %}{% endfor %}"
 )
 N_SHOWN = 6
@@ -69,9 +76,11 @@ class VisionConfig(WarmStartConfig):
 
 
 def draw_squares(seed: int, number: int, held_out: bool) -> tuple[np.ndarray, str, int]:
-    """Return an image, ``[height, width, 3]`` uint8, the colour that is asked for, and its number of squares.
+    """Return an image, ``[height, width, 3]`` uint8, the colour that is asked for, and its number
+    of squares.
 
-    A digest of image and colour decides whether an item is for training or held out, so no item is in both sets.
+    A digest of image and colour decides whether an item is for training or held out, so no item is
+    in both sets.
     """
     for attempt in count():
         rng = np.random.default_rng([seed, number, held_out, attempt])
@@ -81,7 +90,9 @@ def draw_squares(seed: int, number: int, held_out: bool) -> tuple[np.ndarray, st
         image = np.full((CELLS * CELL, CELLS * CELL, 3), 255, np.uint8)
         for colour, cell in zip(colours, rng.permutation(CELLS**2), strict=False):
             side = rng.integers(CELL // 2, CELL)
-            top, left = (CELL * at + rng.integers(0, CELL - side + 1) for at in divmod(int(cell), CELLS))
+            top, left = (
+                CELL * at + rng.integers(0, CELL - side + 1) for at in divmod(int(cell), CELLS)
+            )
             image[top : top + side, left : left + side] = COLOURS[colour]
         if (zlib.crc32(image.tobytes() + asked.encode()) % 10 == 0) == held_out:
             return image, str(asked), right
@@ -89,7 +100,8 @@ def draw_squares(seed: int, number: int, held_out: bool) -> tuple[np.ndarray, st
 
 
 class VisionTask:
-    """Counting the squares of one colour (`tasks.Task`), for a model and image processor of the Qwen-VL family.
+    """Counting the squares of one colour (`tasks.Task`), for a model and image processor of the
+    Qwen-VL family.
 
     Args:
         seed: seed of the images.
@@ -113,7 +125,10 @@ class VisionTask:
         )
         at = ids.index(self._image_token)
         prompt_ids = [*ids[:at], *[self._image_token] * n_tokens, *ids[at + 1 :]]
-        answer_ids = [*self._tokenizer.encode(str(right), add_special_tokens=False), self._tokenizer.eos_token_id]
+        answer_ids = [
+            *self._tokenizer.encode(str(right), add_special_tokens=False),
+            self._tokenizer.eos_token_id,
+        ]
         data = {"task": f"{right} square{'s' * (right != 1)}", "answer": str(right)}
         return {"prompt_ids": prompt_ids, "answer_ids": answer_ids, "data": data, "images": images}
 
@@ -132,13 +147,21 @@ class VisionTask:
 
 
 def vision_step(
-    config: VisionConfig, sampler: Sampler, trainer: WorkerGroup, batches: Numbered, global_step: int
+    config: VisionConfig,
+    sampler: Sampler,
+    trainer: WorkerGroup,
+    batches: Numbered,
+    global_step: int,
 ) -> dict[str, float]:
-    """Run a step and, with an evaluation, log the likeliest answers to the images of the picture. -1 is no number."""
+    """Run a step and, with an evaluation, log the likeliest answers to the images of the picture.
+    -1 is no number.
+    """
     stats = warm_start_step(config, sampler, trainer, batches, global_step)
     if "held_out" in stats:
         said = sampler.ask("answers", N_SHOWN, phase="evaluating")
-        stats |= {f"answer/{i}": float(text) if text.isdecimal() else -1.0 for i, text in enumerate(said)}
+        stats |= {
+            f"answer/{i}": float(text) if text.isdecimal() else -1.0 for i, text in enumerate(said)
+        }
     return stats
 
 
@@ -154,11 +177,14 @@ def make_model(config: VisionConfig, folder: Path) -> Path:
 
 
 def require_image_token(folder: Path) -> None:
-    """Raise ConfigError unless the tokenizer of a model folder has Qwen-VL's image token and a chat template."""
+    """Raise ConfigError unless the tokenizer of a model folder has Qwen-VL's image token and a chat
+    template.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if IMAGE_TOKENS[0] not in tokenizer.get_vocab() or tokenizer.chat_template is None:
         raise ConfigError(
-            f"the tokenizer in {folder} has no {IMAGE_TOKENS[0]} or no chat template; take a Qwen-VL model"
+            f"the tokenizer in {folder} has no {IMAGE_TOKENS[0]} or no chat template; take a "
+            "Qwen-VL model"
         )
 
 
@@ -174,7 +200,9 @@ def draw(config: VisionConfig) -> Path:
     rewards.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title="GRPO")
     rewards.grid(alpha=0.3)
     evaluated = [entry for entry in stats if "answer/0" in entry]
-    shown = [evaluated[round(i)] for i in np.linspace(0, len(evaluated) - 1, min(5, len(evaluated)))]
+    shown = [
+        evaluated[round(i)] for i in np.linspace(0, len(evaluated) - 1, min(5, len(evaluated)))
+    ]
     for number, axes in enumerate(halves[1].subplots(1, N_SHOWN)):
         image, colour, right = draw_squares(config.seed, number, held_out=True)
         axes.imshow(image)
@@ -184,7 +212,9 @@ def draw(config: VisionConfig) -> Path:
             said = int(entry[f"answer/{number}"])
             text = f"step {entry['step']}: {'no number' if said < 0 else said}"
             colour, below = "tab:green" if said == right else "tab:red", (0, -13 * (line + 1))
-            axes.annotate(text, (0.5, 0), below, "axes fraction", "offset points", color=colour, ha="center")
+            axes.annotate(
+                text, (0.5, 0), below, "axes fraction", "offset points", color=colour, ha="center"
+            )
     path = config.recover.trial_root / "held_out.png"
     figure.savefig(path, dpi=110)
     return path
@@ -192,7 +222,12 @@ def draw(config: VisionConfig) -> Path:
 
 def run(config: VisionConfig, supervisor: Supervisor) -> None:
     """Run the job and draw its picture."""
-    parts = Parts(partial(make_task, config), f"coloured squares, seed {config.seed}", WarmStartWorker, vision_step)
+    parts = Parts(
+        partial(make_task, config),
+        f"coloured squares, seed {config.seed}",
+        WarmStartWorker,
+        vision_step,
+    )
     run_parts(parts, config, supervisor)
     print(f"accuracy on held-out items over steps: {draw(config)}")
 

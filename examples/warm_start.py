@@ -1,7 +1,10 @@
-"""Supervised steps, then GRPO, judged by items that are held out from both: shared by `reasoning.py` and `vision.py`.
+"""Supervised steps, then GRPO, judged by items that are held out from both: shared by
+`reasoning.py` and `vision.py`.
 
-- The first ``sft_steps`` are supervised, because a model from scratch gives no answers that could be rewarded.
-- Every ``eval_steps`` the policy answers the held-out items: ``held_out`` in the statistics and in ``held_out.png``.
+- The first ``sft_steps`` are supervised, because a model from scratch gives no answers that could
+  be rewarded.
+- Every ``eval_steps`` the policy answers the held-out items: ``held_out`` in the statistics and in
+  ``held_out.png``.
 
 All steps belong to one run. A kill at any step does not change the final weights.
 """
@@ -40,7 +43,9 @@ class WarmStartConfig(GRPOConfig):
     max_new_tokens: int = 8
     """Number of tokens after which an answer is cut off."""
     sft_steps: int = 0
-    """Supervised steps before GRPO. If there are any, the schedule of the learning rate ends with them."""
+    """Supervised steps before GRPO. If there are any, the schedule of the learning rate ends with
+    them.
+    """
     sft_batch_size: int = 128
     """Items of a supervised step, a multiple of ``batch_size``."""
     eval_steps: int = 10
@@ -60,13 +65,15 @@ class WarmStartConfig(GRPOConfig):
         require_range("max_new_tokens", self.max_new_tokens, low=1)
         if self.sft_batch_size < 1 or self.sft_batch_size % self.batch_size:
             raise ConfigError(
-                f"config key 'sft_batch_size' is {self.sft_batch_size}; expected a multiple of batch_size, "
-                f"{self.batch_size}"
+                f"config key 'sft_batch_size' is {self.sft_batch_size}; expected a multiple of "
+                f"batch_size, {self.batch_size}"
             )
 
     @property
     def lr_spec(self) -> FinetuneSpec:
-        """The supervised steps, after which the learning rate stays at its last value. Without any, the whole run."""
+        """The supervised steps, after which the learning rate stays at its last value. Without any,
+        the whole run.
+        """
         spec = super().lr_spec
         return spec if not self.sft_steps else FinetuneSpec(1, self.sft_steps, 1)
 
@@ -84,13 +91,23 @@ class WarmStartWorker(TrainWorker):
 
 
 def warm_start_step(
-    config: WarmStartConfig, sampler: Sampler, trainer: WorkerGroup, batches: Numbered, global_step: int
+    config: WarmStartConfig,
+    sampler: Sampler,
+    trainer: WorkerGroup,
+    batches: Numbered,
+    global_step: int,
 ) -> dict[str, float]:
     """Run a supervised or a GRPO step, then an evaluation if it is due."""
     if global_step < config.sft_steps:
-        numbers = [number for _ in range(config.sft_batch_size // config.batch_size) for number in next(batches)]
+        numbers = [
+            number
+            for _ in range(config.sft_batch_size // config.batch_size)
+            for number in next(batches)
+        ]
         batch = sampler.ask("demonstrate", numbers, publish=False)
-        stats = trainer.call_all("sft_step", per_rank=split_rows(batch, config, trainer.world_size, 1))[0]
+        stats = trainer.call_all(
+            "sft_step", per_rank=split_rows(batch, config, trainer.world_size, 1)
+        )[0]
     else:
         stats = grpo_step(config, sampler, trainer, batches, global_step)
     if (global_step + 1) % config.eval_steps and global_step != config.total_steps - 1:
@@ -115,16 +132,29 @@ def plot_held_out(config: WarmStartConfig, axes: Any) -> None:
     minutes = dict(zip((entry["step"] for entry in stats), passed, strict=True))
     stats = [entry for entry in stats if "held_out" in entry]
     for name in sorted(name for name in stats[-1] if name.startswith("held_out")):
-        style: dict[str, Any] = {"linewidth": 2.2} if name == "held_out" else {"linewidth": 1.2, "alpha": 0.7}
+        style: dict[str, Any] = (
+            {"linewidth": 2.2} if name == "held_out" else {"linewidth": 1.2, "alpha": 0.7}
+        )
         label = name.partition("/")[2] or "held-out items"
-        axes.plot([minutes[entry["step"]] for entry in stats], [entry[name] for entry in stats], label=label, **style)
+        axes.plot(
+            [minutes[entry["step"]] for entry in stats],
+            [entry[name] for entry in stats],
+            label=label,
+            **style,
+        )
     if config.sft_steps:
-        axes.axvspan(0, minutes[config.sft_steps - 1], color="tab:gray", alpha=0.15, label="supervised")
+        axes.axvspan(
+            0, minutes[config.sft_steps - 1], color="tab:gray", alpha=0.15, label="supervised"
+        )
     for attempt in read_attempts(config.stats_folder)[1:]:
         at = minutes.get(attempt["step"] - 1, 0.0)
         axes.axvline(at, color="tab:red", linewidth=1)
-        axes.annotate("back from a kill", (at, 0.03), rotation=90, ha="right", color="tab:red", fontsize=9)
+        axes.annotate(
+            "back from a kill", (at, 0.03), rotation=90, ha="right", color="tab:red", fontsize=9
+        )
     title = f"GRPO on {config.task}"
-    axes.set(xlabel="minutes of steps", ylabel="share of right answers", ylim=(0, 1.05), title=title)
+    axes.set(
+        xlabel="minutes of steps", ylabel="share of right answers", ylim=(0, 1.05), title=title
+    )
     axes.legend(loc="upper left")
     axes.grid(alpha=0.3)

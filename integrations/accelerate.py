@@ -1,16 +1,19 @@
-"""Loaders that resume at their exact batch, for scripts with Accelerate or a plain loop with ``fully_shard``.
+"""Loaders that resume at their exact batch, for scripts with Accelerate or a plain loop with
+``fully_shard``.
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    loader, trained = recoverable(loader), (model, optimizer, scheduler)
-    with RecoverHandler(RecoverConfig(freq_steps=10), FinetuneSpec(epochs, loader.steps_per_epoch, 1)) as handler:
+    loader, trained = recoverable(loader), (model, optimizer, scheduler) with
+    RecoverHandler(RecoverConfig(freq_steps=10), FinetuneSpec(epochs, loader.steps_per_epoch, 1)) as
+    handler:
         handler.load(trained, dataloader=loader)
         for epoch in range(loader.epoch, epochs):
             for batch in loader:
                 ...
                 handler.dump(trained, loader.step, dataloader=loader)
 
-`recoverable` takes a loader of ``accelerator.prepare`` or torch's ``DataLoader``, with any sampler: seedable or not,
-sharded over ranks, ``DistributedSampler``. torchdata's ``StatefulDataLoader`` is passed to the handler directly.
+`recoverable` takes a loader of ``accelerator.prepare`` or torch's ``DataLoader``, with any sampler:
+seedable or not, sharded over ranks, ``DistributedSampler``. torchdata's ``StatefulDataLoader`` is
+passed to the handler directly.
 """
 
 from collections.abc import Iterator
@@ -28,24 +31,27 @@ logger = get_logger(__name__)
 
 
 def recoverable(loader: Any, *, gradient_accumulation_steps: int = 1) -> "RecoverableLoader":
-    """Wrap a loader, so that it can be passed as ``dataloader`` to `RecoverHandler.load` and ``dump``.
+    """Wrap a loader, so that it can be passed as ``dataloader`` to `RecoverHandler.load` and
+    ``dump``.
 
     Args:
-        loader: loader of ``accelerator.prepare``, or a ``DataLoader``. Do not iterate over it elsewhere.
+        loader: loader of ``accelerator.prepare``, or a ``DataLoader``. Do not iterate over it
+            elsewhere.
         gradient_accumulation_steps: batches per step, for `RecoverableLoader.step`.
 
     Raises:
-        ConfigError: it is not a loader, it saves its own state (which would then be restored twice), or ranks have
-            different numbers of batches.
+        ConfigError: it is not a loader, it saves its own state (which would then be restored
+            twice), or ranks have different numbers of batches.
     """
     return RecoverableLoader(loader, gradient_accumulation_steps)
 
 
 class RecoverableLoader:
-    """Iterator over a loader, epoch after epoch. After a restore it starts with the rest of the saved epoch.
+    """Iterator over a loader, epoch after epoch. After a restore it starts with the rest of the
+    saved epoch.
 
-    A snapshot is exact if the last batch was trained on and nothing of the next one. Every iteration is one epoch. The
-    loader calls ``set_epoch`` of the samplers, so scripts need not.
+    A snapshot is exact if the last batch was trained on and nothing of the next one. Every
+    iteration is one epoch. The loader calls ``set_epoch`` of the samplers, so scripts need not.
 
     Attributes:
         loader: the wrapped loader.
@@ -53,19 +59,28 @@ class RecoverableLoader:
 
     def __init__(self, loader: Any, gradient_accumulation_steps: int = 1) -> None:
         if not isinstance(loader, DataLoader) and not hasattr(loader, "dataset"):
-            raise ConfigError(f"a {type(loader).__name__} is no loader; expected a DataLoader, or a prepared one")
+            raise ConfigError(
+                f"a {type(loader).__name__} is no loader; expected a DataLoader, or a prepared one"
+            )
         if isinstance(getattr(loader, "base_dataloader", loader), Stateful):
             raise ConfigError(
-                f"{type(loader).__name__} saves its own state: pass it to the handler as dataloader, not to recoverable"
+                f"{type(loader).__name__} saves its own state: pass it to the handler as "
+                "dataloader, not to recoverable"
             )
         if _is_uneven(getattr(loader, "batch_sampler", None)):
             raise ConfigError(
-                "with even_batches=False some ranks have one batch more than others, and a snapshot is of all ranks: "
-                "set drop_last=True, or leave even_batches True"
+                "with even_batches=False some ranks have one batch more than others, and a "
+                "snapshot is of all ranks: set drop_last=True, or leave even_batches True"
             )
         if gradient_accumulation_steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps is {gradient_accumulation_steps}; expected at least 1")
-        self.loader, self._accumulated, self._notes = loader, gradient_accumulation_steps, LoaderNotes(loader)
+            raise ConfigError(
+                f"gradient_accumulation_steps is {gradient_accumulation_steps}; expected at least 1"
+            )
+        self.loader, self._accumulated, self._notes = (
+            loader,
+            gradient_accumulation_steps,
+            LoaderNotes(loader),
+        )
         self._epoch = self._given = self._steps = 0
         self._restored: dict[str, Any] | None = None
         self._batches: Iterator[Any] = iter(())
@@ -75,7 +90,10 @@ class RecoverableLoader:
                 "restored: if they do, use num_workers=0", loader.num_workers,
             )  # fmt: skip
         if not self._notes.can_skip:
-            logger.warning("the loader has no sampler: a resumed run reads the epoch from its beginning to its place")
+            logger.warning(
+                "the loader has no sampler: a resumed run reads the epoch from its beginning to "
+                "its place"
+            )
 
     def __len__(self) -> int:
         """Number of batches in a whole epoch."""
@@ -107,10 +125,14 @@ class RecoverableLoader:
         return StepInfo(self._epoch - 1, per_epoch - 1, self._steps - 1, per_epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rest of a restored epoch, or else the next epoch. An epoch that a loop has left early is over."""
+        """Yield the rest of a restored epoch, or else the next epoch. An epoch that a loop has left
+        early is over.
+        """
         if self._restored is None and self._given:
             if self._is_over:
-                next(self._batches, None)  # a loop that stopped at the last batch: the samplers make their final draws
+                next(
+                    self._batches, None
+                )  # a loop that stopped at the last batch: the samplers make their final draws
             self._finish()
         restored, self._restored = self._restored, None
         if restored is not None and self._is_over:
@@ -123,27 +145,40 @@ class RecoverableLoader:
         """Return epoch, number of batches given, and the notes on their sources."""
         if self._restored is not None:
             return self._restored
-        place = {"epoch": self._epoch, "given": self._given, "steps": self._steps, "length": self._length()}
+        place = {
+            "epoch": self._epoch,
+            "given": self._given,
+            "steps": self._steps,
+            "length": self._length(),
+        }
         return {**place, "notes": self._notes.state_dict(self._given or None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict`` at the next iteration.
 
         Raises:
-            CheckpointMismatchError: it is not a state of such a loader, or of one with another number of batches.
+            CheckpointMismatchError: it is not a state of such a loader, or of one with another
+                number of batches.
             DatasetMismatchError: the dataset has other samples, or the same in another order.
         """
         if state_dict.keys() != {"epoch", "given", "steps", "length", "notes"}:
-            raise CheckpointMismatchError(f"a state with {sorted(state_dict)} is not one of RecoverableLoader")
+            raise CheckpointMismatchError(
+                f"a state with {sorted(state_dict)} is not one of RecoverableLoader"
+            )
         if state_dict["length"] != self._length():
             raise CheckpointMismatchError(
-                f"the loader has {self._length()} batches an epoch, the run was saved with {state_dict['length']}; "
-                "samples would be lost or repeated. Resume with the dataset, batch size and ranks of the run"
+                f"the loader has {self._length()} batches an epoch, the run was saved with "
+                f"{state_dict['length']}; samples would be lost or repeated. Resume with the "
+                "dataset, batch size and ranks of the run"
             )
         if message := self._notes.other_dataset(state_dict["notes"]):
-            raise DatasetMismatchError(f"{message}. If it is the same data, give it a `fingerprint` attribute")
+            raise DatasetMismatchError(
+                f"{message}. If it is the same data, give it a `fingerprint` attribute"
+            )
         self._restored = state_dict
-        self._epoch, self._given, self._steps = (state_dict[name] for name in ("epoch", "given", "steps"))
+        self._epoch, self._given, self._steps = (
+            state_dict[name] for name in ("epoch", "given", "steps")
+        )
 
     def _rest(self, restored: dict[str, Any] | None) -> Iterator[Any]:
         """Yield the batches that are left of a restored epoch, or all of a new one."""
@@ -166,10 +201,14 @@ class RecoverableLoader:
         notes.settle()
 
     def _exhaust(self, restored: dict[str, Any]) -> None:
-        """Finish an epoch that was saved after its last batch, so that the samplers make their final draws."""
+        """Finish an epoch that was saved after its last batch, so that the samplers make their
+        final draws.
+        """
         now = capture_rng()
         for _ in self._rest(restored):
-            raise CheckpointMismatchError("the loader gives batches after the last one of the epoch that was saved")
+            raise CheckpointMismatchError(
+                "the loader gives batches after the last one of the epoch that was saved"
+            )
         restore_rng(now)
         self._finish()
 
@@ -179,7 +218,9 @@ class RecoverableLoader:
         self._epoch, self._given = self._epoch + 1, 0
 
     def _set_epoch(self) -> None:
-        """Call ``set_epoch`` of every sampler and dataset that has it. accelerate's loaders pass it on themselves."""
+        """Call ``set_epoch`` of every sampler and dataset that has it. accelerate's loaders pass it
+        on themselves.
+        """
         found: list[Any] = []
         source, dataset = cast(Any, self.loader), cast(Any, self.loader.dataset)
         while source is not None and not any(source is each for each in found):

@@ -31,12 +31,17 @@ class _Recoverable(TrainerSeam):
 
     _holdfast_attributes: tuple[str, ...] | None = None
 
-    def __init__(self, *args: Any, recover: RecoverConfig, epochs_may_change: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, recover: RecoverConfig, epochs_may_change: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.recover, self._epochs_may_change = recover, epochs_may_change
         own = self._holdfast_attributes or ()
         if lacking := [name for name in own if not hasattr(self, name)]:
-            raise ConfigError(f"{type(self).__name__} has no attribute {lacking[0]!r}, of those that are to be saved")
+            raise ConfigError(
+                f"{type(self).__name__} has no attribute {lacking[0]!r}, of those that are to be "
+                "saved"
+            )
         self._kept = (*kept_by(self), *own)
         _refuse(self)
         if recover.mode != "off" and self.is_world_process_zero():
@@ -51,14 +56,22 @@ class _Recoverable(TrainerSeam):
     ) -> Any:
         """Train like Trainer, from the newest generation of the run.
 
-        ``resume_from_checkpoint``, a checkpoint of Trainer, is used only while there is no generation.
+        ``resume_from_checkpoint``, a checkpoint of Trainer, is used only while there is no
+        generation.
         """
         if trial is not None:
-            raise ConfigError("hyperparameter_search trains many runs, and a folder holds one: use a plain trainer")
+            raise ConfigError(
+                "hyperparameter_search trains many runs, and a folder holds one: use a plain "
+                "trainer"
+            )
         spec, group = FinetuneSpec(1, 1, 1), control_group()
         found = RecoverHandler(self.recover, spec, group=group, epochs_may_change=True).peek()
         if found is not None and resume_from_checkpoint:
-            logger.info("there is a generation of step %d: %s is not used", found.global_step, resume_from_checkpoint)
+            logger.info(
+                "there is a generation of step %d: %s is not used",
+                found.global_step,
+                resume_from_checkpoint,
+            )
             resume_from_checkpoint = None
         elif found is None and not resume_from_checkpoint and self.recover.mode != "off":
             _warn_of_checkpoints(Path(str(self.args.output_dir)))
@@ -71,43 +84,56 @@ class _Recoverable(TrainerSeam):
 
 @cache
 def recoverable(base: type[T], attributes: tuple[str, ...] | None = None) -> type[T]:
-    """Make a subclass of a Trainer whose ``train`` saves snapshots, and resumes when it is called again.
+    """Make a subclass of a Trainer whose ``train`` saves snapshots, and resumes when it is called
+    again.
 
     The subclass takes the arguments of ``base`` and two keywords. ``recover`` is a `RecoverConfig`.
-    ``epochs_may_change`` (False) also resumes if another batch size, number of processes or dataset has changed the
-    steps per epoch. The run then continues at the same fraction of the epoch, not bit-identically.
+    ``epochs_may_change`` (False) also resumes if another batch size, number of processes or dataset
+    has changed the steps per epoch. The run then continues at the same fraction of the epoch, not
+    bit-identically.
 
     Args:
         base: ``Trainer``, ``SFTTrainer``, ``GRPOTrainer`` ..., or a subclass.
-        attributes: names of attributes of your own subclass that training changes, to be saved with every generation.
-            They may hold tensors, numbers, strings, lists and dicts. () means none, None means unknown.
+        attributes: names of attributes of your own subclass that training changes, to be saved with
+            every generation. They may hold tensors, numbers, strings, lists and dicts. () means
+            none, None means unknown.
 
     Raises:
-        UnsupportedVersionError: the installed transformers or TRL lacks a method or attribute that is needed.
-        ConfigError: ``base`` is not a Trainer. Creating a trainer also raises it, for options that cannot be resumed
-            exactly (see docs/integrations.md).
+        UnsupportedVersionError: the installed transformers or TRL lacks a method or attribute that
+            is needed.
+        ConfigError: ``base`` is not a Trainer. Creating a trainer also raises it, for options that
+            cannot be resumed exactly (see docs/integrations.md).
     """
     if not issubclass(base, Trainer):
-        raise ConfigError(f"{base!r} is not a Trainer of transformers; expected one, as GRPOTrainer or SFTTrainer")
-    body = {"_holdfast_attributes": attributes, "__doc__": base.__doc__, "__module__": base.__module__}
+        raise ConfigError(
+            f"{base!r} is not a Trainer of transformers; expected one, as GRPOTrainer or SFTTrainer"
+        )
+    body = {
+        "_holdfast_attributes": attributes,
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+    }
     return type(f"Recoverable{base.__name__}", (_Recoverable, base), body)  # type: ignore[return-value]
 
 
 def gaps(trainer: Any, told: bool = False) -> list[str]:
     """List what will not resume exactly in a trainer's run, one sentence each.
 
-    ``told``: the caller named the attributes of the trainer to save, so the trainer's own attributes are no gap.
+    ``told``: the caller named the attributes of the trainer to save, so the trainer's own
+    attributes are no gap.
     """
     found, args = [], trainer.args
     if getattr(args, "use_vllm", False):
         found.append(
-            "vLLM samples from a state that cannot be saved: a resumed run trains on all that was sampled before the "
-            "snapshot, and samples other completions after it than a run that was not interrupted"
+            "vLLM samples from a state that cannot be saved: a resumed run trains on all that was "
+            "sampled before the snapshot, and samples other completions after it than a run that "
+            "was not interrupted"
         )
         if args.vllm_mode == "server":
             found.append(
-                "a trainer that is killed while it sends weights may leave the vLLM server waiting for the rest: start "
-                "the server anew then. One that was not receiving is given the restored weights before it samples"
+                "a trainer that is killed while it sends weights may leave the vLLM server "
+                "waiting for the rest: start the server anew then. One that was not receiving is "
+                "given the restored weights before it samples"
             )
     base = type(trainer).__mro__[type(trainer).__mro__.index(TrainerSeam) + 1]
     if not (told or base.__module__.startswith("transformers.") or is_trls(base)):
@@ -118,34 +144,42 @@ def gaps(trainer: Any, told: bool = False) -> list[str]:
     for callback in trainer.callback_handler.callbacks:
         if not _is_covered(callback) and vars(callback):
             found.append(
-                f"callback {type(callback).__name__} has attributes ({', '.join(sorted(vars(callback))[:4])}) and says "
-                "nothing of its state: it starts anew at a resume. Give it state_dict and load_state_dict, or "
+                f"callback {type(callback).__name__} has attributes "
+                f"({', '.join(sorted(vars(callback))[:4])}) and says nothing of its state: it "
+                "starts anew at a resume. Give it state_dict and load_state_dict, or "
                 "transformers' ExportableState"
             )
     if args.dataloader_num_workers and _may_draw(trainer.data_collator):
         found.append(
-            f"{getattr(trainer.data_collator, '__name__', type(trainer.data_collator).__name__)} may draw random "
-            f"numbers in the {args.dataloader_num_workers} processes of dataloader_num_workers, whose generators "
-            "cannot be saved: if it does, or the dataset does, set that to 0"
+            f"{getattr(trainer.data_collator, '__name__', type(trainer.data_collator).__name__)} "
+            f"may draw random numbers in the {args.dataloader_num_workers} processes of "
+            "dataloader_num_workers, whose generators cannot be saved: if it does, or the dataset "
+            "does, set that to 0"
         )
     if trainer.train_dataset is not None and not hasattr(trainer.train_dataset, "__len__"):
         found.append(
-            "the dataset is a stream: a resumed run reads it from the beginning of the epoch to its place, which takes "
-            "time, and is only exact if it gives the same samples in the same order again"
+            "the dataset is a stream: a resumed run reads it from the beginning of the epoch to "
+            "its place, which takes time, and is only exact if it gives the same samples in the "
+            "same order again"
         )
     return found
 
 
 def _may_draw(collator: Any) -> bool:
     module = getattr(collator, "__module__", None) or type(collator).__module__
-    return module.split(".")[0] not in ("transformers", "trl") or bool(getattr(collator, "mlm", False))
+    return module.split(".")[0] not in ("transformers", "trl") or bool(
+        getattr(collator, "mlm", False)
+    )
 
 
 def _is_covered(callback: TrainerCallback) -> bool:
     """Whether a callback is saved, or has nothing that a run depends on."""
     if isinstance(callback, Stateful) or is_exportable(callback):
         return True
-    return type(callback).__module__.startswith("transformers.") or type(callback).__name__ == "SyncRefModelCallback"
+    return (
+        type(callback).__module__.startswith("transformers.")
+        or type(callback).__name__ == "SyncRefModelCallback"
+    )
 
 
 def _refuse(trainer: Any) -> None:
@@ -161,7 +195,9 @@ def _refuse(trainer: Any) -> None:
         reason = "pp_size gives each rank other layers, which is not supported; use fsdp_size, tp_size or ep_size"
     elif args.ignore_data_skip:
         reason = "ignore_data_skip begins the epoch anew at a resume: samples would be trained on twice; leave it False"
-    elif config.dispatch_batches and not config.split_batches and get_world_size() > 1 and has_length:
+    elif (
+        config.dispatch_batches and not config.split_batches and get_world_size() > 1 and has_length
+    ):
         reason = "with dispatch_batches accelerate skips too few batches of the epoch at a resume; leave it None, or "
         reason += "set split_batches too"
     elif args.auto_find_batch_size:

@@ -1,10 +1,14 @@
-"""verl's FSDP and VeOmni engines with Holdfast's checkpoints. Importing this module in a worker enables it.
+"""verl's FSDP and VeOmni engines with Holdfast's checkpoints. Importing this module in a worker
+enables it.
 
-    python -m verl.trainer.main_ppo actor_rollout_ref.model.external_lib=holdfast.integrations.verl \\
-        critic.model.external_lib=holdfast.integrations.verl actor_rollout_ref.actor.strategy=fsdp2 ...
+    python -m verl.trainer.main_ppo actor_rollout_ref.model.external_lib=holdfast.integrations.verl
+    \\
+        critic.model.external_lib=holdfast.integrations.verl actor_rollout_ref.actor.strategy=fsdp2
+        ...
 
-Every Ray worker imports ``external_lib``, and every process imports the modules in ``VERL_USE_EXTERNAL_MODULES``.
-``global_step_<N>/actor`` (and ``critic``) then hold ``dcp``, which any number of ranks can load, and ``huggingface``.
+Every Ray worker imports ``external_lib``, and every process imports the modules in
+``VERL_USE_EXTERNAL_MODULES``. ``global_step_<N>/actor`` (and ``critic``) then hold ``dcp``, which
+any number of ranks can load, and ``huggingface``.
 """
 
 from functools import partial
@@ -28,11 +32,13 @@ from .verl_retention import DCP, parse_step_folder, retire
 logger = get_logger(__name__)
 
 PROTOCOL = (
-    "verl's trainer writes actor, critic, data.pt and the tracker one after another: each model is complete or not "
-    "there at all, but a step is resumed only once the tracker names it, the tracker itself is written in place, and "
-    "what a rollout has sampled is sampled again"
+    "verl's trainer writes actor, critic, data.pt and the tracker one after another: each model "
+    "is complete or not there at all, but a step is resumed only once the tracker names it, the "
+    "tracker itself is written in place, and what a rollout has sampled is sampled again"
 )
-"""Limits of every checkpoint manager of verl, because its trainer writes several files one after another."""
+"""Limits of every checkpoint manager of verl, because its trainer writes several files one after
+another.
+"""
 
 _HF = "huggingface"
 
@@ -40,9 +46,9 @@ _HF = "huggingface"
 class HoldfastCheckpointManager(BaseManager):
     """Checkpoint manager for one FSDP2 engine of verl, in place of its ``FSDPCheckpointManager``.
 
-    ``save_contents`` and ``load_contents`` are verl's: ``model``, ``optimizer``, ``extra`` (schedule and random
-    generators, only together with the optimizer) and ``hf_model``. ``tokenizer`` is verl's older name of
-    ``processing_class``.
+    ``save_contents`` and ``load_contents`` are verl's: ``model``, ``optimizer``, ``extra``
+    (schedule and random generators, only together with the optimizer) and ``hf_model``.
+    ``tokenizer`` is verl's older name of ``processing_class``.
 
     Raises:
         ConfigError: the model is not sharded with FSDP2, or the contents cannot be saved.
@@ -59,19 +65,24 @@ class HoldfastCheckpointManager(BaseManager):
         **_: Any,
     ) -> None:
         if not isinstance(model, FSDPModule):
-            raise ConfigError(f"a {type(model).__name__} is not sharded with FSDP2: set strategy=fsdp2")
+            raise ConfigError(
+                f"a {type(model).__name__} is not sharded with FSDP2: set strategy=fsdp2"
+            )
         if (n_ranks := count_expert_ranks()) > 1:
             raise ConfigError(
-                f"VeOmni deals the experts to {n_ranks} ranks under the same names, so that a checkpoint would hold "
-                "those of one rank; set expert_parallel_size=1"
+                f"VeOmni deals the experts to {n_ranks} ranks under the same names, so that a "
+                "checkpoint would hold those of one rank; set expert_parallel_size=1"
             )
         processing_class = tokenizer if processing_class is None else processing_class
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
-        for verb, contents in (("save", self.checkpoint_save_contents), ("load", self.checkpoint_load_contents)):
+        for verb, contents in (
+            ("save", self.checkpoint_save_contents),
+            ("load", self.checkpoint_load_contents),
+        ):
             if "model" not in contents or ("extra" in contents and "optimizer" not in contents):
                 raise ConfigError(
-                    f"checkpoint.{verb}_contents is {list(contents)}; expected 'model', and 'extra' (schedule and "
-                    "generators) only together with 'optimizer'"
+                    f"checkpoint.{verb}_contents is {list(contents)}; expected 'model', and "
+                    "'extra' (schedule and generators) only together with 'optimizer'"
                 )
         self._group = control_group()
         if self.rank == 0:
@@ -84,10 +95,11 @@ class HoldfastCheckpointManager(BaseManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Save to ``local_path``. An earlier save of the same step is replaced when this one is complete.
+        """Save to ``local_path``. An earlier save of the same step is replaced when this one is
+        complete.
 
-        Then older steps are removed. ``max_ckpt_to_keep`` steps stay, including those of earlier processes, and the
-        step that verl's tracker names, which verl updates later.
+        Then older steps are removed. ``max_ckpt_to_keep`` steps stay, including those of earlier
+        processes, and the step that verl's tracker names, which verl updates later.
 
         Raises:
             CheckpointWriteError: a rank could not write. The old contents are untouched.
@@ -97,22 +109,34 @@ class HoldfastCheckpointManager(BaseManager):
         path, hf = Path(local_path), Path(local_path) / _HF
         self.previous_global_step = global_step
         rank_zero_decides(partial(path.mkdir, parents=True, exist_ok=True), self._group)
-        save_dcp(path / DCP, self._state(self.should_save_optimizer, self.should_save_extra), self._group, replace=True)
+        save_dcp(
+            path / DCP,
+            self._state(self.should_save_optimizer, self.should_save_extra),
+            self._group,
+            replace=True,
+        )
         rank_zero_decides(lambda: remove_folder(hf) if hf.exists() else None, self._group)
         if self.should_save_hf_model:
             save_hf(self.model, hf, group=self._group, tokenizer=self.processing_class)
         else:  # for verl's merger
             rank_zero_decides(partial(self._save_config, hf), self._group)
-        rank_zero_decides(lambda: retire(path, max_ckpt_to_keep, _named_by_tracker(path)), self._group)
+        rank_zero_decides(
+            lambda: retire(path, max_ckpt_to_keep, _named_by_tracker(path)), self._group
+        )
 
     def load_checkpoint(
-        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,
     ) -> None:
-        """Load a checkpoint of `save_checkpoint` on any number of ranks, after comparing every digest.
+        """Load a checkpoint of `save_checkpoint` on any number of ranks, after comparing every
+        digest.
 
         Raises:
             CheckpointNotFoundError: nothing is there, or only files of verl's own manager.
-            CheckpointCorruptError, CheckpointMismatchError: as `load_dcp`. No parameter was changed.
+            CheckpointCorruptError, CheckpointMismatchError: as `load_dcp`. No parameter was
+                changed.
         """
         if local_path is None:
             return
@@ -122,7 +146,9 @@ class HoldfastCheckpointManager(BaseManager):
             raise CheckpointNotFoundError(
                 f"{path} has no {DCP!r} of Holdfast{theirs if any(path.glob('*.pt')) else ''}"
             )
-        load_dcp(path / DCP, self._state(self.should_load_optimizer, self.should_load_extra), self._group)
+        load_dcp(
+            path / DCP, self._state(self.should_load_optimizer, self.should_load_extra), self._group
+        )
 
     def _save_config(self, hf: Path) -> None:
         self.model.config.save_pretrained(hf)
@@ -130,7 +156,9 @@ class HoldfastCheckpointManager(BaseManager):
             self.processing_class.save_pretrained(hf)
 
     def _state(self, with_optim: bool, with_extra: bool) -> DCPState:
-        engine = HostEngine(self.model, self.optimizer, self.lr_scheduler if with_extra else None, self._group)
+        engine = HostEngine(
+            self.model, self.optimizer, self.lr_scheduler if with_extra else None, self._group
+        )
         return engine.dcp_state(with_optim)
 
 

@@ -1,4 +1,6 @@
-"""Retention of the steps of a verl run. It reads the folder and not a list in memory, so it holds after a restart."""
+"""Retention of the steps of a verl run. It reads the folder and not a list in memory, so it holds
+after a restart.
+"""
 
 import re
 from pathlib import Path
@@ -15,10 +17,11 @@ _STEP = re.compile(r"global_step_(\d+)")
 
 
 def parse_step_folder(saved: Path) -> tuple[Path, int, str] | None:
-    """Return root, step and role of a folder that verl's trainer saves to, or None for other folders.
+    """Return root, step and role of a folder that verl's trainer saves to, or None for other
+    folders.
 
-    The PPO trainer saves to ``<root>/global_step_<N>/<role>``. The SFT trainer saves to ``<root>/global_step_<N>``,
-    with the role "".
+    The PPO trainer saves to ``<root>/global_step_<N>/<role>``. The SFT trainer saves to
+    ``<root>/global_step_<N>``, with the role "".
     """
     for step, role in ((saved, ""), (saved.parent, saved.name)):
         if match := _STEP.fullmatch(step.name):
@@ -29,13 +32,14 @@ def parse_step_folder(saved: Path) -> tuple[Path, int, str] | None:
 def retire(saved: Path, n_keep: int | None, named: int | None) -> None:
     """Remove older steps of a role (``actor``, ``critic``) that Holdfast has written.
 
-    Folders that a killed process has removed in part go too. A folder that cannot be removed is logged, because the
-    save has succeeded.
+    Folders that a killed process has removed in part go too. A folder that cannot be removed is
+    logged, because the save has succeeded.
 
     Args:
         saved: complete folder ``global_step_<N>/<role>``, or ``global_step_<N>`` of an SFT run.
         n_keep: number of steps to keep, including this one. None or less than 1 keeps all.
-        named: step in verl's ``latest_checkpointed_iteration.txt``, if there is one, which stays in addition.
+        named: step in verl's ``latest_checkpointed_iteration.txt``, if there is one, which stays in
+            addition.
     """
     place = parse_step_folder(saved)
     if not n_keep or n_keep < 1 or place is None:
@@ -46,7 +50,9 @@ def retire(saved: Path, n_keep: int | None, named: int | None) -> None:
     for parent in {folder.parent for folder in folders.values()}:
         for left in parent.glob(f".retired-{role or 'global_step_*'}-*"):
             remove_or_log(left)
-    older = sorted(step for step, folder in folders.items() if step < now and (folder / DCP).is_dir())
+    older = sorted(
+        step for step, folder in folders.items() if step < now and (folder / DCP).is_dir()
+    )
     for step in older[: max(0, len(older) - n_keep + 1)]:
         if step != named:
             logger.info("removing %s of step %d: %d stay", role or "all", step, n_keep)

@@ -10,24 +10,32 @@ from ..utils.errors import ConfigError
 from ..utils.remote import FETCH_FIRST, require_local
 
 _MODE_NAMES = {"on": "auto", "disabled": "off", "True": "auto", "False": "off"}
-"""Names of AReaL, and the values that YAML 1.1 reads from an unquoted ``on`` or ``off``, with our names."""
+"""Names of AReaL, and the values that YAML 1.1 reads from an unquoted ``on`` or ``off``, with our
+names.
+"""
 
 _LOWEST = {
-    **dict.fromkeys(("freq_epochs", "freq_steps", "max_ckpt_to_keep", "keep_every_steps", "keep_best"), 1),
+    **dict.fromkeys(
+        ("freq_epochs", "freq_steps", "max_ckpt_to_keep", "keep_every_steps", "keep_best"), 1
+    ),
     **dict.fromkeys(("hf_freq_steps", "hf_max_to_keep", "mirror_max_to_keep"), 1),
     **dict.fromkeys(("save_failures_allowed", "retries"), 0),
-    **dict.fromkeys(("freq_secs", "lock_timeout_s", "mirror_timeout_s", "node_wait_s", "shrink_after_s"), 0.0),
+    **dict.fromkeys(
+        ("freq_secs", "lock_timeout_s", "mirror_timeout_s", "node_wait_s", "shrink_after_s"), 0.0
+    ),
     **{"retry_window_s": 0.0, "save_timeout_s": 1.0},
 }
 
 
 @dataclass
 class RecoverConfig:
-    """Where generations are stored, how often they are made, and what happens at the start of a job.
+    """Where generations are stored, how often they are made, and what happens at the start of a
+    job.
 
     Example:
 
-        RecoverConfig(fileroot="/shared/runs", experiment_name="grpo", trial_name="seed0", freq_steps=10)
+        RecoverConfig(fileroot="/shared/runs", experiment_name="grpo", trial_name="seed0",
+        freq_steps=10)
     """
 
     experiment_name: str = "experiment"
@@ -37,11 +45,15 @@ class RecoverConfig:
     fileroot: str = "runs"
     """First folder of every path. All ranks must see it."""
     mode: str = "auto"
-    """``auto``: resume if there is a generation, else start fresh. ``must``: resume or fail. ``off``: neither resume
-    nor snapshot nor export. AReaL's ``on`` and ``disabled`` mean ``auto`` and ``off``."""
+    """``auto``: resume if there is a generation, else start fresh. ``must``: resume or fail.
+    ``off``: neither resume nor snapshot nor export. AReaL's ``on`` and ``disabled`` mean ``auto``
+    and ``off``.
+    """
     resume_path: str | None = None
-    """Resume from this generation instead of the newest one. Later generations in the run's folder are quarantined.
-    A restart with the same value continues from the generations that the run has written since."""
+    """Resume from this generation instead of the newest one. Later generations in the run's folder
+    are quarantined. A restart with the same value continues from the generations that the run has
+    written since.
+    """
     freq_epochs: int | None = None
     """Snapshot at the end of every N-th epoch."""
     freq_steps: int | None = None
@@ -49,8 +61,9 @@ class RecoverConfig:
     freq_secs: float | None = None
     """Snapshot when this many seconds have passed since the last snapshot."""
     max_ckpt_to_keep: int | None = 2
-    """Number of newest generations to keep. None keeps all. A generation stays if this rule or one of the next two
-    keeps it. The newest usable generation always stays."""
+    """Number of newest generations to keep. None keeps all. A generation stays if this rule or one
+    of the next two keeps it. The newest usable generation always stays.
+    """
     keep_every_steps: int | None = None
     """Keep every N-th generation for good. With 100: steps 99, 199, 299 ..."""
     keep_best: int | None = None
@@ -60,42 +73,60 @@ class RecoverConfig:
     best_mode: str = "max"
     """Whether the ``max`` or the ``min`` of ``best_metric`` is best."""
     async_save: bool = True
-    """True: ``dump`` returns when the state is copied to host memory, and writes in the background. False: ``dump``
-    returns when the snapshot is committed."""
+    """True: ``dump`` returns when the state is copied to host memory, and writes in the background.
+    False: ``dump`` returns when the snapshot is committed.
+    """
     on_busy: str = "wait"
-    """What to do if a snapshot or export is due while the previous one is still being written: ``wait`` for the
-    previous one, or ``skip`` the new one."""
+    """What to do if a snapshot or export is due while the previous one is still being written:
+    ``wait`` for the previous one, or ``skip`` the new one.
+    """
     hf_freq_steps: int | None = None
-    """Export the weights in Hugging Face format every N steps, to ``hf/global_step_<N>``. With 10: steps 9, 19, 29
-    ... Exports are written in the background like snapshots. If both are due, they share one staged copy."""
+    """Export the weights in Hugging Face format every N steps, to ``hf/global_step_<N>``. With 10:
+    steps 9, 19, 29 ... Exports are written in the background like snapshots. If both are due, they
+    share one staged copy.
+    """
     hf_engine: str | None = None
     """Name of the engine to export, if there are several."""
     hf_dtype: str | None = None
-    """Dtype of exported floating-point weights: ``float32``, ``bfloat16`` or ``float16``. None takes the dtype of
-    the folder that the engine's model was made from. Without an engine, None leaves each weight unchanged."""
+    """Dtype of exported floating-point weights: ``float32``, ``bfloat16`` or ``float16``. None
+    takes the dtype of the folder that the engine's model was made from. Without an engine, None
+    leaves each weight unchanged.
+    """
     hf_adapters: str = "merged"
-    """How to export a model with adapters: ``merged`` weights, which load like any model, or small ``peft`` folders
-    (``adapter_model.safetensors``, ``adapter_config.json``), which load on top of the base."""
+    """How to export a model with adapters: ``merged`` weights, which load like any model, or small
+    ``peft`` folders (``adapter_model.safetensors``, ``adapter_config.json``), which load on top of
+    the base.
+    """
     hf_max_to_keep: int | None = None
     """Number of newest exports to keep. None keeps all."""
     save_timeout_s: float = 1800.0
     """How long ranks wait for each other while they write in the background."""
     save_failures_allowed: int = 3
-    """Number of snapshots in a row that may fail, for example on a full disk, before the run ends. With 0 the first
-    failure ends it. Exports are counted separately, with the same limit. A forced snapshot and the one before a stop
-    may never fail. An export may fail then, because the next start makes it."""
+    """Number of snapshots in a row that may fail, for example on a full disk, before the run ends.
+    With 0 the first failure ends it. Exports are counted separately, with the same limit. A forced
+    snapshot and the one before a stop may never fail. An export may fail then, because the next
+    start makes it.
+    """
     lock_timeout_s: float = 10.0
-    """How long to wait for another job that uses the same folder before this job is refused. A job that was just
-    killed may need this long to disappear. On NFS, if its host died too, that can take 90 s."""
+    """How long to wait for another job that uses the same folder before this job is refused. A job
+    that was just killed may need this long to disappear. On NFS, if its host died too, that can
+    take 90 s.
+    """
     stop_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGINT"])
-    """Signals that cause a snapshot at the next step boundary and exit code 75. A second SIGINT stops at once."""
+    """Signals that cause a snapshot at the next step boundary and exit code 75. A second SIGINT
+    stops at once.
+    """
     must_save_by: str | None = None
-    """When the job will be ended: a duration from the start of the process (``90m``, ``3h30m``, ``2d``, ``5400s``)
-    or a time (``2026-11-20T18:00``, local unless it has an offset), which stays the same after a restart. The last
-    snapshot is made as late as is safe before it, and the run stops."""
+    """When the job will be ended: a duration from the start of the process (``90m``, ``3h30m``,
+    ``2d``, ``5400s``) or a time (``2026-11-20T18:00``, local unless it has an offset), which stays
+    the same after a restart. The last snapshot is made as late as is safe before it, and the run
+    stops.
+    """
     mirror_url: str | None = None
-    """fsspec URL to which committed generations are copied in the background: ``s3://bucket/runs``, ``gs://``,
-    ``hdfs://``, ``file:///...``. Experiment and trial are appended. None makes no copies."""
+    """fsspec URL to which committed generations are copied in the background: ``s3://bucket/runs``,
+    ``gs://``, ``hdfs://``, ``file:///...``. Experiment and trial are appended. None makes no
+    copies.
+    """
     mirror_max_to_keep: int | None = 2
     """Number of newest generations to keep at the mirror. None keeps all."""
     mirror_timeout_s: float = 600.0
@@ -105,8 +136,9 @@ class RecoverConfig:
     retry_window_s: float = 3600.0
     """Losses older than this do not count."""
     node_wait_s: float = 600.0
-    """How long to wait for resources that the Ray cluster lacks, for example after the loss of a node. The wait uses
-    no retry. Afterwards the job ends, and the same command resumes it."""
+    """How long to wait for resources that the Ray cluster lacks, for example after the loss of a
+    node. The wait uses no retry. Afterwards the job ends, and the same command resumes it.
+    """
     shrink_after_s: float | None = None
     """How much of ``node_wait_s`` to wait for all ranks of a worker group that may run with fewer
     (``min_world_size``). None means all of it."""
@@ -116,7 +148,9 @@ class RecoverConfig:
         self.mode = _MODE_NAMES.get(self.mode, self.mode)
         require_choice("recover.mode", self.mode, ("auto", "must", "off"))
         advice = "give one that all ranks see, and set recover.mirror_url for copies at a URL"
-        self.fileroot = str(require_local(self.fileroot, "a run", advice, "config key 'recover.fileroot'"))
+        self.fileroot = str(
+            require_local(self.fileroot, "a run", advice, "config key 'recover.fileroot'")
+        )
         if self.resume_path is not None:
             key = "config key 'recover.resume_path'"
             self.resume_path = str(require_local(self.resume_path, "resuming", FETCH_FIRST, key))
@@ -170,5 +204,6 @@ def _require_short(key: str, path: str) -> None:
     n_bytes = len(os.fsencode(os.path.abspath(path)))
     if n_bytes > _LONGEST_BYTES or any(len(os.fsencode(part)) > 255 for part in Path(path).parts):
         raise ConfigError(
-            f"{key} give a path of {n_bytes} bytes, {path[:60]!r}...; expected at most {_LONGEST_BYTES}, and 255 a name"
+            f"{key} give a path of {n_bytes} bytes, {path[:60]!r}...; expected at most "
+            f"{_LONGEST_BYTES}, and 255 a name"
         )

@@ -37,22 +37,34 @@ logger = get_logger(__name__)
 
 @dataclass
 class RankEngines:
-    """Engines and user objects of one rank, by name. The name of an engine becomes a folder of the generation."""
+    """Engines and user objects of one rank, by name. The name of an engine becomes a folder of the
+    generation.
+    """
 
     engines: dict[str, Any]  # as `as_engine` accepts them
     stateful: dict[str, Stateful] = field(default_factory=dict)
-    group: dist.ProcessGroup | None = None  # for engines without a group. None means the default group
+    group: dist.ProcessGroup | None = (
+        None  # for engines without a group. None means the default group
+    )
 
     def __post_init__(self) -> None:
         if not self.engines:
             raise ConfigError("there is no engine to snapshot; pass at least one")
-        if bad := [name for name in self.engines if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name)]:
-            raise ConfigError(f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not 'state'")
+        if bad := [
+            name
+            for name in self.engines
+            if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name)
+        ]:
+            raise ConfigError(
+                f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not "
+                "'state'"
+            )
         self.engines = {name: as_engine(engine) for name, engine in self.engines.items()}
 
     @property
     def ranks_with_same_data(self) -> int:
-        """Number of consecutive ranks with the same data, generators and dataloader. 1 if every rank has its own.
+        """Number of consecutive ranks with the same data, generators and dataloader. 1 if every
+        rank has its own.
 
         Raises:
             ConfigError: the engines have different numbers.
@@ -60,8 +72,9 @@ class RankEngines:
         found = {name: _ranks_with_same_data(engine) for name, engine in self.engines.items()}
         if len(set(found.values())) > 1:
             raise ConfigError(
-                f"the engines of one handler share their data among different numbers of ranks: {found}; give them the "
-                "same sizes of c times t (config key 'backend'), or a handler each"
+                "the engines of one handler share their data among different numbers of ranks: "
+                f"{found}; give them the same sizes of c times t (config key 'backend'), or a "
+                "handler each"
             )
         return next(iter(found.values()))
 
@@ -69,7 +82,11 @@ class RankEngines:
         """Return the state of an engine that is saved and restored."""
         engine = self.engines[name]
         if not isinstance(engine, DCPState):
-            engine = engine.dcp_state() if engine.optimizer is not None else engine.dcp_state(with_optim=False)
+            engine = (
+                engine.dcp_state()
+                if engine.optimizer is not None
+                else engine.dcp_state(with_optim=False)
+            )
         if engine.group is None:
             engine.group = self.group_of(name)
         return engine
@@ -83,7 +100,9 @@ class RankEngines:
 def _ranks_with_same_data(engine: Any) -> int:
     if isinstance(engine, DCPState | HostEngine):
         return engine.ranks_with_same_data
-    data_ranks = getattr(engine, "data_parallel_world_size", None)  # a custom engine may not have it
+    data_ranks = getattr(
+        engine, "data_parallel_world_size", None
+    )  # a custom engine may not have it
     return 1 if data_ranks is None else get_world_size() // data_ranks
 
 
@@ -91,8 +110,9 @@ def engines_of(holder: Any) -> RankEngines:
     """Find the engines of ``holder``, or raise `ConfigError` if it has none.
 
     Args:
-        holder: a `RankEngines`, a dict of engines, anything that `as_engine` accepts, or a worker object with an
-            attribute ``engines`` (a dict) or ``engine``, and optionally ``stateful`` (a dict of user objects).
+        holder: a `RankEngines`, a dict of engines, anything that `as_engine` accepts, or a worker
+            object with an attribute ``engines`` (a dict) or ``engine``, and optionally ``stateful``
+            (a dict of user objects).
     """
     if isinstance(holder, RankEngines):
         return holder
@@ -104,8 +124,8 @@ def engines_of(holder: Any) -> RankEngines:
     if (engine := _engine_of(holder)) is not None:
         return RankEngines({"default": engine})
     raise ConfigError(
-        f"{type(holder).__name__} has neither 'engines' nor 'engine', nor 'model' and 'optimizer'; the handler cannot "
-        "snapshot it"
+        f"{type(holder).__name__} has neither 'engines' nor 'engine', nor 'model' and "
+        "'optimizer'; the handler cannot snapshot it"
     )
 
 
@@ -116,15 +136,21 @@ class HostEngine:
     model: nn.Module  # unsharded, in DistributedDataParallel, or sharded with FSDP2
     optimizer: torch.optim.Optimizer | None = None  # None saves the model alone
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-    control_group: dist.ProcessGroup | None = None  # gloo group of the ranks. None means the group of the handler
+    control_group: dist.ProcessGroup | None = (
+        None  # gloo group of the ranks. None means the group of the handler
+    )
     ranks_with_same_data: int = 1  # see `DCPState`
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainer, see `numerical_switches`
+    settings: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the trainer, see `numerical_switches`
 
     def __post_init__(self) -> None:
         require_own_schedule(self.optimizer, self.lr_scheduler)
 
     def dcp_state(self, with_optim: bool = True) -> DCPState:
-        """Return the state to save. For a model with adapters, without the base weights found in its folder."""
+        """Return the state to save. For a model with adapters, without the base weights found in
+        its folder.
+        """
         group = self.control_group
         left_out = names_from_folder(self.model, group) if has_adapters(self.model) else False
         options: dict[str, Any] = {"trainable_only": left_out, "group": group}
@@ -138,17 +164,19 @@ def as_engine(thing: Any) -> Any:
     """Return ``thing`` itself if it is an engine or a `DCPState`, else a `HostEngine` for it.
 
     Args:
-        thing: an engine, a `DCPState`, a tuple ``(model, optimizer, lr_scheduler)`` whose last entries are optional, or
-            an object with the attributes ``model`` and ``optimizer``, as transformers' Trainer and AReaL's engines have
-            them. Its ``lr_scheduler`` and its ``control_group`` (AReaL: ``cpu_group``) are used if present.
+        thing: an engine, a `DCPState`, a tuple ``(model, optimizer, lr_scheduler)`` whose last
+            entries are optional, or an object with the attributes ``model`` and ``optimizer``, as
+            transformers' Trainer and AReaL's engines have them. Its ``lr_scheduler`` and its
+            ``control_group`` (AReaL: ``cpu_group``) are used if present.
 
     Raises:
         ConfigError: ``thing`` is none of these, or its schedule belongs to another optimizer.
     """
     if (engine := _engine_of(thing)) is None:
         raise ConfigError(
-            f"a {type(thing).__name__} cannot be snapshotted; expected an engine, a DCPState, a tuple (model, "
-            "optimizer, lr_scheduler), or an object with the attributes 'model' and 'optimizer'"
+            f"a {type(thing).__name__} cannot be snapshotted; expected an engine, a DCPState, a "
+            "tuple (model, optimizer, lr_scheduler), or an object with the attributes 'model' and "
+            "'optimizer'"
         )
     return engine
 
@@ -157,7 +185,9 @@ def _engine_of(thing: Any) -> Any:
     if isinstance(thing, DCPState) or hasattr(thing, "dcp_state"):
         return thing
     if isinstance(thing, Sequence):
-        return HostEngine(*thing) if 0 < len(thing) <= 3 and isinstance(thing[0], nn.Module) else None
+        return (
+            HostEngine(*thing) if 0 < len(thing) <= 3 and isinstance(thing[0], nn.Module) else None
+        )
     if isinstance(getattr(thing, "model", None), nn.Module) and hasattr(thing, "optimizer"):
         group = getattr(thing, "control_group", None) or getattr(thing, "cpu_group", None)
         return HostEngine(thing.model, thing.optimizer, getattr(thing, "lr_scheduler", None), group)
@@ -177,11 +207,16 @@ def has_adapters(model: nn.Module) -> bool:
 def names_from_folder(model: nn.Module, group: dist.ProcessGroup | None = None) -> Collection[str]:
     """Find the frozen parameters that equal the base model's folder bit for bit on this rank.
 
-    ``model`` is one for which `has_adapters` is true, on the ranks of ``group``. Its first call reads the folder.
+    ``model`` is one for which `has_adapters` is true, on the ranks of ``group``. Its first call
+    reads the folder.
     """
     model = without_compile(replicated(model))
     if model not in _found:
-        frozen = {clean_name(n): p for n, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        frozen = {
+            clean_name(n): p
+            for n, p in model.named_parameters(remove_duplicate=False)
+            if not p.requires_grad
+        }
         same = _from_folder(base_view(transformers_model(model)), group)
         _found[model] = frozenset(name for name, param in frozen.items() if id(param) in same)
         if get_rank(group) == 0 and (others := sorted(frozen.keys() - _found[model])):
@@ -201,17 +236,20 @@ def _from_folder(base: PreTrainedModel, group: dist.ProcessGroup | None) -> set[
     except (CheckpointError, OSError) as error:
         logger.info("the base model cannot be compared with its folder: %s", error)
         return set()
-    return {id(param) for name, param in base.named_parameters(remove_duplicate=False) if name in names}
+    return {
+        id(param) for name, param in base.named_parameters(remove_duplicate=False) if name in names
+    }
 
 
 @dataclass(frozen=True)
 class EngineSample:
-    """The part of `EngineFacts` that one rank knows, and the mesh of an `FSDPEngine`. ``sample``: see `sample_state`.
+    """The part of `EngineFacts` that one rank knows, and the mesh of an `FSDPEngine`. ``sample``:
+    see `sample_state`.
 
-    Bytes that match their digests can still be the wrong bytes: a writer that copied an old staging buffer (NeMo-RL's
-    asynchronous saves all repeated the first one), a loader that left the moments at zero. Each snapshot therefore
-    counts optimizer steps, records the learning rate, and samples up to 64 elements of every tensor. The next snapshot
-    must differ, and a restore must match.
+    Bytes that match their digests can still be the wrong bytes: a writer that copied an old staging
+    buffer (NeMo-RL's asynchronous saves all repeated the first one), a loader that left the moments
+    at zero. Each snapshot therefore counts optimizer steps, records the learning rate, and samples
+    up to 64 elements of every tensor. The next snapshot must differ, and a restore must match.
     """
 
     optimizer_steps: int | None
@@ -226,7 +264,9 @@ def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
     optimizer = state.optimizer
     if optimizer is None:
         return EngineSample(None, None, None, {})
-    schedule_step = getattr(state.scheduler, "last_epoch", None)  # torch's ChainedScheduler has none
+    schedule_step = getattr(
+        state.scheduler, "last_epoch", None
+    )  # torch's ChainedScheduler has none
     lr = float(optimizer.param_groups[first_group]["lr"])
     mesh = state.counters.mesh if isinstance(state.counters, EngineCounters) else {}
     return EngineSample(_optimizer_steps(state), lr, schedule_step, {}, mesh)
@@ -243,7 +283,10 @@ def _optimizer_steps(state: DCPState) -> int:
     if "optimizer_steps" in counters:
         return int(counters["optimizer_steps"])
     assert state.optimizer is not None
-    return max((int(entry["step"]) for entry in state.optimizer.state.values() if "step" in entry), default=0)
+    return max(
+        (int(entry["step"]) for entry in state.optimizer.state.values() if "step" in entry),
+        default=0,
+    )
 
 
 def combine_ranks(ranks: Sequence[Mapping[str, EngineSample]]) -> dict[str, EngineFacts]:
@@ -254,70 +297,121 @@ def combine_ranks(ranks: Sequence[Mapping[str, EngineSample]]) -> dict[str, Engi
         moved = bool(combined["moved"])
         parts = ("model",) if first.optimizer_steps is None else ("model", "optim")
         fingerprints = {part: str(combined[part]) for part in parts}
-        facts[name] = EngineFacts(first.optimizer_steps, first.lr, first.schedule_step, fingerprints, moved)
+        facts[name] = EngineFacts(
+            first.optimizer_steps, first.lr, first.schedule_step, fingerprints, moved
+        )
     return facts
 
 
 def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts]) -> None:
-    """Raise `StaleSnapshotError` if every sampled value is as ``before``, although the optimizer has stepped.
+    """Raise `StaleSnapshotError` if every sampled value is as ``before``, although the optimizer
+    has stepped.
 
-    After an update the moments or the parameters have changed. If only one changed (a rate of 0, an update below the
-    precision, gradients too small for an accumulator), a warning is logged.
+    After an update the moments or the parameters have changed. If only one changed (a rate of 0, an
+    update below the precision, gradients too small for an accumulator), a warning is logged.
     """
     for name in now.keys() & before.keys():
         old, new = before[name], now[name]
         if not new.moved or (new.optimizer_steps or 0) <= (old.optimizer_steps or 0):
             continue
         steps = f"optimizer steps {old.optimizer_steps} and {new.optimizer_steps}"
-        still = [part for part, value in new.fingerprints.items() if value == old.fingerprints.get(part)]
+        still = [
+            part for part, value in new.fingerprints.items() if value == old.fingerprints.get(part)
+        ]
         if len(still) == len(new.fingerprints):
             raise StaleSnapshotError(
-                f"stale snapshot of {name!r}: fingerprints did not change between {steps}; not committed"
+                f"stale snapshot of {name!r}: fingerprints did not change between {steps}; not "
+                "committed"
             )
         if still and new.lr:
             logger.warning("the sampled %s of %r is the same at %s", still[0], name, steps)
 
 
 _SETTINGS = (
-    *(f"backends.{unit}.fp32_precision" for unit in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")),
-    *(f"backends.cuda.matmul.allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")),
+    *(
+        f"backends.{unit}.fp32_precision"
+        for unit in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")
+    ),
+    *(
+        f"backends.cuda.matmul.allow_{dtype}_reduced_precision_reduction"
+        for dtype in ("bf16", "fp16")
+    ),
     *(f"backends.cuda.{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "math", "cudnn")),
     *("backends.cudnn.benchmark", "backends.cudnn.deterministic"),
     *("are_deterministic_algorithms_enabled", "get_default_dtype"),
 )
-"""Attributes and functions of torch. ``allow_tf32`` and ``set_float32_matmul_precision`` set ``fp32_precision``."""
+"""Attributes and functions of torch. ``allow_tf32`` and ``set_float32_matmul_precision`` set
+``fp32_precision``.
+"""
 
 
 _OTHER_KEYS = {
-    *("experiment_name", "trial_name", "path", "revision", "trust_remote_code", "init_from_scratch", "seed"),
-    *("is_critic", "train_vision", "freeze_vision_tower", "use_lora", "lora_rank", "lora_alpha", "target_modules"),
-    *("peft_type", "device", "backend", "timeout_s", "gradient_checkpointing", "logprobs_chunk_size"),
+    *(
+        "experiment_name",
+        "trial_name",
+        "path",
+        "revision",
+        "trust_remote_code",
+        "init_from_scratch",
+        "seed",
+    ),
+    *(
+        "is_critic",
+        "train_vision",
+        "freeze_vision_tower",
+        "use_lora",
+        "lora_rank",
+        "lora_alpha",
+        "target_modules",
+    ),
+    *(
+        "peft_type",
+        "device",
+        "backend",
+        "timeout_s",
+        "gradient_checkpointing",
+        "logprobs_chunk_size",
+    ),
 }
-"""Keys of the engine's config that a load compares elsewhere, or that do not change the numbers of a step."""
+"""Keys of the engine's config that a load compares elsewhere, or that do not change the numbers of
+a step.
+"""
 _OPTIMIZER_KEYS = {"optimizer.gradient_clipping", "optimizer.implementation"}
 """Keys of the optimizer that a load does not bring back. The schedule is described as a whole."""
 
 
-def numerical_switches(states: Mapping[str, DCPState], engines: Mapping[str, Any]) -> dict[str, str]:
-    """Collect settings that change the numbers of a step and are not part of the state: name -> value as text.
+def numerical_switches(
+    states: Mapping[str, DCPState], engines: Mapping[str, Any]
+) -> dict[str, str]:
+    """Collect settings that change the numbers of a step and are not part of the state: name ->
+    value as text.
 
     "none" is reported as "ieee", because both compute the same.
     """
     values = {name: attrgetter(name)(torch) for name in _SETTINGS}
-    found = {f"torch.{name}": str(value() if callable(value) else value) for name, value in values.items()}
+    found = {
+        f"torch.{name}": str(value() if callable(value) else value)
+        for name, value in values.items()
+    }
     found = {name: "ieee" if value == "none" else value for name, value in found.items()}
     for engine, state in states.items():
         params = by_clean_name(state.model.named_parameters())
         trained = sorted(name for name, param in params.items() if param.requires_grad)
         names = xxhash.xxh3_64_hexdigest("\n".join(trained).encode())
-        found[f"trained parameters of {engine}"] = f"{len(trained)} of {len(params)} (names {names})"
+        found[f"trained parameters of {engine}"] = (
+            f"{len(trained)} of {len(params)} (names {names})"
+        )
         if state.optimizer is not None and state.scheduler is not None:
             found[f"schedule of {engine}"] = describe_schedule(state.scheduler)
         config = getattr(engines[engine], "config", None)
         if isinstance(config, TrainEngineConfig):
-            found |= {f"{key} of {engine}": str(value) for key, value in _numerical_keys(asdict(config))}
+            found |= {
+                f"{key} of {engine}": str(value) for key, value in _numerical_keys(asdict(config))
+            }
         if isinstance(engines[engine], HostEngine):
-            found |= {f"{key} of {engine}": str(value) for key, value in engines[engine].settings.items()}
+            found |= {
+                f"{key} of {engine}": str(value) for key, value in engines[engine].settings.items()
+            }
     return found
 
 
@@ -326,5 +420,7 @@ def _numerical_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[tup
         key = prefix + name
         if isinstance(value, Mapping):
             yield from _numerical_keys(value, f"{key}.")
-        elif key in _OPTIMIZER_KEYS or not (key in _OTHER_KEYS or key.startswith(("optimizer", "fsdp."))):
+        elif key in _OPTIMIZER_KEYS or not (
+            key in _OTHER_KEYS or key.startswith(("optimizer", "fsdp."))
+        ):
             yield key, value

@@ -1,4 +1,6 @@
-"""`RecoverInfo`: the JSON file of a generation with everything besides tensors, readable for people."""
+"""`RecoverInfo`: the JSON file of a generation with everything besides tensors, readable for
+people.
+"""
 
 import json
 import math
@@ -15,7 +17,9 @@ from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, Conf
 INFO_NAME = "recover_info.json"
 DRIVER_STATE = "state/driver.pt"
 SHARED = "ranks_with_same_data"
-"""Key in the file of a rank: number of consecutive ranks with the same data. Absent if every rank has its own."""
+"""Key in the file of a rank: number of consecutive ranks with the same data. Absent if every rank
+has its own.
+"""
 
 
 def rank_state_name(rank: int) -> str:
@@ -29,9 +33,14 @@ class EngineFacts:
 
     optimizer_steps: int | None  # number of updates. None without an optimizer
     lr: float | None  # learning rate of the first parameter group. None without an optimizer
-    schedule_step: float | None  # number of schedule steps, or fractions of an epoch. None without a schedule
-    fingerprints: dict[str, str]  # sampled fingerprint in hex of ``model`` and, with an optimizer, of ``optim``
-    moved: bool  # whether any sampled moment is not zero. Before that, a step may leave everything unchanged
+    schedule_step: (
+        float | None
+    )  # number of schedule steps, or fractions of an epoch. None without a schedule
+    fingerprints: dict[
+        str, str
+    ]  # sampled fingerprint in hex of ``model`` and, with an optimizer, of ``optim``
+    # whether any sampled moment is not zero. Before that, a step may leave everything unchanged
+    moved: bool
 
 
 @dataclass(frozen=True)
@@ -41,18 +50,28 @@ class RecoverInfo:
     last_step_info: StepInfo  # last step that is in the generation
     run_id: str  # made at the very first start of the run and kept by every resume
     world_size: int  # number of ranks that wrote the generation
-    weight_versions: dict[str, int] = field(default_factory=dict)  # engine name -> version of its weights
+    weight_versions: dict[str, int] = field(
+        default_factory=dict
+    )  # engine name -> version of its weights
     resume_path: str | None = None  # of the run. With it, a restart recognises its own generations
     resume_origin: str | None = None  # digest of the manifest of the generation at ``resume_path``
     save_s: float = 0.0  # seconds up to the commit. A deadline is judged by it after a restart
     metrics: dict[str, float] = field(default_factory=dict)  # given to ``dump``, used by retention
-    engines: dict[str, EngineFacts] = field(default_factory=dict)  # engine name -> facts to check after a restore
-    rng: dict[str, str] = field(default_factory=dict)  # process (``rank_00000`` ..., ``driver``) -> generators' digest
-    # torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in older generations
+    engines: dict[str, EngineFacts] = field(
+        default_factory=dict
+    )  # engine name -> facts to check after a restore
+    rng: dict[str, str] = field(
+        default_factory=dict
+    )  # process (``rank_00000`` ..., ``driver``) -> generators' digest
+    # torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in older
+    # generations
     switches: dict[str, str] = field(default_factory=dict)
-    meshes: dict[str, dict[str, int]] = field(default_factory=dict)  # `FSDPEngine` -> sizes d, r, c, t, e of its mesh
-    # None if a run wrote the generation. If it was converted from another trainer: ``from`` -> source format, and
-    # missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how the run starts without it
+    meshes: dict[str, dict[str, int]] = field(
+        default_factory=dict
+    )  # `FSDPEngine` -> sizes d, r, c, t, e of its mesh
+    # None if a run wrote the generation. If it was converted from another trainer: ``from`` ->
+    # source format, and missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how
+    # the run starts without it
     converted: dict[str, str] | None = None
 
     def lacks(self, part: str) -> bool:
@@ -60,14 +79,17 @@ class RecoverInfo:
         return self.converted is not None and part in self.converted
 
     def to_json(self) -> bytes:
-        """Encode as UTF-8 JSON for `parse`. Raises `ConfigError` for a value that a resume would have to refuse."""
+        """Encode as UTF-8 JSON for `parse`. Raises `ConfigError` for a value that a resume would
+        have to refuse.
+        """
         try:
             data = json.dumps(asdict(self), indent=1).encode()
             _from_json(RecoverInfo, json.loads(data), "info")
         except TypeError as error:
             raise ConfigError(
-                f"the snapshot of step {self.last_step_info.global_step} could not be resumed from: {error}. Look at "
-                "the StepInfo that dump was given, the engines' get_version() and their schedulers' last_epoch"
+                f"the snapshot of step {self.last_step_info.global_step} could not be resumed "
+                f"from: {error}. Look at the StepInfo that dump was given, the engines' "
+                "get_version() and their schedulers' last_epoch"
             ) from error
         return data
 
@@ -77,13 +99,16 @@ class RecoverInfo:
 
         Raises:
             CheckpointCorruptError: the file is missing, or `to_json` did not write it.
-            CheckpointMismatchError: a value has a type that this version does not use. The file itself is undamaged.
+            CheckpointMismatchError: a value has a type that this version does not use. The file
+                itself is undamaged.
         """
         path = generation / INFO_NAME
         try:
             return cls.parse(path.read_bytes(), path)
         except FileNotFoundError as error:
-            raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointCorruptError(
+                f"{path} cannot be read: {type(error).__name__}: {error}"
+            ) from error
 
     @classmethod
     def parse(cls, data: bytes, path: str | os.PathLike[str]) -> "RecoverInfo":
@@ -95,15 +120,19 @@ class RecoverInfo:
             return info
         except TypeError as error:  # no damage, because its digest was compared before
             raise CheckpointMismatchError(
-                f"{path}: {error}; another version of Holdfast wrote it. Resume with that one, or move the generation "
-                "away to go on from the one before it"
+                f"{path}: {error}; another version of Holdfast wrote it. Resume with that one, or "
+                "move the generation away to go on from the one before it"
             ) from error
         except (ValueError, OverflowError, RecursionError) as error:
-            raise CheckpointCorruptError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointCorruptError(
+                f"{path} cannot be read: {type(error).__name__}: {error}"
+            ) from error
 
 
 def finite_numbers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite metrics as floats, because JSON has no NaN. Raises `ConfigError` for anything but numbers."""
+    """Return the finite metrics as floats, because JSON has no NaN. Raises `ConfigError` for
+    anything but numbers.
+    """
     numbers = {}
     for name, value in metrics.items():
         try:
@@ -112,16 +141,19 @@ def finite_numbers(metrics: Mapping[str, float]) -> dict[str, float]:
             numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ConfigError(
-                f"dump was given the metric {name!r} as {value!r}, a {type(value).__name__}; expected a number"
+                f"dump was given the metric {name!r} as {value!r}, a {type(value).__name__}; "
+                "expected a number"
             ) from error
     return {name: number for name, number in numbers.items() if math.isfinite(number)}
 
 
 def _from_json(kind: Any, value: Any, name: str) -> Any:
-    """Convert ``value``, a result of ``json.loads``, to ``kind``, and check every value against the type of its field.
+    """Convert ``value``, a result of ``json.loads``, to ``kind``, and check every value against the
+    type of its field.
 
-    ``kind`` is a dataclass, ``dict[str, ...]``, ``... | None``, int, float, str or bool. Whole numbers are converted
-    between int and float. Unknown keys of a dataclass are ignored, because a newer writer may have added them.
+    ``kind`` is a dataclass, ``dict[str, ...]``, ``... | None``, int, float, str or bool. Whole
+    numbers are converted between int and float. Unknown keys of a dataclass are ignored, because a
+    newer writer may have added them.
 
     Raises:
         TypeError: a value has another type. The message calls it ``name``.
@@ -133,7 +165,9 @@ def _from_json(kind: Any, value: Any, name: str) -> Any:
         return None if value is None else _from_json(some, value, name)
     if get_origin(kind) is dict:
         _require(isinstance(value, dict), kind, value, name)
-        return {key: _from_json(get_args(kind)[1], item, f"{name}.{key}") for key, item in value.items()}
+        return {
+            key: _from_json(get_args(kind)[1], item, f"{name}.{key}") for key, item in value.items()
+        }
     if isinstance(kind, type) and is_dataclass(kind):
         _require(isinstance(value, dict), kind, value, name)
         kinds = get_type_hints(kind)

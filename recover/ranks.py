@@ -1,11 +1,13 @@
 """One interface to all ranks, for a process that is a rank (torchrun) or drives the ranks (Ray).
 
-Under torchrun every rank calls the handler, and rank 0 leads. Under Ray the driver calls the handler, leads, and sends
-the ranks their part. `LocalRanks` and `DrivenRanks` have the same methods: ``run_all`` and ``run_sessions`` for the
-work of every rank, ``decide`` for the work of the leader.
+Under torchrun every rank calls the handler, and rank 0 leads. Under Ray the driver calls the
+handler, leads, and sends the ranks their part. `LocalRanks` and `DrivenRanks` have the same
+methods: ``run_all`` and ``run_sessions`` for the work of every rank, ``decide`` for the work of the
+leader.
 
-What a rank keeps from one step to the next (staging buffers, plans, a process group) is its session. Under torchrun the
-session is an object of this process. Under Ray it lives in the process of the rank, and the driver calls it by a key.
+What a rank keeps from one step to the next (staging buffers, plans, a process group) is its
+session. Under torchrun the session is an object of this process. Under Ray it lives in the process
+of the rank, and the driver calls it by a key.
 """
 
 import uuid
@@ -42,24 +44,33 @@ T = TypeVar("T")
 class SessionRef:
     """Reference to the sessions of a handler, each with a ``background_group`` and ``close()``."""
 
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)  # names the session in the processes of driven ranks
+    key: str = field(
+        default_factory=lambda: uuid.uuid4().hex
+    )  # names the session in the processes of driven ranks
     own: Any = None  # session of this process, if this process is a rank
 
 
 class LocalRanks:
     """Ranks that call the handler themselves, among them this process.
 
-    Ranks with the same data call it with dataloaders in the same position. ``caller`` is the index of this rank's data
-    among the data of the ``n_callers`` ranks that differ. The first rank with the same data is their head.
+    Ranks with the same data call it with dataloaders in the same position. ``caller`` is the index
+    of this rank's data among the data of the ``n_callers`` ranks that differ. The first rank with
+    the same data is their head.
     """
 
     is_driver = False  # whether the caller is a process of its own, apart from the ranks
 
     def __init__(
-        self, target: RankEngines, group: dist.ProcessGroup | None = None, session: SessionRef | None = None
+        self,
+        target: RankEngines,
+        group: dist.ProcessGroup | None = None,
+        session: SessionRef | None = None,
     ) -> None:
         self._target, self._group, self._session = target, group, session or SessionRef()
-        self.world_size, self.ranks_with_same_data = get_world_size(group), target.ranks_with_same_data
+        self.world_size, self.ranks_with_same_data = (
+            get_world_size(group),
+            target.ranks_with_same_data,
+        )
         self.n_callers = self.world_size // self.ranks_with_same_data
         self.caller, peer = divmod(get_rank(group), self.ranks_with_same_data)
         self.is_head = peer == 0
@@ -70,7 +81,9 @@ class LocalRanks:
         return self.here(partial(fn, self._target, *args))
 
     def open_sessions(self, make: Callable[..., Any], *args: Any) -> None:
-        """Open the session of every rank as ``make(holder, *args)``. If one rank fails, all sessions are closed."""
+        """Open the session of every rank as ``make(holder, *args)``. If one rank fails, all
+        sessions are closed.
+        """
         try:
             with all_ranks_succeed("opening a session of recovery", self._group):
                 self.close_sessions()
@@ -90,7 +103,9 @@ class LocalRanks:
             session.close()
 
     def in_background(self) -> "LocalRanks":
-        """Return the same ranks for another thread. They use the background group of their sessions."""
+        """Return the same ranks for another thread. They use the background group of their
+        sessions.
+        """
         return LocalRanks(self._target, self._session.own.background_group, self._session)
 
     def decide(self, decision: Callable[[], T]) -> T:
@@ -102,7 +117,9 @@ class LocalRanks:
         return rank_zero_decides_slowly(work, self._group)
 
     def here(self, fn: Callable[[], T]) -> list[T]:
-        """Run ``fn`` in every caller. Every caller gets all results. A failure in one is raised in all."""
+        """Run ``fn`` in every caller. Every caller gets all results. A failure in one is raised in
+        all.
+        """
         with all_ranks_succeed("a step of recovery", self._group):
             result = fn()
         return gather_objects(result, self._group)
@@ -116,9 +133,11 @@ class LocalRanks:
 
 
 class DrivenRanks:
-    """Remote ranks that this process drives, with the methods of `LocalRanks`. The only caller decides by itself.
+    """Remote ranks that this process drives, with the methods of `LocalRanks`. The only caller
+    decides by itself.
 
-    With ``in_background`` it calls the ranks from another thread, while other calls of the group continue.
+    With ``in_background`` it calls the ranks from another thread, while other calls of the group
+    continue.
     """
 
     is_driver = True
@@ -126,7 +145,9 @@ class DrivenRanks:
     n_callers = ranks_with_same_data = 1
     caller = 0
 
-    def __init__(self, group: "WorkerGroup", session: SessionRef, *, in_background: bool = False) -> None:
+    def __init__(
+        self, group: "WorkerGroup", session: SessionRef, *, in_background: bool = False
+    ) -> None:
         self._group, self._session = group, session
         self.world_size = group.world_size
         self._run = group.run_in_background if in_background else group.run_all
@@ -174,7 +195,9 @@ class DrivenRanks:
 
 
 _SESSIONS: dict[str, Any] = {}
-"""Sessions of driven ranks, in the process of each: a driver can name a session, but cannot hold it."""
+"""Sessions of driven ranks, in the process of each: a driver can name a session, but cannot hold
+it.
+"""
 
 
 def _open_session(holder: Any, key: str, make: Callable[..., Any], *args: Any) -> None:
@@ -193,7 +216,9 @@ def _close_session(holder: Any, key: str) -> None:
 
 def _known(session: Any) -> Any:
     if session is None:
-        raise ConfigError("this rank does not know the handler; call load with the same workers before dump")
+        raise ConfigError(
+            "this rank does not know the handler; call load with the same workers before dump"
+        )
     return session
 
 
@@ -201,10 +226,17 @@ Ranks = LocalRanks | DrivenRanks
 
 
 def ranks_of(
-    engine: Any, stateful: Mapping[str, Stateful], group: dist.ProcessGroup | None, session: SessionRef
+    engine: Any,
+    stateful: Mapping[str, Stateful],
+    group: dist.ProcessGroup | None,
+    session: SessionRef,
 ) -> Ranks:
-    """Return `DrivenRanks` if ``engine`` is a `WorkerGroup`, else `LocalRanks` with the engines that it has."""
+    """Return `DrivenRanks` if ``engine`` is a `WorkerGroup`, else `LocalRanks` with the engines
+    that it has.
+    """
     if hasattr(type(engine), "run_in_background"):  # without importing Ray
         return DrivenRanks(engine, session)
     target = engines_of(engine)
-    return LocalRanks(RankEngines(target.engines, target.stateful | dict(stateful), group), group, session)
+    return LocalRanks(
+        RankEngines(target.engines, target.stateful | dict(stateful), group), group, session
+    )

@@ -1,9 +1,11 @@
-"""Run a job on Ray, and run it again after workers are lost, in the same places if they can still be used.
+"""Run a job on Ray, and run it again after workers are lost, in the same places if they can still
+be used.
 
-When a `WorkerLost` leaves the job, every process of the attempt is killed first, because a survivor could still write.
-Then the job is called again with the next `Attempt`. Any other exception is raised at once: a bug, Ctrl-C, `Preempted`.
-A job that can continue without one group catches the loss and restarts only that group with `Attempt.restart`. The
-driver is not watched: after its death, run the same command again. While a job runs, no other job can use its folder.
+When a `WorkerLost` leaves the job, every process of the attempt is killed first, because a survivor
+could still write. Then the job is called again with the next `Attempt`. Any other exception is
+raised at once: a bug, Ctrl-C, `Preempted`. A job that can continue without one group catches the
+loss and restarts only that group with `Attempt.restart`. The driver is not watched: after its
+death, run the same command again. While a job runs, no other job can use its folder.
 """
 
 import threading
@@ -35,8 +37,9 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 
 BACK_OFF_S = 10.0
-"""Pause before a group that started too late is started again, so that an overloaded machine can recover. The pause
-doubles each time, up to `LONGEST_BACK_OFF_S`."""
+"""Pause before a group that started too late is started again, so that an overloaded machine can
+recover. The pause doubles each time, up to `LONGEST_BACK_OFF_S`.
+"""
 LONGEST_BACK_OFF_S = 300.0
 
 
@@ -44,7 +47,8 @@ LONGEST_BACK_OFF_S = 300.0
 class RecoveryEvent:
     """One loss of workers, and how long the recovery took.
 
-    If the whole attempt is repeated, the last two times refer to the newest group of the next attempt.
+    If the whole attempt is repeated, the last two times refer to the newest group of the next
+    attempt.
     """
 
     group: str  # name of the worker group that lost ranks
@@ -61,8 +65,8 @@ class RecoveryEvent:
 class Attempt:
     """One run of the job.
 
-    Threads of the job may start worker groups in parallel. If the attempt ends while a group still starts, the group
-    ends too, and its `worker_group` call raises `WorkerLost`.
+    Threads of the job may start worker groups in parallel. If the attempt ends while a group still
+    starts, the group ends too, and its `worker_group` call raises `WorkerLost`.
 
     Attributes:
         number: 0 for the first run.
@@ -76,7 +80,9 @@ class Attempt:
     _supervisor: "Supervisor"
     _placements: "_Places"
     _groups: dict[str, WorkerGroup] = field(default_factory=dict)
-    _starts: dict[str, tuple[PlacementRequest, Callable[[Placement], WorkerGroup]]] = field(default_factory=dict)
+    _starts: dict[str, tuple[PlacementRequest, Callable[[Placement], WorkerGroup]]] = field(
+        default_factory=dict
+    )
     _ended: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -93,7 +99,8 @@ class Attempt:
         stall_timeout_s: float | None = 1800.0,
         **options: Any,
     ) -> WorkerGroup:
-        """Start a `WorkerGroup` in the place of the previous attempt's group of the same name and request.
+        """Start a `WorkerGroup` in the place of the previous attempt's group of the same name and
+        request.
 
         The group ends with the attempt. Other arguments and exceptions are those of `WorkerGroup`.
 
@@ -101,14 +108,16 @@ class Attempt:
             worker_cls, misplaced, options: see `WorkerGroup`.
             name: name of the group, unique in the attempt.
             world_size: number of ranks.
-            min_world_size: smallest usable number of ranks, taken if the cluster cannot hold all of them for
-                ``recover.shrink_after_s``. The group's ``world_size`` is the actual number. None requires all ranks.
+            min_world_size: smallest usable number of ranks, taken if the cluster cannot hold all of
+                them for ``recover.shrink_after_s``. The group's ``world_size`` is the actual
+                number. None requires all ranks.
             multiple_of: the actual number of ranks is a multiple of this (see
                 `ParallelStrategy.multiple_of`).
             resources: resources of each rank. None means one CPU.
-            strategy: how Ray distributes the ranks over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD.
-            stall_timeout_s: see `WorkerGroup`. Doubled each time that a group of this name made no progress and was
-                lost.
+            strategy: how Ray distributes the ranks over nodes: PACK, SPREAD, STRICT_PACK or
+                STRICT_SPREAD.
+            stall_timeout_s: see `WorkerGroup`. Doubled each time that a group of this name made no
+                progress and was lost.
         Raises:
             ConfigError: this attempt already started a group of this name.
             ResourcesUnavailable: the cluster lacked the resources for ``recover.node_wait_s``.
@@ -127,62 +136,78 @@ class Attempt:
                 world_size=placement.world_size,
                 resources=request.resources,
                 placement=placement,
-                stall_timeout_s=None if stall_timeout_s is None else stall_timeout_s * 2 ** stalls[name],
+                stall_timeout_s=None
+                if stall_timeout_s is None
+                else stall_timeout_s * 2 ** stalls[name],
                 on_created=self._admit,
                 **options,
             )
 
         with self._lock:
             if name in self._starts:
-                raise ConfigError(f"this attempt has a worker group {name!r} already; give each its own name")
+                raise ConfigError(
+                    f"this attempt has a worker group {name!r} already; give each its own name"
+                )
             self._starts[name] = request, start
         return self._build(name, self.event)
 
     def restart(self, loss: WorkerLost) -> WorkerGroup:
-        """Start the group that ``loss`` names again, with the same class, arguments and place. Other groups continue.
+        """Start the group that ``loss`` names again, with the same class, arguments and place.
+        Other groups continue.
 
-        The restart counts as a retry and adds an event. All old processes are gone before the first new one starts, so
-        handles from the old group, for example a `RemoteServer`, are dead.
+        The restart counts as a retry and adds an event. All old processes are gone before the first
+        new one starts, so handles from the old group, for example a `RemoteServer`, are dead.
 
         Raises:
             ConfigError: this attempt has no group of that name.
             RetriesExhausted: there were too many losses.
-            WorkerLost: the group was lost again while it started, and may be restarted again. Or the attempt has ended.
+            WorkerLost: the group was lost again while it started, and may be restarted again. Or
+                the attempt has ended.
         """
         with self._lock:
             lost = self._groups.get(loss.group)
         if lost is None:
-            raise ConfigError(f"this attempt has no worker group {loss.group!r} to start again") from loss
+            raise ConfigError(
+                f"this attempt has no worker group {loss.group!r} to start again"
+            ) from loss
         event = self._supervisor._note_loss(loss, self.number, lost.kill)
         logger.warning("%s; it is started again", loss)
         self._supervisor._spend_retry(loss, lost)
         return self._build(loss.group, event)
 
     def draining(self) -> StopNotice | None:
-        """Ray's notice that a node of a worker or of the driver is about to go. None if there is no notice.
+        """Ray's notice that a node of a worker or of the driver is about to go. None if there is no
+        notice.
 
-        Can be given to `RecoverHandler` as one of its ``notices``. Costs one round trip to Ray's control process, a
-        millisecond or less.
+        Can be given to `RecoverHandler` as one of its ``notices``. Costs one round trip to Ray's
+        control process, a millisecond or less.
         """
         with self._lock:
             groups = list(self._groups.values())
-        nodes = {ray.get_runtime_context().get_node_id()}.union(*(group.node_ids() for group in groups))
+        nodes = {ray.get_runtime_context().get_node_id()}.union(
+            *(group.node_ids() for group in groups)
+        )
         ends = {node: end for node, end in draining_nodes().items() if node in nodes}
         if not ends:
             return None
-        return StopNotice(f"Ray drains node(s) {', '.join(ends)}", min(filter(None, ends.values()), default=None))
+        return StopNotice(
+            f"Ray drains node(s) {', '.join(ends)}", min(filter(None, ends.values()), default=None)
+        )
 
     def can_grow(self) -> bool:
-        """Whether ranks that a group was started without are available now. Costs at most one round trip to Ray."""
+        """Whether ranks that a group was started without are available now. Costs at most one round
+        trip to Ray.
+        """
         with self._lock:
             groups = list(self._groups.values())
         return any(group.placement.can_grow() for group in groups)
 
     def start_again(self) -> NoReturn:
-        """End this attempt, so that the supervisor begins the next one with as many ranks as possible.
+        """End this attempt, so that the supervisor begins the next one with as many ranks as
+        possible.
 
-        Call it when `can_grow` returns True, after ``dump`` and ``wait`` of the handler. It is neither a loss nor a
-        retry.
+        Call it when `can_grow` returns True, after ``dump`` and ``wait`` of the handler. It is
+        neither a loss nor a retry.
 
         Raises:
             AttemptEnded: always. Let it leave the job.
@@ -195,9 +220,9 @@ class Attempt:
             placement = self._placements.get(request)
         except RayError as error:
             raise ClusterLost(
-                f"Ray cannot place worker group {name!r} ({headline(error)}): its control process does not answer, or "
-                "was started anew without its tables. Checkpoints are intact: start Ray again, and the same command "
-                "resumes from the newest"
+                f"Ray cannot place worker group {name!r} ({headline(error)}): its control process "
+                "does not answer, or was started anew without its tables. Checkpoints are intact: "
+                "start Ray again, and the same command resumes from the newest"
             ) from error
         if event is not None:
             event.placed_s = time.time() - event.detected_at
@@ -215,7 +240,9 @@ class Attempt:
         # Before its processes start, so that they end with the attempt whatever happens.
         with self._lock:
             if self._ended:
-                raise WorkerLost(group.name, range(group.world_size), f"attempt {self.number} has ended")
+                raise WorkerLost(
+                    group.name, range(group.world_size), f"attempt {self.number} has ended"
+                )
             self._groups[group.name] = group
 
     def _end(self, end: Callable[[WorkerGroup], None] = WorkerGroup.kill) -> None:
@@ -234,15 +261,15 @@ class Supervisor:
         supervisor = Supervisor(RecoverConfig(fileroot="runs", retries=3))
 
         def job(attempt: Attempt) -> None:
-            trainer = attempt.worker_group(Trainer, name="trainer", world_size=2, resources=WorkerResources(gpus=1))
-            handler.load(trainer)  # resume, then train
+            trainer = attempt.worker_group(Trainer, name="trainer", world_size=2,
+            resources=WorkerResources(gpus=1)) handler.load(trainer)  # resume, then train
 
         supervisor.run(job)
 
     Args:
-        config: ``retries`` and ``retry_window_s`` limit the losses. ``node_wait_s`` and ``shrink_after_s`` limit the
-            wait for resources. The folder of the run is locked, unless the mode is ``off``. None stands for mode
-            ``off``.
+        config: ``retries`` and ``retry_window_s`` limit the losses. ``node_wait_s`` and
+            ``shrink_after_s`` limit the wait for resources. The folder of the run is locked, unless
+            the mode is ``off``. None stands for mode ``off``.
 
     Attributes:
         events: all losses so far, oldest first.
@@ -252,7 +279,9 @@ class Supervisor:
         self._config = config or RecoverConfig(mode="off")
         self._retried_at: list[float] = []
         self._lock = threading.Lock()
-        self._late_starts: Counter[str] = Counter()  # group name -> late starts since its last start in time
+        self._late_starts: Counter[str] = (
+            Counter()
+        )  # group name -> late starts since its last start in time
         self._stalls: Counter[str] = Counter()
         self.events: list[RecoveryEvent] = []
         self._journal = Journal(self._config.trial_root)
@@ -260,13 +289,16 @@ class Supervisor:
     def run(self, job: Callable[[Attempt], T]) -> T:
         """Call ``job(attempt)`` and return its result. Call it again after each `WorkerLost`.
 
-        Before this returns or raises, all worker groups are shut down and their places are given back to Ray.
+        Before this returns or raises, all worker groups are shut down and their places are given
+        back to Ray.
 
         Raises:
             ConfigError: Ray is not initialised.
             FolderInUseError: another job still used the folder of the run after ``lock_timeout_s``.
-            RetriesExhausted: there were more losses than the configuration allows. Raised from the last `WorkerLost`.
-            BaseException: any other exception of the job, `Preempted` included, at once and unchanged.
+            RetriesExhausted: there were more losses than the configuration allows. Raised from the
+                last `WorkerLost`.
+            BaseException: any other exception of the job, `Preempted` included, at once and
+                unchanged.
         """
         require_ray()
         with ExitStack() as stack:
@@ -304,14 +336,20 @@ class Supervisor:
         finally:
             attempt._end()
 
-    def _note_loss(self, loss: WorkerLost, attempt: int, tear_down: Callable[[], None]) -> RecoveryEvent:
+    def _note_loss(
+        self, loss: WorkerLost, attempt: int, tear_down: Callable[[], None]
+    ) -> RecoveryEvent:
         detected_at = time.time()
         tear_down()
         torn_down_s = time.time() - detected_at
         event = RecoveryEvent(loss.group, loss.ranks, loss.cause, attempt, detected_at, torn_down_s)
         self.events.append(event)
         self._journal.note(
-            "loss", group=loss.group, ranks=loss.ranks, cause=loss.cause, torn_down_s=round(torn_down_s, 3)
+            "loss",
+            group=loss.group,
+            ranks=loss.ranks,
+            cause=loss.cause,
+            torn_down_s=round(torn_down_s, 3),
         )
         return event
 
@@ -325,7 +363,8 @@ class Supervisor:
             raise RetriesExhausted(
                 f"workers were lost again after {len(recent)} retries within {window_s:g} s "
                 f"(allowed: {self._config.retries}); the last loss: {loss}. Find what kills them, "
-                "or raise retries; the newest checkpoint is intact and the same command resumes from it"
+                "or raise retries; the newest checkpoint is intact and the same command resumes "
+                "from it"
             ) from loss
         # Allow more time for a step or a start that has just timed out.
         if lost is not None and lost.stalled:
@@ -358,13 +397,16 @@ class _Places:
         self._places: dict[str, _Place] = {}
 
     def get(self, request: PlacementRequest) -> Placement:
-        # The previous attempt's place, grown if possible, or a new place if it cannot be used any more.
+        # The previous attempt's place, grown if possible, or a new place if it cannot be used any
+        # more.
         with self._lock:
             if self._removed.is_set():
                 raise WorkerLost(request.name, range(request.world_size), "the job has ended")
             at = self._places.setdefault(request.name, _Place())
         with at.lock:
-            if at.placement is not None and not (at.placement.request == request and at.placement.is_sound()):
+            if at.placement is not None and not (
+                at.placement.request == request and at.placement.is_sound()
+            ):
                 logger.info("worker group %r is placed anew", request.name)
                 at.placement.remove()
                 at.placement = None

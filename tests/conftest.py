@@ -14,9 +14,13 @@ from tests.limits import stretched
 
 SIMULATED_DEVICES = bool(os.environ.get("HOLDFAST_SIMULATED_CUDA"))
 
-pytest_plugins = ["tests.faults.tally", *(["tests.simulated_cuda.reports"] if SIMULATED_DEVICES else [])]
+pytest_plugins = [
+    "tests.faults.tally",
+    *(["tests.simulated_cuda.reports"] if SIMULATED_DEVICES else []),
+]
 
-# Processes in a shell's background ignore Ctrl-C, and so would all processes that the tests start and interrupt.
+# Processes in a shell's background ignore Ctrl-C, and so would all processes that the tests start
+# and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,7 +39,9 @@ if SIMULATED_DEVICES:  # this process, too
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs, if there are any, from all tests but those for GPUs. The others compare with values of the CPU."""
+    """Hide GPUs, if there are any, from all tests but those for GPUs. The others compare with
+    values of the CPU.
+    """
     selected = re.fullmatch(r"gpu\b.*", config.option.markexpr) is not None
     for_gpus = selected or SIMULATED_DEVICES or os.environ.get("HOLDFAST_SHARED_GPU")
     if Path("/dev/nvidiactl").exists() and not for_gpus:
@@ -44,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the choice of a tier
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Stretch the time limits of all tests. Files with the longest limits come first, so that none is left for last."""
+    """Stretch the time limits of all tests. Files with the longest limits come first, so that none
+    is left for last.
+    """
     of_all = config.getoption("timeout")
     of_all = float(config.getini("timeout") if of_all is None else of_all)
     longest = defaultdict[Path, float](float)
@@ -57,7 +65,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported objects from later garbage collections, because every engine begins and ends with one."""
+    """Exclude imported objects from later garbage collections, because every engine begins and ends
+    with one.
+    """
     gc.collect()
     gc.freeze()
 

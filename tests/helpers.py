@@ -1,4 +1,6 @@
-"""Real ranks for tests: processes with a gloo group that run a function and return results and errors."""
+"""Real ranks for tests: processes with a gloo group that run a function and return results and
+errors.
+"""
 
 import faulthandler
 import os
@@ -36,16 +38,23 @@ PRELOAD = (
     "holdfast.recover.handler",
     "tests.preloaded",
 )
-"""Modules that almost every rank needs, imported once in the process from which ranks are forked."""
+"""Modules that almost every rank needs, imported once in the process from which ranks are forked.
+"""
 
 
 SIMULATED_DEVICES = bool(os.environ.get("HOLDFAST_SIMULATED_CUDA"))
-"""Whether this process and all that it starts have simulated CUDA devices (see `tests.simulated_cuda`)."""
+"""Whether this process and all that it starts have simulated CUDA devices (see
+`tests.simulated_cuda`).
+"""
 ON_DEVICES = SIMULATED_DEVICES or bool(os.environ.get("HOLDFAST_SHARED_GPU"))
-"""Whether ranks of `run_ranks` have these devices, or share a real one (see `tests.gpu.shared_gpu`)."""
+"""Whether ranks of `run_ranks` have these devices, or share a real one (see
+`tests.gpu.shared_gpu`).
+"""
 
 
-def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple, pipe: Connection) -> None:
+def _rank_main(
+    rank: int, world_size: int, store: str, fn: Callable[..., Any], args: tuple, pipe: Connection
+) -> None:
     faulthandler.enable()  # a crash in C++ prints where its Python was
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -59,7 +68,8 @@ def _rank_main(rank: int, world_size: int, store: str, fn: Callable[..., Any], a
             world_size=world_size,
             timeout=timedelta(seconds=stretched(60)),
         )
-        dist.barrier()  # a rank that ends at once must not cut connections that another rank is still making
+        # a rank that ends at once must not cut connections that another rank is still making
+        dist.barrier()
         result = fn(rank, world_size, *args)
         _check_devices()
         pipe.send_bytes(pickle.dumps(("ok", result)))
@@ -80,12 +90,15 @@ def _check_devices() -> None:
         assert device.counts()["unregistered_in_use"] == 0
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """Call the top-level function ``fn(rank, world_size, *args)`` on gloo ranks. Returns the results in rank order.
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120
+) -> list[Any]:
+    """Call the top-level function ``fn(rank, world_size, *args)`` on gloo ranks. Returns the
+    results in rank order.
 
     Raises:
-        AssertionError: a rank failed (with all tracebacks, the first failure first), or ranks did not answer within
-            ``timeout_s``.
+        AssertionError: a rank failed (with all tracebacks, the first failure first), or ranks did
+            not answer within ``timeout_s``.
     """
     context = mp.get_context("forkserver")  # fresh processes that do not import everything again
     context.set_forkserver_preload(list(PRELOAD))
@@ -93,7 +106,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         processes, pipes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, world_size, f"{folder}/store", fn, args, theirs))
+            process = context.Process(
+                target=_rank_main, args=(rank, world_size, f"{folder}/store", fn, args, theirs)
+            )
             process.start()
             theirs.close()
             processes.append(process)
@@ -119,23 +134,32 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout_s: float) ->
             status, value = pickle.loads(pipe.recv_bytes())
         except EOFError:
             processes[rank].join(stretched(5))
-            status, value = "error", f"the process died without a word (exit code {processes[rank].exitcode})"
+            status, value = (
+                "error",
+                f"the process died without a word (exit code {processes[rank].exitcode})",
+            )
         if status == "ok":
             results[rank] = value
         else:
             errors.append(f"--- rank {rank}\n{value}")
-    assert not errors and not silent, "\n".join(errors) + (f"\nranks {silent} did not answer" if silent else "")
+    assert not errors and not silent, "\n".join(errors) + (
+        f"\nranks {silent} did not answer" if silent else ""
+    )
     return results
 
 
 def shared_memory() -> set[str]:
-    """Files in shared memory. Ray's stores, semaphores of processes and folders belong to tests that run meanwhile."""
+    """Files in shared memory. Ray's stores, semaphores of processes and folders belong to tests
+    that run meanwhile.
+    """
     files = (entry.name for entry in os.scandir("/dev/shm") if entry.is_file())
     return {name for name in files if not name.startswith(("plasma", "sem."))}
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """New entries of `shared_memory` since ``before``, after a wait for temporary files of other tests."""
+    """New entries of `shared_memory` since ``before``, after a wait for temporary files of other
+    tests.
+    """
     deadline = time.monotonic() + stretched(20)
     while (left := shared_memory() - before) and time.monotonic() < deadline:
         time.sleep(0.1)

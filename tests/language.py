@@ -1,7 +1,9 @@
-"""Check the language of docstrings, comments and Markdown pages: ``python -m tests.language [--worst 20] [PATH ...]``.
+"""Check the language of docstrings, comments and Markdown pages: ``python -m tests.language
+[--worst 20] [PATH ...]``.
 
-Counts phrases over which readers of this project stumbled. None of them is always wrong, so a group of files may have
-`LIMIT` of them per 1,000 words. Without paths, all of `GROUPS` are checked, and the exit code is 1 if one is above it.
+Counts phrases over which readers of this project stumbled. None of them is always wrong, so a group
+of files may have `LIMIT` of them per 1,000 words. Without paths, all of `GROUPS` are checked, and
+the exit code is 1 if one is above it.
 """
 
 import argparse
@@ -53,17 +55,23 @@ class Passage:
 
     @property
     def hits(self) -> Counter[str]:
-        return Counter({name: len(re.findall(pattern, self.text)) for name, pattern in PATTERNS.items()})
+        return Counter(
+            {name: len(re.findall(pattern, self.text)) for name, pattern in PATTERNS.items()}
+        )
 
 
 def passages(file: Path, source: str) -> Iterator[Passage]:
     """Yield the passages of a Python file or a Markdown page."""
-    found = _paragraphs(source) if file.suffix == ".md" else [*_docstrings(source), *_comments(source)]
+    found = (
+        _paragraphs(source) if file.suffix == ".md" else [*_docstrings(source), *_comments(source)]
+    )
     yield from (Passage(file, line, prose) for line, text in found if (prose := _prose(text)))
 
 
 def _prose(text: str) -> str:
-    """Remove literal blocks (after a line that ends with ``::``), doctests, spans of code, and targets of links."""
+    """Remove literal blocks (after a line that ends with ``::``), doctests, spans of code, and
+    targets of links.
+    """
     kept, literal = [], None
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
@@ -77,7 +85,11 @@ def _prose(text: str) -> str:
 
 def _docstrings(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield node.lineno, node.value.value
 
 
@@ -115,8 +127,14 @@ def _paragraphs(source: str) -> Iterator[tuple[int, str]]:
 
 def collect(places: Iterable[Path]) -> list[Passage]:
     """Return all passages of files and folders."""
-    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.[pm][yd]")))]
-    return [passage for file in files for passage in passages(file, file.read_text(encoding="utf-8"))]
+    files = [
+        file
+        for place in places
+        for file in ([place] if place.is_file() else sorted(place.rglob("*.[pm][yd]")))
+    ]
+    return [
+        passage for file in files for passage in passages(file, file.read_text(encoding="utf-8"))
+    ]
 
 
 def rate(found: Iterable[Passage]) -> float:
@@ -127,9 +145,15 @@ def rate(found: Iterable[Passage]) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the rate of each group and its worst passages. Returns 1 if a rate is above `LIMIT`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", type=Path, help="files and folders instead of the groups")
-    parser.add_argument("--worst", type=int, default=0, metavar="N", help="print the N worst passages of each group")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "paths", nargs="*", type=Path, help="files and folders instead of the groups"
+    )
+    parser.add_argument(
+        "--worst", type=int, default=0, metavar="N", help="print the N worst passages of each group"
+    )
     given = parser.parse_args(argv)
     groups = {name: [ROOT / place for place in places] for name, places in GROUPS.items()}
     failed = False
@@ -141,7 +165,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: {value:.1f} phrases per 1,000 words: {verdict}")
         found.sort(key=lambda each: each.hits.total() / (each.words + 12), reverse=True)
         for each in found[: given.worst]:
-            print(f"  {each.file}:{each.line}: {', '.join(+each.hits) or 'none'}: {' '.join(each.text.split())[:200]}")
+            print(
+                f"  {each.file}:{each.line}: {', '.join(+each.hits) or 'none'}: "
+                f"{' '.join(each.text.split())[:200]}"
+            )
     return int(failed)
 
 

@@ -1,4 +1,5 @@
-"""Time limits of tests: generous, and ``HOLDFAST_TEST_TIMEOUT_FACTOR`` times as generous on a slow or busy machine.
+"""Time limits of tests: generous, and ``HOLDFAST_TEST_TIMEOUT_FACTOR`` times as generous on a slow
+or busy machine.
 
 Only limits after which a test gives up are stretched, never timeouts that are under test.
 """
@@ -9,7 +10,9 @@ TIMEOUT_FACTOR = float(os.environ.get("HOLDFAST_TEST_TIMEOUT_FACTOR", "1"))
 """Factor for all limits."""
 
 if not 0 < TIMEOUT_FACTOR < float("inf"):
-    raise ValueError(f"HOLDFAST_TEST_TIMEOUT_FACTOR is {TIMEOUT_FACTOR}; expected a positive number, 3 say")
+    raise ValueError(
+        f"HOLDFAST_TEST_TIMEOUT_FACTOR is {TIMEOUT_FACTOR}; expected a positive number, 3 say"
+    )
 
 
 def stretched(limit_s: float) -> float:

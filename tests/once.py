@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
-    """Call ``make`` with a new folder in the first process that needs it. The other processes wait for the result.
+    """Call ``make`` with a new folder in the first process that needs it. The other processes wait
+    for the result.
 
     Args:
         factory: factory of this process.

@@ -1,4 +1,6 @@
-"""Ray clusters of several nodes on this machine, each with its own raylet that can be killed, stopped or joined."""
+"""Ray clusters of several nodes on this machine, each with its own raylet that can be killed,
+stopped or joined.
+"""
 
 import contextlib
 import os
@@ -17,10 +19,14 @@ NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": SMALLEST_STORE_BYT
 
 @contextlib.contextmanager
 def cluster_of(n_nodes: int, **head: Any) -> Iterator[Cluster]:
-    """A head and further nodes, ``n_nodes`` together, each with one CPU. A driver connects to the head."""
+    """A head and further nodes, ``n_nodes`` together, each with one CPU. A driver connects to the
+    head.
+    """
     ray.shutdown()  # the Ray that the modules share
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False, **head})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={**NODE, "include_dashboard": False, **head}
+    )
     try:
         for _ in range(n_nodes - 1):
             cluster.add_node(**NODE)

@@ -47,7 +47,9 @@ def start_ray(num_cpus: int = 4, num_gpus: int = 2) -> None:
 
 @pytest.fixture(scope="module")
 def local_ray() -> None:
-    """Ray with four logical CPUs, shared by all modules. It ends with pytest, or when a test needs another one."""
+    """Ray with four logical CPUs, shared by all modules. It ends with pytest, or when a test needs
+    another one.
+    """
     if not ray.is_initialized():
         start_ray()
 
@@ -61,7 +63,9 @@ def running(pid: int) -> bool:
 
 
 def kill_after(delay_s: float, pid: int, signum: int = signal.SIGKILL) -> list[float]:
-    """Send a signal to ``pid`` after a delay. The returned list then gets the time (monotonic seconds)."""
+    """Send a signal to ``pid`` after a delay. The returned list then gets the time (monotonic
+    seconds).
+    """
     moment: list[float] = []
 
     def strike() -> None:
@@ -180,7 +184,9 @@ class Worker:
         return served
 
     def publish_together(self, server: RemoteServer, version: int) -> int:
-        """Publish like the engine: rank 0 updates the server, and all ranks get its answer or error."""
+        """Publish like the engine: rank 0 updates the server, and all ranks get its answer or
+        error.
+        """
         return rank_zero_decides(lambda: server.update_weights_from_disk("weights", version))
 
 

@@ -67,7 +67,9 @@ def pattern(name: str) -> re.Pattern[str]:
     return re.compile("".join(parts) + (".+" if name.endswith("/") else ""))
 
 
-def assert_same(documented: Iterable[str], found: Iterable[str], *, not_made_here: Iterable[str] = ()) -> None:
+def assert_same(
+    documented: Iterable[str], found: Iterable[str], *, not_made_here: Iterable[str] = ()
+) -> None:
     """Check that every name found is documented, and every documented name is found."""
     patterns, found = {name: pattern(name) for name in documented}, list(found)
     assert [name for name in found if not any(p.fullmatch(name) for p in patterns.values())] == []
@@ -76,7 +78,9 @@ def assert_same(documented: Iterable[str], found: Iterable[str], *, not_made_her
 
 
 def fields(value: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> set[str]:
-    """Dotted paths of the leaves. A key below one in ``names`` is a placeholder with the given name."""
+    """Dotted paths of the leaves. A key below one in ``names`` is a placeholder with the given
+    name.
+    """
     found = set()
     for key, item in value.items():
         path = f"{prefix}{names.get(prefix, key)}"
@@ -88,9 +92,15 @@ def files_below(root: Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
-def _write_trial(rank: int, world_size: int, root: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _write_trial(
+    rank: int, world_size: int, root: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Run two steps that write all kinds of files. Returns weights and cursor after the last."""
-    trial, loader, job = Path(root) / "e" / "t", make_loader("own", rank, world_size), Job(f"{root}/model")
+    trial, loader, job = (
+        Path(root) / "e" / "t",
+        make_loader("own", rank, world_size),
+        Job(f"{root}/model"),
+    )
     handler = make_handler(root, freq_steps=1, mirror_url=f"file://{root}/mirror")
     handler.register("meter", job.meter)
     handler.load(job.engine, loader)
@@ -102,7 +112,9 @@ def _write_trial(rank: int, world_size: int, root: str) -> tuple[dict[str, torch
     engine.save(SaveLoadMeta(str(trial / "hf" / "global_step_1"), "hf", with_optim=False))
     engine.save(SaveLoadMeta(f"{root}/dcp", "dcp", with_optim=True))
     engine.update_weights(WeightUpdateMeta("disk", str(trial / "weights"), version=2))
-    weights = {name: param.full_tensor().detach() for name, param in engine.model.named_parameters()}  # type: ignore[attr-defined]
+    weights = {
+        name: param.full_tensor().detach() for name, param in engine.model.named_parameters()
+    }  # type: ignore[attr-defined]
     return weights, loader.state_dict()
 
 
@@ -161,11 +173,23 @@ def test_files_of_a_trial_are_those_in_the_tables(trial: Path) -> None:
     during_a_rename = [f"recover/.{name}.<hex>" for name in (TRACKER_NAME, OWNER_NAME)]
     here = [name for name in files_below(trial) if name.startswith("recover")]
     assert_same(rows("Files"), [*here, *files_below(driver)], not_made_here=during_a_rename)
-    exported = [path.name for folder in ("hf", "weights") for path in (trial / folder).rglob("*") if path.is_file()]
+    exported = [
+        path.name
+        for folder in ("hf", "weights")
+        for path in (trial / folder).rglob("*")
+        if path.is_file()
+    ]
     folders = [f"{path.relative_to(trial).as_posix()}/x" for path in trial.glob("[hw]*/*")]
     sharded = {"model-<k>-of-<n>.safetensors", "model.safetensors.index.json"}
-    left_by_a_kill = {".staging-<name>-<hex>/", ".retired-v<version>-<hex>/", "hf/.staging-<step>-<hex>/"}
-    left_by_a_kill |= {"hf/.retired-global_step_<step>-<hex>/", "hf/.rejected-global_step_<step>-<reason>/"}
+    left_by_a_kill = {
+        ".staging-<name>-<hex>/",
+        ".retired-v<version>-<hex>/",
+        "hf/.staging-<step>-<hex>/",
+    }
+    left_by_a_kill |= {
+        "hf/.retired-global_step_<step>-<hex>/",
+        "hf/.rejected-global_step_<step>-<reason>/",
+    }
     named = [n for n in rows("Hugging Face exports and published weights") if n != "save"]
     assert_same(named, exported + folders, not_made_here=sharded | left_by_a_kill | {"delta/"})
     copied = files_below(trial.parents[1] / "mirror" / "e" / "t")
@@ -188,7 +212,9 @@ def test_every_file_of_an_export_to_a_url_is_in_the_table(tmp_path: Path) -> Non
     )
 
 
-def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, generation: Path) -> None:
+def test_the_fields_of_the_json_files_are_those_in_the_tables(
+    trial: Path, generation: Path
+) -> None:
     manifest = json.loads((generation / MANIFEST_NAME).read_bytes())
     names = {"files.": "<file>", "weight_versions.": "<engine>", "mesh.": "<engine>"}
     assert fields(manifest, names) == set(rows(MANIFEST_NAME))
@@ -202,7 +228,9 @@ def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, gener
         "switches.": "<switch>",
     }
     assert fields(info, names) == set(rows("recover_info.json"))
-    versions = [int(version) for version in re.findall(r"^\| (\d+) \|", section("Versions"), re.MULTILINE)]
+    versions = [
+        int(version) for version in re.findall(r"^\| (\d+) \|", section("Versions"), re.MULTILINE)
+    ]
     assert manifest["format_version"] == 2 and max(versions) == FORMAT_VERSION
     assert f"version {FORMAT_VERSION}\n" in TEXT.splitlines(keepends=True)[0]
     holder = json.loads((trial / "recover.lock").read_bytes())
@@ -212,7 +240,9 @@ def test_the_fields_of_the_json_files_are_those_in_the_tables(trial: Path, gener
     (published,) = (trial / "weights").glob(f"v*/{MANIFEST_NAME}")
     assert json.loads(published.read_bytes())["format_version"] == FORMAT_VERSION
     for path in (published, trial.parents[1] / "dcp" / MANIFEST_NAME):
-        assert [key for key in json.loads(path.read_bytes()) if f"`{key}`" not in section(exported)] == []
+        assert [
+            key for key in json.loads(path.read_bytes()) if f"`{key}`" not in section(exported)
+        ] == []
 
 
 def test_the_files_and_codes_of_a_delta_are_those_in_the_tables(tmp_path: Path) -> None:
@@ -221,12 +251,18 @@ def test_the_files_and_codes_of_a_delta_are_those_in_the_tables(tmp_path: Path) 
         with torch.no_grad():
             model.get_input_embeddings().weight.view(-1)[::every].add_(1.0)  # type: ignore[operator]
         meta = WeightUpdateMeta("disk", str(tmp_path), delta=True)
-        write_version(model, meta, version, copy=copy, extra_files={"weights_probe.json": b"%d" % version})
+        write_version(
+            model, meta, version, copy=copy, extra_files={"weights_probe.json": b"%d" % version}
+        )
         if version:
-            codes |= load_file(version_path(tmp_path, version) / "delta" / "rank_00000.safetensors").keys()
+            codes |= load_file(
+                version_path(tmp_path, version) / "delta" / "rank_00000.safetensors"
+            ).keys()
     delta = version_path(tmp_path, version) / "delta"
     named = rows("Deltas")
-    assert {name for name in named if name.isalnum()} == {code.rpartition(".")[2] for code in codes} - {"values"}
+    assert {name for name in named if name.isalnum()} == {
+        code.rpartition(".")[2] for code in codes
+    } - {"values"}
     assert_same([name for name in named if not name.isalnum()], files_below(delta))
     found = fields(json.loads((delta / MANIFEST_NAME).read_bytes()), {"files.": "<file>"})
     assert [name for name in found if f"`{name.partition('.<')[0]}`" not in section("Deltas")] == []
@@ -234,10 +270,22 @@ def test_the_files_and_codes_of_a_delta_are_those_in_the_tables(tmp_path: Path) 
 
 def test_the_fields_of_the_journal_are_those_in_the_table(trial: Path) -> None:
     entries = list(read_lines(trial / "journal.jsonl", "event"))
-    assert [entry["event"] for entry in entries] == ["attempt", "start", "step", "save", "step", "save", "end"]
+    assert [entry["event"] for entry in entries] == [
+        "attempt",
+        "start",
+        "step",
+        "save",
+        "step",
+        "save",
+        "end",
+    ]
     for entry in entries:
-        (row,) = re.findall(rf"^\| `{entry['event']}` \| (.*) \|$", section("journal.jsonl"), re.MULTILINE)
-        assert [key for key in entry if key not in ("event", "time") and f"`{key}`" not in row] == []
+        (row,) = re.findall(
+            rf"^\| `{entry['event']}` \| (.*) \|$", section("journal.jsonl"), re.MULTILINE
+        )
+        assert [
+            key for key in entry if key not in ("event", "time") and f"`{key}`" not in row
+        ] == []
 
 
 def test_the_keys_of_the_tensor_files_are_those_in_the_tables(generation: Path) -> None:
@@ -251,21 +299,31 @@ def test_the_keys_of_the_tensor_files_are_those_in_the_tables(generation: Path) 
     ]  # tested in tests/engine/lora/test_checkpoints.py
     assert_same(rows(title), keys, not_made_here=others)
     process = torch.load(generation / "state" / "rank_00001.pt", weights_only=True)
-    assert_same(rows("state"), fields(process, {}), not_made_here=["rng.cuda", "ranks_with_same_data"])
+    assert_same(
+        rows("state"), fields(process, {}), not_made_here=["rng.cuda", "ranks_with_same_data"]
+    )
     data = torch.load(generation / "data.pt", weights_only=True)
     assert data.keys() == set(re.findall(r'"(\w+)": [b\[]', section("data.pt")))
-    assert set(rows("data.pt")) == torch.load(io.BytesIO(data["states"][0]), weights_only=True).keys()
+    assert (
+        set(rows("data.pt")) == torch.load(io.BytesIO(data["states"][0]), weights_only=True).keys()
+    )
     for name, tensor in process["rng"].items():
-        assert f"{str(tensor.dtype).removeprefix('torch.')} `[{tensor.shape[0]}]`" in section("state"), name
+        assert f"{str(tensor.dtype).removeprefix('torch.')} `[{tensor.shape[0]}]`" in section(
+            "state"
+        ), name
 
 
 def code(marker: str) -> str:
     """The only Python block in the document that contains ``marker``."""
-    (block,) = (block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if marker in block)
+    (block,) = (
+        block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if marker in block
+    )
     return block
 
 
-def test_a_generation_is_verified_by_hand_and_every_flipped_byte_is_found(generation: Path, tmp_path: Path) -> None:
+def test_a_generation_is_verified_by_hand_and_every_flipped_byte_is_found(
+    generation: Path, tmp_path: Path
+) -> None:
     check = compile(code("import xxhash"), DOCUMENT.name, "exec")
     exec(check, {"generation": generation})
     copy = shutil.copytree(generation, tmp_path / generation.name)
@@ -288,7 +346,9 @@ def test_a_generation_is_read_by_stock_torch(trial: Path, generation: Path) -> N
     exec(compile(code("dcp.load("), DOCUMENT.name, "exec"), scope)
     expected = torch.load(trial.parents[1] / "expected.pt", weights_only=True)
     assert scope["weights"].keys() == expected["weights"].keys()
-    assert all(torch.equal(scope["weights"][name], tensor) for name, tensor in expected["weights"].items())
+    assert all(
+        torch.equal(scope["weights"][name], tensor) for name, tensor in expected["weights"].items()
+    )
     assert scope["cursor"] == expected["cursor"] and scope["schedule"]["last_epoch"] == 2
     assert scope["process"]["user"].keys() == {"meter"}
 
@@ -299,4 +359,6 @@ def test_links_lead_somewhere() -> None:
     headings = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
     anchors = {link[1:] for link in links if link.startswith("#")}
     assert anchors and anchors <= headings
-    assert [link for link in links if link[0] != "#" and not (DOCUMENT.parent / link).exists()] == []
+    assert [
+        link for link in links if link[0] != "#" and not (DOCUMENT.parent / link).exists()
+    ] == []

@@ -1,4 +1,6 @@
-"""An installation has all files of the repository, as a wheel and editable, seen from outside the checkout."""
+"""An installation has all files of the repository, as a wheel and editable, seen from outside the
+checkout.
+"""
 
 import shutil
 import subprocess
@@ -21,20 +23,26 @@ PLUGINS = ("vllm", "weights")
 def source_files(root: Path) -> set[str]:
     """Python files of the packages, named as in a wheel."""
     return {
-        f"holdfast/{path.relative_to(root).as_posix()}" for name in PACKAGE_DIRS for path in (root / name).rglob("*.py")
+        f"holdfast/{path.relative_to(root).as_posix()}"
+        for name in PACKAGE_DIRS
+        for path in (root / name).rglob("*.py")
     }
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    result = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=stretched(150))
+    result = subprocess.run(
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=stretched(150)
+    )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
 def fresh_python(folder: Path) -> Path:
-    """A new environment with the dependencies of this one, but without its editable Holdfast and its scripts.
+    """A new environment with the dependencies of this one, but without its editable Holdfast and
+    its scripts.
 
-    A folder named in a .pth file is searched, but .pth files in it (an editable install is one) are not read.
+    A folder named in a .pth file is searched, but .pth files in it (an editable install is one) are
+    not read.
     """
     venv.create(folder, symlinks=True)
     (site,) = (folder / "lib").glob("python*/site-packages")
@@ -43,15 +51,23 @@ def fresh_python(folder: Path) -> Path:
 
 
 def import_packages(python: Path, cwd: Path) -> list[str]:
-    """Import every package of Holdfast in a process that starts in ``cwd``. Returns the file of each."""
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    script = f"import importlib\nfor name in {packages!r}: print(importlib.import_module(name).__file__)"
+    """Import every package of Holdfast in a process that starts in ``cwd``. Returns the file of
+    each.
+    """
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
+    script = (
+        f"import importlib\nfor name in {packages!r}: print(importlib.import_module(name).__file__)"
+    )
     return run(python, "-c", script, cwd=cwd).splitlines()
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of all inputs of a build, so that nothing is built in the repository and no old files are used."""
+    """A copy of all inputs of a build, so that nothing is built in the repository and no old files
+    are used.
+    """
     root = tmp_path_factory.mktemp("checkout")
     for name in PACKAGE_DIRS:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -64,7 +80,10 @@ def test_the_packages_listed_are_the_packages_on_disk() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     on_disk = {Path(file).parent.as_posix().replace("/", ".") for file in source_files(ROOT)}
     assert sorted(setuptools["packages"]) == sorted(on_disk)
-    assert all((ROOT / name.removeprefix("holdfast.").replace(".", "/") / "__init__.py").exists() for name in on_disk)
+    assert all(
+        (ROOT / name.removeprefix("holdfast.").replace(".", "/") / "__init__.py").exists()
+        for name in on_disk
+    )
     assert setuptools["package-dir"] == {f"holdfast.{name}": name for name in PACKAGE_DIRS}
 
 
@@ -88,7 +107,9 @@ def test_tests_folders_are_packages() -> None:
 
 
 @pytest.mark.slow
-def test_wheel_holds_every_module_and_imports_outside_the_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_wheel_holds_every_module_and_imports_outside_the_checkout(
+    checkout: Path, tmp_path: Path
+) -> None:
     run(
         sys.executable,
         "-m",
@@ -108,15 +129,37 @@ def test_wheel_holds_every_module_and_imports_outside_the_checkout(checkout: Pat
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
     python = fresh_python(tmp_path / "venv")
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=tmp_path,
+    )
     files = import_packages(python, cwd=tmp_path)
     assert files and all(Path(file).is_relative_to(tmp_path / "venv") for file in files)
 
 
 @pytest.mark.slow
-def test_editable_install_imports_the_sources_from_outside_the_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_editable_install_imports_the_sources_from_outside_the_checkout(
+    checkout: Path, tmp_path: Path
+) -> None:
     python = fresh_python(tmp_path / "venv")
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+    ]
     run(*install, "--no-build-isolation", "-e", checkout, cwd=tmp_path)
     files = import_packages(python, cwd=tmp_path)
     assert files and all(Path(file).is_relative_to(checkout) for file in files)
@@ -126,8 +169,21 @@ def test_editable_install_imports_the_sources_from_outside_the_checkout(checkout
 def test_the_plugins_install_together_without_holdfast(tmp_path: Path) -> None:
     python = fresh_python(tmp_path / "venv")
     for plugin in PLUGINS:
-        shutil.copytree(ROOT / "plugins" / plugin, tmp_path / plugin, ignore=shutil.ignore_patterns("*.egg-info"))
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+        shutil.copytree(
+            ROOT / "plugins" / plugin,
+            tmp_path / plugin,
+            ignore=shutil.ignore_patterns("*.egg-info"),
+        )
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+    ]
     run(*install, "--no-build-isolation", *(tmp_path / plugin for plugin in PLUGINS), cwd=tmp_path)
     assert "0.1.0" in run(tmp_path / "venv" / "bin" / "holdfast-weights", "--version", cwd=tmp_path)
     script = "import sys, holdfast_vllm.published, holdfast_weights.cli as c; print(c.__file__, 'torch' in sys.modules)"

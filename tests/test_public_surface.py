@@ -18,7 +18,12 @@ from holdfast.recover import RecoverHandler
 from tests.limits import stretched
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ("utils", "engine", "recover", "integrations")  # each may import itself and those before it
+LAYERS = (
+    "utils",
+    "engine",
+    "recover",
+    "integrations",
+)  # each may import itself and those before it
 MAY_IMPORT_RAY = {
     "utils/compat/ray_private.py",
     "engine/workers/actor.py",
@@ -35,7 +40,9 @@ LAYOUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
 }  # fmt: skip
 
-PRODUCT_FILES = sorted(path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
+PRODUCT_FILES = sorted(
+    path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py")
+)
 
 
 def imported_modules(file: str) -> Iterator[str]:
@@ -56,7 +63,11 @@ def test_all_is_sorted_and_is_what_the_package_exports(layer: str) -> None:
     assert package.__doc__
     assert package.__all__ == sorted(set(package.__all__))
     assert [name for name in package.__all__ if not hasattr(package, name)] == []
-    bound = {name for name, value in vars(package).items() if name[0] != "_" and not isinstance(value, ModuleType)}
+    bound = {
+        name
+        for name, value in vars(package).items()
+        if name[0] != "_" and not isinstance(value, ModuleType)
+    }
     assert bound - set(package.__all__) == set(), "bound in __init__.py, but not in __all__"
 
 
@@ -83,7 +94,9 @@ def test_product_code_imports_itself_relatively_and_neither_tests_nor_examples()
 
 
 def test_only_four_files_import_ray() -> None:
-    importers = {f for f in PRODUCT_FILES for module in imported_modules(f) if module.split(".")[0] == "ray"}
+    importers = {
+        f for f in PRODUCT_FILES for module in imported_modules(f) if module.split(".")[0] == "ray"
+    }
     assert importers <= MAY_IMPORT_RAY
 
 
@@ -91,14 +104,22 @@ def test_only_four_files_import_ray() -> None:
 def test_engine_and_recover_import_where_ray_is_not_installed(tmp_path: Path) -> None:
     script = "import sys; sys.modules['ray'] = None\nfrom holdfast.engine import *\nfrom holdfast.recover import *"
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=stretched(100)
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=stretched(100),
     )
     assert result.returncode == 0, result.stderr
 
 
 def count_tokens(file: Path) -> int:
     """Tokens of a file, without its layout, comments and docstrings."""
-    tokens = [token for token in tokenize.generate_tokens(file.open().readline) if token.type != tokenize.COMMENT]
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(file.open().readline)
+        if token.type != tokenize.COMMENT
+    ]
     starts = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.NL}
     count = 0
     for before, token in zip([None, *tokens], tokens, strict=False):
@@ -118,5 +139,14 @@ def test_the_names_of_the_parts_that_trainers_embed_stay() -> None:
     assert issubclass(DCPState, Stateful)
     assert list(inspect.signature(FSDPEngine.save).parameters)[:2] == ["self", "meta"]
     assert list(inspect.signature(FSDPEngine.load).parameters) == ["self", "meta"]
-    assert list(inspect.signature(RecoverHandler.load).parameters) == ["self", "engine", "dataloader"]
-    assert list(inspect.signature(RecoverHandler.dump).parameters)[:4] == ["self", "engine", "step_info", "dataloader"]
+    assert list(inspect.signature(RecoverHandler.load).parameters) == [
+        "self",
+        "engine",
+        "dataloader",
+    ]
+    assert list(inspect.signature(RecoverHandler.dump).parameters)[:4] == [
+        "self",
+        "engine",
+        "step_info",
+        "dataloader",
+    ]

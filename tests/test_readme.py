@@ -36,12 +36,16 @@ PATH = r"`((?:benchmarks|docs|examples|tests)/[\w/.-]+|(?:engine|recover|utils)/
 def _script() -> str:
     """The complete script of the page about saving. The README shows its loop."""
     page = (DOCS / "saving-and-resuming.md").read_text()
-    (code,) = re.findall(r"<!-- tests/test_readme.py runs this -->\n```python\n(.*?)```", page, re.DOTALL)
+    (code,) = re.findall(
+        r"<!-- tests/test_readme.py runs this -->\n```python\n(.*?)```", page, re.DOTALL
+    )
     return code
 
 
 def _run_script(rank: int, world_size: int, folder: Path, code: str) -> None:
-    """Run the script on this rank, whose output goes to a file, and expect that it trains to the end."""
+    """Run the script on this rank, whose output goes to a file, and expect that it trains to the
+    end.
+    """
     with open(folder / f"printed_by_{rank}.txt", "w") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
@@ -84,14 +88,18 @@ def _with_own_model(code: str, folder: Path) -> str:
     return _changed(code, "Qwen/Qwen3-0.6B", folder / "model")
 
 
-def test_the_script_prints_its_steps_and_where_it_resumes_once_for_two_ranks(tmp_path: Path) -> None:
+def test_the_script_prints_its_steps_and_where_it_resumes_once_for_two_ranks(
+    tmp_path: Path,
+) -> None:
     code = _with_own_model(_script(), tmp_path)
     code = _changed(code, '"runs"', f'"{tmp_path / "runs"}"')
     code = _changed(code, "freq_steps=2", "freq_steps=3")
     trial = tmp_path / "runs" / "experiment" / "trial"
     end_of_loop = "        step = step.next()\n"
     killed = _changed(
-        code, end_of_loop, end_of_loop + "        if step.global_step == 7:\n            os.kill(os.getpid(), 9)\n"
+        code,
+        end_of_loop,
+        end_of_loop + "        if step.global_step == 7:\n            os.kill(os.getpid(), 9)\n",
     )
     with pytest.raises(AssertionError, match="exit code -9"):
         run_ranks(_run_script, 2, tmp_path, "import os\n" + killed)
@@ -101,7 +109,9 @@ def test_the_script_prints_its_steps_and_where_it_resumes_once_for_two_ranks(tmp
     _assert_steps(steps, _assert_resumed(resumed, trial), N_STEPS - 1)
     names = sorted(path.name for path in (trial / "recover").glob("global_step_*"))
     assert names == ["global_step_17", "global_step_19"]
-    run_ranks(_run_script, 2, tmp_path, code)  # the same command again: the run is finished and trains nothing
+    run_ranks(
+        _run_script, 2, tmp_path, code
+    )  # the same command again: the run is finished and trains nothing
     (resumed,) = _printed(tmp_path)
     assert _assert_resumed(resumed, trial) == N_STEPS
 
@@ -111,13 +121,22 @@ def test_the_command_of_the_page_prints_each_line_once_in_both_lives(tmp_path: P
     (tmp_path / "train.py").write_text(_with_own_model(_script(), tmp_path))
     _assert_steps(_torchrun(tmp_path, killed_after=12), 0, 12)
     resumed, *steps = _torchrun(tmp_path)
-    _assert_steps(steps, _assert_resumed(resumed, tmp_path / "runs" / "experiment" / "trial"), N_STEPS - 1)
+    _assert_steps(
+        steps, _assert_resumed(resumed, tmp_path / "runs" / "experiment" / "trial"), N_STEPS - 1
+    )
 
 
 def _torchrun(folder: Path, killed_after: int | None = None) -> list[str]:
     """Run the command of the page, up to the line of a step. Returns what the ranks printed."""
     job = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            "train.py",
+        ],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},  # otherwise torchrun prints that it sets it
         stdout=subprocess.PIPE,
@@ -133,7 +152,9 @@ def _torchrun(folder: Path, killed_after: int | None = None) -> list[str]:
             kill_tree(job)
             break
     timer.cancel()
-    assert job.wait(timeout=stretched(20)) == (0 if killed_after is None else -signal.SIGKILL), printed
+    assert job.wait(timeout=stretched(20)) == (0 if killed_after is None else -signal.SIGKILL), (
+        printed
+    )
     return printed
 
 
@@ -218,7 +239,7 @@ def test_quoted_output_of_the_demo_is_in_its_source() -> None:
         "The picture",
     ):
         assert words in block and words in demo
-    headings = re.search(r'Table\((".*")\)', demo)
+    headings = re.search(r"Table\((.*?)\n    \)", demo, re.DOTALL)
     assert headings is not None
     for word in re.findall(r"\w+", headings[1].replace(r"\n", " ")):
         assert word in block
@@ -235,7 +256,10 @@ WAYS = {
     "`save_stall`": ("blocking", SAVES),
     "`save_stall`, row `step`": ("step", SAVES),
     "`save`": ("throughput", SAVES),
-    "`load`": ("throughput", ["Holdfast engine.load", "AReaL dcp.load", "verl torch.load", None, None]),
+    "`load`": (
+        "throughput",
+        ["Holdfast engine.load", "AReaL dcp.load", "verl torch.load", None, None],
+    ),
     "`bytes`": ("dcp", SAVES),
 }
 """Benchmark in the README's row -> its figure, and the way in each of the row's columns."""
@@ -275,7 +299,12 @@ def test_every_guarantee_names_a_test() -> None:
 
 
 def test_the_table_of_the_configuration_has_every_key_and_no_other() -> None:
-    page = (DOCS / "saving-and-resuming.md").read_text().partition("## Configuration")[2].partition("\n## ")[0]
+    page = (
+        (DOCS / "saving-and-resuming.md")
+        .read_text()
+        .partition("## Configuration")[2]
+        .partition("\n## ")[0]
+    )
     named = {key for row in _rows(page) for key in re.findall(r"`(\w+)`", row[0])} - {"recover"}
     assert named == {field.name for field in fields(RecoverConfig)}
 
@@ -287,7 +316,10 @@ def _messages() -> list[str]:
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
-                    parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                    parts = [
+                        part.value if isinstance(part, ast.Constant) else "\0"
+                        for part in node.values
+                    ]
                     found.append("".join(map(str, parts)))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     found.append(re.sub(r"%(?:\.\d+)?[srdfg]", "\0", node.value))
@@ -307,7 +339,9 @@ def test_messages_on_the_pages_about_errors_are_in_the_sources() -> None:
         likely = (source for source in sources if all(piece in source for piece in pieces))
         if not any(pattern.search(source) for source in likely):
             missing.append(message)
-    assert missing == [], "reworded? the page quotes messages as they are printed, with ... for what is filled in"
+    assert missing == [], (
+        "reworded? the page quotes messages as they are printed, with ... for what is filled in"
+    )
 
 
 def test_the_four_paths_of_the_architecture_name_their_files() -> None:
@@ -315,7 +349,9 @@ def test_the_four_paths_of_the_architecture_name_their_files() -> None:
     for path in ("dump", "load", "train_batch", "publish"):
         section = page.partition(f"### `{path}`\n")[2].partition("\n### ")[0]
         steps = re.findall(r"^(\d+)\. `([\w/]+\.py)`: ", section, re.MULTILINE)
-        assert len(steps) >= 5 and [int(number) for number, _ in steps] == list(range(1, len(steps) + 1)), path
+        assert len(steps) >= 5 and [int(number) for number, _ in steps] == list(
+            range(1, len(steps) + 1)
+        ), path
         assert [name for _, name in steps if not (ROOT / name).is_file()] == []
 
 
@@ -324,6 +360,8 @@ def test_every_package_is_in_the_architecture_and_no_other() -> None:
     described = [row[0].strip("`/") for row in _rows(table) if row[0].startswith("`")]
     roots = ("engine", "integrations", "recover", "utils")
     packages = {
-        path.parent.relative_to(ROOT).as_posix() for root in roots for path in (ROOT / root).rglob("__init__.py")
+        path.parent.relative_to(ROOT).as_posix()
+        for root in roots
+        for path in (ROOT / root).rglob("__init__.py")
     }
     assert sorted(described) == sorted(packages)

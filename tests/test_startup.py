@@ -26,7 +26,11 @@ def _warn(category: type[Warning], module: str) -> str:
 
 
 def _warn_in_turn(rank: int = 0, world_size: int = 1) -> list[str]:
-    cases = (DeprecationWarning, "holdfast.engine.api"), (FutureWarning, "holdfast.utils"), (FutureWarning, "holdfasts")
+    cases = (
+        (DeprecationWarning, "holdfast.engine.api"),
+        (FutureWarning, "holdfast.utils"),
+        (FutureWarning, "holdfasts"),
+    )
     return [_warn(*case) for case in cases]
 
 
@@ -49,11 +53,15 @@ def test_deprecated_calls_of_holdfast_are_errors_in_ray_workers(local_ray: None)
 def test_deprecated_calls_of_holdfast_are_errors_in_new_processes(
     category: str, module: str, fails: bool, tmp_path: Path
 ) -> None:
-    ended = subprocess.run([sys.executable, "-c", OF_OURS.format(category, module)], cwd=tmp_path, capture_output=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", OF_OURS.format(category, module)], cwd=tmp_path, capture_output=True
+    )
     assert ended.returncode == int(fails), ended.stderr
 
 
-def test_time_limits_stretch_with_the_factor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limits_stretch_with_the_factor(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def limit() -> float:
         marker = request.node.get_closest_marker("timeout")
         assert marker is not None

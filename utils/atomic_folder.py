@@ -1,4 +1,6 @@
-"""Folders that all ranks write and that become visible at once, complete and on stable storage, or not at all."""
+"""Folders that all ranks write and that become visible at once, complete and on stable storage, or
+not at all.
+"""
 
 import os
 import re
@@ -11,7 +13,15 @@ import torch.distributed as dist
 
 from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
 from .errors import CheckpointExistsError
-from .files import as_write_error, commit_folder, fsync_tree, is_free, make_durably, remove_or_log, staging_path
+from .files import (
+    as_write_error,
+    commit_folder,
+    fsync_tree,
+    is_free,
+    make_durably,
+    remove_or_log,
+    staging_path,
+)
 from .manifest import require_outside_commits
 
 
@@ -19,23 +29,27 @@ from .manifest import require_outside_commits
 def staged_folder(
     final: str | os.PathLike[str], group: dist.ProcessGroup | None = None, *, replace: bool = False
 ) -> Iterator[Path]:
-    """Yield a hidden sibling of ``final`` to write into. Rename it to ``final`` after every rank has left the block.
+    """Yield a hidden sibling of ``final`` to write into. Rename it to ``final`` after every rank
+    has left the block.
 
-    Every rank of ``group`` enters the block and fsyncs the files that it writes. The folders are fsynced here. If any
-    rank fails, all ranks raise and the hidden folder is removed.
+    Every rank of ``group`` enters the block and fsyncs the files that it writes. The folders are
+    fsynced here. If any rank fails, all ranks raise and the hidden folder is removed.
 
     Args:
         final: name of the finished folder.
         group: ranks that write.
-        replace: allow ``final`` to exist. The old folder is renamed when the new one is complete, and removed
-            afterwards. A reader finds the old folder, the new one, or for an instant none, and never a mixture.
+        replace: allow ``final`` to exist. The old folder is renamed when the new one is complete,
+            and removed afterwards. A reader finds the old folder, the new one, or for an instant
+            none, and never a mixture.
 
     Raises:
         CheckpointExistsError: ``final`` is not empty and ``replace`` is False.
         ConfigError: ``final`` lies in a committed folder.
         CheckpointWriteError: the file system refused.
     """
-    staging = rank_zero_decides(lambda: (_open_over if replace else open_staging)(Path(final)), group)
+    staging = rank_zero_decides(
+        lambda: (_open_over if replace else open_staging)(Path(final)), group
+    )
     try:
         with all_ranks_succeed(f"writing {final}", group), as_write_error(final):
             yield staging
@@ -47,13 +61,16 @@ def staged_folder(
 
 
 def open_staging(final: Path) -> Path:
-    """Create a hidden sibling of ``final`` to write into, and remove those that killed writers of ``final`` left.
+    """Create a hidden sibling of ``final`` to write into, and remove those that killed writers of
+    ``final`` left.
 
     Raises as `staged_folder`.
     """
     with as_write_error(final):
         if not is_free(final):
-            raise CheckpointExistsError(f"{final} exists already and is never written over; choose another path")
+            raise CheckpointExistsError(
+                f"{final} exists already and is never written over; choose another path"
+            )
         return _make_staging(final)
 
 

@@ -1,7 +1,7 @@
 """Dataclasses from a YAML file with ``key=value`` overrides, or one error that names the key.
 
-OmegaConf merges and checks types. The dataclasses check values in ``__post_init__``, so that a bad configuration fails
-before any process starts.
+OmegaConf merges and checks types. The dataclasses check values in ``__post_init__``, so that a bad
+configuration fails before any process starts.
 """
 
 import os
@@ -25,7 +25,9 @@ T = TypeVar("T")
 _BASE_60 = re.compile(r"[-+]?[1-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?")
 
 
-def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> T:
+def load_config(
+    cls: type[T], path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
+) -> T:
     """Read an instance of the dataclass ``cls``.
 
     Args:
@@ -34,8 +36,8 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
         overrides: ``section.key=value`` strings that win over the file.
 
     Raises:
-        ConfigError: the file does not exist or is not YAML, a key is unknown, a value is missing or has the wrong type,
-            or a ``__post_init__`` refused it. The message names the key.
+        ConfigError: the file does not exist or is not YAML, a key is unknown, a value is missing or
+            has the wrong type, or a ``__post_init__`` refused it. The message names the key.
 
     Example:
         >>> load_config(TrainEngineConfig, "train.yaml", ["optimizer.lr=1e-6"])
@@ -45,12 +47,14 @@ def load_config(cls: type[T], path: str | os.PathLike[str] | None = None, overri
     return build_config(cls, read_yaml(path, overrides, source), source)
 
 
-def read_yaml(path: str | os.PathLike[str] | None, overrides: Sequence[str], source: str) -> DictConfig:
+def read_yaml(
+    path: str | os.PathLike[str] | None, overrides: Sequence[str], source: str
+) -> DictConfig:
     """Read the keys of a file and merge the overrides into them, without resolving interpolations.
 
     Raises:
-        ConfigError: the file does not exist or is not YAML with a mapping of keys, or an override is malformed. The
-            message names ``source``, or quotes the file or override.
+        ConfigError: the file does not exist or is not YAML with a mapping of keys, or an override
+            is malformed. The message names ``source``, or quotes the file or override.
     """
     with _as_config_error(source):
         loaded: Any = OmegaConf.create()
@@ -72,8 +76,8 @@ def build_config(cls: type[T], keys: Mapping[str, Any] | DictConfig, source: str
     """Build an instance of the dataclass ``cls`` from ``keys``.
 
     Raises:
-        ConfigError: a key is unknown, a value is missing or has the wrong type, or a ``__post_init__`` refused it. The
-            message names the key and ``source``.
+        ConfigError: a key is unknown, a value is missing or has the wrong type, or a
+            ``__post_init__`` refused it. The message names the key and ``source``.
     """
     with _as_config_error(source):
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), keys))  # type: ignore[return-value]
@@ -83,7 +87,8 @@ def resolve(config: DictConfig | ListConfig, source: str) -> Any:
     """Convert to plain dicts and lists, with interpolations resolved.
 
     Raises:
-        ConfigError: an interpolation leads nowhere, or a value is missing (``???``). The message names the key.
+        ConfigError: an interpolation leads nowhere, or a value is missing (``???``). The message
+            names the key.
     """
     with _as_config_error(source):
         return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -105,19 +110,24 @@ def _refuse_base_60(text: str) -> None:
     """Refuse ``1:00:30:00``, which YAML 1.1 reads as the base-60 number 217800."""
     for event in yaml.parse(text):
         if isinstance(event, ScalarEvent) and event.implicit[0] and _BASE_60.fullmatch(event.value):
-            raise ConfigError(f"{event.value} is a number in base 60 to YAML; put it in quotes: '{event.value}'")
+            raise ConfigError(
+                f"{event.value} is a number in base 60 to YAML; put it in quotes: '{event.value}'"
+            )
 
 
 def require_choice(key: str, value: object, choices: Sequence[object]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``. For use in ``__post_init__``."""
     if value not in choices:
-        raise ConfigError(f"config key {key!r} is {value!r}; expected one of {', '.join(map(repr, choices))}")
+        raise ConfigError(
+            f"config key {key!r} is {value!r}; expected one of {', '.join(map(repr, choices))}"
+        )
 
 
 def require_numbers(config: Any, section: str = "") -> None:
     """Raise ConfigError if a field of the dataclass ``config`` that takes numbers is a text.
 
-    For use in ``__post_init__``. ``section`` is where the fields are in a file, for example ``optimizer.``.
+    For use in ``__post_init__``. ``section`` is where the fields are in a file, for example
+    ``optimizer.``.
     """
     for field in fields(config):
         kinds = set(get_args(field.type) or [field.type])
@@ -128,13 +138,16 @@ def require_numbers(config: Any, section: str = "") -> None:
 def _refuse_text(key: str, value: object) -> None:
     if isinstance(value, str):
         raise ConfigError(
-            f"config key {key!r} is {value!r}, a text; expected a number. YAML reads 1e-5 as text, and 1.0e-5 as a "
-            "number: write it so, convert it with float(), or read the file with load_config"
+            f"config key {key!r} is {value!r}, a text; expected a number. YAML reads 1e-5 as "
+            "text, and 1.0e-5 as a number: write it so, convert it with float(), or read the file "
+            "with load_config"
         )
 
 
 def require_range(key: str, value: float | None, *, low: float, high: float = float("inf")) -> None:
-    """Raise ConfigError unless ``value`` is None or within ``[low, high]``. For use in ``__post_init__``."""
+    """Raise ConfigError unless ``value`` is None or within ``[low, high]``. For use in
+    ``__post_init__``.
+    """
     _refuse_text(key, value)
     if value is not None and not low <= value <= high:
         raise ConfigError(f"config key {key!r} is {value!r}; expected a value from {low} to {high}")

@@ -1,7 +1,8 @@
 """Choice of the device of each rank, agreed among the ranks before any of them uses it.
 
-Ranks that chose alone might train on the CPU while others use GPUs, or share a GPU. Both end in a hang, or in training
-that is a hundred times too slow. So the ranks exchange their choices, and a bad combination is one error on all ranks.
+Ranks that chose alone might train on the CPU while others use GPUs, or share a GPU. Both end in a
+hang, or in training that is a hundred times too slow. So the ranks exchange their choices, and a
+bad combination is one error on all ranks.
 """
 
 import gc
@@ -21,8 +22,9 @@ from .logging import get_logger
 logger = get_logger(__name__)
 
 CUDA_BACKEND = "cpu:gloo,cuda:nccl"
-"""Backend of a default group that trains on GPUs. The group is bound to the rank's device (``device_id``), so that NCCL
-connects at once, where errors are reported, and never guesses a device.
+"""Backend of a default group that trains on GPUs. The group is bound to the rank's device
+(``device_id``), so that NCCL connects at once, where errors are reported, and never guesses a
+device.
 """
 
 
@@ -37,14 +39,19 @@ class DeviceReport:
 
 
 def choose_device(
-    wanted: str, *, visible: int, local_rank: int, bound: torch.device | None = None, has_nccl: bool = True
+    wanted: str,
+    *,
+    visible: int,
+    local_rank: int,
+    bound: torch.device | None = None,
+    has_nccl: bool = True,
 ) -> torch.device:
     """Choose the device of a rank.
 
     Args:
         wanted: ``auto``, ``cpu`` or ``cuda``. See `TrainEngineConfig.device`.
-        visible: number of CUDA devices that torch sees. A single one belongs to this rank, because the launcher shows
-            each rank its own.
+        visible: number of CUDA devices that torch sees. A single one belongs to this rank, because
+            the launcher shows each rank its own.
         local_rank: the rank's place on its host.
         bound: device that the default process group is bound to, or None.
         has_nccl: whether the default process group can carry GPU tensors.
@@ -57,16 +64,20 @@ def choose_device(
     if not visible:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
-            "config key 'device' is 'cuda', but torch sees no CUDA device here (CUDA_VISIBLE_DEVICES is "
-            f"{'not set' if shown is None else repr(shown)}); check the driver and torch.version.cuda, or use 'cpu'"
+            "config key 'device' is 'cuda', but torch sees no CUDA device here "
+            f"(CUDA_VISIBLE_DEVICES is {'not set' if shown is None else repr(shown)}); check the "
+            "driver and torch.version.cuda, or use 'cpu'"
         )
     if not has_nccl:
         advice = "make the group with backend 'cpu:gloo,cuda:nccl'"
         if wanted == "cuda":
-            raise ConfigError(f"config key 'device' is 'cuda', but the default process group has no nccl; {advice}")
+            raise ConfigError(
+                "config key 'device' is 'cuda', but the default process group has no nccl; "
+                f"{advice}"
+            )
         logger.warning(
-            "training on the CPU, although there are %d CUDA device(s): the default process group has no nccl; %s, or "
-            "set config key 'device' to 'cpu'",
+            "training on the CPU, although there are %d CUDA device(s): the default process group "
+            "has no nccl; %s, or set config key 'device' to 'cpu'",
             visible, advice,
         )  # fmt: skip
         return torch.device("cpu")
@@ -75,8 +86,9 @@ def choose_device(
     index = 0 if visible == 1 else local_rank
     if index >= visible:
         raise ConfigError(
-            f"config key 'device' is {wanted!r}, but LOCAL_RANK is {local_rank} and torch sees {visible} CUDA devices: "
-            "show each rank one device, or as many as there are ranks on the host; or set 'device' to 'cpu'"
+            f"config key 'device' is {wanted!r}, but LOCAL_RANK is {local_rank} and torch sees "
+            f"{visible} CUDA devices: show each rank one device, or as many as there are ranks on "
+            "the host; or set 'device' to 'cpu'"
         )
     return torch.device("cuda", index)
 
@@ -96,7 +108,8 @@ def device_here(wanted: str) -> torch.device:
 def agree_on_device(
     choose: Callable[[], torch.device], gather: Callable[[DeviceReport], Sequence[DeviceReport]]
 ) -> torch.device:
-    """Return the device that ``choose`` returns, after checking that the devices of all ranks fit together.
+    """Return the device that ``choose`` returns, after checking that the devices of all ranks fit
+    together.
 
     Collective: ``gather`` gathers the reports of all ranks in rank order.
 
@@ -109,8 +122,13 @@ def agree_on_device(
         device = choose()
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         report = DeviceReport(socket.gethostname(), str(device), gpu)
-    except Exception as caught:  # also CUDA's own errors, so that the other ranks do not wait for this one
-        error, report = caught, DeviceReport(socket.gethostname(), error=f"{type(caught).__name__}: {caught}")
+    except (
+        Exception
+    ) as caught:  # also CUDA's own errors, so that the other ranks do not wait for this one
+        error, report = (
+            caught,
+            DeviceReport(socket.gethostname(), error=f"{type(caught).__name__}: {caught}"),
+        )
     reports = gather(report)
     if error is not None:
         raise error
@@ -127,8 +145,9 @@ def require_devices_of_their_own(reports: Sequence[DeviceReport]) -> None:
     if 0 < len(on_cpu) < len(reports):
         hosts = sorted({reports[rank].host for rank in on_cpu})
         raise ConfigError(
-            f"rank(s) {on_cpu} on {', '.join(hosts)} see no GPU, the other {len(reports) - len(on_cpu)} do; give each "
-            "rank one, or set config key 'device' to 'cpu'"
+            f"rank(s) {on_cpu} on {', '.join(hosts)} see no GPU, the other "
+            f"{len(reports) - len(on_cpu)} do; give each rank one, or set config key 'device' to "
+            "'cpu'"
         )
     users = defaultdict(list)
     for rank, report in enumerate(reports):
@@ -136,16 +155,18 @@ def require_devices_of_their_own(reports: Sequence[DeviceReport]) -> None:
     for gpu, ranks in users.items():
         if gpu and len(ranks) > 1:
             raise ConfigError(
-                f"ranks {ranks} on {reports[ranks[0]].host} have chosen the same GPU, {gpu}: start no more ranks than "
-                "there are GPUs, and set LOCAL_RANK to each rank's place on its host; or set config key 'device' to "
-                "'cpu'"
+                f"ranks {ranks} on {reports[ranks[0]].host} have chosen the same GPU, {gpu}: "
+                "start no more ranks than there are GPUs, and set LOCAL_RANK to each rank's place "
+                "on its host; or set config key 'device' to 'cpu'"
             )
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Free unused memory, and return cached GPU memory to other processes and engines on the device.
+    """Free unused memory, and return cached GPU memory to other processes and engines on the
+    device.
 
-    The collection (0.2 s) is needed because the modules of a sharded model and their hooks form reference cycles.
+    The collection (0.2 s) is needed because the modules of a sharded model and their hooks form
+    reference cycles.
     """
     gc.collect()
     if device.type == "cuda":

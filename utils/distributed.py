@@ -1,11 +1,12 @@
 """Agreement between ranks: all succeed or all raise, and rank 0 decides for all.
 
-Every function takes a process group (``None`` is the default group). Without torch.distributed the process is a world
-of one. While nothing fails, an agreement costs one collective of a few numbers (`gather_numbers`). Objects travel only
-if there is something to report. They are pickled, but only between live ranks of one job, never from a file.
+Every function takes a process group (``None`` is the default group). Without torch.distributed the
+process is a world of one. While nothing fails, an agreement costs one collective of a few numbers
+(`gather_numbers`). Objects travel only if there is something to report. They are pickled, but only
+between live ranks of one job, never from a file.
 
-All communication uses gloo, through a `control_group` of the same ranks if the group only has NCCL. Waits are bounded
-by the timeout of the group, or by torch's default over a `control_group`.
+All communication uses gloo, through a `control_group` of the same ranks if the group only has NCCL.
+Waits are bounded by the timeout of the group, or by torch's default over a `control_group`.
 """
 
 import pickle
@@ -38,19 +39,24 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     """Return this process's rank in ``group``, or 0 without torch.distributed.
 
     Raises:
-        ValueError: ``group`` was destroyed. Returning 0 would let this rank go on without the others.
+        ValueError: ``group`` was destroyed. Returning 0 would let this rank go on without the
+            others.
     """
     return dist.get_rank(group) if group is not None or dist.is_initialized() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of ranks in ``group``, or 1 without torch.distributed. Raises as `get_rank` does."""
+    """Return the number of ranks in ``group``, or 1 without torch.distributed. Raises as `get_rank`
+    does.
+    """
     return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
 
 
 def get_group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the global ranks of ``group`` in order, or ``[0]`` without torch.distributed."""
-    return dist.get_process_group_ranks(group) if group is not None or dist.is_initialized() else [0]
+    return (
+        dist.get_process_group_ranks(group) if group is not None or dist.is_initialized() else [0]
+    )
 
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
@@ -61,12 +67,16 @@ _control_groups = weakref.WeakKeyDictionary()
 def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """Return ``group`` if CPU tensors can travel over it, else a gloo group of the same ranks.
 
-    The first call for a group creates the gloo group and is a collective of ``group``. It lives until the default group
-    is destroyed. Objects sent over NCCL would pass through the GPU and wait for its computations. CPU tensors do not.
+    The first call for a group creates the gloo group and is a collective of ``group``. It lives
+    until the default group is destroyed. Objects sent over NCCL would pass through the GPU and wait
+    for its computations. CPU tensors do not.
     """
     if get_world_size(group) == 1:
         return group
-    for needed in (None, group):  # raises ValueError if the group was destroyed; below it would be a TypeError
+    for needed in (
+        None,
+        group,
+    ):  # raises ValueError if the group was destroyed; below it would be a TypeError
         dist.get_backend(needed)
     if "cpu:" in dist.get_backend_config(group):
         return group
@@ -80,11 +90,14 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup |
     return control
 
 
-def new_background_group(group: dist.ProcessGroup | None, timeout_s: float | None = None) -> dist.ProcessGroup | None:
-    """Create a gloo group of the same ranks for another thread, so that its collectives do not mix with those of
-    training.
+def new_background_group(
+    group: dist.ProcessGroup | None, timeout_s: float | None = None
+) -> dist.ProcessGroup | None:
+    """Create a gloo group of the same ranks for another thread, so that its collectives do not mix
+    with those of training.
 
-    Collective over ``group``. Returns None without torch.distributed. ``timeout_s`` None means torch's default.
+    Collective over ``group``. Returns None without torch.distributed. ``timeout_s`` None means
+    torch's default.
     """
     if not dist.is_initialized():
         return None
@@ -93,19 +106,25 @@ def new_background_group(group: dist.ProcessGroup | None, timeout_s: float | Non
         background = dist.new_group(backend="gloo", timeout=timeout)
     else:
         ranks = get_group_ranks(group)
-        background = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        background = dist.new_group(
+            ranks, backend="gloo", timeout=timeout, use_local_synchronization=True
+        )
     assert isinstance(background, dist.ProcessGroup)
     return background
 
 
 def drop_group(group: dist.ProcessGroup | None) -> None:
-    """Destroy a group of `new_background_group`, unless it was destroyed together with the default group."""
+    """Destroy a group of `new_background_group`, unless it was destroyed together with the default
+    group.
+    """
     if group is not None and dist.is_initialized():
         with suppress(ValueError):
             dist.destroy_process_group(group)
 
 
-def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[list[float]]:
+def gather_numbers(
+    numbers: Sequence[float], group: dist.ProcessGroup | None = None
+) -> list[list[float]]:
     """Gather the ``numbers`` of all ranks in rank order, in one collective of a small tensor.
 
     Every rank has the same count. They travel as float64, so integers are exact up to 2**53.
@@ -129,7 +148,8 @@ def all_agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather ``value`` from every rank, in rank order. Each is pickled once and unpickled once per rank.
+    """Gather ``value`` from every rank, in rank order. Each is pickled once and unpickled once per
+    rank.
 
     Raises:
         PeerError: the value of any rank cannot be pickled or unpickled. Raised on all ranks.
@@ -141,7 +161,11 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     except Exception as error:  # user code may raise anything, and the peers wait in the collective
         data = pickle.dumps(_Unsent(_why_unsent(error)))
     gathered = [_unpickled(data) for data in _gather_bytes(data, group)]
-    if unsent := {rank: f"it {found.reason}" for rank, found in enumerate(gathered) if isinstance(found, _Unsent)}:
+    if unsent := {
+        rank: f"it {found.reason}"
+        for rank, found in enumerate(gathered)
+        if isinstance(found, _Unsent)
+    }:
         raise PeerError("gathering a value of every rank", unsent)
     return gathered
 
@@ -171,10 +195,11 @@ def _gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[memoryvi
 def all_ranks_succeed(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on all ranks. If it fails on one rank, it fails on all.
 
-    A rank that failed raises its own error. The other ranks raise a `PeerError` that names it. The result of
-    `is_write_failure` is the same on all ranks: if one rank could not write and another failed for another reason, the
-    first raises a `PeerError` about the second. The block must not leave a collective half-done, because a rank that
-    fails skips the rest of the block while its peers go on.
+    A rank that failed raises its own error. The other ranks raise a `PeerError` that names it. The
+    result of `is_write_failure` is the same on all ranks: if one rank could not write and another
+    failed for another reason, the first raises a `PeerError` about the second. The block must not
+    leave a collective half-done, because a rank that fails skips the rest of the block while its
+    peers go on.
     """
     error: Exception | None = None
     try:
@@ -185,12 +210,16 @@ def all_ranks_succeed(what: str, group: dist.ProcessGroup | None = None) -> Iter
 
 
 def gather_numbers_of(
-    what: str, compute: Callable[[], Sequence[float]], count: int, group: dist.ProcessGroup | None = None
+    what: str,
+    compute: Callable[[], Sequence[float]],
+    count: int,
+    group: dist.ProcessGroup | None = None,
 ) -> list[list[float]]:
-    """Gather the ``count`` numbers that ``compute`` returns on each rank. If it fails on one rank, all raise.
+    """Gather the ``count`` numbers that ``compute`` returns on each rank. If it fails on one rank,
+    all raise.
 
-    Failures and numbers travel in one collective, and ``compute`` must not leave another collective half-done. ``what``
-    and the errors are as in `all_ranks_succeed`.
+    Failures and numbers travel in one collective, and ``compute`` must not leave another collective
+    half-done. ``what`` and the errors are as in `all_ranks_succeed`.
     """
     numbers, error = [0.0] * count, None
     try:
@@ -200,8 +229,12 @@ def gather_numbers_of(
     return _gather_unless_failed(what, error, numbers, group)
 
 
-def reduce_flags_of(what: str, compute: Callable[[], int], group: dist.ProcessGroup | None = None) -> int:
-    """Bitwise OR of the flags (below 2**53) that ``compute`` returns on each rank. See `gather_numbers_of`."""
+def reduce_flags_of(
+    what: str, compute: Callable[[], int], group: dist.ProcessGroup | None = None
+) -> int:
+    """Bitwise OR of the flags (below 2**53) that ``compute`` returns on each rank. See
+    `gather_numbers_of`.
+    """
     rows = gather_numbers_of(what, lambda: [compute()], 1, group)
     return reduce(or_, (int(theirs) for (theirs,) in rows))
 
@@ -209,24 +242,31 @@ def reduce_flags_of(what: str, compute: Callable[[], int], group: dist.ProcessGr
 def _gather_unless_failed(
     what: str, error: Exception | None, numbers: Sequence[float], group: dist.ProcessGroup | None
 ) -> list[list[float]]:
-    """Gather numbers and failures in one collective. If any rank failed, gather the errors, and all ranks raise."""
+    """Gather numbers and failures in one collective. If any rank failed, gather the errors, and all
+    ranks raise.
+    """
     rows = gather_numbers([error is not None, *numbers], group)
     if not any(failed for failed, *_ in rows):
         return [theirs for _, *theirs in rows]
     reports = gather_objects(None if error is None else _report(error), group)
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
-    worse = {rank: report for rank, report in failed.items() if not report.startswith(_WRITE_FAILURE)}
+    worse = {
+        rank: report for rank, report in failed.items() if not report.startswith(_WRITE_FAILURE)
+    }
     if error is not None and not (worse and is_write_failure(error)):
         raise error
     raise PeerError(what, worse if error is not None else failed) from error
 
 
-def all_ranks_succeed_slowly(what: str, work: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+def all_ranks_succeed_slowly(
+    what: str, work: Callable[[], object], group: dist.ProcessGroup | None = None
+) -> None:
     """Run ``work`` on every rank, however long it takes. If it fails on one rank, it fails on all.
 
-    Like `all_ranks_succeed`, for work without collectives that may take longer than the timeout of ``group`` (which
-    must be above `WORD_EVERY_S`). The work runs on a daemon thread. Meanwhile the ranks tell each other that they still
-    wait, and call `beat`. With one rank the work runs on the calling thread, so that Ctrl-C ends it.
+    Like `all_ranks_succeed`, for work without collectives that may take longer than the timeout of
+    ``group`` (which must be above `WORD_EVERY_S`). The work runs on a daemon thread. Meanwhile the
+    ranks tell each other that they still wait, and call `beat`. With one rank the work runs on the
+    calling thread, so that Ctrl-C ends it.
     """
     if get_world_size(group) == 1:
         with beating(WORD_EVERY_S):
@@ -240,7 +280,9 @@ def all_ranks_succeed_slowly(what: str, work: Callable[[], object], group: dist.
 
 
 def is_write_failure(error: BaseException) -> bool:
-    """Return whether ``error`` only means that a checkpoint could not be written, here or on other ranks."""
+    """Return whether ``error`` only means that a checkpoint could not be written, here or on other
+    ranks.
+    """
     if isinstance(error, PeerError):
         return error.types == {CheckpointWriteError.__name__}
     return isinstance(error, CheckpointWriteError)
@@ -250,13 +292,16 @@ _WRITE_FAILURE = f"{CheckpointWriteError.__name__}:"
 
 
 def _report(error: Exception) -> str:
-    """Describe an error for the other ranks. A `PeerError` that holds only write failures counts as a write failure."""
+    """Describe an error for the other ranks. A `PeerError` that holds only write failures counts as
+    a write failure.
+    """
     kind = CheckpointWriteError if is_write_failure(error) else type(error)
     return f"{kind.__name__}: {error}"
 
 
 def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call ``decide`` on rank 0 of ``group``, and return its result or raise its error on every rank.
+    """Call ``decide`` on rank 0 of ``group``, and return its result or raise its error on every
+    rank.
 
     Raises:
         PeerError: the result or the error cannot be pickled. Raised on all ranks.
@@ -287,8 +332,9 @@ def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None =
 def rank_zero_decides_slowly(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Like `rank_zero_decides`, for decisions that may take longer than the timeout of ``group``.
 
-    The timeout must be above `WORD_EVERY_S`. Rank 0 works on a daemon thread and tells the others to go on waiting. All
-    ranks call `beat` meanwhile. With one rank the decision runs on the calling thread, so that Ctrl-C ends it.
+    The timeout must be above `WORD_EVERY_S`. Rank 0 works on a daemon thread and tells the others
+    to go on waiting. All ranks call `beat` meanwhile. With one rank the decision runs on the
+    calling thread, so that Ctrl-C ends it.
     """
     if get_world_size(group) == 1:
         with beating(WORD_EVERY_S):
@@ -317,24 +363,31 @@ def _why_unsent(error: Exception) -> str:
 
 
 _GLOO_TRANSPORT = re.compile(r"\[\S*gloo/transport/\S+\] ")
-"""Matches ``[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer``, but not ``[enforce fail at ...``, which
-is a bug: ranks disagree about a size."""
+"""Matches ``[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer``, but not ``[enforce
+fail at ...``, which is a bug: ranks disagree about a size.
+"""
 _GLOO_CLOSED = re.compile(r"^Application timeout caused pair closure")
 """Message of every collective after one in the same group has timed out."""
-_MONITORED_BARRIER = re.compile(r"failed to pass monitoredBarrier|received errors while waiting for send/recv")
+_MONITORED_BARRIER = re.compile(
+    r"failed to pass monitoredBarrier|received errors while waiting for send/recv"
+)
 _NCCL_BREAKDOWN = re.compile(r"timeout|timed out|ncclRemoteError|ncclSystemError", re.IGNORECASE)
 
 
 def collective_broke(error: BaseException | None) -> bool:
-    """Return whether ``error`` says that peers could not be reached in time, so that the code is not the cause.
+    """Return whether ``error`` says that peers could not be reached in time, so that the code is
+    not the cause.
 
-    torch has error types for NCCL and the store, which also cover misuse. gloo raises RuntimeErrors that start with a
-    place in its source. The patterns match torch 2.11 to 2.15.
+    torch has error types for NCCL and the store, which also cover misuse. gloo raises RuntimeErrors
+    that start with a place in its source. The patterns match torch 2.11 to 2.15.
     """
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     if isinstance(error, dist.DistBackendError):
         return _NCCL_BREAKDOWN.search(str(error)) is not None
     if isinstance(error, RuntimeError):
-        return any(pattern.search(str(error)) for pattern in (_GLOO_TRANSPORT, _GLOO_CLOSED, _MONITORED_BARRIER))
+        return any(
+            pattern.search(str(error))
+            for pattern in (_GLOO_TRANSPORT, _GLOO_CLOSED, _MONITORED_BARRIER)
+        )
     return False

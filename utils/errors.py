@@ -1,8 +1,8 @@
 """All errors that Holdfast raises on purpose. Each is a `HoldfastError` and also a builtin error.
 
-Callers catch `HoldfastError`, or the builtin that they would have caught anyway (``except FileNotFoundError``). All can
-be pickled, because Ray carries them from worker to driver. A message says what was found, what was expected, and what
-to do.
+Callers catch `HoldfastError`, or the builtin that they would have caught anyway (``except
+FileNotFoundError``). All can be pickled, because Ray carries them from worker to driver. A message
+says what was found, what was expected, and what to do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,9 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """A checkpoint could not be written. Nothing became visible and no older checkpoint was touched."""
+    """A checkpoint could not be written. Nothing became visible and no older checkpoint was
+    touched.
+    """
 
 
 class TornSnapshotError(CheckpointWriteError):
@@ -65,15 +67,21 @@ class MirrorError(CheckpointError, OSError):
 
 
 class StaleSnapshotError(CheckpointError, RuntimeError):
-    """A snapshot equals the previous one, although the optimizer has stepped since. It was not committed."""
+    """A snapshot equals the previous one, although the optimizer has stepped since. It was not
+    committed.
+    """
 
 
 class FolderInUseError(HoldfastError, RuntimeError):
-    """Another job holds the lock of the run's folder. The message names its host, pid and start time."""
+    """Another job holds the lock of the run's folder. The message names its host, pid and start
+    time.
+    """
 
 
 class ServerError(HoldfastError, RuntimeError):
-    """An inference server could not be reached, refused a request, or gave an unexpected answer. Others may work."""
+    """An inference server could not be reached, refused a request, or gave an unexpected answer.
+    Others may work.
+    """
 
 
 class BusyServerError(ServerError):
@@ -96,11 +104,15 @@ class PublishError(ServerError):
 
 
 class UnreachableServerError(PublishError):
-    """A server does not answer. The server or the network is down or restarting, and its weights are unknown."""
+    """A server does not answer. The server or the network is down or restarting, and its weights
+    are unknown.
+    """
 
 
 class NoServerError(UnreachableServerError):
-    """No connection to a server could be made, so nothing was sent. The server is down or restarting."""
+    """No connection to a server could be made, so nothing was sent. The server is down or
+    restarting.
+    """
 
 
 class SlowServerError(PublishError):
@@ -108,15 +120,21 @@ class SlowServerError(PublishError):
 
 
 class PoisonedServerError(PublishError):
-    """A load failed half-way, so the server holds parts of two versions. It is paused until a load succeeds."""
+    """A load failed half-way, so the server holds parts of two versions. It is paused until a load
+    succeeds.
+    """
 
 
 class WrongContentError(PublishError):
-    """A server reports the new version but answers with other weights. It was paused, or its adapters were unloaded."""
+    """A server reports the new version but answers with other weights. It was paused, or its
+    adapters were unloaded.
+    """
 
 
 class PromptError(HoldfastError, ValueError):
-    """A prompt that no inference server should complete. It was not sent, or its images were read in another way."""
+    """A prompt that no inference server should complete. It was not sent, or its images were read
+    in another way.
+    """
 
 
 class RolloutError(HoldfastError, RuntimeError):
@@ -154,7 +172,8 @@ class PeerError(HoldfastError, RuntimeError):
 
 
 class WorkerLost(HoldfastError, RuntimeError):
-    """Worker processes died or stopped answering. The work can be tried again, because the code is not the cause.
+    """Worker processes died or stopped answering. The work can be tried again, because the code is
+    not the cause.
 
     Attributes:
         group: name of the worker group.
@@ -175,11 +194,15 @@ class ResourcesUnavailable(HoldfastError, TimeoutError):
 
 
 class ClusterLost(HoldfastError, ConnectionError):
-    """Ray's control process is gone or was replaced, so nothing can be started. Checkpoints are intact."""
+    """Ray's control process is gone or was replaced, so nothing can be started. Checkpoints are
+    intact.
+    """
 
 
 class RetriesExhausted(HoldfastError, RuntimeError):
-    """Workers were lost more often than the supervisor may retry. The last loss is the ``__cause__``."""
+    """Workers were lost more often than the supervisor may retry. The last loss is the
+    ``__cause__``.
+    """
 
 
 class AttemptEnded(BaseException):
@@ -190,7 +213,8 @@ class AttemptEnded(BaseException):
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop, has saved a snapshot, and exits with `EXIT_CODE`. The same command resumes it.
+    """The run was asked to stop, has saved a snapshot, and exits with `EXIT_CODE`. The same command
+    resumes it.
 
     It is not a `HoldfastError`, because code that handles errors must not swallow it.
 

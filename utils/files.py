@@ -1,7 +1,8 @@
-"""Durable files in a local or NFS folder: fsync, atomic replacement, digests, free space, staged folders, mapping.
+"""Durable files in a local or NFS folder: fsync, atomic replacement, digests, free space, staged
+folders, mapping.
 
-POSIX makes a rename atomic but not durable. The data, the file's name and the renamed folder each need an fsync, in
-that order (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014).
+POSIX makes a rename atomic but not durable. The data, the file's name and the renamed folder each
+need an fsync, in that order (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014).
 """
 
 import contextlib
@@ -49,12 +50,16 @@ def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         outcome = "" if os.path.lexists(final) else "; nothing became visible"
-        raise CheckpointWriteError(f"cannot write {final}: {error.strerror or error}{outcome}") from error
+        raise CheckpointWriteError(
+            f"cannot write {final}: {error.strerror or error}{outcome}"
+        ) from error
 
 
 @contextmanager
 def half_loaded(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Wrap a block that puts values from ``folder`` into a model. A failure to read says that it is half loaded."""
+    """Wrap a block that puts values from ``folder`` into a model. A failure to read says that it is
+    half loaded.
+    """
     problem = f"{folder} could not be read to its end; the model is now half loaded and must be loaded again"
     try:
         yield
@@ -62,12 +67,16 @@ def half_loaded(folder: str | os.PathLike[str]) -> Iterator[None]:
         if "half loaded" in str(error):  # by a block in this one
             raise
         if isinstance(error, OSError):
-            raise OSError(error.errno, f"{problem}: {error.strerror or error}", error.filename) from error
+            raise OSError(
+                error.errno, f"{problem}: {error.strerror or error}", error.filename
+            ) from error
         raise CheckpointCorruptError(f"{problem}: {error}") from error
 
 
 def start_writeback(fd: int, start: int, n_bytes: int) -> None:
-    """Ask the disk to start writing a part of a file, so that a later fsync is short. A hint that waits for nothing."""
+    """Ask the disk to start writing a part of a file, so that a later fsync is short. A hint that
+    waits for nothing.
+    """
     if _sync_file_range is not None:
         _sync_file_range(fd, start, n_bytes, _SYNC_FILE_RANGE_WRITE)
 
@@ -93,11 +102,14 @@ def _fsync(path: str | os.PathLike[str], flags: int) -> None:
 def make_durably(folder: str | os.PathLike[str]) -> None:
     """Create a folder and its parents, with each name on stable storage.
 
-    The parent of an existing folder is synced too, because its creator may have been killed before the fsync.
+    The parent of an existing folder is synced too, because its creator may have been killed before
+    the fsync.
     """
     folder = Path(folder)
     if folder.is_dir():
-        with contextlib.suppress(PermissionError):  # a user who cannot read the parent did not create the folder
+        with contextlib.suppress(
+            PermissionError
+        ):  # a user who cannot read the parent did not create the folder
             fsync_dir(folder.parent)
         return
     make_durably(folder.parent)
@@ -112,12 +124,14 @@ def fsync_tree(path: str | os.PathLike[str]) -> None:
 
 
 class DurableFile:
-    """New file, written from start to end, that is on stable storage after `close`. The caller fsyncs the folder.
+    """New file, written from start to end, that is on stable storage after `close`. The caller
+    fsyncs the folder.
 
-    The digest covers the bytes as they were passed, so damage on the way to the disk is found later. The kernel is
-    asked to start writing early, so that the fsync is short. As a context manager it closes the file at the end of the
-    block. If the block raises, the unfinished file stays for the caller to remove. ``bytes`` is the number of bytes
-    written. Raises FileExistsError if ``path`` exists: nothing is ever overwritten.
+    The digest covers the bytes as they were passed, so damage on the way to the disk is found
+    later. The kernel is asked to start writing early, so that the fsync is short. As a context
+    manager it closes the file at the end of the block. If the block raises, the unfinished file
+    stays for the caller to remove. ``bytes`` is the number of bytes written. Raises FileExistsError
+    if ``path`` exists: nothing is ever overwritten.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -142,8 +156,8 @@ class DurableFile:
     def write_views(self, views: Iterable[bytes | memoryview]) -> None:
         """Append all ``views`` without a copy. Their bytes must not change before this returns.
 
-        Writes end at multiples of `_BLOCK_BYTES`, so that the page cache keeps the file in large pages and a later
-        digest takes two thirds of the time.
+        Writes end at multiples of `_BLOCK_BYTES`, so that the page cache keeps the file in large
+        pages and a later digest takes two thirds of the time.
         """
         self._file.flush()
         pending: list[memoryview] = []
@@ -202,7 +216,9 @@ class DurableFile:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Open a file like `os.open`. Raises OSError if it is not a regular file, because a pipe would block the caller."""
+    """Open a file like `os.open`. Raises OSError if it is not a regular file, because a pipe would
+    block the caller.
+    """
     fd = os.open(path, flags | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -216,10 +232,14 @@ def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
         file.write(data)
 
 
-def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Path | None = None) -> None:
-    """Replace the contents of ``path`` durably. A crash leaves the old contents or the new, never a mixture.
+def replace_atomically(
+    path: str | os.PathLike[str], data: bytes, temporary: Path | None = None
+) -> None:
+    """Replace the contents of ``path`` durably. A crash leaves the old contents or the new, never a
+    mixture.
 
-    ``temporary`` is the sibling that is written first. It may be left from a killed writer. None means a new name.
+    ``temporary`` is the sibling that is written first. It may be left from a killed writer. None
+    means a new name.
     """
     path = Path(path)
     temporary = temporary or path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -233,7 +253,9 @@ def replace_atomically(path: str | os.PathLike[str], data: bytes, temporary: Pat
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """Return the digest of a file, ``"xxh3_128:<hex>"``. The file is mapped or read a few megabytes at a time."""
+    """Return the digest of a file, ``"xxh3_128:<hex>"``. The file is mapped or read a few megabytes
+    at a time.
+    """
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         for content in _contents(file):
@@ -243,10 +265,13 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def _contents(file: io.FileIO) -> Iterator[memoryview]:
-    # A part is valid until the next one is requested. Mapped pages need no copy, which halves the time for cached
-    # files. Files that cannot be mapped are read, which reports the error.
+    # A part is valid until the next one is requested. Mapped pages need no copy, which halves the
+    # time for cached files. Files that cannot be mapped are read, which reports the error.
     size, at = os.fstat(file.fileno()).st_size, 0
-    while at < size and (window := map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))) is not None:
+    while (
+        at < size
+        and (window := map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))) is not None
+    ):
         os.posix_fadvise(file.fileno(), at + len(window), _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
         with window:
             yield window
@@ -259,7 +284,9 @@ def _contents(file: io.FileIO) -> Iterator[memoryview]:
 
 
 def read_window(fd: int, begin: int, length: int) -> memoryview:
-    """Read part of a file, mapped if possible (see `map_window`). It is shorter at the end of the file."""
+    """Read part of a file, mapped if possible (see `map_window`). It is shorter at the end of the
+    file.
+    """
     os.posix_fadvise(fd, begin + length, _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
     window = map_window(fd, begin, length)
     return memoryview(os.pread(fd, length, begin)) if window is None else window
@@ -268,15 +295,19 @@ def read_window(fd: int, begin: int, length: int) -> memoryview:
 def map_window(fd: int, begin: int, length: int) -> memoryview | None:
     """Map ``length`` bytes of a file from ``begin`` on, and load all of them into memory.
 
-    They are loaded at once because a later access that the disk refuses, or behind the end of the file, ends the
-    process with SIGBUS. For the same reason the file must not be truncated. The mapping ends when nothing refers to it.
-    None if the file is shorter or unreadable, the kernel is older than Linux 5.14, or the file system cannot map. Read
-    the file then. If it is damaged, that raises the error.
+    They are loaded at once because a later access that the disk refuses, or behind the end of the
+    file, ends the process with SIGBUS. For the same reason the file must not be truncated. The
+    mapping ends when nothing refers to it. None if the file is shorter or unreadable, the kernel is
+    older than Linux 5.14, or the file system cannot map. Read the file then. If it is damaged, that
+    raises the error.
     """
     first = begin - begin % mmap.ALLOCATIONGRANULARITY
     try:
         # Writable although nothing is written, because torch warns about read-only memory.
-        access = {"flags": mmap.MAP_PRIVATE | _MAP_NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        access = {
+            "flags": mmap.MAP_PRIVATE | _MAP_NORESERVE,
+            "prot": mmap.PROT_READ | mmap.PROT_WRITE,
+        }
         mapped = mmap.mmap(fd, begin + length - first, offset=first, **access)
         mapped.madvise(_MADV_POPULATE_READ)
     except (OSError, ValueError):  # ValueError: the file is shorter
@@ -301,8 +332,9 @@ def require_free_space(
 ) -> None:
     """Raise `CheckpointWriteError` unless the file system of ``folder`` has ``needed_bytes`` free.
 
-    File systems that do not count their blocks (some network and FUSE file systems) pass, and quotas are not seen. The
-    write itself fails there. Raises CheckpointWriteError if space is short, or the file system cannot be asked.
+    File systems that do not count their blocks (some network and FUSE file systems) pass, and
+    quotas are not seen. The write itself fails there. Raises CheckpointWriteError if space is
+    short, or the file system cannot be asked.
     """
     try:
         existing = Path(folder).absolute()
@@ -319,7 +351,9 @@ def require_free_space(
 
 
 def staging_path(final: str | os.PathLike[str]) -> Path:
-    """Return a new hidden sibling of ``final`` to write into before `commit_folder`. It is not created."""
+    """Return a new hidden sibling of ``final`` to write into before `commit_folder`. It is not
+    created.
+    """
     final = Path(final)
     return final.with_name(f".staging-{final.name}-{uuid.uuid4().hex[:12]}")
 
@@ -331,7 +365,8 @@ def is_free(final: str | os.PathLike[str]) -> bool:
 
 
 def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
-    """Make a folder whose files are fsynced visible under its final name: fsync folders, rename, fsync the parent.
+    """Make a folder whose files are fsynced visible under its final name: fsync folders, rename,
+    fsync the parent.
 
     An existing empty folder is replaced and passes its permissions to the new one.
 
@@ -348,22 +383,32 @@ def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder, or a link to one, after renaming it to a hidden name, so that no reader sees half of it."""
+    """Remove a folder, or a link to one, after renaming it to a hidden name, so that no reader sees
+    half of it.
+    """
     path = Path(path)
     if path.is_symlink():
         path.unlink(missing_ok=True)
         fsync_dir(path.parent)
         return
-    doomed = path if path.name.startswith(".") else path.with_name(f".retired-{path.name}-{uuid.uuid4().hex[:12]}")
+    doomed = (
+        path
+        if path.name.startswith(".")
+        else path.with_name(f".retired-{path.name}-{uuid.uuid4().hex[:12]}")
+    )
     with contextlib.suppress(FileNotFoundError):
         if doomed != path:
             os.rename(path, doomed)
-        fsync_dir(path.parent)  # also after the rename of a killed process, so that no half-removed folder comes back
+        fsync_dir(
+            path.parent
+        )  # also after the rename of a killed process, so that no half-removed folder comes back
         shutil.rmtree(doomed)
 
 
 def remove_or_log(path: str | os.PathLike[str]) -> None:
-    """Remove a folder with everything in it, or a file. If that fails, log it and continue: only disk space is lost."""
+    """Remove a folder with everything in it, or a file. If that fails, log it and continue: only
+    disk space is lost.
+    """
     try:
         if os.path.isdir(path):
             remove_folder(path)
@@ -374,13 +419,18 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
 
 
 def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield every file below ``folder`` as sorted relative POSIX paths. OSError if a folder cannot be listed."""
-    paths = (Path(here, name) for here, _, names in os.walk(folder, onerror=_raise) for name in names)
+    """Yield every file below ``folder`` as sorted relative POSIX paths. OSError if a folder cannot
+    be listed.
+    """
+    paths = (
+        Path(here, name) for here, _, names in os.walk(folder, onerror=_raise) for name in names
+    )
     yield from sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
 
 
 def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield ``(POSIX path relative to folder, lstat)`` of every non-folder and every empty folder below ``folder``.
+    """Yield ``(POSIX path relative to folder, lstat)`` of every non-folder and every empty folder
+    below ``folder``.
 
     Raises OSError if a folder cannot be listed.
     """

@@ -1,15 +1,17 @@
 """Lock on a file that keeps a folder to one job, and names its holder.
 
-On Linux the lock belongs to an open file description (fcntl(2)), so other code in the process may open and close the
-file, as a copy of the folder does. Elsewhere it is a POSIX record lock, which belongs to the process and ends when any
-of its descriptors of the file is closed. The two kinds exclude each other. Both work over NFS (version 4, or 3 with
-lockd), are not inherited by a fork, and end with their process, so nobody has to clean up.
+On Linux the lock belongs to an open file description (fcntl(2)), so other code in the process may
+open and close the file, as a copy of the folder does. Elsewhere it is a POSIX record lock, which
+belongs to the process and ends when any of its descriptors of the file is closed. The two kinds
+exclude each other. Both work over NFS (version 4, or 3 with lockd), are not inherited by a fork,
+and end with their process, so nobody has to clean up.
 
-A lock can still be lost: the file is removed, the NFS server forgets, or a record lock is closed. So the holder calls
-`FolderLock.confirm` before each commit.
+A lock can still be lost: the file is removed, the NFS server forgets, or a record lock is closed.
+So the holder calls `FolderLock.confirm` before each commit.
 
-Taking a lock costs a few system calls and two fsyncs, confirming it a few system calls. The file is never removed: a
-job might remove it just after another has opened it, and then both would hold a lock.
+Taking a lock costs a few system calls and two fsyncs, confirming it a few system calls. The file is
+never removed: a job might remove it just after another has opened it, and then both would hold a
+lock.
 """
 
 import contextlib
@@ -35,23 +37,31 @@ logger = get_logger(__name__)
 _POLL_S = 0.1
 """Seconds between attempts. The blocking call has no timeout."""
 _RECORD_BYTES = 512
-"""Size to which the holder's text is padded, so that one write replaces the whole text of the previous holder."""
+"""Size to which the holder's text is padded, so that one write replaces the whole text of the
+previous holder.
+"""
 _HELD = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 """Errors of file systems without locks, and of kernels without locks of open file descriptions."""
 _OFD_GETLK, _OFD_SETLK = 36, 37
-"""F_OFD_GETLK and F_OFD_SETLK of Linux. Python lacks the names if it was built with an old C library."""
+"""F_OFD_GETLK and F_OFD_SETLK of Linux. Python lacks the names if it was built with an old C
+library.
+"""
 
 _FLOCK = struct.Struct("@hhqqi4x")
-"""``struct flock`` of 64-bit Linux: type, whence, start, length (0 means to the end), pid (0 for these locks)."""
+"""``struct flock`` of 64-bit Linux: type, whence, start, length (0 means to the end), pid (0 for
+these locks).
+"""
 _EXCLUSIVE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _UNLOCKED = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class _LockFile:
-    """The only open descriptor of a lock file in this process, shared by all its `FolderLock` objects.
+    """The only open descriptor of a lock file in this process, shared by all its `FolderLock`
+    objects.
 
-    Two descriptors would exclude each other. With record locks, closing one would drop the lock of the other.
+    Two descriptors would exclude each other. With record locks, closing one would drop the lock of
+    the other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,12 +100,16 @@ class _LockFile:
         fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_locked(self) -> bool:
-        """Return whether any process has the lock, including this one. True if that cannot be determined."""
+        """Return whether any process has the lock, including this one. True if that cannot be
+        determined.
+        """
         # A query does not see the owner's own locks of the same kind, so it uses the other kind.
         if sys.platform != "linux":
             return True
         try:
-            answer = fcntl.fcntl(self.fd, fcntl.F_GETLK if self._by_description else _OFD_GETLK, _EXCLUSIVE)
+            answer = fcntl.fcntl(
+                self.fd, fcntl.F_GETLK if self._by_description else _OFD_GETLK, _EXCLUSIVE
+            )
         except OSError:
             return True
         return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
@@ -116,7 +130,9 @@ class _LockFile:
             self.record = self.read()
 
     def close(self) -> None:
-        """Unlock and close. Unlocking is explicit because a child forked by C code may share the description."""
+        """Unlock and close. Unlocking is explicit because a child forked by C code may share the
+        description.
+        """
         if self._by_description:
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.fd, _OFD_SETLK, _UNLOCKED)
@@ -128,7 +144,9 @@ _mutex = threading.RLock()
 
 
 def _forget_in_child() -> None:
-    """Close the descriptors in a forked child, which does not inherit the locks. The parent keeps its locks."""
+    """Close the descriptors in a forked child, which does not inherit the locks. The parent keeps
+    its locks.
+    """
     for file in _files.values():
         os.close(file.fd)
         file.users = 0
@@ -136,15 +154,20 @@ def _forget_in_child() -> None:
     _mutex.release()
 
 
-# The mutex prevents forks while an open file is missing in `_files`: the child would keep the file open and locked.
-os.register_at_fork(before=_mutex.acquire, after_in_parent=_mutex.release, after_in_child=_forget_in_child)
+# The mutex prevents forks while an open file is missing in `_files`: the child would keep the file
+# open and locked.
+os.register_at_fork(
+    before=_mutex.acquire, after_in_parent=_mutex.release, after_in_child=_forget_in_child
+)
 
 
 class FolderLock:
-    """Lock that keeps other processes out of a folder. Several objects in one process share the lock.
+    """Lock that keeps other processes out of a folder. Several objects in one process share the
+    lock.
 
     Args:
-        path: lock file. The file and its folder are created if missing, and the file is never removed.
+        path: lock file. The file and its folder are created if missing, and the file is never
+            removed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -162,7 +185,8 @@ class FolderLock:
         On a file system without locks this logs a warning and goes on.
 
         Raises:
-            FolderInUseError: another process still holds the lock after ``timeout_s``. The message names it.
+            FolderInUseError: another process still holds the lock after ``timeout_s``. The message
+                names it.
             CheckpointWriteError: the file cannot be created or locked.
         """
         if self.held:
@@ -190,43 +214,58 @@ class FolderLock:
             )  # fmt: skip
 
     def confirm(self) -> None:
-        """Check that this process still has the folder alone. Call this before each commit, while the lock is held.
+        """Check that this process still has the folder alone. Call this before each commit, while
+        the lock is held.
 
         A lost lock (the file was removed or replaced, for example) is taken again with a warning.
 
-        Raises `FolderInUseError` if another process has or had it meanwhile, so that the folder may have changed, and
-        `CheckpointWriteError` if the file cannot be read or locked.
+        Raises `FolderInUseError` if another process has or had it meanwhile, so that the folder may
+        have changed, and `CheckpointWriteError` if the file cannot be read or locked.
         """
         file = self._file
         assert file is not None and self.held, "only who holds the lock commits"
         try:
             file, lost = self._follow(file)
             if not file.lock():
-                raise FolderInUseError(self._taken(f"is in use by {_holder(file.read()) or 'an unknown holder'}"))
+                raise FolderInUseError(
+                    self._taken(f"is in use by {_holder(file.read()) or 'an unknown holder'}")
+                )
             text = file.read()
             if text != file.record and (other := _holder(text)) is not None:
                 raise FolderInUseError(self._taken(f"has been in use by {other}"))
             if lost is not None:
                 self._write_holder(file)
-                logger.warning("%s %s; it is locked again, and nobody has used the folder meanwhile", self.path, lost)
+                logger.warning(
+                    "%s %s; it is locked again, and nobody has used the folder meanwhile",
+                    self.path,
+                    lost,
+                )
         except OSError as error:
             raise self._write_error(error) from error
 
     def release(self) -> None:
-        """Release the lock. It becomes free when all `FolderLock` objects of this process have released it."""
+        """Release the lock. It becomes free when all `FolderLock` objects of this process have
+        released it.
+        """
         if self._file is not None and self.held:
             _leave(self._file)
         self._file = None
 
     def _follow(self, file: _LockFile) -> tuple[_LockFile, str | None]:
-        # The file to lock, and how the lock was lost, or None. A missing file is created and a replaced one is opened.
-        # If another `FolderLock` of this process did so first, its file is shared.
+        # The file to lock, and how the lock was lost, or None. A missing file is created and a
+        # replaced one is opened. If another `FolderLock` of this process did so first, its file is
+        # shared.
         try:
             stays = _identity(os.stat(self.path)) == file.identity
         except FileNotFoundError:
             stays = False
         if stays:
-            return file, None if file.is_locked() else "was unlocked by somebody, or forgotten by its file server"
+            return (
+                file,
+                None
+                if file.is_locked()
+                else "was unlocked by somebody, or forgotten by its file server",
+            )
         make_durably(self.path.parent)
         with _mutex:
             if (other := _opened(self.path)) is not None:
@@ -240,33 +279,43 @@ class FolderLock:
         return file, "was removed or replaced"
 
     def _write_holder(self, file: _LockFile) -> None:
-        started = datetime.fromtimestamp(process_started_at()).astimezone().isoformat(timespec="seconds")
+        started = (
+            datetime.fromtimestamp(process_started_at()).astimezone().isoformat(timespec="seconds")
+        )
         try:
             file.write({"host": socket.gethostname(), "pid": os.getpid(), "started": started})
         except OSError as error:  # for example a full disk; the lock is held anyway
-            logger.warning("cannot write the holder to %s, others will not be told who it is: %s", self.path, error)
+            logger.warning(
+                "cannot write the holder to %s, others will not be told who it is: %s",
+                self.path,
+                error,
+            )
 
     def _refusal(self, file: _LockFile, timeout_s: float) -> str:
         return (
-            f"{self.path.parent} is in use by {_holder(file.read()) or 'an unknown holder'}; waited {timeout_s:g} s. "
-            "Wait for that job or end it, or give this one another recover.trial_name; recover.lock_timeout_s is how "
-            "long a job waits"
+            f"{self.path.parent} is in use by {_holder(file.read()) or 'an unknown holder'}; "
+            f"waited {timeout_s:g} s. Wait for that job or end it, or give this one another "
+            "recover.trial_name; recover.lock_timeout_s is how long a job waits"
         )
 
     def _taken(self, by: str) -> str:
         return (
-            f"{self.path.parent} {by}, since this job lost its lock on {self.path}: nothing more is committed. Leave "
-            "the folder to one job; the same command goes on from the newest snapshot in it"
+            f"{self.path.parent} {by}, since this job lost its lock on {self.path}: nothing more "
+            "is committed. Leave the folder to one job; the same command goes on from the newest "
+            "snapshot in it"
         )
 
     def _write_error(self, error: OSError) -> CheckpointWriteError:
         return CheckpointWriteError(
-            f"cannot lock {self.path}: {error.strerror or error}; a job needs a folder that it can write to"
+            f"cannot lock {self.path}: {error.strerror or error}; a job needs a folder that it "
+            "can write to"
         )
 
 
 def probe_lock(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file, without touching the file. None if it cannot be determined."""
+    """Return whether a process holds the lock of a file, without touching the file. None if it
+    cannot be determined.
+    """
     if _opened(path) is not None:  # opening and closing it would drop this process's record lock
         return True
     try:
@@ -287,7 +336,9 @@ def probe_lock(path: Path) -> bool | None:
 
 def _join(path: Path) -> _LockFile:
     with _mutex:
-        file = _opened(path)  # checked first, because closing a second descriptor would drop a record lock
+        file = _opened(
+            path
+        )  # checked first, because closing a second descriptor would drop a record lock
         if file is None:
             file = _LockFile(path)
             _files[file.identity] = file
@@ -315,11 +366,15 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
 
 
 def _is_fuse(fd: int) -> bool:
-    # FUSE treats a lock of a file description as a record lock of its process, and some servers keep it after the
-    # process has ended. In proc_pid_mountinfo(5) the third field is the device.
+    # FUSE treats a lock of a file description as a record lock of its process, and some servers
+    # keep it after the process has ended. In proc_pid_mountinfo(5) the third field is the device.
     device = os.fstat(fd).st_dev
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    types = {mount[mount.index("-") + 1] for mount in mounts if mount[2] == f"{os.major(device)}:{os.minor(device)}"}
+    types = {
+        mount[mount.index("-") + 1]
+        for mount in mounts
+        if mount[2] == f"{os.major(device)}:{os.minor(device)}"
+    }
     return any(kind.partition(".")[0] in ("fuse", "fuseblk") for kind in types)
 
 

@@ -1,13 +1,16 @@
-"""Guard of a program, such as an inference server, and of the processes that the program starts: all end together.
+"""Guard of a program, such as an inference server, and of the processes that the program starts:
+all end together.
 
-`start_guarded` starts this file as the parent of the program, in a session of its own. The guard ends everything when
+`start_guarded` starts this file as the parent of the program, in a session of its own. The guard
+ends everything when
 
 - its keeper, the process that called `start_guarded`, has ended in whatever way,
 - the program has ended, because its own processes may not notice that, or
 - it gets SIGTERM.
 
-Processes that have left the group of the program are ended too: those that lose their parent become children of the
-guard (Linux only). If the guard itself is killed, `end_guarded` in the keeper ends the group of the program.
+Processes that have left the group of the program are ended too: those that lose their parent become
+children of the guard (Linux only). If the guard itself is killed, `end_guarded` in the keeper ends
+the group of the program.
 
 This file imports the standard library alone, because it runs as a script in a small process.
 """
@@ -36,7 +39,8 @@ def start_guarded(
     env: Mapping[str, str] | None = None,
     stop_timeout_s: float = 10.0,
 ) -> subprocess.Popen[bytes]:
-    """Start a command under a guard of this process, and return the guard. It exits with the code of the command.
+    """Start a command under a guard of this process, and return the guard. It exits with the code
+    of the command.
 
         server = start_guarded(["python", "-m", "vllm.entrypoints.openai.api_server"])
         end_guarded(server)
@@ -64,7 +68,9 @@ def start_guarded(
 
 
 def end_guarded(*guards: subprocess.Popen[bytes], timeout_s: float = 15.0) -> None:
-    """End programs and all their processes, at the same time. Those that still run after ``timeout_s`` get SIGKILL."""
+    """End programs and all their processes, at the same time. Those that still run after
+    ``timeout_s`` get SIGKILL.
+    """
     for guard in guards:
         guard.terminate()
     end = time.monotonic() + timeout_s
@@ -137,7 +143,9 @@ class _Guard:
 
 def _children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:  # it has ended, or the kernel does not tell
         return []
 

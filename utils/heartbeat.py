@@ -1,9 +1,9 @@
 """Heartbeat of this process: a record of when it last made progress.
 
-A ping is answered even by a worker in an endless loop, or in a collective that its peers never join. So code also calls
-`beat` when it gets ahead: the engine after every micro-batch, readers and writers of files after every block, a rank of
-a `WorkerGroup` at the start and end of every call. User code in long calls may call it as well. A beat costs two
-function calls.
+A ping is answered even by a worker in an endless loop, or in a collective that its peers never
+join. So code also calls `beat` when it gets ahead: the engine after every micro-batch, readers and
+writers of files after every block, a rank of a `WorkerGroup` at the start and end of every call.
+User code in long calls may call it as well. A beat costs two function calls.
 """
 
 import time
@@ -25,7 +25,9 @@ def beat() -> None:
 
 @contextmanager
 def beating(every_s: float) -> Iterator[None]:
-    """Call `beat` regularly during the block, which waits for another process and has its own time limit."""
+    """Call `beat` regularly during the block, which waits for another process and has its own time
+    limit.
+    """
     ended = Event()
 
     def beat_on() -> None:

@@ -1,12 +1,14 @@
-"""A process group for the helpers of this process, which a signal to the group of this process does not reach.
+"""A process group for the helpers of this process, which a signal to the group of this process does
+not reach.
 
-torchrun, ``timeout`` and a terminal signal a whole process group. A process that finishes its step first still needs
-the workers of its data loader. In a group of their own they behave as before: they end by a signal to one of them, and
-may start a session of their own.
+torchrun, ``timeout`` and a terminal signal a whole process group. A process that finishes its step
+first still needs the workers of its data loader. In a group of their own they behave as before:
+they end by a signal to one of them, and may start a session of their own.
 
-A guard keeps the group, because a helper that led the group could start no session. It is a small Python process that
-waits for the end of the process that it belongs to. If that process was killed, the guard ends the group, which the
-launcher does not know: SIGTERM, and SIGKILL 5 s later. After a normal exit it ends nothing.
+A guard keeps the group, because a helper that led the group could start no session. It is a small
+Python process that waits for the end of the process that it belongs to. If that process was killed,
+the guard ends the group, which the launcher does not know: SIGTERM, and SIGKILL 5 s later. After a
+normal exit it ends nothing.
 """
 
 import os
@@ -68,7 +70,9 @@ class HelperGroup:
         nowhere = subprocess.DEVNULL
         reading, writing = os.pipe()
         try:
-            leader = subprocess.Popen(command, stdin=reading, stdout=nowhere, stderr=nowhere, process_group=0)
+            leader = subprocess.Popen(
+                command, stdin=reading, stdout=nowhere, stderr=nowhere, process_group=0
+            )
             problem = leader.wait(_START_S) or None
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = error
@@ -77,7 +81,10 @@ class HelperGroup:
 
         self._pipe = writing
         if problem is not None:
-            logger.warning("signals to the process group will end helper processes: their guard failed (%s)", problem)
+            logger.warning(
+                "signals to the process group will end helper processes: their guard failed (%s)",
+                problem,
+            )
             self._impossible = True
             self._forget()
             return

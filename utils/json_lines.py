@@ -32,13 +32,16 @@ def read_lines(
 ) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file that have ``key``, in file order.
 
-    Lines that were torn by a crash or are longer than 1 MiB are left out, with a warning unless it is the last line.
+    Lines that were torn by a crash or are longer than 1 MiB are left out, with a warning unless it
+    is the last line.
 
     Args:
         path: the file.
         key: required key of every object.
-        like: pattern of the start of wanted lines. Other lines are not parsed. None means all lines.
-        ends_of: of consecutive wanted lines that start with this pattern, only the first and last are yielded.
+        like: pattern of the start of wanted lines. Other lines are not parsed. None means all
+            lines.
+        ends_of: of consecutive wanted lines that start with this pattern, only the first and last
+            are yielded.
         last_bytes: number of bytes at the end of the file to read. None means the whole file.
         since: byte offset to start from, as `find_back` returns it.
     """
@@ -68,7 +71,9 @@ def read_lines(
 
 
 def find_back(path: str | os.PathLike[str], begins: bytes) -> Iterator[int]:
-    """Yield the offsets of the lines that start with ``begins``, last line first. Raises as `read_lines`."""
+    """Yield the offsets of the lines that start with ``begins``, last line first. Raises as
+    `read_lines`.
+    """
     needle = b"\n" + begins
     with open(open_regular(path), "rb", buffering=0) as file:
         before = file.seek(0, os.SEEK_END)
@@ -91,14 +96,18 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
             line = file.readline(_LONGEST_BYTES)
 
 
-def _last_of(row: deque[tuple[int, bytes]], path: str | os.PathLike[str], key: str) -> Iterator[dict[str, Any]]:
+def _last_of(
+    row: deque[tuple[int, bytes]], path: str | os.PathLike[str], key: str
+) -> Iterator[dict[str, Any]]:
     for number, line in reversed(row):
         if (entry := _parse(path, number, line, key)) is not None:
             yield entry
             return
 
 
-def _parse(path: str | os.PathLike[str], number: int, line: bytes, key: str) -> dict[str, Any] | None:
+def _parse(
+    path: str | os.PathLike[str], number: int, line: bytes, key: str
+) -> dict[str, Any] | None:
     try:
         entry = json.loads(line) if line.strip() else None
     except (ValueError, RecursionError):

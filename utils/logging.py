@@ -1,7 +1,8 @@
 """Log lines that name the rank: ``12:00:01 rank 1 holdfast.engine.dcp.load | ...``.
 
-Libraries must not configure logging. A job calls `configure_logging` once per process, and modules use `get_logger`.
-The few lines that every user needs go through `announce`, which also reaches users who have configured nothing.
+Libraries must not configure logging. A job calls `configure_logging` once per process, and modules
+use `get_logger`. The few lines that every user needs go through `announce`, which also reaches
+users who have configured nothing.
 """
 
 import logging
@@ -12,7 +13,8 @@ import sys
 class _RankFilter(logging.Filter):
     """Adds the rank to each record, and drops records of ranks above 0 below ``other_ranks``.
 
-    The rank is that of torch.distributed, or RANK of the environment until there is a process group.
+    The rank is that of torch.distributed, or RANK of the environment until there is a process
+    group.
     """
 
     def __init__(self, other_ranks: str) -> None:
@@ -36,7 +38,8 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure_logging(level: str = "INFO", other_ranks: str = "WARNING") -> None:
-    """Send this process's ``holdfast`` log to stderr, with the rank on each line. Further calls change nothing.
+    """Send this process's ``holdfast`` log to stderr, with the rank on each line. Further calls
+    change nothing.
 
     Example::
 
@@ -52,7 +55,9 @@ def configure_logging(level: str = "INFO", other_ranks: str = "WARNING") -> None
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_RankFilter(other_ranks))
-    handler.setFormatter(logging.Formatter("%(asctime)s rank %(rank)s %(name)s | %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s rank %(rank)s %(name)s | %(message)s", datefmt="%H:%M:%S")
+    )
     logger.addHandler(handler)
     logger.propagate = False
 
@@ -60,8 +65,8 @@ def configure_logging(level: str = "INFO", other_ranks: str = "WARNING") -> None
 def announce(logger: logging.Logger, message: str, *args: object) -> None:
     """Log a line that no user should miss: at INFO, or as a warning where INFO would not be seen.
 
-    Python prints warnings to stderr if nothing is configured. Whoever wants less than warnings of ``holdfast`` has
-    switched the line off.
+    Python prints warnings to stderr if nothing is configured. Whoever wants less than warnings of
+    ``holdfast`` has switched the line off.
     """
     logger.log(logging.INFO if _shows_info(logger) else logging.WARNING, message, *args)
 

@@ -1,14 +1,16 @@
-"""Manifest of a folder: size and digest of every file. It is written last and checked before anything is used.
+"""Manifest of a folder: size and digest of every file. It is written last and checked before
+anything is used.
 
-A folder without a valid manifest is not a checkpoint. Sizes are compared before digests, so that the usual damage (a
-short or missing file) is found without reading gigabytes.
+A folder without a valid manifest is not a checkpoint. Sizes are compared before digests, so that
+the usual damage (a short or missing file) is found without reading gigabytes.
 
-``holdfast_weights.manifest`` is a second reader, for the environments of inference servers, which have no Holdfast.
-Tests show both the same good and bad manifests, and demand the same answers.
+``holdfast_weights.manifest`` is a second reader, for the environments of inference servers, which
+have no Holdfast. Tests show both the same good and bad manifests, and demand the same answers.
 
-The last field of the JSON file is the digest of all bytes before it. That digest is checked first, so that damage
-cannot look like another format version. Every later version must keep it. Format version 1, which had none and was
-never released, is refused. Version 3 has files with pieces (`Piece`), version 2 has none.
+The last field of the JSON file is the digest of all bytes before it. That digest is checked first,
+so that damage cannot look like another format version. Every later version must keep it. Format
+version 1, which had none and was never released, is refused. Version 3 has files with pieces
+(`Piece`), version 2 has none.
 """
 
 import contextlib
@@ -23,7 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
-from .files import DurableFile, bytes_digest, file_digest, open_regular, read_window, walk_leaves, write_durably
+from .files import (
+    DurableFile,
+    bytes_digest,
+    file_digest,
+    open_regular,
+    read_window,
+    walk_leaves,
+    write_durably,
+)
 from .pieces import Piece, read_digest, require_whole
 
 MANIFEST_NAME = "manifest.json"
@@ -32,7 +42,9 @@ FORMAT_VERSION = 3
 _WITHOUT_PIECES = 2
 
 DELTA_NAME = "delta"
-"""Folder in a published version that holds the changes from the version before, with its own manifest."""
+"""Folder in a published version that holds the changes from the version before, with its own
+manifest.
+"""
 DELTA_FILES = "files"
 """Folder in there with the small files that changed."""
 
@@ -58,7 +70,9 @@ class FileEntry:
 def file_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileEntry]:
     """Describe the named files, reading each once. Their writers have fsynced them."""
     root = Path(folder)
-    return [FileEntry(name, (root / name).stat().st_size, file_digest(root / name)) for name in names]
+    return [
+        FileEntry(name, (root / name).stat().st_size, file_digest(root / name)) for name in names
+    ]
 
 
 def write_entry(folder: str | os.PathLike[str], name: str, data: bytes) -> FileEntry:
@@ -68,10 +82,18 @@ def write_entry(folder: str | os.PathLike[str], name: str, data: bytes) -> FileE
     return FileEntry(name, file.bytes, file.digest)
 
 
-def write_manifest(folder: str | os.PathLike[str], entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> None:
-    """Write and fsync ``manifest.json`` with all files of the folder and further ``facts`` (step, world size ...)."""
-    files = {entry.name: entry.described() for entry in sorted(entries, key=lambda entry: entry.name)}
-    version = FORMAT_VERSION if any("pieces" in entry for entry in files.values()) else _WITHOUT_PIECES
+def write_manifest(
+    folder: str | os.PathLike[str], entries: Iterable[FileEntry], facts: Mapping[str, Any]
+) -> None:
+    """Write and fsync ``manifest.json`` with all files of the folder and further ``facts`` (step,
+    world size ...).
+    """
+    files = {
+        entry.name: entry.described() for entry in sorted(entries, key=lambda entry: entry.name)
+    }
+    version = (
+        FORMAT_VERSION if any("pieces" in entry for entry in files.values()) else _WITHOUT_PIECES
+    )
     document = {"format_version": version, **facts, "files": files}
     write_durably(Path(folder) / MANIFEST_NAME, encode_manifest(document))
 
@@ -91,13 +113,15 @@ _BEGINS = b'{\n "format_version":'
 
 
 def require_outside_commits(path: str | os.PathLike[str]) -> None:
-    """Raise `ConfigError` if ``path`` is, or lies in, a committed folder, which one file more would damage."""
+    """Raise `ConfigError` if ``path`` is, or lies in, a committed folder, which one file more would
+    damage.
+    """
     real = Path(os.path.realpath(path))
     for folder in (real, *real.parents):
         if _is_committed(folder):
             raise ConfigError(
-                f"{path} is in {folder}, which is committed with a {MANIFEST_NAME}: with one file more it would be "
-                "refused as damaged. Choose a folder outside of it"
+                f"{path} is in {folder}, which is committed with a {MANIFEST_NAME}: with one file "
+                "more it would be refused as damaged. Choose a folder outside of it"
             )
 
 
@@ -111,12 +135,15 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read and parse the manifest of a folder.
 
     Raises:
-        CheckpointCorruptError: the manifest is missing, or `write_manifest` did not write it like this.
+        CheckpointCorruptError: the manifest is missing, or `write_manifest` did not write it like
+            this.
         CheckpointMismatchError: its format is newer than this code. Nothing is wrong with it.
     """
     path = Path(folder) / MANIFEST_NAME
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):  # a link's target can change, and reading a pipe may never end
+        if not stat.S_ISREG(
+            path.lstat().st_mode
+        ):  # a link's target can change, and reading a pipe may never end
             raise CheckpointCorruptError(f"{path} is not a regular file")
         data = path.read_bytes()
     except FileNotFoundError:
@@ -132,23 +159,30 @@ def manifest_digest(folder: str | os.PathLike[str]) -> str:
 def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Parse the bytes of a manifest. Errors call the file ``path``. Raises as `read_manifest`."""
     if data[-_SELF_CHECKSUM_BYTES:] != _self_checksum(data[:-_SELF_CHECKSUM_BYTES]):
-        raise CheckpointCorruptError(f"{path} is not a manifest as it was committed: the digest it ends with is wrong")
+        raise CheckpointCorruptError(
+            f"{path} is not a manifest as it was committed: the digest it ends with is wrong"
+        )
     try:
         document = json.loads(data)
         version = document["format_version"]
         files = document["files"].items() if version in (_WITHOUT_PIECES, FORMAT_VERSION) else ()
         entries = [_parse_entry(name, entry) for name, entry in files]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path} is not a manifest: {type(error).__name__}: {error}") from error
+        raise CheckpointCorruptError(
+            f"{path} is not a manifest: {type(error).__name__}: {error}"
+        ) from error
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointMismatchError(
-            f"{path} has format version {version}; this Holdfast reads version {FORMAT_VERSION}. Upgrade Holdfast"
+            f"{path} has format version {version}; this Holdfast reads version {FORMAT_VERSION}. "
+            "Upgrade Holdfast"
         )
     if version not in (_WITHOUT_PIECES, FORMAT_VERSION):
         raise CheckpointCorruptError(
             f"{path} has format version {version!r}; expected {_WITHOUT_PIECES} or {FORMAT_VERSION}"
         )
-    return document | {"files": {entry.name: {"name": entry.name} | entry.described() for entry in entries}}
+    return document | {
+        "files": {entry.name: {"name": entry.name} | entry.described() for entry in entries}
+    }
 
 
 def _parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
@@ -166,11 +200,13 @@ def _parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
 def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Compare names and sizes, but not contents, with the manifest, and return the manifest.
 
-    The changes in a published version (`has_delta`) are another folder with a manifest, and left out.
+    The changes in a published version (`has_delta`) are another folder with a manifest, and left
+    out.
 
     Raises:
         CheckpointCorruptError: a file is missing, extra, of another size, or not a regular file.
-        CheckpointMismatchError: the folder is a published version that holds changes alone. Nothing is wrong with it.
+        CheckpointMismatchError: the folder is a published version that holds changes alone. Nothing
+            is wrong with it.
     """
     manifest = read_manifest(folder)
     compare_listing(list_files(Path(folder)), manifest, folder)
@@ -178,29 +214,40 @@ def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def has_delta(manifest: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a folder with this manifest and these files is a published version with changes in `DELTA_NAME`."""
+    """Whether a folder with this manifest and these files is a published version with changes in
+    `DELTA_NAME`.
+    """
     return "weight_version" in manifest and f"{DELTA_NAME}/{MANIFEST_NAME}" in names
 
 
 def is_delta_alone(manifest: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether it has no files but these changes."""
-    return has_delta(manifest, names) and {name.partition("/")[0] for name in names} == {MANIFEST_NAME, DELTA_NAME}
+    return has_delta(manifest, names) and {name.partition("/")[0] for name in names} == {
+        MANIFEST_NAME,
+        DELTA_NAME,
+    }
 
 
-def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
+def compare_listing(
+    sizes: Mapping[str, int], manifest: Mapping[str, Any], folder: str | os.PathLike[str]
+) -> None:
     """Do the same with the ``sizes`` of a folder's files, including the manifest."""
     expected, found = manifest["files"], set(sizes) - {MANIFEST_NAME}
     if is_delta_alone(manifest, sizes):
         raise CheckpointMismatchError(
-            f"{folder} holds only the changes from the version before, in {DELTA_NAME}/: a mirror (holdfast-weights "
-            "mirror) makes the weights from them"
+            f"{folder} holds only the changes from the version before, in {DELTA_NAME}/: a mirror "
+            "(holdfast-weights mirror) makes the weights from them"
         )
     if has_delta(manifest, sizes):
         found = {name for name in found if not name.startswith(f"{DELTA_NAME}/")}
     if missing := sorted(expected.keys() - found):
-        raise CheckpointCorruptError(f"{folder}: file {missing[0]} is missing ({len(missing)} in all)")
+        raise CheckpointCorruptError(
+            f"{folder}: file {missing[0]} is missing ({len(missing)} in all)"
+        )
     if extra := sorted(found - expected.keys()):
-        raise CheckpointCorruptError(f"{folder}: file {extra[0]} is not in the manifest ({len(extra)} in all)")
+        raise CheckpointCorruptError(
+            f"{folder}: file {extra[0]} is not in the manifest ({len(extra)} in all)"
+        )
     for name, entry in expected.items():
         if sizes[name] != entry["bytes"]:
             raise CheckpointCorruptError(
@@ -211,7 +258,8 @@ def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folde
 def list_files(root: Path) -> dict[str, int]:
     """Return POSIX path relative to ``root`` -> size, for every file below it.
 
-    Raises `CheckpointCorruptError` for anything that no commit creates: a link, a pipe, an empty folder.
+    Raises `CheckpointCorruptError` for anything that no commit creates: a link, a pipe, an empty
+    folder.
     """
     sizes = {}
     for name, status in walk_leaves(root):
@@ -222,10 +270,11 @@ def list_files(root: Path) -> dict[str, int]:
 
 
 def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Compare names, sizes and bytes with the manifest, and return the manifest. The same for the changes in it.
+    """Compare names, sizes and bytes with the manifest, and return the manifest. The same for the
+    changes in it.
 
-    Raises `CheckpointCorruptError` for the first difference, otherwise as `check_listing`. An OSError (an existing file
-    cannot be read) may be temporary, so it says nothing about the folder.
+    Raises `CheckpointCorruptError` for the first difference, otherwise as `check_listing`. An
+    OSError (an existing file cannot be read) may be temporary, so it says nothing about the folder.
     """
     manifest = check_listing(folder)
     for name, entry in manifest["files"].items():
@@ -239,11 +288,15 @@ def verify_file(folder: str | os.PathLike[str], name: str, entry: Mapping[str, A
     """Compare the bytes of one file with its entry in the manifest. Raises as `verify_folder`."""
     digest = described_digest(Path(folder) / name, entry)
     if digest != entry["digest"]:
-        raise CheckpointCorruptError(f"{folder}: {name} has digest {digest}, the manifest says {entry['digest']}")
+        raise CheckpointCorruptError(
+            f"{folder}: {name} has digest {digest}, the manifest says {entry['digest']}"
+        )
 
 
 def described_digest(path: str | os.PathLike[str], entry: Mapping[str, Any]) -> str:
-    """Digest of a file, of the kind that its entry in a manifest has. Reads a few megabytes at a time."""
+    """Digest of a file, of the kind that its entry in a manifest has. Reads a few megabytes at a
+    time.
+    """
     if "pieces" not in entry:
         return file_digest(path)
     with open(path, "rb", buffering=0) as file:

@@ -1,8 +1,9 @@
-"""Statistics of steps: summed over ranks, and logged exactly once per step to JSON Lines and trackers.
+"""Statistics of steps: summed over ranks, and logged exactly once per step to JSON Lines and
+trackers.
 
-A run that was killed after its last snapshot repeats some steps. `StatsLogger.resume_after` removes their lines first,
-so that the files equal those of a run that was never killed. Lines are flushed at every step, so a kill loses none. A
-power cut may lose the last ones.
+A run that was killed after its last snapshot repeats some steps. `StatsLogger.resume_after` removes
+their lines first, so that the files equal those of a run that was never killed. Lines are flushed
+at every step, so a kill loses none. A power cut may lose the last ones.
 """
 
 import json
@@ -31,7 +32,8 @@ RUN_ID_NAME = "run_id"
 class StatsLogger:
     """Writer of ``<folder>/stats.jsonl``, which passes the same numbers to trackers.
 
-    The file is the record. When a tracker is opened it receives the steps that it lacks. One process per run owns the
+    The file is the record. When a tracker is opened it receives the steps that it lacks. One
+    process per run owns the
     folder: rank 0 under torchrun, the driver under Ray.
 
     Example:
@@ -62,7 +64,11 @@ class StatsLogger:
         require_trackers(trackers)
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._names, self._project, self._name = list(trackers), project, name or self._folder.resolve().name
+        self._names, self._project, self._name = (
+            list(trackers),
+            project,
+            name or self._folder.resolve().name,
+        )
         self._logged_step: int | None = None
         self._file: IO[bytes] | None = None
         self._trackers: list[Tracker] = []
@@ -70,8 +76,8 @@ class StatsLogger:
     def resume_after(self, step: int | None) -> None:
         """Remove the lines of steps after ``step``, or of all steps if it is None (a fresh start).
 
-        Call it before the first `log`. The file is replaced atomically, without lines that a crash has torn. For
-        trackers, a fresh start is a new run.
+        Call it before the first `log`. The file is replaced atomically, without lines that a crash
+        has torn. For trackers, a fresh start is a new run.
         """
         self.close()
         lines, last = self._lines(), -1 if step is None else step
@@ -82,7 +88,8 @@ class StatsLogger:
         replace_atomically(self._folder / STATS_NAME, kept)
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        """Append one line, ``{"step": 7, "loss": 0.5, ...}``, and log it to each tracker that lacks the step.
+        """Append one line, ``{"step": 7, "loss": 0.5, ...}``, and log it to each tracker that lacks
+        the step.
 
         Args:
             step: global step, counted from 0.
@@ -92,7 +99,9 @@ class StatsLogger:
             ValueError: a stat is called ``step``.
         """
         if "step" in stats:
-            raise ValueError(f"a stat is called 'step', the name of the step number; found {sorted(stats)}")
+            raise ValueError(
+                f"a stat is called 'step', the name of the step number; found {sorted(stats)}"
+            )
         values = {name: float(value) for name, value in stats.items()}
         if self._file is None:
             self._open()
@@ -117,7 +126,10 @@ class StatsLogger:
     def _open(self) -> None:
         path, lines = self._folder / STATS_NAME, self._lines()
         last = max((line["step"] for line in lines), default=-1)
-        logged, self._logged_step = last if self._logged_step is None else max(last, self._logged_step), None
+        logged, self._logged_step = (
+            last if self._logged_step is None else max(last, self._logged_step),
+            None,
+        )
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = open(path, "ab")  # noqa: SIM115  (close() closes it)
         if torn:
@@ -128,7 +140,11 @@ class StatsLogger:
         for name in self._names:
             self._trackers.append(TRACKERS[name](run))
             for line in lines:
-                _give(self._trackers[-1], line["step"], {key: line[key] for key in line if key != "step"})
+                _give(
+                    self._trackers[-1],
+                    line["step"],
+                    {key: line[key] for key in line if key != "step"},
+                )
 
     def _run_id(self) -> str:
         path = self._folder / RUN_ID_NAME
@@ -154,18 +170,24 @@ def read_stats(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return list(read_lines(path, "step"))
 
 
-def reduce_stats(sums: Mapping[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+def reduce_stats(
+    sums: Mapping[str, float], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """Sum each named number over the ranks of a group, in float64. Every rank gets all sums.
 
-    Costs two small collectives regardless of the number of names: one compares a digest of the names, one adds.
+    Costs two small collectives regardless of the number of names: one compares a digest of the
+    names, one adds.
 
     Raises:
-        PeerError: ranks have different names. Raised on all ranks, and lists the differences from rank 0.
+        PeerError: ranks have different names. Raised on all ranks, and lists the differences from
+            rank 0.
     """
     names = sorted(sums)
     if get_world_size(group) == 1:
         return {name: float(sums[name]) for name in names}
-    digest = xxhash.xxh3_64_intdigest(json.dumps(names).encode()) >> 11  # 53 bits, as a float64 holds
+    digest = (
+        xxhash.xxh3_64_intdigest(json.dumps(names).encode()) >> 11
+    )  # 53 bits, as a float64 holds
     if any(theirs != digest for (theirs,) in gather_numbers([digest], group)):
         first, *others = gather_objects(names, group)
         raise PeerError(

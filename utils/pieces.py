@@ -1,8 +1,9 @@
 """Digests of files that several processes write at the same time, each its own pieces.
 
-A piece is a few runs of bytes at equal distances, such as the columns of a matrix that one rank holds. Its writer
-digests it from memory at the moment of the write. The digest of the file is computed from the digests of its pieces, so
-that no process reads the file again. Pieces cover every byte of a file exactly once.
+A piece is a few runs of bytes at equal distances, such as the columns of a matrix that one rank
+holds. Its writer digests it from memory at the moment of the write. The digest of the file is
+computed from the digests of its pieces, so that no process reads the file again. Pieces cover every
+byte of a file exactly once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,12 +38,18 @@ def piece_digest(data: bytes | memoryview) -> bytes:
 
 
 def join_digests(digests: Iterable[bytes]) -> str:
-    """Digest of a file, ``"xxh3_128t:<hex>"``, from the digests of its pieces in the order of their offsets."""
+    """Digest of a file, ``"xxh3_128t:<hex>"``, from the digests of its pieces in the order of their
+    offsets.
+    """
     return f"xxh3_128t:{xxhash.xxh3_128_hexdigest(b''.join(digests))}"
 
 
-def read_digest(pieces: Iterable[Sequence[int]], read: Callable[[int, int], bytes | memoryview]) -> str:
-    """Digest of a file with these pieces. ``read(offset, n_bytes)`` returns a part, shorter at the end of the file."""
+def read_digest(
+    pieces: Iterable[Sequence[int]], read: Callable[[int, int], bytes | memoryview]
+) -> str:
+    """Digest of a file with these pieces. ``read(offset, n_bytes)`` returns a part, shorter at the
+    end of the file.
+    """
     return join_digests(_read_piece(Piece(*piece), read) for piece in pieces)
 
 
@@ -59,17 +66,27 @@ def _read_piece(piece: Piece, read: Callable[[int, int], bytes | memoryview]) ->
 
 
 def require_whole(pieces: Iterable[Sequence[int]], n_bytes: int) -> None:
-    """Raise ValueError if these pieces, in the order of their offsets, cannot cover a file of ``n_bytes``."""
+    """Raise ValueError if these pieces, in the order of their offsets, cannot cover a file of
+    ``n_bytes``.
+    """
     covered, before = 0, -1
     for piece in (Piece(*numbers) for numbers in pieces):
         offset, run, step, rows = piece
         apart = step >= run if rows > 1 else step == 0
-        if not all(isinstance(number, int) for number in piece) or offset <= before or run < 1 or rows < 1 or not apart:
+        if (
+            not all(isinstance(number, int) for number in piece)
+            or offset <= before
+            or run < 1
+            or rows < 1
+            or not apart
+        ):
             raise ValueError(f"a file cannot have the piece {list(piece)}")
         if piece.n_bytes > PIECE_BYTES:
             raise ValueError(f"the piece {list(piece)} is larger than {PIECE_BYTES} bytes")
         if offset + (rows - 1) * step + run > n_bytes:
-            raise ValueError(f"the piece {list(piece)} is outside of the file, which has {n_bytes} bytes")
+            raise ValueError(
+                f"the piece {list(piece)} is outside of the file, which has {n_bytes} bytes"
+            )
         covered, before = covered + piece.n_bytes, offset
     if covered != n_bytes:
         raise ValueError(f"the pieces of a file of {n_bytes} bytes have {covered} bytes")

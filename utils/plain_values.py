@@ -1,9 +1,11 @@
-"""Plain values (numbers, strings, containers, tensors) as bytes that are loaded without running code.
+"""Plain values (numbers, strings, containers, tensors) as bytes that are loaded without running
+code.
 
-- `pack_plain` writes ``torch.save`` files. It checks that the value can be loaded this way, so that a bad value fails
-  the snapshot and not the recovery.
-- `pack_json` puts values without tensors into a uint8 tensor, so that tensor files can hold them without pickle. JSON
-  keeps every bit of a float. Tuples, and dicts with other keys than strings, are tagged.
+- `pack_plain` writes ``torch.save`` files. It checks that the value can be loaded this way, so that
+  a bad value fails the snapshot and not the recovery.
+- `pack_json` puts values without tensors into a uint8 tensor, so that tensor files can hold them
+  without pickle. JSON keeps every bit of a float. Tuples, and dicts with other keys than strings,
+  are tagged.
 """
 
 import io
@@ -64,30 +66,40 @@ def read_plain(path: Path) -> Any:
         raise CheckpointCorruptError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def load_plain(file: IO[bytes], source: str | os.PathLike[str], device: torch.device | None = None) -> Any:
+def load_plain(
+    file: IO[bytes], source: str | os.PathLike[str], device: torch.device | None = None
+) -> Any:
     """Load the value in ``file``.
 
     Args:
         file: seekable file.
         source: name of the file in messages.
-        device: destination of tensors that were saved from a GPU. None means the CPU, like all other tensors.
+        device: destination of tensors that were saved from a GPU. None means the CPU, like all
+            other tensors.
 
     Raises:
-        CheckpointCorruptError: the file is damaged, needs a type that could run code (which the message names), or is
-            compressed. torch never compresses, and a small compressed file could fill the memory.
+        CheckpointCorruptError: the file is damaged, needs a type that could run code (which the
+            message names), or is compressed. torch never compresses, and a small compressed file
+            could fill the memory.
     """
     try:
         _check_archive(file)
-        return torch.load(file, map_location="cpu" if device is None else partial(_place, device), weights_only=True)
+        return torch.load(
+            file,
+            map_location="cpu" if device is None else partial(_place, device),
+            weights_only=True,
+        )
     except _TORCH_DAMAGE as error:
         raise CheckpointCorruptError(f"{source} cannot be read: {plain_reason(error)}") from error
 
 
 def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
-    """Load a ``torch.save`` file with its tensors mapped into memory, so that pages are read when they are used.
+    """Load a ``torch.save`` file with its tensors mapped into memory, so that pages are read when
+    they are used.
 
-    Files of torch before 1.6 are read as a whole. The file must stay while the value is used. ``allowed`` are types
-    and functions that it may use besides torch's own. Raises OSError, and CheckpointCorruptError as `load_plain`.
+    Files of torch before 1.6 are read as a whole. The file must stay while the value is used.
+    ``allowed`` are types and functions that it may use besides torch's own. Raises OSError, and
+    CheckpointCorruptError as `load_plain`.
     """
     try:
         with open(path, "rb") as file:
@@ -100,11 +112,17 @@ def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
 
 def _place(device: torch.device, storage: Any, location: str) -> Any:
     """Move a loaded storage that was saved at ``location`` (``cpu``, ``cuda:3`` ...)."""
-    return storage.cuda(device.index) if location.startswith("cuda") and device.type == "cuda" else storage
+    return (
+        storage.cuda(device.index)
+        if location.startswith("cuda") and device.type == "cuda"
+        else storage
+    )
 
 
 def _check_archive(file: IO[bytes]) -> bool:
-    """Return whether the file is an archive, as torch writes since 1.6. Raises if it is truncated or compressed."""
+    """Return whether the file is an archive, as torch writes since 1.6. Raises if it is truncated
+    or compressed.
+    """
     start = file.tell()
     begins_as_archive = _ARCHIVE.startswith(file.read(len(_ARCHIVE)))
     n_bytes = file.seek(0, os.SEEK_END) - start
@@ -114,8 +132,8 @@ def _check_archive(file: IO[bytes]) -> bool:
                 raise CheckpointCorruptError("it is compressed, which torch.save does not do")
     elif begins_as_archive:
         raise CheckpointCorruptError(
-            f"it ends after {n_bytes} bytes, without the table of contents that torch.save writes last. "
-            "Copy the file again, or use an older checkpoint"
+            f"it ends after {n_bytes} bytes, without the table of contents that torch.save writes "
+            "last. Copy the file again, or use an older checkpoint"
         )
     file.seek(start)
     return is_archive
@@ -134,7 +152,9 @@ def plain_reason(error: Exception) -> str:
 
 
 _BLOCK_BYTES = 4096
-"""Packed tensors are padded to a multiple of this, so that their size is stable when a digit is added."""
+"""Packed tensors are padded to a multiple of this, so that their size is stable when a digit is
+added.
+"""
 
 _TAG = "__type__"
 _TAGGED = {kind.__name__: kind for kind in (dict, tuple, Counter, OrderedDict)}
@@ -143,17 +163,22 @@ _TAGGED = {kind.__name__: kind for kind in (dict, tuple, Counter, OrderedDict)}
 def pack_json(value: Any, name: str) -> torch.Tensor:
     """Encode ``value`` as JSON text in a ``[n]`` uint8 tensor, padded with spaces.
 
-    Raises ConfigError if ``value``, called ``name``, holds other things than numbers, strings, lists, tuples and dicts.
+    Raises ConfigError if ``value``, called ``name``, holds other things than numbers, strings,
+    lists, tuples and dicts.
     """
     return pad_bytes(json.dumps(_encode(value, name)).encode(), b" ")
 
 
 def unpack_json(tensor: torch.Tensor, name: str) -> Any:
-    """Reverse `pack_json`: an equal value of the same container types. Raises CheckpointCorruptError."""
+    """Reverse `pack_json`: an equal value of the same container types. Raises
+    CheckpointCorruptError.
+    """
     try:
         return _decode(json.loads(tensor.cpu().numpy().tobytes()))
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointCorruptError(f"{name} is not JSON as a checkpoint has it: {error}") from error
+        raise CheckpointCorruptError(
+            f"{name} is not JSON as a checkpoint has it: {error}"
+        ) from error
 
 
 def pad_bytes(data: bytes, padding: bytes) -> torch.Tensor:
@@ -174,8 +199,8 @@ def _encode(value: Any, name: str) -> Any:
         items = list(value) if kind is tuple else [[key, item] for key, item in value.items()]
         return {_TAG: kind.__name__, "items": _encode(items, name)}
     raise ConfigError(
-        f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected numbers, "
-        "strings, lists, tuples and dicts of them"
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; "
+        "expected numbers, strings, lists, tuples and dicts of them"
     )
 
 

@@ -1,5 +1,5 @@
-"""Processes: exact identity, certain end, death together with the parent or when a lease ends, and their share of the
-cores.
+"""Processes: exact identity, certain end, death together with the parent or when a lease ends, and
+their share of the cores.
 
 Linux only. Elsewhere no process counts as alive, and leases never end.
 """
@@ -20,7 +20,9 @@ _SIGEV_SIGNAL = 0
 _TIMER_ABSTIME = 1
 
 MOST_READING_THREADS = 8
-"""Limit of the threads that read one file. More are no faster, neither from the page cache nor from a disk."""
+"""Limit of the threads that read one file. More are no faster, neither from the page cache nor from
+a disk.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class ProcessId:
     def kill(self) -> None:
         """Send SIGKILL if the process still runs."""
         if self.alive():
-            with contextlib.suppress(ProcessLookupError):  # it ended between the look and the signal
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it ended between the look and the signal
                 os.kill(self.pid, signal.SIGKILL)
 
 
@@ -53,7 +57,9 @@ def _start_time(pid: int) -> str | None:
 
 
 def _stat(process: int | str) -> list[str] | None:
-    """The fields of proc(5) stat from the third on. None if the process ended, or ``/proc`` is missing."""
+    """The fields of proc(5) stat from the third on. None if the process ended, or ``/proc`` is
+    missing.
+    """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -61,11 +67,14 @@ def _stat(process: int | str) -> list[str] | None:
 
 
 def process_started_at() -> float:
-    """Return the Unix time of this process's start, to 10 ms and equal at every call. Elsewhere, of the first call."""
+    """Return the Unix time of this process's start, to 10 ms and equal at every call. Elsewhere, of
+    the first call.
+    """
     return _started_at(os.getpid())
 
 
-@cache  # two readings of the clocks differ by microseconds, which would reverse the order of close events
+# two readings of the clocks differ by microseconds, which would reverse the order of close events
+@cache
 def _started_at(pid: int) -> float:
     ticks = _start_time(pid)
     if ticks is None:
@@ -78,20 +87,28 @@ def thread_cpu_s(native_id: int) -> float | None:
     """Return the processor time of a thread of this process in seconds, to 10 ms. None if it ended."""
     if (fields := _stat(f"self/task/{native_id}")) is None:
         return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime: fields 14 and 15
+    return (int(fields[11]) + int(fields[12])) / os.sysconf(
+        "SC_CLK_TCK"
+    )  # utime and stime: fields 14 and 15
 
 
 def still_alive(processes: Sequence[ProcessId], timeout_s: float) -> list[ProcessId]:
     """Wait until no process runs, at most ``timeout_s``, and return those that still run."""
     end, pause_s = time.monotonic() + timeout_s, 0.002
-    while (alive := [process for process in processes if process.alive()]) and time.monotonic() < end:
+    while (
+        alive := [process for process in processes if process.alive()]
+    ) and time.monotonic() < end:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
     return alive
 
 
-def end_processes(processes: Sequence[ProcessId], grace_s: float, timeout_s: float) -> list[ProcessId]:
-    """Wait ``grace_s``, kill the processes that still run, and return those that still run ``timeout_s`` later."""
+def end_processes(
+    processes: Sequence[ProcessId], grace_s: float, timeout_s: float
+) -> list[ProcessId]:
+    """Wait ``grace_s``, kill the processes that still run, and return those that still run
+    ``timeout_s`` later.
+    """
     alive = still_alive(processes, grace_s)
     for process in alive:
         process.kill()
@@ -99,7 +116,9 @@ def end_processes(processes: Sequence[ProcessId], grace_s: float, timeout_s: flo
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to send this process SIGKILL when its parent ends. OSError if the kernel refuses."""
+    """Ask the kernel to send this process SIGKILL when its parent ends. OSError if the kernel
+    refuses.
+    """
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
@@ -127,10 +146,12 @@ class _Spec(ctypes.Structure):
 
 
 class Lease:
-    """Kernel timer that kills this process at a set time unless it is extended. OSError if the kernel refuses it.
+    """Kernel timer that kills this process at a set time unless it is extended. OSError if the
+    kernel refuses it.
 
-    A rank whose node lost its connection to the driver is then gone when the driver has waited long enough, even if the
-    rank is stopped, waits for a dead file server, or holds the interpreter lock.
+    A rank whose node lost its connection to the driver is then gone when the driver has waited long
+    enough, even if the rank is stopped, waits for a dead file server, or holds the interpreter
+    lock.
     """
 
     def __init__(self) -> None:
@@ -138,7 +159,9 @@ class Lease:
         if sys.platform.startswith("linux"):
             self._timer = ctypes.c_void_p()
             event = _Event(None, signal.SIGKILL, _SIGEV_SIGNAL, b"")
-            _call("timer_create", time.CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(self._timer))
+            _call(
+                "timer_create", time.CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(self._timer)
+            )
 
     def now(self) -> float:
         """Return seconds on the lease's clock, which continues while the machine sleeps."""
@@ -161,14 +184,18 @@ def _call(name: str, *args: object) -> None:
 
 
 def reading_threads() -> int:
-    """Return the number of threads with which this rank should read a file: its share of the host's cores.
+    """Return the number of threads with which this rank should read a file: its share of the host's
+    cores.
 
-    At least 1, at most `MOST_READING_THREADS`. If this process may run on fewer cores than its parent, its launcher has
-    already given it a share (``torchrun --numa-binding``, ``taskset``). Without ``LOCAL_WORLD_SIZE`` all ranks are
-    assumed to be on this host. ``torch.get_num_threads()`` is not used: torchrun and Ray set it to 1 so that the ranks'
+    At least 1, at most `MOST_READING_THREADS`. If this process may run on fewer cores than its
+    parent, its launcher has already given it a share (``torchrun --numa-binding``, ``taskset``).
+    Without ``LOCAL_WORLD_SIZE`` all ranks are assumed to be on this host.
+    ``torch.get_num_threads()`` is not used: torchrun and Ray set it to 1 so that the ranks'
     computations do not disturb each other, but reading threads spend their time in the kernel.
     """
-    from .distributed import get_world_size  # imports torch, which commands that only read files do not need
+    from .distributed import (
+        get_world_size,
+    )  # imports torch, which commands that only read files do not need
 
     cores = os.sched_getaffinity(0)
     has_share = cores < os.sched_getaffinity(os.getppid())

@@ -1,12 +1,14 @@
 """Folder at an fsspec URL, with the steps that each kind of storage needs to make a file complete.
 
-Every operation has the time limits of the backend (s3fs: 5 s to connect, 15 s without data), a limited number of
-attempts, and one type of error. Paths are relative to the URL. Buckets are never created.
+Every operation has the time limits of the backend (s3fs: 5 s to connect, 15 s without data), a
+limited number of attempts, and one type of error. Paths are relative to the URL. Buckets are never
+created.
 
-Credentials and endpoints are passed as the backend documents. S3: ``AWS_ENDPOINT_URL``, ``AWS_ACCESS_KEY_ID``,
-``AWS_SECRET_ACCESS_KEY``, ``AWS_PROFILE``, or an instance role. Google: ``GOOGLE_APPLICATION_CREDENTIALS``. Further
-options go through fsspec's configuration: ``FSSPEC_S3='{"max_concurrency": 4}'`` in the environment, or
-``~/.config/fsspec/*.json``. Set a lifecycle rule that aborts incomplete multipart uploads: a kill can leave one.
+Credentials and endpoints are passed as the backend documents. S3: ``AWS_ENDPOINT_URL``,
+``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_PROFILE``, or an instance role. Google:
+``GOOGLE_APPLICATION_CREDENTIALS``. Further options go through fsspec's configuration:
+``FSSPEC_S3='{"max_concurrency": 4}'`` in the environment, or ``~/.config/fsspec/*.json``. Set a
+lifecycle rule that aborts incomplete multipart uploads: a kill can leave one.
 """
 
 import contextlib
@@ -59,9 +61,10 @@ class RemoteFolder:
 
     Attributes:
         url: URL without secrets.
-        whole_files: whether a file with its final name and size is complete even if its writer was killed. True for
-            objects, which appear complete, and local files, which are renamed after their fsync. Elsewhere (sftp, smb,
-            hdfs, plug-ins) a power cut may leave holes in a file of the right size.
+        whole_files: whether a file with its final name and size is complete even if its writer was
+            killed. True for objects, which appear complete, and local files, which are renamed
+            after their fsync. Elsewhere (sftp, smb, hdfs, plug-ins) a power cut may leave holes in
+            a file of the right size.
 
     Raises:
         ConfigError: the URL cannot be used, or a package for it is not installed.
@@ -86,12 +89,15 @@ class RemoteFolder:
         self._chunk_bytes = chunk_bytes
         self.url = without_secrets(self._fs.unstrip_protocol(self._root))
         self._local = isinstance(self._fs, LocalFileSystem)
-        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        protocols = (
+            {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
+        )
         self.whole_files = self._local or bool(protocols & _OBJECT_STORES)
         self._closed = threading.Event()
 
-        # All errors are tried again: backends raise different types (botocore's and aiohttp's are not OSErrors), and
-        # even a refusal may be temporary, while a token is renewed. A missing file is an answer, not an error.
+        # All errors are tried again: backends raise different types (botocore's and aiohttp's are
+        # not OSErrors), and even a refusal may be temporary, while a token is renewed. A missing
+        # file is an answer, not an error.
         final = (FileNotFoundError, CheckpointError)
         self._retrying = Retrying(
             retry=retry_if_exception_type(Exception) & retry_if_not_exception_type(final),
@@ -107,7 +113,9 @@ class RemoteFolder:
 
     def names(self) -> list[str]:
         """List the names of files and folders in the folder. Empty if it does not exist."""
-        return [PurePosixPath(path).name for path in self._find(self._fs.ls, "", detail=False) or ()]
+        return [
+            PurePosixPath(path).name for path in self._find(self._fs.ls, "", detail=False) or ()
+        ]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size of every file below ``folder`` ("": the URL), by path relative to it.
@@ -119,7 +127,9 @@ class RemoteFolder:
         return {path.removeprefix(prefix): entry["size"] for path, entry in listing.items()}
 
     def size(self, path: str) -> int | None:
-        """Size of a file. None if it does not exist. Unlike fsspec's ``exists``, a failed request is an error."""
+        """Size of a file. None if it does not exist. Unlike fsspec's ``exists``, a failed request
+        is an error.
+        """
         found = self._find(self._fs.info, path)
         return None if found is None else found["size"]
 
@@ -128,17 +138,25 @@ class RemoteFolder:
         return self._find(self._fs.cat_file, path)
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
-        """Read the bytes of a file from ``start`` up to ``stop``. FileNotFoundError if it does not exist."""
+        """Read the bytes of a file from ``start`` up to ``stop``. FileNotFoundError if it does not
+        exist.
+        """
         return self._call(self._fs.cat_file, path, start=start, end=stop)
 
     def chunks(self, path: str, size: int) -> Iterator[bytes]:
-        """Yield a file of ``size`` bytes in chunks, a few at a time (in parallel if the backend can)."""
+        """Yield a file of ``size`` bytes in chunks, a few at a time (in parallel if the backend
+        can).
+        """
         starts = range(0, size, self._chunk_bytes)
         for first in range(0, len(starts), _CHUNKS_AT_ONCE):
-            yield from self._call(self._read_ranges, path, starts[first : first + _CHUNKS_AT_ONCE], size)
+            yield from self._call(
+                self._read_ranges, path, starts[first : first + _CHUNKS_AT_ONCE], size
+            )
 
     def put_file(self, source: Path, path: str, digest: str | None = None) -> None:
-        """Upload a local file, replacing one. CheckpointCorruptError if it does not have this `file_digest`."""
+        """Upload a local file, replacing one. CheckpointCorruptError if it does not have this
+        `file_digest`.
+        """
         if self._local:
             self._call(self._copy_durably, path, source, digest)
         else:
@@ -160,7 +178,9 @@ class RemoteFolder:
         if self._local:
             self._find(os.unlink, str(_part(Path(path))))
         self._find(self._fs.rm_file, path)
-        if self._local:  # otherwise a power cut could bring the file back, but not files removed later
+        if (
+            self._local
+        ):  # otherwise a power cut could bring the file back, but not files removed later
             self._find(fsync_dir, str(PurePosixPath(path).parent))
 
     def remove_folder(self, folder: str) -> None:
@@ -193,7 +213,9 @@ class RemoteFolder:
         self._fs.put_file(str(source), target)
 
     def _make_parent(self, target: str) -> None:
-        if not self.whole_files:  # the backend may have real folders; in an object store this would create the bucket
+        if (
+            not self.whole_files
+        ):  # the backend may have real folders; in an object store this would create the bucket
             self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
 
     def _read_ranges(self, path: str, starts: range, size: int) -> list[bytes]:
@@ -210,7 +232,9 @@ class RemoteFolder:
         return None
 
     def _call(self, function: Callable[..., T], path: str, *args: Any, **options: Any) -> T:
-        """Run an operation on a path with all its attempts. Raises `FileNotFoundError` if the path does not exist."""
+        """Run an operation on a path with all its attempts. Raises `FileNotFoundError` if the path
+        does not exist.
+        """
         if self._closed.is_set():
             raise self._error(f"{self.url} is closed")
         try:
@@ -229,8 +253,9 @@ def local_folder(path: str | os.PathLike[str]) -> Path | None:
     text = os.fspath(path)
     if re.match(r"[A-Za-z][\w.+-]+:/(?!/)", text):
         raise ConfigError(
-            f"path is {without_secrets(text)}: a URL that has lost a slash, as in a pathlib.Path; give it as text "
-            f"(s3://bucket/folder), or ./{text.partition('/')[0]}/ for a folder that is called so"
+            f"path is {without_secrets(text)}: a URL that has lost a slash, as in a pathlib.Path; "
+            f"give it as text (s3://bucket/folder), or ./{text.partition('/')[0]}/ for a folder "
+            "that is called so"
         )
     if "://" not in text:
         return Path(path)
@@ -239,11 +264,16 @@ def local_folder(path: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def require_local(path: str | os.PathLike[str], what: str, advice: str, setting: str = "path") -> Path:
-    """Return the local folder of ``path``, which ``what`` needs. ConfigError with ``advice`` if it is a URL."""
+def require_local(
+    path: str | os.PathLike[str], what: str, advice: str, setting: str = "path"
+) -> Path:
+    """Return the local folder of ``path``, which ``what`` needs. ConfigError with ``advice`` if it
+    is a URL.
+    """
     if (folder := local_folder(path)) is None:
         raise ConfigError(
-            f"{setting} is {without_secrets(os.fspath(path))}; {what} needs a folder of this machine: {advice}"
+            f"{setting} is {without_secrets(os.fspath(path))}; {what} needs a folder of this "
+            f"machine: {advice}"
         )
     return folder
 
@@ -261,13 +291,17 @@ def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
     try:
         if "://" not in url:
             raise ValueError("it has no protocol")
-        # fsspec's shared instances have the options of their first user, and cached listings are stale.
+        # fsspec's shared instances have the options of their first user, and cached listings are
+        # stale.
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
         if re.search(r"://[^/\s]*:[^/\s]*@", url) and "@" in root.split("/")[0]:
-            # The backend would take the password for a part of the bucket's name and show it in every message.
+            # The backend would take the password for a part of the bucket's name and show it in
+            # every message.
             raise ValueError("its backend takes no password from there, but as it documents")
     except (ImportError, ValueError, OSError) as error:
-        problem = f"{setting} ({url!r}) cannot be used: {error}; expected a URL as file:///folder or "
+        problem = (
+            f"{setting} ({url!r}) cannot be used: {error}; expected a URL as file:///folder or "
+        )
         raise ConfigError(
             without_secrets(problem)
             + "s3://bucket/folder, with its fsspec backend installed (s3fs for s3://, gcsfs for gs://)"
@@ -282,4 +316,10 @@ def _require_digest(source: Path, found: str, expected: str) -> None:
 
 def _log_retry(state: RetryCallState) -> None:
     error = state.outcome and state.outcome.exception()
-    logger.warning("%s: %s: %s; again in %.1f s", state.args[0], type(error).__name__, error, state.upcoming_sleep)
+    logger.warning(
+        "%s: %s: %s; again in %.1f s",
+        state.args[0],
+        type(error).__name__,
+        error,
+        state.upcoming_sleep,
+    )

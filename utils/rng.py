@@ -1,9 +1,11 @@
-"""All random generators of a process as plain tensors: capture, bit-exact restore, and derivation for a new rank.
+"""All random generators of a process as plain tensors: capture, bit-exact restore, and derivation
+for a new rank.
 
-Covers the global generators of Python (``random``), NumPy (the legacy ``np.random``), torch on the CPU and torch on
-each CUDA device. A state is a flat dict of CPU tensors, so that checkpoints store it as tensors and readers unpickle
-nothing. It has about 15 kB and takes well under a millisecond. Generator *objects* of user code
-(``np.random.default_rng()``, ``torch.Generator()``) are not global, so their owner must save them.
+Covers the global generators of Python (``random``), NumPy (the legacy ``np.random``), torch on the
+CPU and torch on each CUDA device. A state is a flat dict of CPU tensors, so that checkpoints store
+it as tensors and readers unpickle nothing. It has about 15 kB and takes well under a millisecond.
+Generator *objects* of user code (``np.random.default_rng()``, ``torch.Generator()``) are not
+global, so their owner must save them.
 """
 
 import random
@@ -23,11 +25,12 @@ RngState = dict[str, torch.Tensor]
 """Result of `capture_rng`, all on the CPU:
 
 - ``python`` int64 ``[625]``: the 624 words of the Mersenne Twister and the position in them.
-- ``python_gauss`` float64 ``[2]``: 1.0 and the second half of a Box-Muller pair if one is cached, else zeros.
+- ``python_gauss`` float64 ``[2]``: 1.0 and the second half of a Box-Muller pair if one is cached,
+  else zeros.
 - ``numpy``, ``numpy_gauss``: the same for NumPy.
 - ``torch`` uint8 ``[5056]``: ``torch.get_rng_state()``.
-- ``cuda`` uint8 ``[devices, 16]``: one row per device, starting with the current device and wrapping around. Absent if
-  the process has not used CUDA.
+- ``cuda`` uint8 ``[devices, 16]``: one row per device, starting with the current device and
+  wrapping around. Absent if the process has not used CUDA.
 """
 
 _MT_WORDS = 625
@@ -36,7 +39,9 @@ _CUDA_STATE_BYTES = 16
 
 
 def seed_rng(seed: int, rank: int = 0) -> None:
-    """Seed every generator of this process from ``seed`` and ``rank``, so that each rank draws different numbers."""
+    """Seed every generator of this process from ``seed`` and ``rank``, so that each rank draws
+    different numbers.
+    """
     mixed = xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, rank))
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
@@ -59,29 +64,37 @@ def capture_rng() -> RngState:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():
-        state["cuda"] = torch.stack([torch.cuda.get_rng_state(device) for device in _cuda_devices()])
+        state["cuda"] = torch.stack(
+            [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
+        )
     return state
 
 
 def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
     """Restore every generator to ``state``, so that draws continue as after its `capture_rng`.
 
-    CUDA devices are matched starting from the current one, so that a rank that trained on ``cuda:3`` and now sees one
-    device finds its stream there. Rows without a device are dropped with a warning. Devices without a row keep their
-    state. Raises as `check_rng` does, before any generator has changed.
+    CUDA devices are matched starting from the current one, so that a rank that trained on
+    ``cuda:3`` and now sees one device finds its stream there. Rows without a device are dropped
+    with a warning. Devices without a row keep their state. Raises as `check_rng` does, before any
+    generator has changed.
     """
     check_rng(state)
-    # torch reads a state from the start of its storage even if it is a view, so the states are cloned.
+    # torch reads a state from the start of its storage even if it is a view, so the states are
+    # cloned.
     words = state["python"].tolist()
     random.setstate((_PYTHON_STATE_VERSION, tuple(words), _unpack_gauss(state["python_gauss"])))
     *key, position = state["numpy"].tolist()
     gauss = _unpack_gauss(state["numpy_gauss"])
-    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, int(gauss is not None), gauss or 0.0))
+    np.random.set_state(
+        ("MT19937", np.array(key, dtype=np.uint32), position, int(gauss is not None), gauss or 0.0)
+    )
     torch.set_rng_state(state["torch"].clone())
     if "cuda" in state:
         devices = _cuda_devices() if torch.cuda.is_available() else []
         if len(devices) < len(state["cuda"]):
-            logger.warning("RNG: %d CUDA states saved, %d devices here", len(state["cuda"]), len(devices))
+            logger.warning(
+                "RNG: %d CUDA states saved, %d devices here", len(state["cuda"]), len(devices)
+            )
         for device, row in zip(devices, state["cuda"], strict=False):
             torch.cuda.set_rng_state(row.clone(), device)
 
@@ -108,12 +121,15 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
         tensor = state[name]
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise CheckpointMismatchError(
-                f"RNG state {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(shape)}"
+                f"RNG state {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} "
+                f"{list(shape)}"
             )
     for name in ("python", "numpy"):
         *words, position = state[name].tolist()
         if min(words) < 0 or max(words) >= 2**32 or not 0 <= position < _MT_WORDS:
-            raise CheckpointCorruptError(f"RNG state {name!r} is not one of a Mersenne Twister (position {position})")
+            raise CheckpointCorruptError(
+                f"RNG state {name!r} is not one of a Mersenne Twister (position {position})"
+            )
     try:
         torch.Generator().set_state(state["torch"].clone())
     except RuntimeError as error:
@@ -123,9 +139,10 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
 def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
     """Derive a state for ``rank``, which the checkpoint lacks because the world has grown.
 
-    Every generator is seeded with the 64-bit ``xxh3_64`` of the tensors of ``state``, which is the one of rank 0, in
-    the order of their names, followed by ``rank`` as a little-endian int64. The result is the same at every restart,
-    and differs between ranks and steps. CUDA device i (in the order of `RngState`) gets that seed + i.
+    Every generator is seeded with the 64-bit ``xxh3_64`` of the tensors of ``state``, which is the
+    one of rank 0, in the order of their names, followed by ``rank`` as a little-endian int64. The
+    result is the same at every restart, and differs between ranks and steps. CUDA device i (in the
+    order of `RngState`) gets that seed + i.
     """
     digest = _digest(state)
     digest.update(struct.pack("<q", rank))
@@ -140,7 +157,10 @@ def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
     }
     if torch.cuda.is_initialized():
         generators = [torch.Generator(device) for device in _cuda_devices()]
-        seeded = [generator.manual_seed(_torch_seed(seed + index)) for index, generator in enumerate(generators)]
+        seeded = [
+            generator.manual_seed(_torch_seed(seed + index))
+            for index, generator in enumerate(generators)
+        ]
         derived["cuda"] = torch.stack([generator.get_state() for generator in seeded])
     return derived
 
@@ -179,8 +199,9 @@ def _unpack_gauss(packed: torch.Tensor) -> float | None:
 def _numpy_tensors(state: Mapping) -> RngState:
     if state["bit_generator"] != "MT19937":
         raise ConfigError(
-            f"numpy's global generator is {state['bit_generator']}; only MT19937 (numpy's default) can be captured. "
-            f"Keep the other one as a np.random.Generator of your own and register it with the handler."
+            f"numpy's global generator is {state['bit_generator']}; only MT19937 (numpy's "
+            "default) can be captured. Keep the other one as a np.random.Generator of your own "
+            "and register it with the handler."
         )
     words = np.append(state["state"]["key"].astype(np.int64), state["state"]["pos"])
     return {

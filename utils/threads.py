@@ -9,7 +9,8 @@ T = TypeVar("T")
 
 
 def on_daemon_thread(work: Callable[[], T], name: str) -> "Future[T]":
-    """Run ``work``, which may never return, on a new daemon thread. The future holds its result or its error.
+    """Run ``work``, which may never return, on a new daemon thread. The future holds its result or
+    its error.
 
     Unlike with ``ThreadPoolExecutor``, the process does not wait for the thread when it exits.
     """

@@ -16,7 +16,8 @@ def timed(seconds: MutableMapping[str, float], phase: str) -> Iterator[None]:
 
 
 class PhaseTimes:
-    """Seconds per phase of a step, for a run's statistics. ``holdfast top`` shows keys that end with ``_s``.
+    """Seconds per phase of a step, for a run's statistics. ``holdfast top`` shows keys that end
+    with ``_s``.
 
     Every step reports ``phases`` (``sampling``, ``training`` ...), with 0 s if they did not run.
     """
@@ -26,7 +27,9 @@ class PhaseTimes:
         self._seconds: dict[str, float] = dict.fromkeys(phases, 0.0)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Add the duration of a block to ``name``, also if the block raises. A step may repeat a name."""
+        """Add the duration of a block to ``name``, also if the block raises. A step may repeat a
+        name.
+        """
         return timed(self._seconds, name)
 
     def take(self) -> dict[str, float]:

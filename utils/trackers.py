@@ -1,7 +1,8 @@
 """Experiment trackers next to ``stats.jsonl``: TensorBoard, Weights & Biases and trackio.
 
-Each library is imported when its tracker is opened. Trackers that identify runs by an id receive the run's id, so that
-a resumed run continues in the same place. A tracker does not receive steps that it already has (see `StatsLogger`).
+Each library is imported when its tracker is opened. Trackers that identify runs by an id receive
+the run's id, so that a resumed run continues in the same place. A tracker does not receive steps
+that it already has (see `StatsLogger`).
 """
 
 import importlib.util
@@ -41,7 +42,9 @@ class Tracker(Protocol):
 
 
 class _TensorBoard:
-    """Event files under ``tensorboard/``. The viewer drops steps after ``last_step`` (``purge_step``)."""
+    """Event files under ``tensorboard/``. The viewer drops steps after ``last_step``
+    (``purge_step``).
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -60,11 +63,11 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Run of Weights & Biases. ``WANDB_MODE=offline`` writes it under ``wandb/`` for ``wandb sync``, in one folder per
-    process.
+    """Run of Weights & Biases. ``WANDB_MODE=offline`` writes it under ``wandb/`` for ``wandb
+    sync``, in one folder per process.
 
-    Logged rows cannot be removed, so repeated steps keep their first row. Only a server reports the rows that it has.
-    Offline these are all rows that were logged.
+    Logged rows cannot be removed, so repeated steps keep their first row. Only a server reports the
+    rows that it has. Offline these are all rows that were logged.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -73,10 +76,14 @@ class _WandB:
         known = any(run.folder.glob(f"wandb/*-{run.run_id}"))
         named: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.run_id}
         self._run = wandb.init(**named, resume="allow", dir=str(run.folder))
-        self.has_step = self._run.step - 1 if self._run.resumed else run.logged_step if known else -1
+        self.has_step = (
+            self._run.step - 1 if self._run.resumed else run.logged_step if known else -1
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step, commit=True)  # without commit the row waits for the next one
+        self._run.log(
+            dict(values), step=step, commit=True
+        )  # without commit the row waits for the next one
 
     def close(self) -> None:
         self._run.finish()
@@ -85,7 +92,8 @@ class _WandB:
 class _Trackio:
     """Run of trackio, in its local database (``TRACKIO_DIR``) or at ``TRACKIO_SPACE_ID``.
 
-    trackio identifies runs by name, so the name ends with the id. Repeated steps keep their first row.
+    trackio identifies runs by name, so the name ends with the id. Repeated steps keep their first
+    row.
     """
 
     def __init__(self, run: TrackedRun) -> None:
@@ -117,12 +125,13 @@ def require_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(
-                f"config key 'trackers' names {name!r}; expected some of {', '.join(map(repr, TRACKERS))}"
+                f"config key 'trackers' names {name!r}; expected some of "
+                f"{', '.join(map(repr, TRACKERS))}"
             )
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"config key 'trackers' names {name!r}, which is not installed; run pip install 'holdfast[{name}]', or "
-                "leave it out"
+                f"config key 'trackers' names {name!r}, which is not installed; run pip install "
+                f"'holdfast[{name}]', or leave it out"
             )
     if len(set(names)) < len(names):
         raise ConfigError(f"config key 'trackers' is {list(names)}; expected each once")

@@ -1,1 +1,3 @@
-"""Resumable checkpoints: a training state as a torch.distributed.checkpoint folder, written and read by all ranks."""
+"""Resumable checkpoints: a training state as a torch.distributed.checkpoint folder, written and
+read by all ranks.
+"""

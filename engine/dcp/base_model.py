@@ -1,13 +1,14 @@
 """Frozen parameters that checkpoints leave out, and the fingerprint that stands in their place.
 
-The base model under LoRA comes from its folder, or from a seed, each time a job starts. A checkpoint may leave it out
-as long as it still has the bits of that start. `FrozenBase` compares every bit before each save. A parameter that has
-changed is stored from then on, so a checkpoint leaves out only parameters that the next start makes again.
+The base model under LoRA comes from its folder, or from a seed, each time a job starts. A
+checkpoint may leave it out as long as it still has the bits of that start. `FrozenBase` compares
+every bit before each save. A parameter that has changed is stored from then on, so a checkpoint
+leaves out only parameters that the next start makes again.
 
-A checkpoint holds the fingerprint of the parameters that it leaves out, and a load on another base is refused before
-anything changes. The fingerprint depends on the bits, so a base in another dtype is another base. It has two halves,
-both the same at every world size: a sample of each tensor, and a sum over every bit (see `fingerprint`). Older folders
-have only the sample.
+A checkpoint holds the fingerprint of the parameters that it leaves out, and a load on another base
+is refused before anything changes. The fingerprint depends on the bits, so a base in another dtype
+is another base. It has two halves, both the same at every world size: a sample of each tensor, and
+a sum over every bit (see `fingerprint`). Older folders have only the sample.
 """
 
 from collections import Counter
@@ -34,7 +35,9 @@ logger = get_logger(__name__)
 BASE = "base"
 """Name of the tensor that holds the result of `describe_base`."""
 BASE_SAMPLE = "base_sample"
-"""Name under which each rank has its share of the fingerprint, two numbers of 8 bytes. Older folders have the first."""
+"""Name under which each rank has its share of the fingerprint, two numbers of 8 bytes. Older
+folders have the first.
+"""
 _HALF = 8
 _MODULUS = 2**64
 
@@ -45,7 +48,8 @@ class BaseFolder:
 
     Attributes:
         path: folder, or id of a model on the hub. None if unknown.
-        index: digest of the folder's index. None if unknown, or if the weights were drawn from a seed.
+        index: digest of the folder's index. None if unknown, or if the weights were drawn from a
+            seed.
     """
 
     path: str | None = None
@@ -59,10 +63,12 @@ class BaseFolder:
 
 
 class FrozenBase:
-    """Frozen parameters (name -> parameter) that the start of a job has just made, watched for changes.
+    """Frozen parameters (name -> parameter) that the start of a job has just made, watched for
+    changes.
 
     Attributes:
-        sums: name -> this rank's share of the sum over the bits of a parameter that checkpoints leave out.
+        sums: name -> this rank's share of the sum over the bits of a parameter that checkpoints
+            leave out.
     """
 
     _of_models: ClassVar[WeakKeyDictionary[nn.Module, "FrozenBase"]] = WeakKeyDictionary()
@@ -72,21 +78,29 @@ class FrozenBase:
 
     @classmethod
     def of(cls, model: nn.Module, named: Mapping[str, torch.Tensor]) -> "FrozenBase":
-        """The base of ``model``. Every call returns the object of the first call, whose parameters count."""
+        """The base of ``model``. Every call returns the object of the first call, whose parameters
+        count.
+        """
         if model not in cls._of_models:
             cls._of_models[model] = cls(named)
         return cls._of_models[model]
 
-    def drop_changed(self, frozen: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Forget parameters that have changed on any rank or are no longer ``frozen``, so that checkpoints hold them.
+    def drop_changed(
+        self, frozen: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+    ) -> None:
+        """Forget parameters that have changed on any rank or are no longer ``frozen``, so that
+        checkpoints hold them.
 
-        All ranks of the model call it. Cost: one pass over this rank's part of the base, and one small exchange.
+        All ranks of the model call it. Cost: one pass over this rank's part of the base, and one
+        small exchange.
         """
         now = sums_of({name: frozen[name] for name in frozen.keys() & self.sums.keys()})
         own = sorted(frozen.keys() - {name for name in now if now[name] == self.sums[name]})
         stored = {name for names in gather_objects(own, group) for name in names}
         changed = sorted(self.sums.keys() & stored)
-        self.sums = {name: bits for name, bits in self.sums.items() if name in frozen and name not in stored}
+        self.sums = {
+            name: bits for name, bits in self.sums.items() if name in frozen and name not in stored
+        }
         if changed and get_rank(group) == 0:
             logger.warning(
                 "%s (%d such) is frozen, but not what it was at the start of this job: checkpoints hold it from now on",
@@ -95,18 +109,26 @@ class FrozenBase:
 
 
 def sums_of(named: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Name -> this rank's share of the `bit_sum` of a parameter. Only the first rank that holds a part counts it."""
+    """Name -> this rank's share of the `bit_sum` of a parameter. Only the first rank that holds a
+    part counts it.
+    """
     counted = {name: tensor for name, tensor in named.items() if counts_here(tensor)}
-    sums = {n: bit_sum(f"model.{n}", local_tensor(t), local_box(t).offsets) for n, t in counted.items()}
+    sums = {
+        n: bit_sum(f"model.{n}", local_tensor(t), local_box(t).offsets) for n, t in counted.items()
+    }
     return dict.fromkeys(named, 0) | sums
 
 
 def describe_base(
-    frozen: Mapping[str, torch.Tensor], folder: BaseFolder, adapters: Mapping[str, Any] | None = None
+    frozen: Mapping[str, torch.Tensor],
+    folder: BaseFolder,
+    adapters: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Describe frozen parameters that a checkpoint leaves out, as JSON in uint8. The same on every rank.
+    """Describe frozen parameters that a checkpoint leaves out, as JSON in uint8. The same on every
+    rank.
 
-    ``adapters`` is the result of `describe_adapters` for the adapters trained on them, for tools without the model.
+    ``adapters`` is the result of `describe_adapters` for the adapters trained on them, for tools
+    without the model.
     """
     dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values())
     n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in frozen.values())
@@ -114,13 +136,21 @@ def describe_base(
     counts["ranks"] = get_world_size()
     if cuts := _cuts_of(frozen):
         counts["cuts"] = cuts
-    return pack_json({**counts, "path": folder.path, "index": folder.index, "adapters": adapters}, BASE)
+    return pack_json(
+        {**counts, "path": folder.path, "index": folder.index, "adapters": adapters}, BASE
+    )
 
 
-def sample_base(frozen: Mapping[str, torch.Tensor], sums: Mapping[str, int] | None = None) -> torch.Tensor:
-    """This rank's share of the fingerprint of frozen parameters (see `pack_share`). ``sums`` if they are known."""
+def sample_base(
+    frozen: Mapping[str, torch.Tensor], sums: Mapping[str, int] | None = None
+) -> torch.Tensor:
+    """This rank's share of the fingerprint of frozen parameters (see `pack_share`). ``sums`` if
+    they are known.
+    """
     sums = sums_of(frozen) if sums is None else sums
-    sample = int(sample_state({f"model.{name}": tensor for name, tensor in frozen.items()})["model"])
+    sample = int(
+        sample_state({f"model.{name}": tensor for name, tensor in frozen.items()})["model"]
+    )
     return pack_share(sample, sum(sums[name] for name in frozen))
 
 
@@ -142,7 +172,8 @@ def check_base(
 
     Args:
         path: the checkpoint, for messages.
-        saved: dotted name -> tensor of the checkpoint: `BASE`, and the `BASE_SAMPLE` of every rank that saved.
+        saved: dotted name -> tensor of the checkpoint: `BASE`, and the `BASE_SAMPLE` of every rank
+            that saved.
         frozen: live parameters that the checkpoint left out, with their source ``folder``.
         own: their `sample_base` on this rank.
 
@@ -154,9 +185,14 @@ def check_base(
 
 
 def check_own_base(
-    saved: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor], folder: BaseFolder, own: str
+    saved: Mapping[str, torch.Tensor],
+    frozen: Mapping[str, torch.Tensor],
+    folder: BaseFolder,
+    own: str,
 ) -> None:
-    """`check_base` of this rank's share alone, whose name is ``own``. Only if this rank held the same part then."""
+    """`check_base` of this rank's share alone, whose name is ``own``. Only if this rank held the
+    same part then.
+    """
     if BASE not in saved or own not in saved:
         return
     there = unpack_json(saved[BASE], BASE)
@@ -178,7 +214,8 @@ def _compare(
         raise CheckpointCorruptError(f"{path}: {BASE!r} does not describe frozen parameters")
     if (sizes := {len(share) for share in shares}) not in ({_HALF}, {2 * _HALF}):
         raise CheckpointCorruptError(
-            f"{path}: {BASE_SAMPLE!r} of a rank has {sorted(sizes)} bytes; expected {2 * _HALF}, or {_HALF} on all"
+            f"{path}: {BASE_SAMPLE!r} of a rank has {sorted(sizes)} bytes; expected {2 * _HALF}, "
+            f"or {_HALF} on all"
         )
     fingerprints = base_fingerprint(shares), base_fingerprint(own)
     if same_base(*fingerprints):
@@ -188,10 +225,12 @@ def _compare(
     elif there["index"] != here["index"]:
         advice = "The files of the folders differ, too; start from the base that the run began with"
     else:
-        advice = "Start from the base that the run began with, in the same dtype, or with the same seed"
+        advice = (
+            "Start from the base that the run began with, in the same dtype, or with the same seed"
+        )
     raise CheckpointMismatchError(
-        f"{path} holds what was trained on another base model: its {_told(there, fingerprints[0])}, those "
-        f"here {_told(here, fingerprints[1])}. {advice}"
+        f"{path} holds what was trained on another base model: its "
+        f"{_told(there, fingerprints[0])}, those here {_told(here, fingerprints[1])}. {advice}"
     )
 
 
@@ -203,16 +242,21 @@ def _cuts_of(frozen: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:
-    """The fingerprint of frozen parameters, from every rank's `sample_base`: 32 hex digits, 16 for an older folder."""
+    """The fingerprint of frozen parameters, from every rank's `sample_base`: 32 hex digits, 16 for
+    an older folder.
+    """
     data = [bytes(share.tolist()) for share in shares]
     numbers = [
-        [int.from_bytes(share[at : at + _HALF], "little") for at in range(0, len(share), _HALF)] for share in data
+        [int.from_bytes(share[at : at + _HALF], "little") for at in range(0, len(share), _HALF)]
+        for share in data
     ]
     return "".join(f"{sum(halves) % _MODULUS:016x}" for halves in zip(*numbers, strict=False))
 
 
 def same_base(saved: str, here: str) -> bool:
-    """Whether two `base_fingerprint`s agree in the digits that both have. An empty one agrees with nothing."""
+    """Whether two `base_fingerprint`s agree in the digits that both have. An empty one agrees with
+    nothing.
+    """
     known = min(len(saved), len(here))
     return known > 0 and saved[:known] == here[:known]
 

@@ -1,11 +1,12 @@
 """The configuration of a restart, compared with what is in use after a load.
 
-A load brings back the hyperparameters of the optimizer's groups and the settings of the schedule. So a process that was
-started with others goes on without them. It knows what it was started with: the groups and the schedule as they were
-built, before the load. `Configured` notes them, and tells afterwards which of them are not in use.
+A load brings back the hyperparameters of the optimizer's groups and the settings of the schedule.
+So a process that was started with others goes on without them. It knows what it was started with:
+the groups and the schedule as they were built, before the load. `Configured` notes them, and tells
+afterwards which of them are not in use.
 
-The shape of a `LambdaLR` is code, which no checkpoint holds, so the shape of this process is used. A load of another
-horizon (more epochs) then changes the rate.
+The shape of a `LambdaLR` is code, which no checkpoint holds, so the shape of this process is used.
+A load of another horizon (more epochs) then changes the rate.
 """
 
 import math
@@ -24,13 +25,37 @@ from ...utils.logging import get_logger
 logger = get_logger(__name__)
 
 _PROGRESS = {"last_epoch", "base_lrs", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
-"""Public attributes of torch's schedules that are no settings, and the rates, which are compared by group."""
+"""Public attributes of torch's schedules that are no settings, and the rates, which are compared by
+group.
+"""
 _HYPERPARAMETERS = (
-    *("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "alpha"),
-    *("rho", "lambd", "t0", "lr_decay", "centered", "max_lr", "min_lr", "max_momentum", "base_momentum"),
+    *(
+        "lr",
+        "initial_lr",
+        "weight_decay",
+        "betas",
+        "eps",
+        "momentum",
+        "dampening",
+        "nesterov",
+        "amsgrad",
+        "alpha",
+    ),
+    *(
+        "rho",
+        "lambd",
+        "t0",
+        "lr_decay",
+        "centered",
+        "max_lr",
+        "min_lr",
+        "max_momentum",
+        "base_momentum",
+    ),
 )
-"""Names in groups that are hyperparameters in every optimizer. Others may be progress: schedule-free AdamW counts steps
-there."""
+"""Names in groups that are hyperparameters in every optimizer. Others may be progress:
+schedule-free AdamW counts steps there.
+"""
 _CYCLED = ("beta1", "beta2", "momentum")
 """Hyperparameters that `OneCycleLR` and `CyclicLR` change in every step, besides the rate."""
 
@@ -50,8 +75,8 @@ class Setting(NamedTuple):
 class Settled(NamedTuple):
     """What a load means for the configuration of this process.
 
-    ``changed`` has the settings that are other ones than in the saved run, as (name, saved, in use). ``kept`` has those
-    that were configured and are not in use, as (name, in use, configured).
+    ``changed`` has the settings that are other ones than in the saved run, as (name, saved, in
+    use). ``kept`` has those that were configured and are not in use, as (name, in use, configured).
     """
 
     changed: list[Setting]
@@ -65,26 +90,35 @@ def inner_schedule(scheduler: Any) -> Any:
 
 
 def require_own_schedule(optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
-    """Raise `ConfigError` if ``scheduler`` changes the rates of another optimizer. Wrappers share their groups."""
+    """Raise `ConfigError` if ``scheduler`` changes the rates of another optimizer. Wrappers share
+    their groups.
+    """
     other = getattr(inner_schedule(scheduler), "optimizer", None)
     if optimizer is None or other is None:
         return
     own = {id(group) for group in optimizer.param_groups}
     if not any(id(group) in own for group in other.param_groups):
         raise ConfigError(
-            f"the schedule ({type(inner_schedule(scheduler)).__name__}) belongs to another {type(other).__name__} than "
-            "the optimizer that it is saved with, so it does not change the rates of that one; expected a schedule "
-            "that was built with this optimizer. Build it again after the optimizer"
+            f"the schedule ({type(inner_schedule(scheduler)).__name__}) belongs to another "
+            f"{type(other).__name__} than the optimizer that it is saved with, so it does not "
+            "change the rates of that one; expected a schedule that was built with this "
+            "optimizer. Build it again after the optimizer"
         )
 
 
 def describe_schedule(scheduler: Any) -> str:
-    """Describe the shape of a schedule: its class, or the function of a `LambdaLR` with the arguments of a partial."""
+    """Describe the shape of a schedule: its class, or the function of a `LambdaLR` with the
+    arguments of a partial.
+    """
     schedule = inner_schedule(scheduler)
     factor = schedule.lr_lambdas[0] if isinstance(schedule, LambdaLR) else None
     if not isinstance(factor, partial):
         return type(schedule).__name__
-    plain = {name: value for name, value in factor.keywords.items() if isinstance(value, int | float | str)}
+    plain = {
+        name: value
+        for name, value in factor.keywords.items()
+        if isinstance(value, int | float | str)
+    }
     return f"{factor.func.__name__}({', '.join(f'{name}={plain[name]}' for name in sorted(plain))})"
 
 
@@ -97,7 +131,9 @@ class Configured:
         saved_schedule: whether the checkpoint has the state of a schedule.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, scheduler: Any, saved_schedule: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, scheduler: Any, saved_schedule: bool
+    ) -> None:
         self._optimizer, self._schedule = optimizer, inner_schedule(scheduler)
         self._saved_schedule = saved_schedule
         self._rates_are = self._find_rates()
@@ -105,20 +141,30 @@ class Configured:
         self._settings = _schedule_settings(self._schedule)
 
     def settle(self, *, is_own: bool = False) -> Settled:
-        """Compare with what is in use now, and bring the rates of the next step to this process's schedule.
+        """Compare with what is in use now, and bring the rates of the next step to this process's
+        schedule.
 
-        Call it once, after the load and after the restored rates were checked. If the schedule has the shape of the
-        saved one, no rate changes. With a schedule that the checkpoint lacks, ``is_own`` decides about the next step: a
-        run of Holdfast never had one, so it begins, but another trainer did not save it, so the saved rates stay.
+        Call it once, after the load and after the restored rates were checked. If the schedule has
+        the shape of the saved one, no rate changes. With a schedule that the checkpoint lacks,
+        ``is_own`` decides about the next step: a run of Holdfast never had one, so it begins, but
+        another trainer did not save it, so the saved rates stay.
         """
         if self._optimizer is None:
             return Settled([], [])
         changed: list[Setting] = []
         rate = str(_plain(self._optimizer.param_groups[0].get("lr")))
         if self._schedule is None and self._saved_schedule:
-            changed.append(Setting("schedule", "in use", f"left out, so that the learning rate stays at {rate}"))
+            changed.append(
+                Setting(
+                    "schedule", "in use", f"left out, so that the learning rate stays at {rate}"
+                )
+            )
         elif self._schedule is not None and not self._saved_schedule:
-            changed.append(Setting("schedule", "none", f"{describe_schedule(self._schedule)} from its own step on"))
+            changed.append(
+                Setting(
+                    "schedule", "none", f"{describe_schedule(self._schedule)} from its own step on"
+                )
+            )
             changed += self._use_rates(self._schedule.get_last_lr()) if is_own else []
         elif isinstance(self._schedule, LambdaLR):
             changed += self._follow_shape(self._schedule)
@@ -135,19 +181,25 @@ class Configured:
         return "lr" if self._schedule is None else None
 
     def _follow_shape(self, schedule: LambdaLR) -> list[Setting]:
-        """Compare the restored rates with those that the function of ``schedule`` has for the same step."""
+        """Compare the restored rates with those that the function of ``schedule`` has for the same
+        step.
+        """
         factors: Sequence[Any] = schedule.lr_lambdas
         if not all(isinstance(factor, FunctionType | partial) for factor in factors):
             return []  # an object, whose attributes were restored
         saved = [float(rate) for rate in schedule.get_last_lr()]
         rates = [
-            float(base) * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, factors, strict=True)
+            float(base) * factor(schedule.last_epoch)
+            for base, factor in zip(schedule.base_lrs, factors, strict=True)
         ]
-        if all(math.isclose(one, other, rel_tol=1e-9) for one, other in zip(saved, rates, strict=True)):
+        if all(
+            math.isclose(one, other, rel_tol=1e-9) for one, other in zip(saved, rates, strict=True)
+        ):
             return []
         if all(isinstance(factor, partial) for factor in factors):
             return self._use_rates(rates)
-        # A function of the user may depend on more than the step, so the next step keeps the saved rate.
+        # A function of the user may depend on more than the step, so the next step keeps the saved
+        # rate.
         return [Setting("learning rate from the second step on", str(saved[0]), str(rates[0]))]
 
     def _use_rates(self, rates: Sequence[Any]) -> list[Setting]:
@@ -191,7 +243,9 @@ class Configured:
                     found.setdefault(Setting(name, str(now[name]), str(value)), []).append(number)
         kept = []
         for setting, numbers in found.items():
-            where = "" if len(numbers) == len(groups) else f" of group {', '.join(map(str, numbers))}"
+            where = (
+                "" if len(numbers) == len(groups) else f" of group {', '.join(map(str, numbers))}"
+            )
             kept.append(setting.of(where))
         settings = _schedule_settings(self._schedule)
         for name, value in self._settings.items():
@@ -209,18 +263,24 @@ def _each(schedule: Any) -> Iterator[Any]:
 
 
 def _schedule_settings(schedule: Any) -> dict[str, Any]:
-    """Settings of torch's schedules by name. A class of the user may count steps in any attribute, so it has none."""
+    """Settings of torch's schedules by name. A class of the user may count steps in any attribute,
+    so it has none.
+    """
     found: dict[str, Any] = {}
     for number, each in enumerate(_each(schedule)):
         if type(each).__module__ != "torch.optim.lr_scheduler":
             continue
         prefix = f"{number}." if number else ""
         state = each.state_dict()
-        settings = {name: value for name, value in state.items() if name[0] != "_" and name not in _PROGRESS}
+        settings = {
+            name: value for name, value in state.items() if name[0] != "_" and name not in _PROGRESS
+        }
         if "_milestones" in state:
             settings["milestones"] = state["_milestones"]
         for at, attributes in enumerate(settings.pop("lr_lambdas", ())):
-            settings |= {f"lr_lambdas[{at}].{name}": value for name, value in (attributes or {}).items()}
+            settings |= {
+                f"lr_lambdas[{at}].{name}": value for name, value in (attributes or {}).items()
+            }
         found |= {prefix + name: _plain(value) for name, value in settings.items()}
     return found
 
@@ -242,16 +302,16 @@ def warn_of_settings(what: Any, changed: Sequence[Setting], kept: Sequence[Setti
     parts = []
     if changed:
         parts.append(
-            "In use from now on, so that the run goes on with other numbers than without the restart: "
-            f"{'; '.join(f'{name} was {was}, is {now}' for name, was, now in changed)}. Set them before load as they "
-            "were, unless the change is meant"
+            "In use from now on, so that the run goes on with other numbers than without the "
+            f"restart: {'; '.join(f'{name} was {was}, is {now}' for name, was, now in changed)}. "
+            "Set them before load as they were, unless the change is meant"
         )
     if kept:
         parts.append(
             "Configured here, but not in use, because the run goes on with what it saved: "
-            f"{'; '.join(f'{name} is {now}, configured {wanted}' for name, now, wanted in kept)}. To change them, set "
-            "them after load in optimizer.param_groups, and lr also in base_lrs of the schedule: see 'Another "
-            "configuration' in docs/saving-and-resuming.md"
+            f"{'; '.join(f'{name} is {now}, configured {wanted}' for name, now, wanted in kept)}. "
+            "To change them, set them after load in optimizer.param_groups, and lr also in "
+            "base_lrs of the schedule: see 'Another configuration' in docs/saving-and-resuming.md"
         )
     if parts:
         logger.warning("%s was saved with other settings. %s", what, ". ".join(parts))

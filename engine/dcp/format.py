@@ -1,16 +1,19 @@
-"""The bytes of a DCP folder, as torch writes them: archives of tensors in ``.distcp`` files, and ``.metadata``.
+"""The bytes of a DCP folder, as torch writes them: archives of tensors in ``.distcp`` files, and
+``.metadata``.
 
-Archives: a ``.distcp`` file is a sequence of archives of `torch.save` (zip, not compressed). The bytes around the
-values are the same for all tensors of a shape and a dtype. Torch makes them once without values (`skip_data`). So
-tensors are written and found in a file without building or parsing an archive, whatever format this version of torch
-uses. Zip's CRC32 of the values, and the id that torch derives from it, stay as torch leaves them when it skips the
-data. ``torch.load`` looks at neither, and files have digests.
+Archives: a ``.distcp`` file is a sequence of archives of `torch.save` (zip, not compressed). The
+bytes around the values are the same for all tensors of a shape and a dtype. Torch makes them once
+without values (`skip_data`). So tensors are written and found in a file without building or parsing
+an archive, whatever format this version of torch uses. Zip's CRC32 of the values, and the id that
+torch derives from it, stay as torch leaves them when it skips the data. ``torch.load`` looks at
+neither, and files have digests.
 
-``.metadata``: torch unpickles it as it is, which can run any code. Here a restricted unpickler makes only the few types
-that torch itself writes there, and any other type is an error that names it. Torch's loader also ignores parts of a
-tensor that no chunk covers. Here the chunks of a tensor must tile it exactly, the bytes of each chunk must be in a
-file, and each file must exist and be long enough. The result, a `FolderLayout`, is kept in arrays, without a Python
-object for each of the chunks that a thousand ranks have written.
+``.metadata``: torch unpickles it as it is, which can run any code. Here a restricted unpickler
+makes only the few types that torch itself writes there, and any other type is an error that names
+it. Torch's loader also ignores parts of a tensor that no chunk covers. Here the chunks of a tensor
+must tile it exactly, the bytes of each chunk must be in a file, and each file must exist and be
+long enough. The result, a `FolderLayout`, is kept in arrays, without a Python object for each of
+the chunks that a thousand ranks have written.
 """
 
 import copyreg
@@ -50,7 +53,9 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Archive:
-    """The archive of a contiguous CPU tensor: the bytes before and after its values. Others have another prefix."""
+    """The archive of a contiguous CPU tensor: the bytes before and after its values. Others have
+    another prefix.
+    """
 
     prefix: bytes
     data_bytes: int
@@ -63,14 +68,18 @@ class Archive:
 
 
 _SETTINGS = {"save.storage_alignment": 64, "save.compute_crc32": True}
-"""Torch's defaults. A user may have set others, but all ranks must agree, because rank 0 plans where each writes."""
+"""Torch's defaults. A user may have set others, but all ranks must agree, because rank 0 plans
+where each writes.
+"""
 
 
 @lru_cache(maxsize=4096)
 def archive_of(shape: tuple[int, ...], dtype: torch.dtype) -> Archive:
-    """The archive of a CPU tensor of this shape and dtype, whatever torch's settings are. About 0.1 ms.
+    """The archive of a CPU tensor of this shape and dtype, whatever torch's settings are. About 0.1
+    ms.
 
-    Takes no memory: the storage is never touched. `torch.empty` would fill it in deterministic mode.
+    Takes no memory: the storage is never touched. `torch.empty` would fill it in deterministic
+    mode.
     """
     storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device="cpu")
     strides = torch.empty(shape, device="meta").stride()
@@ -111,7 +120,9 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The boxes (``[n, dims]`` int64) in which a tensor is stored. They tile it. Tensors cut alike share them."""
+    """The boxes (``[n, dims]`` int64) in which a tensor is stored. They tile it. Tensors cut alike
+    share them.
+    """
 
     offsets: np.ndarray
     sizes: np.ndarray
@@ -158,14 +169,18 @@ class FolderLayout:
 
 
 class Destination(NamedTuple):
-    """A box of a stored tensor, and the tensor that receives it: of any device and strides, with the stored dtype."""
+    """A box of a stored tensor, and the tensor that receives it: of any device and strides, with
+    the stored dtype.
+    """
 
     box: Box
     tensor: torch.Tensor
 
     def like(self) -> "Destination":
         """The same box with fresh host memory."""
-        return Destination(self.box, torch.empty(self.box.sizes, dtype=self.tensor.dtype, device="cpu"))
+        return Destination(
+            self.box, torch.empty(self.box.sizes, dtype=self.tensor.dtype, device="cpu")
+        )
 
 
 _ALLOWED = {
@@ -185,7 +200,9 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 calls it
         if name not in _ALLOWED.get(module, ()):
-            raise CheckpointCorruptError(f"it asks for {module}.{name}, which no checkpoint needs; it was not run")
+            raise CheckpointCorruptError(
+                f"it asks for {module}.{name}, which no checkpoint needs; it was not run"
+            )
         found = super().find_class(module, name)
         return _StoredProperties if found is TensorProperties else found
 
@@ -204,9 +221,10 @@ class _StoredProperties(TensorProperties):
 def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
     """The fields of a tensor's properties that ``.metadata`` keeps.
 
-    torch 2.15 adds strides. They are left out because they differ between the shards of a tensor, because torch before
-    2.15 cannot read them, and because files hold contiguous values. No tensor counts as pinned, because only staged
-    copies of CUDA tensors are, and a snapshot of them has the bytes of a blocking save.
+    torch 2.15 adds strides. They are left out because they differ between the shards of a tensor,
+    because torch before 2.15 cannot read them, and because files hold contiguous values. No tensor
+    counts as pinned, because only staged copies of CUDA tensors are, and a snapshot of them has the
+    bytes of a blocking save.
     """
     return replace(properties, pin_memory=False).__getstate__()[:_N_PROPERTIES]
 
@@ -229,8 +247,8 @@ def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
 def no_collection() -> Iterator[None]:
     """Disable Python's cyclic garbage collector in all threads during the block.
 
-    It runs more often as objects pile up: unpickling the ``.metadata`` of 1,024 ranks (160,000 chunks) takes five times
-    as long with it.
+    It runs more often as objects pile up: unpickling the ``.metadata`` of 1,024 ranks (160,000
+    chunks) takes five times as long with it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -246,15 +264,17 @@ def read_layout(path: PathLike) -> FolderLayout:
 
     Raises:
         CheckpointNotFoundError: there is no such folder, or it is not a DCP folder.
-        CheckpointCorruptError: the metadata is damaged or asks for a forbidden type, the chunks of a tensor do not tile
-            it, or a file is missing or short.
+        CheckpointCorruptError: the metadata is damaged or asks for a forbidden type, the chunks of
+            a tensor do not tile it, or a file is missing or short.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"checkpoint folder {folder} does not exist")
     if not (folder / ".metadata").is_file():
         found = sorted(entry.name for entry in folder.iterdir())[:8]
-        raise CheckpointNotFoundError(f"{folder} is not a DCP checkpoint: no .metadata, only {found}")
+        raise CheckpointNotFoundError(
+            f"{folder} is not a DCP checkpoint: no .metadata, only {found}"
+        )
     data = (folder / ".metadata").read_bytes()
     try:
         layout = parse_metadata(data)
@@ -262,16 +282,24 @@ def read_layout(path: PathLike) -> FolderLayout:
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{folder}/.metadata: {error}") from error
     except (*DAMAGE, ImportError) as error:  # ImportError: a damaged name of a type
-        raise CheckpointCorruptError(f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointCorruptError(
+            f"{folder}/.metadata cannot be read: {type(error).__name__}: {error}"
+        ) from error
     return layout
 
 
 @lru_cache(maxsize=4)
 def parse_metadata(data: bytes) -> FolderLayout:
-    """Parse the bytes of ``.metadata``. The result is cached, because the checks before a restore need it too."""
+    """Parse the bytes of ``.metadata``. The result is cached, because the checks before a restore
+    need it too.
+    """
     with no_collection():
         metadata = _MetadataUnpickler(BytesIO(data)).load()
-        if not isinstance(metadata, Metadata) or not metadata.state_dict_metadata or not metadata.storage_data:
+        if (
+            not isinstance(metadata, Metadata)
+            or not metadata.state_dict_metadata
+            or not metadata.storage_data
+        ):
             raise CheckpointCorruptError("it describes no tensors")
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
@@ -279,9 +307,13 @@ def parse_metadata(data: bytes) -> FolderLayout:
             if name not in ends and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
                 raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
             if not (type(begin) is type(length) is int) or begin < 0 or length < 0:
-                raise CheckpointCorruptError(f"it places something at {begin} of {name}, {length} bytes long")
+                raise CheckpointCorruptError(
+                    f"it places something at {begin} of {name}, {length} bytes long"
+                )
             if info.transform_descriptors:
-                raise CheckpointCorruptError(f"{name} was written through {info.transform_descriptors}, unknown here")
+                raise CheckpointCorruptError(
+                    f"{name} was written through {info.transform_descriptors}, unknown here"
+                )
             ends[name] = max(ends.get(name, 0), begin + length)
         files = {name: number for number, name in enumerate(ends)}
         chunks: dict[Any, Chunks] = {}
@@ -289,13 +321,17 @@ def parse_metadata(data: bytes) -> FolderLayout:
         objects: dict[str, StorageInfo] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(name, str):
-                raise CheckpointCorruptError(f"it has an entry under {brief(name)}; expected a name")
+                raise CheckpointCorruptError(
+                    f"it has an entry under {brief(name)}; expected a name"
+                )
             if isinstance(entry, TensorStorageMetadata):
                 tensors[name] = _stored_tensor(name, entry, metadata.storage_data, files, chunks)
             elif isinstance(entry, BytesStorageMetadata):
                 objects[name] = _stored_at(metadata.storage_data, name)
             else:
-                raise CheckpointCorruptError(f"{name!r} is a {type(entry).__name__}; expected a tensor or bytes")
+                raise CheckpointCorruptError(
+                    f"{name!r} is a {type(entry).__name__}; expected a tensor or bytes"
+                )
         return FolderLayout(ends, tensors, objects)
 
 
@@ -312,29 +348,43 @@ def _stored_tensor(
     cut = shape, tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
     if cut not in chunks:
         chunks[cut] = check_coverage(name, entry)
-    # Each chunk has its bytes in a file, so no metadata can announce a tensor larger than the folder.
-    infos = [_stored_at(stored, name, c.offsets, math.prod(c.sizes) * dtype.itemsize) for c in entry.chunks]
+    # Each chunk has its bytes in a file, so no metadata can announce a tensor larger than the
+    # folder.
+    infos = [
+        _stored_at(stored, name, c.offsets, math.prod(c.sizes) * dtype.itemsize)
+        for c in entry.chunks
+    ]
     places = [[files[info.relative_path], info.offset, info.length] for info in infos]
-    return StoredTensor(shape, dtype, chunks[cut], *np.array(places, np.int64).reshape(-1, 3).T.copy())
+    return StoredTensor(
+        shape, dtype, chunks[cut], *np.array(places, np.int64).reshape(-1, 3).T.copy()
+    )
 
 
 def _stored_at(
-    stored: Mapping[MetadataIndex, StorageInfo], name: str, offsets: torch.Size | None = None, n_bytes: int = 0
+    stored: Mapping[MetadataIndex, StorageInfo],
+    name: str,
+    offsets: torch.Size | None = None,
+    n_bytes: int = 0,
 ) -> StorageInfo:
     info, at = stored.get(MetadataIndex(name, offsets)), list(offsets or ())
     if info is None:
         raise CheckpointCorruptError(f"no file holds {name!r} at {at}")
     if info.length < n_bytes:
-        raise CheckpointCorruptError(f"{name!r} at {at} has {info.length} bytes in a file; it needs {n_bytes}")
+        raise CheckpointCorruptError(
+            f"{name!r} at {at} has {info.length} bytes in a file; it needs {n_bytes}"
+        )
     return info
 
 
 def check_coverage(name: str, entry: TensorStorageMetadata) -> Chunks:
-    """The chunks of a tensor, which must tile it: in bounds, disjoint, and with as many elements as the tensor.
+    """The chunks of a tensor, which must tile it: in bounds, disjoint, and with as many elements as
+    the tensor.
 
     Raises CheckpointCorruptError, which names a chunk, if they do not.
     """
-    if not all(isinstance(c.offsets, torch.Size) and isinstance(c.sizes, torch.Size) for c in entry.chunks):
+    if not all(
+        isinstance(c.offsets, torch.Size) and isinstance(c.sizes, torch.Size) for c in entry.chunks
+    ):
         raise CheckpointCorruptError(f"{name!r} has a chunk whose place is not given as torch.Size")
     shape, cut = tuple(entry.size), (len(entry.chunks), len(entry.size))
     begins = np.array([chunk.offsets for chunk in entry.chunks], np.int64).reshape(cut)
@@ -343,22 +393,32 @@ def check_coverage(name: str, entry: TensorStorageMetadata) -> Chunks:
     outside = ((begins < 0) | (ends < begins) | (ends > np.array(shape, np.int64))).any(1)
     if outside.any():
         at = outside.argmax()
-        raise CheckpointCorruptError(f"{name!r} has a chunk from {begins[at]} to {ends[at]}, outside of {list(shape)}")
+        raise CheckpointCorruptError(
+            f"{name!r} has a chunk from {begins[at]} to {ends[at]}, outside of {list(shape)}"
+        )
     volumes = [math.prod(chunk.sizes) for chunk in entry.chunks]
     if sum(volumes) != math.prod(shape):
-        raise CheckpointCorruptError(f"the chunks of {name!r} do not cover it: {sum(volumes)} elements, not {shape}")
+        raise CheckpointCorruptError(
+            f"the chunks of {name!r} do not cover it: {sum(volumes)} elements, not {shape}"
+        )
     filled = np.array(volumes) > 0
     if shape and (clash := _overlap(begins[filled], ends[filled])):
-        raise CheckpointCorruptError(f"the chunks of {name!r} that begin at {clash[0]} and {clash[1]} overlap")
+        raise CheckpointCorruptError(
+            f"the chunks of {name!r} that begin at {clash[0]} and {clash[1]} overlap"
+        )
     return Chunks(begins, sizes)
 
 
 def _overlap(begins: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[int]] | None:
     """First indices of two boxes (rows of ``[n, dims]``) that overlap. A sweep along one dimension."""
-    along = max(range(begins.shape[1]), key=lambda dim: len(np.unique(begins[:, dim])))  # most cuts, fewest neighbours
+    along = max(
+        range(begins.shape[1]), key=lambda dim: len(np.unique(begins[:, dim]))
+    )  # most cuts, fewest neighbours
     order = np.argsort(begins[:, along], kind="stable")
     begins, ends = begins[order], ends[order]
-    stops = np.searchsorted(begins[:, along], ends[:, along])  # of each box: the first that begins behind it
+    stops = np.searchsorted(
+        begins[:, along], ends[:, along]
+    )  # of each box: the first that begins behind it
     for at in np.flatnonzero(stops > np.arange(len(stops)) + 1):
         others = slice(at + 1, stops[at])
         common = ((begins[others] < ends[at]) & (begins[at] < ends[others])).all(1)

@@ -1,11 +1,14 @@
-"""Optimizer state and parameter groups, as a checkpoint stores them under the names of the parameters.
+"""Optimizer state and parameter groups, as a checkpoint stores them under the names of the
+parameters.
 
-State: most optimizers keep DTensors for sharded parameters. Some work on the local shards and keep plain tensors for
-them. These are stored as the shards they are, and come back as plain tensors. A plain tensor of another shape may
-differ by rank, so it is refused when it is saved. A number (a step count) is assumed to be the same on all ranks.
+State: most optimizers keep DTensors for sharded parameters. Some work on the local shards and keep
+plain tensors for them. These are stored as the shards they are, and come back as plain tensors. A
+plain tensor of another shape may differ by rank, so it is refused when it is saved. A number (a
+step count) is assumed to be the same on all ranks.
 
-Groups: saved groups are matched by their parameters, so groups may be built in another order. Lists of schedulers with
-one value per group follow that order. If it is not known whether a list belongs to the groups, the load fails.
+Groups: saved groups are matched by their parameters, so groups may be built in another order. Lists
+of schedulers with one value per group follow that order. If it is not known whether a list belongs
+to the groups, the load fails.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,22 +34,38 @@ Parameters = Mapping[str, nn.Parameter]
 Groups = Sequence[Mapping[str, Any]]
 
 _CLASSES = (torch.Tensor, nn.Parameter)
-"""Classes of tensors that are nothing but their memory. Others may wrap tensors, or encode something in the bits."""
+"""Classes of tensors that are nothing but their memory. Others may wrap tensors, or encode
+something in the bits.
+"""
 
 
-def tensor_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, dict[str, torch.Tensor]]:
+def tensor_entries(
+    optimizer: torch.optim.Optimizer, params: Parameters
+) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of the optimizer state: parameter name -> entry -> tensor.
 
-    A plain tensor with the shape of the local shard is returned as a DTensor. Others, such as ``step``, stay plain.
+    A plain tensor with the shape of the local shard is returned as a DTensor. Others, such as
+    ``step``, stay plain.
     """
     return _without_empty(
-        (name, {key: _as_shard(param, value) for key, value in state.items() if isinstance(value, torch.Tensor)})
+        (
+            name,
+            {
+                key: _as_shard(param, value)
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor)
+            },
+        )
         for name, param, state in _states(optimizer, params)
     )
 
 
-def plain_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, dict[str, Any]]:
-    """Return the rest of the optimizer state: parameter name -> entry -> value that is not a tensor."""
+def plain_entries(
+    optimizer: torch.optim.Optimizer, params: Parameters
+) -> dict[str, dict[str, Any]]:
+    """Return the rest of the optimizer state: parameter name -> entry -> value that is not a
+    tensor.
+    """
     return _without_empty(
         (name, {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
         for name, _, state in _states(optimizer, params)
@@ -54,9 +73,14 @@ def plain_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[
 
 
 def local_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, list[str]]:
-    """Parameter name -> names of the entries of its state that are plain tensors of this rank's shard."""
+    """Parameter name -> names of the entries of its state that are plain tensors of this rank's
+    shard.
+    """
     return _without_empty(
-        (name, [key for key, value in state.items() if _is_plain(value) and _is_shard(param, value)])
+        (
+            name,
+            [key for key, value in state.items() if _is_plain(value) and _is_shard(param, value)],
+        )
         for name, param, state in _states(optimizer, params)
         if isinstance(param, DTensor)
     )
@@ -66,34 +90,46 @@ def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
     """Check that the state can be stored so that every rank gets back its own values.
 
     Raises:
-        ConfigError: there is state for a tensor that is no parameter of the model, a tensor of an unknown class, or one
-            that ranks could hold differently.
+        ConfigError: there is state for a tensor that is no parameter of the model, a tensor of an
+            unknown class, or one that ranks could hold differently.
     """
     own = {id(param) for param in params.values()}
     if strangers := [key for key in optimizer.state if id(key) not in own]:
-        what = f"a tensor {list(key.shape)}" if isinstance(key := strangers[0], torch.Tensor) else repr(key)
+        what = (
+            f"a tensor {list(key.shape)}"
+            if isinstance(key := strangers[0], torch.Tensor)
+            else repr(key)
+        )
         raise ConfigError(
-            f"the optimizer has state for {what}, which is no parameter of the model ({len(strangers)} such) and "
-            "would be lost; make it one, or give it an optimizer of its own"
+            f"the optimizer has state for {what}, which is no parameter of the model "
+            f"({len(strangers)} such) and would be lost; make it one, or give it an optimizer of "
+            "its own"
         )
     for name, param, state in _states(optimizer, params):
         if odd := [key for key in state if not isinstance(key, str)]:
-            raise ConfigError(f"{type(optimizer).__name__} calls state of {name} {odd[0]!r}; expected a string")
+            raise ConfigError(
+                f"{type(optimizer).__name__} calls state of {name} {odd[0]!r}; expected a string"
+            )
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and (kind := type(local_tensor(value))) not in _CLASSES:
+            if (
+                isinstance(value, torch.Tensor)
+                and (kind := type(local_tensor(value))) not in _CLASSES
+            ):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {key!r} of {name} as a {kind.__module__}.{kind.__qualname__}, "
-                    "whose values a checkpoint cannot hold; expected a torch.Tensor or a DTensor of one. Use an "
-                    "optimizer with plain state: torch's own, or Holdfast's (config key 'optimizer.type')"
+                    f"{type(optimizer).__name__} keeps {key!r} of {name} as a "
+                    f"{kind.__module__}.{kind.__qualname__}, whose values a checkpoint cannot "
+                    "hold; expected a torch.Tensor or a DTensor of one. Use an optimizer with "
+                    "plain state: torch's own, or Holdfast's (config key 'optimizer.type')"
                 )
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             continue
         for key, value in state.items():
             if _is_plain(value) and value.ndim and not _is_shard(param, value):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {key!r} of {name} as a plain tensor {list(value.shape)}, which "
-                    f"may differ by rank; expected a DTensor, a number, or a tensor {list(param.to_local().shape)} as "
-                    f"this rank's shard of the parameter {list(param.shape)}"
+                    f"{type(optimizer).__name__} keeps {key!r} of {name} as a plain tensor "
+                    f"{list(value.shape)}, which may differ by rank; expected a DTensor, a "
+                    f"number, or a tensor {list(param.to_local().shape)} as this rank's shard of "
+                    f"the parameter {list(param.shape)}"
                 )
 
 
@@ -105,29 +141,40 @@ def on_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 def propose_state(
-    optimizer: torch.optim.Optimizer, params: Parameters, names: Mapping[str, tuple[torch.Size, torch.dtype]]
+    optimizer: torch.optim.Optimizer,
+    params: Parameters,
+    names: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[str, torch.Tensor]:
     """Allocate zeroed state that a checkpoint holds and `materialize_state` does not know.
 
-    Takes dotted name -> shape and dtype, and returns dotted name -> tensor, for `adopt_state`. An entry of the
-    parameter's shape is sharded like the parameter, any other is a plain tensor. A number takes the dtype of the
-    checkpoint, because torch's numbers have the default dtype.
+    Takes dotted name -> shape and dtype, and returns dotted name -> tensor, for `adopt_state`. An
+    entry of the parameter's shape is sharded like the parameter, any other is a plain tensor. A
+    number takes the dtype of the checkpoint, because torch's numbers have the default dtype.
     """
     materialize_state(optimizer)
     groups = optimizer.param_groups
     held = {id(param) for group in groups for param in group["params"]}
-    on_device = {id(p) for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+    on_device = {
+        id(p) for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]
+    }
     proposed: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in names.items():
         fqn, _, entry = name.removeprefix(PREFIX).rpartition(".")
         param = params.get(fqn)
         if param is None or id(param) not in held:
-            continue  # a frozen parameter is taken: it may have been trained before, or be trained later
+            # a frozen parameter is taken: it may have been trained before, or be trained later
+            continue
         state = optimizer.state.get(param)
         if not state:
             like = shape == param.shape
-            device = param.device if len(shape) or id(param) in on_device else "cpu"  # step counts, as torch does
-            zeros = torch.zeros_like(param, dtype=dtype) if like else torch.zeros(shape, dtype=dtype, device=device)
+            device = (
+                param.device if len(shape) or id(param) in on_device else "cpu"
+            )  # step counts, as torch does
+            zeros = (
+                torch.zeros_like(param, dtype=dtype)
+                if like
+                else torch.zeros(shape, dtype=dtype, device=device)
+            )
             proposed[name] = zeros.detach()
         elif shape == () and _is_plain(number := state.get(entry)) and not number.ndim:
             are_floats = number.is_floating_point() and dtype.is_floating_point
@@ -142,11 +189,15 @@ def adopt_state(
     proposed: Mapping[str, torch.Tensor],
     local: Mapping[str, Collection[str]],
 ) -> None:
-    """Install the tensors that `propose_state` allocated. ``local`` is the `local_entries` of the saved optimizer."""
+    """Install the tensors that `propose_state` allocated. ``local`` is the `local_entries` of the
+    saved optimizer.
+    """
     of_rank_0 = []
     for name, tensor in proposed.items():
         fqn, _, entry = name.removeprefix(PREFIX).rpartition(".")
-        optimizer.state[params[fqn]][entry] = local_tensor(tensor) if entry in local.get(fqn, ()) else tensor
+        optimizer.state[params[fqn]][entry] = (
+            local_tensor(tensor) if entry in local.get(fqn, ()) else tensor
+        )
         if isinstance(params[fqn], DTensor) and tensor.ndim and not isinstance(tensor, DTensor):
             of_rank_0.append(f"{name} {list(tensor.shape)}")
     if of_rank_0:
@@ -177,7 +228,9 @@ def _is_shard(param: DTensor, value: torch.Tensor) -> bool:
 
 
 def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """``value`` as a DTensor that is sharded like ``param``, if it is a plain tensor of this rank's shard."""
+    """``value`` as a DTensor that is sharded like ``param``, if it is a plain tensor of this rank's
+    shard.
+    """
     if not isinstance(param, DTensor) or isinstance(value, DTensor) or not _is_shard(param, value):
         return value
     return made_sharded(value, param.device_mesh, param.placements, param.shape, param.stride())
@@ -185,8 +238,24 @@ def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 
 # Parameter groups
 
-_OWN_OF_GROUP = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "maximize"}
-_LISTS_OF_GROUPS = {"base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas"}
+_OWN_OF_GROUP = {
+    "params",
+    "param_names",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "maximize",
+}
+_LISTS_OF_GROUPS = {
+    "base_lrs",
+    "_last_lr",
+    "min_lrs",
+    "max_lrs",
+    "base_momentums",
+    "max_momentums",
+    "lr_lambdas",
+}
 """Lists in torch's schedulers with one value per group."""
 _OTHER_LISTS = {"_milestones", "_schedule_phases"}
 _NESTED = "_schedulers"
@@ -196,7 +265,8 @@ def describe_groups(optimizer: torch.optim.Optimizer, params: Parameters) -> lis
     """Hyperparameters of each group, and as ``params`` the names of its parameters."""
     names = {id(param): name for name, param in params.items()}
     return [
-        hyperparameters(group) | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
+        hyperparameters(group)
+        | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
         for group in optimizer.param_groups
     ]
 
@@ -212,45 +282,54 @@ def are_named(saved: Groups) -> bool:
 
 
 def check_untrained(optimizer: torch.optim.Optimizer, params: Parameters, saved: Groups) -> None:
-    """Check that ``params``, without state in a folder, are missing there because they were not trained.
+    """Check that ``params``, without state in a folder, are missing there because they were not
+    trained.
 
     Raises CheckpointMismatchError if one has state here, and is in no group of the saved optimizer.
     """
     there = {name for group in saved for name in group.get("params", ())}
-    if strangers := sorted(name for name, param in params.items() if optimizer.state.get(param) and name not in there):
+    if strangers := sorted(
+        name for name, param in params.items() if optimizer.state.get(param) and name not in there
+    ):
         raise CheckpointMismatchError(
-            f"the checkpoint lacks optimizer state of {strangers[0]} ({len(strangers)} such), because the optimizer of "
-            "the saved run did not have it; build the optimizer over the same parameters"
+            f"the checkpoint lacks optimizer state of {strangers[0]} ({len(strangers)} such), "
+            "because the optimizer of the saved run did not have it; build the optimizer over the "
+            "same parameters"
         )
 
 
 def match_groups(optimizer: torch.optim.Optimizer, params: Parameters, saved: Groups) -> list[int]:
     """For each group of ``optimizer``, the number of the saved group with the same parameters.
 
-    Saved groups without names are matched by position. A parameter that is on one side only is ignored.
+    Saved groups without names are matched by position. A parameter that is on one side only is
+    ignored.
 
     Raises:
-        CheckpointMismatchError: the parameters are grouped in another way, the number of groups differs, or the
-            hyperparameters are those of another optimizer.
+        CheckpointMismatchError: the parameters are grouped in another way, the number of groups
+            differs, or the hyperparameters are those of another optimizer.
     """
     groups = describe_groups(optimizer, params)
     if len(saved) != len(groups):
-        raise CheckpointMismatchError(f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}")
+        raise CheckpointMismatchError(
+            f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}"
+        )
     order = _match_by_name(groups, saved) if are_named(saved) else list(range(len(groups)))
     for group, number in zip(groups, order, strict=True):
         # One set of names contains the other: schedulers add names, and versions of torch differ.
         here, there = hyperparameters(group).keys(), hyperparameters(saved[number]).keys()
         if not (here <= there or there <= here):
             raise CheckpointMismatchError(
-                f"the checkpoint has an optimizer with {sorted(there - here)} and without {sorted(here - there)}; "
-                f"expected that of {type(optimizer).__name__}"
+                f"the checkpoint has an optimizer with {sorted(there - here)} and without "
+                f"{sorted(here - there)}; expected that of {type(optimizer).__name__}"
             )
     return order
 
 
 def _match_by_name(groups: Groups, saved: Groups) -> list[int]:
     there = {name: number for number, group in enumerate(saved) for name in group["params"]}
-    first: dict[int, tuple[str, int]] = {}  # number there -> one of its parameters, and the number here
+    first: dict[
+        int, tuple[str, int]
+    ] = {}  # number there -> one of its parameters, and the number here
     found: dict[int, int] = {}  # number here -> number there
     for here, group in enumerate(groups):
         for name in group["params"]:
@@ -258,11 +337,16 @@ def _match_by_name(groups: Groups, saved: Groups) -> list[int]:
                 continue
             other, other_here = first.setdefault(number, (name, here))
             if other_here != here:
-                raise _cut_otherwise(other, name, f"both in group {number}", f"in groups {other_here} and {here}")
+                raise _cut_otherwise(
+                    other, name, f"both in group {number}", f"in groups {other_here} and {here}"
+                )
             if found.setdefault(here, number) != number:
                 other, _ = first[found[here]]
-                raise _cut_otherwise(other, name, f"in groups {found[here]} and {number}", f"both in group {here}")
-    # Empty groups follow each other in the same order. One more group may have other parameters than before.
+                raise _cut_otherwise(
+                    other, name, f"in groups {found[here]} and {number}", f"both in group {here}"
+                )
+    # Empty groups follow each other in the same order. One more group may have other parameters
+    # than before.
     empty_here = [number for number, group in enumerate(groups) if not group["params"]]
     empty_there = [number for number, group in enumerate(saved) if not group["params"]]
     if len(empty_here) == len(empty_there):
@@ -271,8 +355,9 @@ def _match_by_name(groups: Groups, saved: Groups) -> list[int]:
     rest_there = [number for number in range(len(saved)) if number not in found.values()]
     if len(rest_here) > 1:
         raise CheckpointMismatchError(
-            f"parameter groups {rest_here} of the optimizer have no parameter that is in a group of the checkpoint, so "
-            "it is not known which is which; build the groups from the same parameters as the saved run"
+            f"parameter groups {rest_here} of the optimizer have no parameter that is in a group "
+            "of the checkpoint, so it is not known which is which; build the groups from the same "
+            "parameters as the saved run"
         )
     found.update(zip(rest_here, rest_there, strict=True))
     return [found[number] for number in range(len(groups))]
@@ -280,16 +365,19 @@ def _match_by_name(groups: Groups, saved: Groups) -> list[int]:
 
 def _cut_otherwise(one: str, other: str, there: str, here: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"parameters {one} and {other} are {there} of the checkpoint's parameter groups, but {here} of the optimizer's"
-        "; build the groups from the same parameters as the saved run"
+        f"parameters {one} and {other} are {there} of the checkpoint's parameter groups, but "
+        f"{here} of the optimizer's; build the groups from the same parameters as the saved run"
     )
 
 
-def reorder_schedule(state: Mapping[str, Any], order: Sequence[int], name: str = "scheduler") -> dict[str, Any]:
-    """A scheduler's ``state_dict()`` with its lists of groups in the order of this optimizer's groups.
+def reorder_schedule(
+    state: Mapping[str, Any], order: Sequence[int], name: str = "scheduler"
+) -> dict[str, Any]:
+    """A scheduler's ``state_dict()`` with its lists of groups in the order of this optimizer's
+    groups.
 
-    ``order`` is the result of `match_groups`. Raises CheckpointMismatchError if the order differs, and it is not known
-    whether a list of that length belongs to the groups.
+    ``order`` is the result of `match_groups`. Raises CheckpointMismatchError if the order differs,
+    and it is not known whether a list of that length belongs to the groups.
     """
     if list(order) == sorted(order):
         return dict(state)
@@ -306,6 +394,7 @@ def _reorder(value: Any, key: str, order: Sequence[int], name: str) -> Any:
     if key in _LISTS_OF_GROUPS:
         return type(value)(value[number] for number in order)
     raise CheckpointMismatchError(
-        f"the optimizer's parameter groups are those of the checkpoint in the order {list(order)}, and {name} is a "
-        f"list of {len(value)} values that may go with them; build the groups in the order of the saved run"
+        "the optimizer's parameter groups are those of the checkpoint in the order "
+        f"{list(order)}, and {name} is a list of {len(value)} values that may go with them; build "
+        "the groups in the order of the saved run"
     )

@@ -1,13 +1,15 @@
-"""Write DCP folders: `save_dcp` on all ranks, `DCPSaver` again and again, `write_entries` from one process.
+"""Write DCP folders: `save_dcp` on all ranks, `DCPSaver` again and again, `write_entries` from one
+process.
 
-Each rank writes one new `DurableFile`: for every tensor the bytes that torch would write around it (see `archive_of`)
-and its values, in large blocks straight from memory, digested on the way. When the data of all ranks is on stable
-storage, rank 0 writes ``.metadata``. The plan is kept while the structure stays the same on all ranks. Torch builds an
-archive per tensor with a CRC32 pass, plans anew for every save, calls fsync before its buffer is flushed, truncates
-existing files, and removes ``.metadata`` before it writes the new one.
+Each rank writes one new `DurableFile`: for every tensor the bytes that torch would write around it
+(see `archive_of`) and its values, in large blocks straight from memory, digested on the way. When
+the data of all ranks is on stable storage, rank 0 writes ``.metadata``. The plan is kept while the
+structure stays the same on all ranks. Torch builds an archive per tensor with a CRC32 pass, plans
+anew for every save, calls fsync before its buffer is flushed, truncates existing files, and removes
+``.metadata`` before it writes the new one.
 
-Stock ``dcp.load`` reads the result. It becomes a checkpoint when the caller makes the folder's entries durable and the
-folder visible (`utils.files.commit_folder`).
+Stock ``dcp.load`` reads the result. It becomes a checkpoint when the caller makes the folder's
+entries durable and the folder visible (`utils.files.commit_folder`).
 """
 
 import io
@@ -39,11 +41,20 @@ from ..memory.lazy_tensor import LazyTensor
 from ..memory.tensors import bytes_of, flatten, local_tensor, memory_of
 from .format import PathLike, archive_of, pickle_metadata
 from .load import check_loads_again
-from .save_plan import RankSavePlan, Structure, agree_on, describe_state, plan_alone, plan_together, vote_on
+from .save_plan import (
+    RankSavePlan,
+    Structure,
+    agree_on,
+    describe_state,
+    plan_alone,
+    plan_together,
+    vote_on,
+)
 from .state import ROOT, DCPState, StagedState
 
 BLOCK_BYTES = 8 << 20
-"""Bytes per write. The page cache keeps such writes in large pages, which are also faster to read."""
+"""Bytes per write. The page cache keeps such writes in large pages, which are also faster to read.
+"""
 
 
 def save_dcp(
@@ -64,8 +75,8 @@ def save_dcp(
         path: the folder.
         state: what to save.
         group: the ranks. None is the default group.
-        replace: an existing folder makes way for the new one once that is complete, for protocols that may save one
-            step twice.
+        replace: an existing folder makes way for the new one once that is complete, for protocols
+            that may save one step twice.
 
     Raises:
         ConfigError: ``path`` is a URL (other than ``file://``).
@@ -73,20 +84,28 @@ def save_dcp(
         CheckpointWriteError: any rank could not write. Nothing is left behind.
     """
     advice = "save to one, and set recover.mirror_url for copies of snapshots at a URL"
-    with staged_folder(require_local(path, "a DCP checkpoint", advice), group, replace=replace) as staging:
+    with staged_folder(
+        require_local(path, "a DCP checkpoint", advice), group, replace=replace
+    ) as staging:
         entries = gather_objects(write_dcp(staging, state, group), group)
         if isinstance(state, StagedState):
             with all_ranks_succeed(f"finishing {path}", group):
                 state.finish()
         if get_rank(group) == 0:
-            write_manifest(staging, [entry for rank in entries for entry in rank], {"world_size": len(entries)})
+            write_manifest(
+                staging, [entry for rank in entries for entry in rank], {"world_size": len(entries)}
+            )
 
 
 def write_dcp(
     folder: PathLike, state: DCPState | StagedState, group: dist.ProcessGroup | None = None
 ) -> list[FileEntry]:
-    """Write ``state`` into the existing, empty ``folder``. Returns and raises as `DCPSaver.write` does."""
-    with all_ranks_succeed(f"collecting the state for {folder}", group):  # torch would leave the other ranks waiting
+    """Write ``state`` into the existing, empty ``folder``. Returns and raises as `DCPSaver.write`
+    does.
+    """
+    with all_ranks_succeed(
+        f"collecting the state for {folder}", group
+    ):  # torch would leave the other ranks waiting
         values = state.state_dict()
         if isinstance(state, DCPState):
             check_loads_again(state, values)
@@ -96,8 +115,8 @@ def write_dcp(
 class DCPSaver:
     """Writes DCP folders. It keeps the plan of a save until the structure of the state changes.
 
-    Any thread may call it, one at a time. It uses collectives of the given group only. ``ranks_with_same_data`` is the
-    attribute of the `DCPState`.
+    Any thread may call it, one at a time. It uses collectives of the given group only.
+    ``ranks_with_same_data`` is the attribute of the `DCPState`.
     """
 
     def __init__(self, ranks_with_same_data: int = 1) -> None:
@@ -109,14 +128,16 @@ class DCPSaver:
     def write(
         self, folder: PathLike, values: Mapping[str, Any], group: dist.ProcessGroup | None = None
     ) -> list[FileEntry]:
-        """Write ``values`` into the existing, empty ``folder`` and fsync the files. All ranks of ``group`` call it.
+        """Write ``values`` into the existing, empty ``folder`` and fsync the files. All ranks of
+        ``group`` call it.
 
-        Takes the memory of two blocks, and on the device a copy of each tensor that is not contiguous.
+        Takes the memory of two blocks, and on the device a copy of each tensor that is not
+        contiguous.
 
         Args:
             folder: the same folder on all ranks.
-            values: result of `DCPState.state_dict`, or a copy: nested dicts of DTensors (or their copies, with local
-                tensors on the CPU) and plain tensors.
+            values: result of `DCPState.state_dict`, or a copy: nested dicts of DTensors (or their
+                copies, with local tensors on the CPU) and plain tensors.
             group: the ranks. None is the default group.
 
         Returns:
@@ -134,7 +155,9 @@ class DCPSaver:
                 structure = self._structure  # which has its digest
             vote = vote_on(structure, tensors)
         agreed = agree_on(vote, group)
-        unchanged = self._plan is not None and structure is self._structure and agreed == self._agreed
+        unchanged = (
+            self._plan is not None and structure is self._structure and agreed == self._agreed
+        )
         if not agreed and not all(gather_objects(unchanged, group)):
             self._plan = None
             self._plan = plan_together({ROOT: dict(values)}, group)
@@ -144,7 +167,11 @@ class DCPSaver:
                 self._plan = plan_alone(structure, {ROOT: dict(values)})
             self._structure, self._agreed, plan = structure, agreed, self._plan
             assert plan is not None
-            entries = [_write_data(Path(folder), plan, [local_tensor(tensors[name]) for name in plan.names])]
+            entries = [
+                _write_data(
+                    Path(folder), plan, [local_tensor(tensors[name]) for name in plan.names]
+                )
+            ]
         with _write_together(folder, group):
             if get_rank(group) == 0:
                 entries.append(write_entry(folder, ".metadata", plan.metadata))
@@ -161,7 +188,9 @@ def _write_data(folder: Path, plan: RankSavePlan, tensors: list[torch.Tensor]) -
             for block in HostBlocks(BLOCK_BYTES, device).pack(pieces, torch.uint8):
                 file.write(block)
         if file.bytes != plan.n_bytes:  # .metadata would be wrong
-            raise CheckpointWriteError(f"{file.path} has {file.bytes} bytes; planned were {plan.n_bytes}. Report it")
+            raise CheckpointWriteError(
+                f"{file.path} has {file.bytes} bytes; planned were {plan.n_bytes}. Report it"
+            )
     return FileEntry(plan.file, file.bytes, file.digest)
 
 
@@ -206,7 +235,9 @@ FILE_BYTES = 4 << 30
 
 
 class Entry(NamedTuple):
-    """A value for `write_entries`, a tensor or an object that torch stores. Its name joins the keys of ``path``."""
+    """A value for `write_entries`, a tensor or an object that torch stores. Its name joins the keys
+    of ``path``.
+    """
 
     path: tuple[str | int, ...]  # in the nested state that is stored
     value: LazyTensor | Any
@@ -217,15 +248,17 @@ def write_entries(
     entries: Iterable[Entry],
     seen: Callable[[str, int, torch.Tensor], None] = lambda name, first, values: None,
 ) -> list[FileEntry]:
-    """Write tensors that are read block by block, in one process, into the existing, empty ``folder``.
+    """Write tensors that are read block by block, in one process, into the existing, empty
+    ``folder``.
 
-    Each tensor is one chunk. There are several files, so that many ranks can read and verify them in parallel. All are
-    fsynced. Takes the memory of one block (see `LazyTensor`).
+    Each tensor is one chunk. There are several files, so that many ranks can read and verify them
+    in parallel. All are fsynced. Takes the memory of one block (see `LazyTensor`).
 
     Args:
         folder: no other rank writes to it.
         entries: at least one tensor.
-        seen: called with the name, the first element, and the values of every block that is written.
+        seen: called with the name, the first element, and the values of every block that is
+            written.
 
     Returns:
         every file, as a manifest lists it.
@@ -245,7 +278,9 @@ def write_entries(
                     shape = torch.Size(value.shape)
                     chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
                     index = MetadataIndex(name, chunk.offsets, 0)
-                    entry = TensorStorageMetadata(TensorProperties(dtype=value.dtype), shape, [chunk])
+                    entry = TensorStorageMetadata(
+                        TensorProperties(dtype=value.dtype), shape, [chunk]
+                    )
                     for data in _framed(name, value, seen):
                         file.write(data)
                 else:
@@ -260,7 +295,9 @@ def write_entries(
     return [*files, write_entry(folder, ".metadata", pickle_metadata(metadata))]
 
 
-def _framed(name: str, tensor: LazyTensor, seen: Callable[[str, int, torch.Tensor], None]) -> Iterator[Any]:
+def _framed(
+    name: str, tensor: LazyTensor, seen: Callable[[str, int, torch.Tensor], None]
+) -> Iterator[Any]:
     archive = archive_of(tensor.shape, tensor.dtype)
     yield archive.prefix
     for first, values in tensor.blocks():

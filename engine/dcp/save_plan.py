@@ -1,12 +1,14 @@
-"""The plan of a save: which rank writes which tensor where. It holds for all states of the same structure.
+"""The plan of a save: which rank writes which tensor where. It holds for all states of the same
+structure.
 
-Under FSDP2 every rank can derive from mesh and placements which part of a DTensor every other rank holds (see
-`find_shards`), and all ranks hold the rest. So ranks whose structures have the same digest plan alone: each derives
-which rank writes each part, and the layout of its own file. Rank 0 also makes ``.metadata``. If the structures differ,
-rank 0 gathers the tensors of every rank, and plans for all with torch's planner. Both ways write the same bytes.
+Under FSDP2 every rank can derive from mesh and placements which part of a DTensor every other rank
+holds (see `find_shards`), and all ranks hold the rest. So ranks whose structures have the same
+digest plan alone: each derives which rank writes each part, and the layout of its own file. Rank 0
+also makes ``.metadata``. If the structures differ, rank 0 gathers the tensors of every rank, and
+plans for all with torch's planner. Both ways write the same bytes.
 
-The length of a tensor's archive follows from shape and dtype (see `archive_of`). So ``.metadata`` is known before a
-byte is written, and is the same for every save.
+The length of a tensor's archive follows from shape and dtype (see `archive_of`). So ``.metadata``
+is known before a byte is written, and is the same for every save.
 """
 
 import math
@@ -31,7 +33,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ...utils.compat.torch_private import CURRENT_DCP_VERSION, StorageInfo
-from ...utils.distributed import all_ranks_succeed, control_group, get_group_ranks, get_rank, get_world_size
+from ...utils.distributed import (
+    all_ranks_succeed,
+    control_group,
+    get_group_ranks,
+    get_rank,
+    get_world_size,
+)
 from ..memory.tensors import Box, cut_boxes, local_box, local_tensor, ranks_of
 from .format import archive_of, no_collection, pickle_metadata, stored_properties
 from .state import GENERATORS, RANK_KEYED, ROOT, rank_key
@@ -41,12 +49,14 @@ from .state import GENERATORS, RANK_KEYED, ROOT, rank_key
 class TensorStructure:
     """Name, shape, dtype and placement of one tensor of a state, without its values."""
 
-    name: str  # full name, with `OWN` for the rank if each rank, or each data rank, has a tensor of its own
+    # full name, with `OWN` for the rank if each rank, or each data rank, has a tensor of its own
+    name: str
     shape: tuple[int, ...]  # of the whole tensor
     properties: TensorProperties  # torch's description in ``.metadata``, with the dtype
     mesh: Any = None  # of a DTensor: `ranks_of` its mesh, as nested tuples
     placements: tuple[Placement, ...] = ()  # of a DTensor: on each dimension of ``mesh``
-    sharing: int = 1  # number of consecutive ranks that have the same own tensor, which the first of them writes
+    # number of consecutive ranks that have the same own tensor, which the first of them writes
+    sharing: int = 1
 
     @property
     def is_own(self) -> bool:
@@ -116,7 +126,8 @@ class Structure:
 
     @cached_property
     def shards(self) -> list[Shards | None] | None:
-        """How each tensor is divided among the ranks. An element is None if each rank has a tensor of its own.
+        """How each tensor is divided among the ranks. An element is None if each rank has a tensor
+        of its own.
 
         None if a tensor is on other ranks than these, or placed in a way that only torch knows.
         """
@@ -131,15 +142,26 @@ class Structure:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes, the same on ranks with the same structure. The number of the rank itself has no influence."""
+        """16 bytes, the same on ranks with the same structure. The number of the rank itself has no
+        influence.
+        """
         described = [
-            (t.name, t.sharing, t.shape, repr(stored_properties(t.properties)), t.mesh, repr(t.placements))
+            (
+                t.name,
+                t.sharing,
+                t.shape,
+                repr(stored_properties(t.properties)),
+                t.mesh,
+                repr(t.placements),
+            )
             for t in self.tensors
         ]
         return xxhash.xxh3_128_digest(repr((self.ranks, described)).encode())
 
 
-def describe_state(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, n_peers: int = 1) -> Structure:
+def describe_state(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, n_peers: int = 1
+) -> Structure:
     """The structure of this rank's state. ``n_peers`` is `DCPState.ranks_with_same_data`."""
     ranks = get_group_ranks(group)
     meshes, found = dict[DeviceMesh, Any](), list[TensorStructure]()
@@ -155,7 +177,9 @@ def describe_state(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup
         if name.startswith(tuple(f"{ROOT}.{key}.{own}" for key in RANK_KEYED)):
             name = name.replace(own, OWN, 1)
         properties = TensorProperties.create_from_tensor(local_tensor(tensor))
-        found.append(TensorStructure(name, tuple(tensor.shape), properties, mesh, placements, sharing))
+        found.append(
+            TensorStructure(name, tuple(tensor.shape), properties, mesh, placements, sharing)
+        )
     return Structure(tuple(ranks), get_rank(group), tuple(found))
 
 
@@ -166,7 +190,11 @@ def _nested(values: Any) -> Any:
 def vote_on(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """This rank's input for `agree_on`, ``[5]`` int64."""
     one, other = np.frombuffer(structure.digest, np.int64).tolist()
-    return torch.tensor([one, ~one, other, ~other, not _are_known(structure, tensors)], dtype=torch.int64, device="cpu")
+    return torch.tensor(
+        [one, ~one, other, ~other, not _are_known(structure, tensors)],
+        dtype=torch.int64,
+        device="cpu",
+    )
 
 
 def agree_on(vote: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
@@ -175,7 +203,9 @@ def agree_on(vote: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
         return False
     dist.all_reduce(vote, dist.ReduceOp.MAX, group=control_group(group))
     one, not_one, other, not_other, unknown = vote.tolist()
-    return one == ~not_one and other == ~not_other and not unknown  # the largest is the smallest, too
+    return (
+        one == ~not_one and other == ~not_other and not unknown
+    )  # the largest is the smallest, too
 
 
 def _are_known(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -193,12 +223,16 @@ def _are_known(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> boo
 
 
 _SPREAD_BYTES = 64 << 10
-"""The first rank that has a smaller replicated value writes it, as torch does, even if counters differ by rank."""
+"""The first rank that has a smaller replicated value writes it, as torch does, even if counters
+differ by rank.
+"""
 
 
 @dataclass(frozen=True)
 class RankSavePlan:
-    """The data file of one rank, the tensors in it, and its length. On rank 0 also the bytes of ``.metadata``."""
+    """The data file of one rank, the tensors in it, and its length. On rank 0 also the bytes of
+    ``.metadata``.
+    """
 
     file: str
     names: tuple[str, ...]
@@ -207,13 +241,17 @@ class RankSavePlan:
 
 
 def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
-    """Plan the file of this rank without communication. All ranks must have the same ``structure`` (see `agree_on`)."""
+    """Plan the file of this rank without communication. All ranks must have the same ``structure``
+    (see `agree_on`).
+    """
     writers = _Writers(structure)
     names, n_bytes, metadata = [], 0, b""
     for number in writers.written_by(structure.rank):
         tensor = structure.tensors[number]
         names.append(tensor.name_of(structure.ranks[structure.rank]))
-        n_bytes += archive_of(writers.box_of(number, structure.rank)[1], tensor.properties.dtype).bytes
+        n_bytes += archive_of(
+            writers.box_of(number, structure.rank)[1], tensor.properties.dtype
+        ).bytes
     if structure.rank == 0:
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(values), is_coordinator=True)
@@ -223,7 +261,8 @@ def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
 
 
 def plan_together(values: Mapping[str, Any], group: dist.ProcessGroup | None) -> RankSavePlan:
-    """Agree on a plan for nested dicts of tensors that may differ by rank. All ranks of ``group`` call it.
+    """Agree on a plan for nested dicts of tensors that may differ by rank. All ranks of ``group``
+    call it.
 
     Raises:
         ValueError: the ranks' parts of a tensor do not form the whole tensor.
@@ -244,11 +283,12 @@ def plan_together(values: Mapping[str, Any], group: dist.ProcessGroup | None) ->
 
 
 def choose_writers(loads: Sequence[int], shared: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-    """Choose a rank for each part that several ranks hold, so that all write about as much. Largest parts first.
+    """Choose a rank for each part that several ranks hold, so that all write about as much. Largest
+    parts first.
 
     Args:
-        loads: bytes that each rank writes anyway, because it alone holds a part. A tensor counts with all its bytes, as
-            in torch, because ranks hold about equal parts.
+        loads: bytes that each rank writes anyway, because it alone holds a part. A tensor counts
+            with all its bytes, as in torch, because ranks hold about equal parts.
         shared: bytes and holders of each part that several ranks hold.
     """
     bytes_of_rank, writers = list(loads), [0] * len(shared)
@@ -261,7 +301,9 @@ def choose_writers(loads: Sequence[int], shared: Sequence[tuple[int, Sequence[in
 
 
 class _Writers:
-    """The rank that writes each shard, for a structure that all ranks have. Tensors have their numbers in it."""
+    """The rank that writes each shard, for a structure that all ranks have. Tensors have their
+    numbers in it.
+    """
 
     def __init__(self, structure: Structure) -> None:
         assert structure.shards is not None, "the ranks have agreed that the shards are known"
@@ -274,16 +316,27 @@ class _Writers:
             tensor = structure.tensors[number]
             n_bytes = math.prod(tensor.shape) * tensor.properties.dtype.itemsize
             loads[[ranks[0] for ranks in shards.holders if len(ranks) == 1]] += n_bytes
-            held_by_several = [(shard, ranks) for shard, ranks in enumerate(shards.holders) if len(ranks) > 1]
-            shared += [(ranks[0], number, shard, n_bytes, ranks) for shard, ranks in held_by_several]
+            held_by_several = [
+                (shard, ranks) for shard, ranks in enumerate(shards.holders) if len(ranks) > 1
+            ]
+            shared += [
+                (ranks[0], number, shard, n_bytes, ranks) for shard, ranks in held_by_several
+            ]
         shared.sort()  # by rank and tensor, as `_deduplicate` meets them
         chosen = choose_writers(loads.tolist(), [(n_bytes, ranks) for *_, n_bytes, ranks in shared])
-        self._chosen = {(number, shard): rank for (_, number, shard, *_), rank in zip(shared, chosen, strict=True)}
+        self._chosen = {
+            (number, shard): rank
+            for (_, number, shard, *_), rank in zip(shared, chosen, strict=True)
+        }
 
     def written_by(self, rank: int) -> Iterator[int]:
         for number, shards in enumerate(self._shards):
             is_first = self._structure.ranks[rank] % self._structure.tensors[number].sharing == 0
-            if is_first if shards is None else self._chosen.get((number, shards.number[rank]), rank) == rank:
+            if (
+                is_first
+                if shards is None
+                else self._chosen.get((number, shards.number[rank]), rank) == rank
+            ):
                 yield number
 
     def box_of(self, number: int, rank: int) -> Box:
@@ -291,11 +344,13 @@ class _Writers:
         return Box((0,) * len(shape), shape) if shards is None else shards.boxes[rank]
 
 
-def _metadata(structure: Structure, writers: _Writers, paths: Mapping[str, tuple[Any, ...]]) -> Metadata:
+def _metadata(
+    structure: Structure, writers: _Writers, paths: Mapping[str, tuple[Any, ...]]
+) -> Metadata:
     """The metadata that torch's planner makes from the plans of all ranks.
 
-    Pickle writes an object that it meets again as a reference, so the bytes show which strings are one object. The
-    strings of a rank are separate objects, as if its plan had come from that rank.
+    Pickle writes an object that it meets again as a reference, so the bytes show which strings are
+    one object. The strings of a rank are separate objects, as if its plan had come from that rank.
     """
     entries: dict[str, TensorStorageMetadata] = {}
     stored: dict[MetadataIndex, StorageInfo] = {}
@@ -305,7 +360,9 @@ def _metadata(structure: Structure, writers: _Writers, paths: Mapping[str, tuple
         for number in writers.written_by(rank):
             tensor, (offsets, sizes) = structure.tensors[number], writers.box_of(number, rank)
             if (entry := entries.get(names[number])) is None:
-                entry = TensorStorageMetadata(replace(tensor.properties), torch.Size(tensor.shape), [])
+                entry = TensorStorageMetadata(
+                    replace(tensor.properties), torch.Size(tensor.shape), []
+                )
                 entries[names[number]] = entry
             index = MetadataIndex(names[number], offsets, len(entry.chunks))
             entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
@@ -313,7 +370,9 @@ def _metadata(structure: Structure, writers: _Writers, paths: Mapping[str, tuple
             stored[index] = StorageInfo(file, at, n_bytes)
             at += n_bytes
     merged: dict[str, tuple[Any, ...]] = {}
-    for _, its_paths in reversed(everybody):  # as ChainMap does: order of the last, values of the first
+    for _, its_paths in reversed(
+        everybody
+    ):  # as ChainMap does: order of the last, values of the first
         merged |= its_paths
     return Metadata(dict(entries), merged, stored, None, CURRENT_DCP_VERSION)
 
@@ -321,7 +380,9 @@ def _metadata(structure: Structure, writers: _Writers, paths: Mapping[str, tuple
 def _as_received(
     structure: Structure, paths: Mapping[str, tuple[Any, ...]], rank: int
 ) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
-    """Names of a rank's tensors, and the paths that come from it, as objects that no other rank has."""
+    """Names of a rank's tensors, and the paths that come from it, as objects that no other rank
+    has.
+    """
     own, its = structure.ranks[structure.rank], structure.ranks[rank]
     names = [tensor.name_of(its) for tensor in structure.tensors]
     keys: dict[int, str] = {}  # a key that is one object here is one there
@@ -331,7 +392,12 @@ def _as_received(
             its_paths[name] = paths[name]
         elif tensor.is_own:
             root, kind, key, *rest = paths[tensor.name_of(own)]
-            its_paths[name] = (root, kind, keys.setdefault(id(key), rank_key(its // tensor.sharing)), *rest)
+            its_paths[name] = (
+                root,
+                kind,
+                keys.setdefault(id(key), rank_key(its // tensor.sharing)),
+                *rest,
+            )
     return pickle.loads(pickle.dumps((names, its_paths)))
 
 
@@ -348,7 +414,9 @@ def _deduplicate(plans: list[SavePlan]) -> list[SavePlan]:
         loads[ranks[0]] += sizes[index] if len(ranks) == 1 else 0
     shared = [index for index, ranks in holders.items() if len(ranks) > 1]
     chosen = choose_writers(loads, [(sizes[index], holders[index]) for index in shared])
-    writers = {index: ranks[0] for index, ranks in holders.items()} | dict(zip(shared, chosen, strict=True))
+    writers = {index: ranks[0] for index, ranks in holders.items()} | dict(
+        zip(shared, chosen, strict=True)
+    )
     return [
         replace(plan, items=[item for item in plan.items if writers[item.index] == rank])
         for rank, plan in enumerate(plans)
@@ -366,7 +434,9 @@ def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[RankSavePlan]:
         file, at = _file_of(rank), 0
         for item in plan.items:
             assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
-            n_bytes = archive_of(tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype).bytes
+            n_bytes = archive_of(
+                tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype
+            ).bytes
             stored[item.index] = StorageInfo(file, at, n_bytes)
             at += n_bytes
         found.append(RankSavePlan(file, tuple(item.index.fqn for item in plan.items), at, b""))

@@ -1,8 +1,8 @@
 """PEFT folders with adapters: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-``PeftModel.from_pretrained`` and vLLM load such a folder on top of the base model. Adapters are small: every rank
-gathers or reads all of them. All methods of PEFT that adapt layers can be saved (LoRA, DoRA, IA3, ``modules_to_save``),
-from any ``PeftModel``, but only plain LoRA can be loaded.
+``PeftModel.from_pretrained`` and vLLM load such a folder on top of the base model. Adapters are
+small: every rank gathers or reads all of them. All methods of PEFT that adapt layers can be saved
+(LoRA, DoRA, IA3, ``modules_to_save``), from any ``PeftModel``, but only plain LoRA can be loaded.
 """
 
 import copy
@@ -21,7 +21,12 @@ from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import as_write_error, staged_folder
 from ...utils.distributed import all_ranks_succeed, get_rank
-from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
+from ...utils.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ConfigError,
+)
 from ...utils.files import fsync_file, walk_files
 from ...utils.remote import FETCH_FIRST, require_local
 from ..api import HFExportOptions
@@ -50,8 +55,10 @@ def save_adapters(
 
     Args:
         model: with layers of peft, sharded or not, or a ``PeftModel``.
-        path: the folder to create, not a URL (ConfigError). It must not exist, or be empty (CheckpointExistsError).
-        options: ``dtype``, ``tokenizer`` and ``processor`` are used. Without a dtype the adapters stay as they are.
+        path: the folder to create, not a URL (ConfigError). It must not exist, or be empty
+            (CheckpointExistsError).
+        options: ``dtype``, ``tokenizer`` and ``processor`` are used. Without a dtype the adapters
+            stay as they are.
         group: control group.
 
     Raises:
@@ -71,7 +78,9 @@ def write_adapters(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """Write the files of `save_adapters` into a folder that the caller commits. Returns the files to describe."""
+    """Write the files of `save_adapters` into a folder that the caller commits. Returns the files
+    to describe.
+    """
     with all_ranks_succeed(f"preparing {folder}", group):
         tensors = adapter_tensors(model)
     whole = {name: whole_tensor(tensor, group) for name, tensor in tensors.items()}
@@ -94,23 +103,37 @@ def write_adapters(
 
 
 def require_adapters(model: PreTrainedModel) -> None:
-    """Raise ConfigError unless plain LoRA is trained and nothing else, so that it can be published alone."""
+    """Raise ConfigError unless plain LoRA is trained and nothing else, so that it can be published
+    alone.
+    """
     what = "WeightUpdateMeta type 'adapter' publishes LoRA adapters alone, but"
     if not plain_adapters(model):
-        raise ConfigError(f"{what} {type(model).__name__} has none (config key 'use_lora'); publish by type 'disk'")
+        raise ConfigError(
+            f"{what} {type(model).__name__} has none (config key 'use_lora'); publish by type "
+            "'disk'"
+        )
     if others := _trained_beside(model, _named_adapters(model)):
-        raise ConfigError(f"{what} {others[0]} ({len(others)} such) is trained beside them; publish by type 'disk'")
+        raise ConfigError(
+            f"{what} {others[0]} ({len(others)} such) is trained beside them; publish by type "
+            "'disk'"
+        )
 
 
 def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write and fsync the weights of a PEFT folder: name in the folder -> whole tensor."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / WEIGHTS,
+        {"format": "pt"},
+    )
     os.chmod(folder / WEIGHTS, 0o644)
     fsync_file(folder / WEIGHTS)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name in a PEFT folder -> live (sharded) tensor. CheckpointMismatchError if trained tensors cannot be stored."""
+    """Name in a PEFT folder -> live (sharded) tensor. CheckpointMismatchError if trained tensors
+    cannot be stored.
+    """
     require_onloaded(model)
     config = _peft_config(model)
     if config.is_prompt_learning:
@@ -119,38 +142,50 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         )
     from peft import get_peft_model_state_dict  # installed, because the model has its layers
 
-    live = {clean_name(name): tensor for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    live = {
+        clean_name(name): tensor
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
     own = {"state_dict": live, "adapter_name": _adapter_name(model), "save_embedding_layers": False}
     found = get_peft_model_state_dict(model, **own)  # type: ignore[arg-type]
     if others := _trained_beside(model, found):
         raise CheckpointMismatchError(
-            f"{others[0]} ({len(others)} such) is trained beside the adapters and would be missing; use weight_format "
-            "'hf', which has all weights merged"
+            f"{others[0]} ({len(others)} such) is trained beside the adapters and would be "
+            "missing; use weight_format 'hf', which has all weights merged"
         )
-    return {name if name.startswith(ROOT) else ROOT + name: tensor for name, tensor in found.items()}
+    return {
+        name if name.startswith(ROOT) else ROOT + name: tensor for name, tensor in found.items()
+    }
 
 
 def _trained_beside(model: nn.Module, adapters: Mapping[str, torch.Tensor]) -> list[str]:
     known = {id(tensor) for tensor in adapters.values()}
-    return [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in known]
+    return [
+        name
+        for name, param in model.named_parameters()
+        if param.requires_grad and id(param) not in known
+    ]
 
 
 def _peft_config(model: nn.Module) -> Any:
     configs: Any = getattr(model, "peft_config", None)
     if not configs:
         raise CheckpointMismatchError(
-            f"{type(model).__name__} has no adapters of PEFT to save; use weight_format 'hf' for its weights"
+            f"{type(model).__name__} has no adapters of PEFT to save; use weight_format 'hf' for "
+            "its weights"
         )
     return configs[_adapter_name(model)]
 
 
 def _adapter_name(model: nn.Module) -> str:
     configs: Any = getattr(model, "peft_config", {})
-    active = {name for layer in adapted_layers(model).values() for name in layer.active_adapters} or set(configs)
+    active = {
+        name for layer in adapted_layers(model).values() for name in layer.active_adapters
+    } or set(configs)
     if len(active) != 1:
         raise CheckpointMismatchError(
-            f"{type(model).__name__} has {len(active)} active adapters ({', '.join(sorted(active))}); a folder of PEFT "
-            "holds one"
+            f"{type(model).__name__} has {len(active)} active adapters "
+            f"({', '.join(sorted(active))}); a folder of PEFT holds one"
         )
     return active.pop()
 
@@ -168,14 +203,17 @@ def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def load_adapters(
     model: PreTrainedModel, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load a PEFT folder into the adapters of a model: ``load_adapters(model, "exports/step_100")``, on every rank.
+    """Load a PEFT folder into the adapters of a model: ``load_adapters(model,
+    "exports/step_100")``, on every rank.
 
     Raises:
         ConfigError: ``path`` is a URL.
         CheckpointNotFoundError: there is no such folder, or it has no adapters.
         CheckpointCorruptError: the file is damaged.
-        CheckpointMismatchError: names, shapes or the scaling of the adapters differ from the model's.
-        PeerError: another rank failed. The model is unchanged after this and after all other errors.
+        CheckpointMismatchError: names, shapes or the scaling of the adapters differ from the
+            model's.
+        PeerError: another rank failed. The model is unchanged after this and after all other
+            errors.
     """
     folder = require_local(path, "loading", FETCH_FIRST)
     with all_ranks_succeed(f"reading {folder}", group):
@@ -187,23 +225,29 @@ def load_adapters(
             keep_own_shard(tensor, values[name])
 
 
-def _read(folder: Path, model: PreTrainedModel, adapters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _read(
+    folder: Path, model: PreTrainedModel, adapters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     from peft import LoraConfig, PeftConfig  # installed, because the model has its layers
 
     try:
         values = load_file(folder / WEIGHTS)
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{folder} has no {WEIGHTS}; expected a folder of PEFT") from error
+        raise CheckpointNotFoundError(
+            f"{folder} has no {WEIGHTS}; expected a folder of PEFT"
+        ) from error
     except SafetensorError as error:
         raise CheckpointCorruptError(f"{folder / WEIGHTS}: {error}") from error
     if strangers := sorted(adapters.keys() ^ values.keys()):
         whose = "the folder" if strangers[0] in values else "the model"
-        raise CheckpointMismatchError(f"{folder}: only {whose} has {strangers[0]} ({len(strangers)} differ)")
+        raise CheckpointMismatchError(
+            f"{folder}: only {whose} has {strangers[0]} ({len(strangers)} differ)"
+        )
     for name, tensor in adapters.items():
         if values[name].shape != tensor.shape:
             raise CheckpointMismatchError(
-                f"{folder}: {name} is {list(values[name].shape)}, the model's {list(tensor.shape)}; is lora_rank the "
-                "same?"
+                f"{folder}: {name} is {list(values[name].shape)}, the model's "
+                f"{list(tensor.shape)}; is lora_rank the same?"
             )
     try:
         config = PeftConfig.from_pretrained(str(folder))
@@ -215,7 +259,7 @@ def _read(folder: Path, model: PreTrainedModel, adapters: Mapping[str, torch.Ten
     scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
     if scaling not in own and not (config.rank_pattern or config.alpha_pattern):
         raise CheckpointMismatchError(
-            f"{folder}: adapters count {scaling:g} (alpha {config.lora_alpha}, rank {config.r}), here "
-            f"{next(iter(own)):g}"
+            f"{folder}: adapters count {scaling:g} (alpha {config.lora_alpha}, rank {config.r}), "
+            f"here {next(iter(own)):g}"
         )
     return values

@@ -1,11 +1,14 @@
-"""Gather the file tensors of a sharded model on rank 0, one bucket at a time, to send them to inference servers.
+"""Gather the file tensors of a sharded model on rank 0, one bucket at a time, to send them to
+inference servers.
 
-All ranks cut the file tensors into the same buckets. Of each bucket a rank casts its own rows and sends them to rank 0,
-which receives them at their place. Nothing is gathered on another rank, and nothing is written.
+All ranks cut the file tensors into the same buckets. Of each bucket a rank casts its own rows and
+sends them to rank 0, which receives them at their place. Nothing is gathered on another rank, and
+nothing is written.
 
-Memory: one bucket on rank 0, which the caller provides, and the rows of one bucket on the other ranks. In addition, on
-rank 0, `_STRIDED_BYTES` if tensor parallelism cuts columns, because their elements are not side by side in a file.
-Tensors that transformers converts by more than slices are gathered whole on all ranks, as in `save_hf`.
+Memory: one bucket on rank 0, which the caller provides, and the rows of one bucket on the other
+ranks. In addition, on rank 0, `_STRIDED_BYTES` if tensor parallelism cuts columns, because their
+elements are not side by side in a file. Tensors that transformers converts by more than slices are
+gathered whole on all ranks, as in `save_hf`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +20,13 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ...utils.distributed import all_ranks_succeed, control_group, gather_objects, get_group_ranks, get_rank
+from ...utils.distributed import (
+    all_ranks_succeed,
+    control_group,
+    gather_objects,
+    get_group_ranks,
+    get_rank,
+)
 from ...utils.heartbeat import beat
 from ..api import HFExportOptions
 from ..lora.adapters import plain_view
@@ -33,7 +42,9 @@ _STRIDED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Bucket:
-    """Whole file tensors whose bytes are side by side. Wide dtypes come first, so that every tensor is aligned."""
+    """Whole file tensors whose bytes are side by side. Wide dtypes come first, so that every tensor
+    is aligned.
+    """
 
     number: int
     tensors: tuple[FileTensor, ...]
@@ -70,7 +81,9 @@ class _Rows(NamedTuple):
 
 
 def cut_buckets(tensors: Sequence[FileTensor], limit_bytes: int) -> list[Bucket]:
-    """Cut ``tensors`` into buckets of at most ``limit_bytes``, in order. A larger tensor fills a bucket alone."""
+    """Cut ``tensors`` into buckets of at most ``limit_bytes``, in order. A larger tensor fills a
+    bucket alone.
+    """
     cuts, size = list[list[FileTensor]](), 0
     for tensor in tensors:
         if not cuts or size + tensor.nbytes > limit_bytes:
@@ -83,7 +96,8 @@ def cut_buckets(tensors: Sequence[FileTensor], limit_bytes: int) -> list[Bucket]
 
 
 class WeightGatherer:
-    """The weights of a sharded model, merged with its adapters, in buckets. Every rank of ``group`` creates one.
+    """The weights of a sharded model, merged with its adapters, in buckets. Every rank of ``group``
+    creates one.
 
         gatherer = WeightGatherer(model, options, limit_bytes=1 << 30, group=group)
         for bucket in gatherer.buckets:
@@ -101,7 +115,11 @@ class WeightGatherer:
     """
 
     def __init__(
-        self, model: PreTrainedModel, options: HFExportOptions, limit_bytes: int, group: dist.ProcessGroup | None
+        self,
+        model: PreTrainedModel,
+        options: HFExportOptions,
+        limit_bytes: int,
+        group: dist.ProcessGroup | None,
     ) -> None:
         with all_ranks_succeed("preparing to send weights", group):
             self._plan = plan_export(model, options, get_group_ranks(group))
@@ -113,9 +131,11 @@ class WeightGatherer:
 
     @torch.no_grad()
     def gather(self, bucket: Bucket, target: torch.Tensor | None) -> None:
-        """Fill ``target``, ``[bucket.nbytes]`` uint8 on the CPU of rank 0. None on other ranks. All ranks call it.
+        """Fill ``target``, ``[bucket.nbytes]`` uint8 on the CPU of rank 0. None on other ranks. All
+        ranks call it.
 
-        Raises on all ranks if a rank cannot prepare its rows. A broken connection raises the error of gloo.
+        Raises on all ranks if a rank cannot prepare its rows. A broken connection raises the error
+        of gloo.
         """
         with all_ranks_succeed(f"preparing {bucket.tensors[0].key} to be sent", self._group):
             own = list(self._own_rows(bucket, target))
@@ -133,13 +153,17 @@ class WeightGatherer:
             self._receive(by_rank, target)
         beat()
 
-    def _own_rows(self, bucket: Bucket, target: torch.Tensor | None) -> Iterator[tuple[_Rows, torch.Tensor]]:
+    def _own_rows(
+        self, bucket: Bucket, target: torch.Tensor | None
+    ) -> Iterator[tuple[_Rows, torch.Tensor]]:
         """The rows that this rank sends. Rank 0 puts its rows into ``target`` instead."""
         parts = self._plan.transfers.parts
         for tensor in bucket.tensors:
             first, size = bucket.offsets[tensor.key], tensor.dtype.itemsize
             for span in tensor.spans or ():
-                for at, values, pitch in own_share(span, self._merged.part(span.source, parts[span.source])):
+                for at, values, pitch in own_share(
+                    span, self._merged.part(span.source, parts[span.source])
+                ):
                     length = values.numel() // len(values)
                     shape = (1, values.numel()) if length == pitch else (len(values), length)
                     rows = _Rows(first + at * size, shape[0], shape[1] * size, pitch * size)
@@ -158,11 +182,18 @@ class WeightGatherer:
             return
         stored = self._plan.stored
         sources = sorted({source for tensor in together for source in tensor.sources})
-        wholes = [self._merged.whole(source, whole_tensor(stored[source], self._group)) for source in sources]
+        wholes = [
+            self._merged.whole(source, whole_tensor(stored[source], self._group))
+            for source in sources
+        ]
         with all_ranks_succeed(f"converting {together[0].key}", self._group):
             flat = torch.cat([whole.reshape(-1) for whole in wholes])
-            elements = element_map(self._model, {source: stored[source].shape for source in sources}, together)
-            converted = {tensor.key: flat[elements[tensor.key]].to(tensor.dtype) for tensor in together}
+            elements = element_map(
+                self._model, {source: stored[source].shape for source in sources}, together
+            )
+            converted = {
+                tensor.key: flat[elements[tensor.key]].to(tensor.dtype) for tensor in together
+            }
             self._converted = together, converted if get_rank(self._group) == 0 else {}
 
     def _send(self, messages: Sequence[torch.Tensor]) -> None:
@@ -172,7 +203,11 @@ class WeightGatherer:
             sent.wait()
 
     def _receive(self, by_rank: Sequence[Sequence[_Rows]], target: torch.Tensor) -> None:
-        group, pending, held = control_group(self._group), list[tuple[Any, _Rows, torch.Tensor | None]](), 0
+        group, pending, held = (
+            control_group(self._group),
+            list[tuple[Any, _Rows, torch.Tensor | None]](),
+            0,
+        )
 
         def finish() -> None:
             for received, rows, apart in pending:
@@ -202,7 +237,11 @@ def _in_file_order(plan: ExportPlan) -> list[FileTensor]:
 
 
 def _host_copy(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``values`` in this dtype, side by side in host memory. Not a copy if they are like this already."""
+    """``values`` in this dtype, side by side in host memory. Not a copy if they are like this
+    already.
+    """
     if values.device.type == "cpu":
         return values.to(dtype).contiguous()
-    return torch.empty(values.shape, dtype=dtype, device="cpu", pin_memory=values.is_cuda).copy_(values)
+    return torch.empty(values.shape, dtype=dtype, device="cpu", pin_memory=values.is_cuda).copy_(
+        values
+    )

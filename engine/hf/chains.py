@@ -1,4 +1,6 @@
-"""Chains of published versions: a version that holds changes alone, the version before it, and so on to all weights."""
+"""Chains of published versions: a version that holds changes alone, the version before it, and so
+on to all weights.
+"""
 
 import os
 from pathlib import Path
@@ -22,12 +24,16 @@ def base_of(folder: Path) -> Path:
     """The base of a version of changes: the folder before them. Raises as `read_manifest`."""
     changes = read_manifest(folder / DELTA_NAME)
     if changes["base"]["version"] >= changes["weight_version"]:
-        raise CheckpointCorruptError(f"{folder} is made from version {changes['base']['version']}, which is not older")
+        raise CheckpointCorruptError(
+            f"{folder} is made from version {changes['base']['version']}, which is not older"
+        )
     return version_path(folder.parent, changes["base"]["version"])
 
 
 def made_from(folder: Path) -> list[Path]:
-    """The folder of a version, its base, the base of that, and so on. Empty if one is missing or damaged."""
+    """The folder of a version, its base, the base of that, and so on. Empty if one is missing or
+    damaged.
+    """
     folders = [folder]
     try:
         while holds_delta_alone(folders[-1]):
@@ -38,9 +44,11 @@ def made_from(folder: Path) -> list[Path]:
 
 
 def chain_problem(folder: Path) -> str | None:
-    """Describe the first damage with which no version after ``folder`` can be made from it, or return None.
+    """Describe the first damage with which no version after ``folder`` can be made from it, or
+    return None.
 
-    Sizes of all files are compared, and the bytes of the newest changes. The bytes of older files are not read again.
+    Sizes of all files are compared, and the bytes of the newest changes. The bytes of older files
+    are not read again.
     """
     newest = folder
     try:

@@ -1,8 +1,9 @@
 """The changes of one rank between two published versions, as a safetensors file.
 
-For each piece with changes the file has two tensors: the places of the changed elements in the shortest of three codes,
-and their new values. Values are absolute, so they may be applied twice. They are compared and stored as unsigned
-integers, so every bit counts. The format is described in docs/checkpoint-format.md.
+For each piece with changes the file has two tensors: the places of the changed elements in the
+shortest of three codes, and their new values. Values are absolute, so they may be applied twice.
+They are compared and stored as unsigned integers, so every bit counts. The format is described in
+docs/checkpoint-format.md.
 """
 
 import io
@@ -28,17 +29,22 @@ def unsigned(itemsize: int) -> np.dtype:
 
 
 def encode_places(places: np.ndarray, mask: np.ndarray | None) -> tuple[str, np.ndarray]:
-    """Encode rising ``places`` in the code that takes the fewest bytes. Returns the name of the code and its values.
+    """Encode rising ``places`` in the code that takes the fewest bytes. Returns the name of the
+    code and its values.
 
-    - ``gap8``, ``gap16``: for each place, the number of elements between it and the one before, or the start. The
-      largest number of the dtype means: skip that many elements, no place here.
-    - ``bits``: a mask of all elements, lowest bit first. Possible if ``mask`` has one value for each element.
+    - ``gap8``, ``gap16``: for each place, the number of elements between it and the one before, or
+      the start. The largest number of the dtype means: skip that many elements, no place here.
+    - ``bits``: a mask of all elements, lowest bit first. Possible if ``mask`` has one value for
+      each element.
     """
     n_bits = np.inf if mask is None else -(-len(mask) // 8)
     if mask is not None and n_bits <= len(places):  # a gap takes at least a byte
         return "bits", np.packbits(mask, bitorder="little")
     gaps = np.diff(places, prepend=-1) - 1
-    n_bytes = {"gap8": len(gaps) + int((gaps // 255).sum()), "gap16": 2 * (len(gaps) + int((gaps // 65535).sum()))}
+    n_bytes = {
+        "gap8": len(gaps) + int((gaps // 255).sum()),
+        "gap16": 2 * (len(gaps) + int((gaps // 65535).sum())),
+    }
     code = min(n_bytes, key=n_bytes.__getitem__)
     if mask is not None and n_bits <= n_bytes[code]:
         return "bits", np.packbits(mask, bitorder="little")
@@ -59,10 +65,13 @@ class DeltaFile:
         self._header: dict[str, Any] = {}
         self.changed = 0
 
-    def add(self, tensor: str, first: int, piece: Piece, changed: np.ndarray, values: np.ndarray) -> None:
+    def add(
+        self, tensor: str, first: int, piece: Piece, changed: np.ndarray, values: np.ndarray
+    ) -> None:
         """Add the changes of a piece of a file tensor, which begins at its element ``first``.
 
-        ``changed`` is a mask of the piece's elements, ``values`` its new elements as `unsigned` integers.
+        ``changed`` is a mask of the piece's elements, ``values`` its new elements as `unsigned`
+        integers.
         """
         places = np.flatnonzero(changed)
         if not len(places):
@@ -87,7 +96,9 @@ class DeltaFile:
         self._header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": offsets}
 
     def close(self) -> list[FileEntry]:
-        """Write and fsync the file. Returns its entry for a manifest. Without changes there is no file."""
+        """Write and fsync the file. Returns its entry for a manifest. Without changes there is no
+        file.
+        """
         if not self._header:
             return []
         text = json.dumps(self._header, separators=(",", ":")).encode()

@@ -1,11 +1,13 @@
-"""Versions that hold only the changes from the version before: what this rank published last, and one publication.
+"""Versions that hold only the changes from the version before: what this rank published last, and
+one publication.
 
-Every rank keeps the bytes that it wrote last in host memory (`PublishedCopy`) and compares each piece with them when it
-writes the next version. A version that is only a delta has no weight files. Mirrors next to the servers make them from
-the version before, byte for byte, and compare them with the digests in the manifest, which every rank computed from the
-whole pieces.
+Every rank keeps the bytes that it wrote last in host memory (`PublishedCopy`) and compares each
+piece with them when it writes the next version. A version that is only a delta has no weight files.
+Mirrors next to the servers make them from the version before, byte for byte, and compare them with
+the digests in the manifest, which every rank computed from the whole pieces.
 
-Cost: the bytes of the rank's share of an export in host memory, and about a second for each GB of it on one core.
+Cost: the bytes of the rank's share of an export in host memory, and about a second for each GB of
+it on one core.
 """
 
 import math
@@ -19,7 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from ...utils.distributed import all_ranks_succeed, gather_numbers, gather_objects, get_rank, get_world_size
+from ...utils.distributed import (
+    all_ranks_succeed,
+    gather_numbers,
+    gather_objects,
+    get_rank,
+    get_world_size,
+)
 from ...utils.files import as_write_error, bytes_digest
 from ...utils.logging import get_logger
 from ...utils.manifest import (
@@ -58,10 +66,11 @@ class Base:
 
 
 class PublishedCopy:
-    """The bytes that this rank published last, piece by piece. Pass the same object to each publication.
+    """The bytes that this rank published last, piece by piece. Pass the same object to each
+    publication.
 
-    It is valid for one version in one folder. If a publication fails on any rank, it is invalid, and the next version
-    has all weights.
+    It is valid for one version in one folder. If a publication fails on any rank, it is invalid,
+    and the next version has all weights.
     """
 
     def __init__(self) -> None:
@@ -75,12 +84,17 @@ class PublishedCopy:
         self.base, self._at = None, 0
 
     def swap(self, file: str, piece: Piece, new: np.ndarray) -> np.ndarray | None:
-        """Keep ``new``, the elements of the next piece. Returns a mask of those that differ from the previous ones.
+        """Keep ``new``, the elements of the next piece. Returns a mask of those that differ from
+        the previous ones.
 
         None if the previous publication had another piece at this point.
         """
         at, self._at = self._at, self._at + 1
-        if at < len(self._pieces) and self._pieces[at][:2] == (file, piece) and self._pieces[at][2].dtype == new.dtype:
+        if (
+            at < len(self._pieces)
+            and self._pieces[at][:2] == (file, piece)
+            and self._pieces[at][2].dtype == new.dtype
+        ):
             kept = self._pieces[at][2]
             changed = new != kept
             np.copyto(kept, new)
@@ -89,7 +103,9 @@ class PublishedCopy:
         return None
 
     def end(self) -> bool:
-        """End the pieces of a publication. Returns False if the previous one had more, which are dropped."""
+        """End the pieces of a publication. Returns False if the previous one had more, which are
+        dropped.
+        """
         had_more = self._at < len(self._pieces)
         del self._pieces[self._at :]
         return not had_more
@@ -120,7 +136,8 @@ class DeltaPublication:
         copy: what this rank published last.
         final: folder of the new version, next to the folders of the other versions.
         version: number of the new version.
-        anchor_interval: number of deltas after which a version has weight files again. 0: never for this reason.
+        anchor_interval: number of deltas after which a version has weight files again. 0: never for
+            this reason.
         group: control group.
 
     Attributes:
@@ -131,7 +148,12 @@ class DeltaPublication:
     """
 
     def __init__(
-        self, copy: PublishedCopy, final: Path, version: int, anchor_interval: int, group: dist.ProcessGroup | None
+        self,
+        copy: PublishedCopy,
+        final: Path,
+        version: int,
+        anchor_interval: int,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self._copy, self._final, self._version = copy, final, version
         self._anchor_interval, self._group = anchor_interval, group
@@ -145,16 +167,22 @@ class DeltaPublication:
         """Decide whether the staged ``folder`` gets weight files, and open the writer of this rank."""
         self._folder, self._layout = folder, layout
         self._file = DeltaFile(folder / DELTA_NAME, f"rank_{get_rank(self._group):05d}.safetensors")
-        self._names = {(s.file, s.offset): key for key, s in layout.slots.items() if 0 not in s.shape}
+        self._names = {
+            (s.file, s.offset): key for key, s in layout.slots.items() if 0 not in s.shape
+        }
         bases = gather_objects(self._usable_base(), self._group)
         self.base = bases[0] if all(base == bases[0] for base in bases) else None
         self.full = self.base is None or 0 < self._anchor_interval <= self.base.deltas
         self._copy.begin()
-        return WeightWriter(folder if self.full else None, None if self._copy.given_up else self._take)
+        return WeightWriter(
+            folder if self.full else None, None if self._copy.given_up else self._take
+        )
 
     @property
     def _layout_key(self) -> str:
-        return bytes_digest(b"".join(file.name.encode() + file.header for file in self._layout.files))
+        return bytes_digest(
+            b"".join(file.name.encode() + file.header for file in self._layout.files)
+        )
 
     def _usable_base(self) -> Base | None:
         base, group = self._copy.base, self._group
@@ -182,12 +210,17 @@ class DeltaPublication:
         self.compare_s += time.perf_counter() - started
 
     def settle(self) -> list[FileEntry]:
-        """Finish the changes, or drop them and write the weight files. Returns entries of this rank's changes."""
+        """Finish the changes, or drop them and write the weight files. Returns entries of this
+        rank's changes.
+        """
         self._torn |= not self._copy.end()
         if self.base is None:
             return []
         entries = list[FileEntry]()
-        with all_ranks_succeed(f"writing the changes of {self._final}", self._group), as_write_error(self._final):
+        with (
+            all_ranks_succeed(f"writing the changes of {self._final}", self._group),
+            as_write_error(self._final),
+        ):
             entries = [] if self._torn else self._file.close()
         numbers = [self._torn, sum(entry.bytes for entry in entries), self._file.changed]
         torn, n_bytes, n_changed = map(sum, zip(*gather_numbers(numbers, self._group), strict=True))
@@ -202,14 +235,22 @@ class DeltaPublication:
     def _drop(self) -> None:
         """Remove the changes, and write the weight files from the copy unless they are there."""
         group, folder = self._group, self._folder
-        with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder), WeightWriter(folder) as files:
+        with (
+            all_ranks_succeed(f"creating {folder}", group),
+            as_write_error(folder),
+            WeightWriter(folder) as files,
+        ):
             if get_rank(group) == 0:
                 if (folder / DELTA_NAME).exists():
                     shutil.rmtree(folder / DELTA_NAME)
                 for file in () if self.full else self._layout.files:
                     files.create(file)
                 files.sync()
-        with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder), WeightWriter(folder) as files:
+        with (
+            all_ranks_succeed(f"writing {folder}", group),
+            as_write_error(folder),
+            WeightWriter(folder) as files,
+        ):
             if not self.full:
                 self._copy.write_into(files)
                 files.sync()
@@ -218,16 +259,23 @@ class DeltaPublication:
             self._copy.give_up()
             if get_rank(group) == 0:
                 logger.warning(
-                    "version %d changes %.0f %% of the weights (%s). For the second time in a row, the changes are "
-                    "larger than half of all weights, so no more are tried; publish in 16 bits, or without delta",
+                    "version %d changes %.0f %% of the weights (%s). For the second time in a "
+                    "row, the changes are larger than half of all weights, so no more are tried; "
+                    "publish in 16 bits, or without delta",
                     *(self._version, 100 * self.figures["changed"], self._dtype),
                 )
 
     @property
     def figures(self) -> dict[str, float]:
-        """``delta``: 1 if the version holds changes alone. ``changed``: fraction of the elements, if compared."""
+        """``delta``: 1 if the version holds changes alone. ``changed``: fraction of the elements,
+        if compared.
+        """
         figures = {"delta": float(not self.full)}
-        return figures if self.n_changed is None else figures | {"changed": self.n_changed / self._n_elements}
+        return (
+            figures
+            if self.n_changed is None
+            else figures | {"changed": self.n_changed / self._n_elements}
+        )
 
     @property
     def _n_elements(self) -> int:
@@ -239,14 +287,19 @@ class DeltaPublication:
         return str(dtype).removeprefix("torch.")
 
     def seal(self, files: Sequence[FileEntry], changes: Sequence[FileEntry]) -> int:
-        """Write the manifest of the changes, and remove the other files of a version without weight files.
+        """Write the manifest of the changes, and remove the other files of a version without weight
+        files.
 
-        Called on rank 0. ``files`` are those of the version with all weights, ``changes`` those of all ranks. Returns
-        the bytes of all changes.
+        Called on rank 0. ``files`` are those of the version with all weights, ``changes`` those of
+        all ranks. Returns the bytes of all changes.
         """
         if self.base is None:
             return 0
-        root, before, entries = self._folder / DELTA_NAME, read_manifest(self.base.path)["files"], list(changes)
+        root, before, entries = (
+            self._folder / DELTA_NAME,
+            read_manifest(self.base.path)["files"],
+            list(changes),
+        )
         root.mkdir(exist_ok=True)
         for file in files:
             if not file.pieces and before.get(file.name, {}).get("digest") != file.digest:
@@ -270,5 +323,11 @@ class DeltaPublication:
         """Declare the copy valid for the new version, which has been renamed."""
         if not self._copy.given_up:
             deltas = 0 if self.base is None or self.full else self.base.deltas + 1
-            place = str(self._final), self._version, label, self._layout_key, get_world_size(self._group)
+            place = (
+                str(self._final),
+                self._version,
+                label,
+                self._layout_key,
+                get_world_size(self._group),
+            )
             self._copy.base = Base(*place, deltas, self._unfit)

@@ -1,12 +1,13 @@
-"""The dtype of each tensor in an export: the same as in a model that ``from_pretrained(dtype=...)`` loaded.
+"""The dtype of each tensor in an export: the same as in a model that ``from_pretrained(dtype=...)``
+loaded.
 
 Training keeps float32 masters, so their dtype says nothing. Three things decide:
 
 - the requested dtype, or the dtype of the base folder,
 - the modules that transformers keeps in float32 in half precision too (router biases),
-- the tensors whose dtype the code of the model names (whole routers). To find them, the model is built on the meta
-  device in float64: other dtypes come from the code. This takes 10 to 100 ms, once per model, and changes the default
-  dtype of torch for that time.
+- the tensors whose dtype the code of the model names (whole routers). To find them, the model is
+  built on the meta device in float64: other dtypes come from the code. This takes 10 to 100 ms,
+  once per model, and changes the default dtype of torch for that time.
 """
 
 import copy
@@ -31,7 +32,9 @@ _ASKED = torch.float64  # a dtype that no model has by itself
 def file_dtypes(
     model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """``state_dict`` key -> dtype in an export. Without ``dtype`` tensors keep theirs, as in ``save_pretrained``."""
+    """``state_dict`` key -> dtype in an export. Without ``dtype`` tensors keep theirs, as in
+    ``save_pretrained``.
+    """
     found = {key: tensor.dtype for key, tensor in tensors.items()}
     if dtype is None:
         return found
@@ -44,18 +47,27 @@ def file_dtypes(
 
 
 def own_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
-    """``state_dict`` key -> dtype, for floating-point tensors whose dtype the code of the model names."""
-    return {key: dtype for key, dtype in _twin_dtypes(model).items() if dtype.is_floating_point and dtype != _ASKED}
+    """``state_dict`` key -> dtype, for floating-point tensors whose dtype the code of the model
+    names.
+    """
+    return {
+        key: dtype
+        for key, dtype in _twin_dtypes(model).items()
+        if dtype.is_floating_point and dtype != _ASKED
+    }
 
 
 def unknown_keys(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
-    """The ``keys`` that a new model of this class and config does not have. Empty if none can be built."""
+    """The ``keys`` that a new model of this class and config does not have. Empty if none can be
+    built.
+    """
     known = _twin_dtypes(model)
     return [key for key in keys if key not in known] if known else []
 
 
 def _twin_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
-    """``state_dict`` key -> dtype, for a new model on meta, built with `_ASKED`. Empty if a config does not suffice.
+    """``state_dict`` key -> dtype, for a new model on meta, built with `_ASKED`. Empty if a config
+    does not suffice.
 
     Kept on the model, so that an export in the background need not build a model during training.
     """
@@ -65,7 +77,9 @@ def _twin_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
         model_class: Any = unsharded_class(model)
         config = copy.deepcopy(model.config)
         with torch.device("meta"):
-            state = build_from_config(model_class, config, _ASKED, attn_implementation="eager").state_dict()
+            state = build_from_config(
+                model_class, config, _ASKED, attn_implementation="eager"
+            ).state_dict()
     except TypeError:
         state = {}
     found = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -73,23 +87,33 @@ def _twin_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
     return found
 
 
-def set_config_dtype(config: PretrainedConfig, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+def set_config_dtype(
+    config: PretrainedConfig, model: PreTrainedModel, dtype: torch.dtype | None
+) -> None:
     """Set the dtypes in ``config`` as ``save_pretrained`` would for these weights."""
     if dtype is not None:
         for part in (getattr(config, name) for name in config.sub_configs):
             if part is not None:
                 part.dtype = dtype
-    first = next((key, param) for key, param in model.named_parameters() if param.is_floating_point())
+    first = next(
+        (key, param) for key, param in model.named_parameters() if param.is_floating_point()
+    )
     (config.dtype,) = file_dtypes(model, dict([first]), dtype).values()
 
 
 def base_dtype(model: PreTrainedModel, folder: str | os.PathLike[str]) -> torch.dtype:
-    """The dtype of ``from_pretrained(folder, dtype="auto")``: from the config, else from the first tensor of the files.
+    """The dtype of ``from_pretrained(folder, dtype="auto")``: from the config, else from the first
+    tensor of the files.
 
-    float32 if neither names a dtype. ``model`` was built from the folder, a local one, with or without weights.
+    float32 if neither names a dtype. ``model`` was built from the folder, a local one, with or
+    without weights.
     """
-    config = type(model.config).from_pretrained(folder)  # of a multimodal folder, the part for the text
-    if isinstance(config.dtype, torch.dtype) and config.dtype.itemsize > 1:  # eight bits are for quantized files
+    config = type(model.config).from_pretrained(
+        folder
+    )  # of a multimodal folder, the part for the text
+    if (
+        isinstance(config.dtype, torch.dtype) and config.dtype.itemsize > 1
+    ):  # eight bits are for quantized files
         return config.dtype
     try:
         with WeightReader(Path(folder)) as files:
@@ -97,4 +121,7 @@ def base_dtype(model: PreTrainedModel, folder: str | os.PathLike[str]) -> torch.
     except CheckpointNotFoundError:
         return torch.float32
     ordered = (slots[key].dtype for key in sorted(slots, key=lambda key: (slots[key].file, key)))
-    return next((dtype for dtype in ordered if dtype.is_floating_point and dtype.itemsize > 1), torch.float32)
+    return next(
+        (dtype for dtype in ordered if dtype.is_floating_point and dtype.itemsize > 1),
+        torch.float32,
+    )

@@ -1,10 +1,11 @@
 """Load a Hugging Face folder into a sharded model: every rank reads the bytes of its own part.
 
-All checks come first, on all ranks: headers, index, file sizes, names, shapes, and copies of tied weights. Then weights
-are read straight into the parameters. Only a file that can no longer be read, or became shorter, can stop this.
+All checks come first, on all ranks: headers, index, file sizes, names, shapes, and copies of tied
+weights. Then weights are read straight into the parameters. Only a file that can no longer be read,
+or became shorter, can stop this.
 
-Cost: one read of the weights, spread over the ranks. Extra memory is one chunk. All ranks read the tensors that an
-export would gather.
+Cost: one read of the weights, spread over the ranks. Extra memory is one chunk. All ranks read the
+tensors that an export would gather.
 """
 
 import os
@@ -45,20 +46,22 @@ def load_hf(
 ) -> list[str]:
     """Load the weights of a Hugging Face folder. Every rank of ``group`` calls this.
 
-        load_hf(model, "exports/step_100")
-        load_hf(critic, "models/Qwen3-0.6B", allow_missing=["score.*"], allow_unexpected=["lm_head.*"])
+        load_hf(model, "exports/step_100") load_hf(critic, "models/Qwen3-0.6B",
+        allow_missing=["score.*"], allow_unexpected=["lm_head.*"])
 
-    The result and the names are the same as with `from_pretrained`: the prefix of the base model may be absent on
-    either side, tensors may be fused, split or renamed, and other parts of a multimodal model are ignored. A tied
-    weight may have any of its names. Values of any floating-point dtype are cast to the dtype of the parameter. A later
-    export names tensors as the folder does.
+    The result and the names are the same as with `from_pretrained`: the prefix of the base model
+    may be absent on either side, tensors may be fused, split or renamed, and other parts of a
+    multimodal model are ignored. A tied weight may have any of its names. Values of any
+    floating-point dtype are cast to the dtype of the parameter. A later export names tensors as the
+    folder does.
 
     Args:
         model: any transformers model, sharded by `fully_shard` or not, with its memory allocated.
         path: a local folder with ``model.safetensors`` or ``model.safetensors.index.json``.
         group: control group of CPU tensors (gloo). None takes the default group.
         allow_missing: patterns (``fnmatch``) of ``state_dict`` keys that the folder need not have.
-        allow_unexpected: patterns of tensors to ignore, under the names that they would have in the model.
+        allow_unexpected: patterns of tensors to ignore, under the names that they would have in the
+            model.
 
     Returns:
         The ``state_dict`` keys that were missing, with permission. They keep their values.
@@ -67,13 +70,14 @@ def load_hf(
         ConfigError: ``path`` is a URL (other than ``file://``), or its weights are quantized.
         CheckpointNotFoundError: there is no such folder, or it has no safetensors weights.
         CheckpointCorruptError: a file is missing, truncated or not safetensors.
-        CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype, or two copies of a
-            tied weight differ.
+        CheckpointMismatchError: a tensor is missing, unexpected, of another shape or kind of dtype,
+            or two copies of a tied weight differ.
         PeerError: only other ranks found a problem.
         OSError: a file cannot be read.
 
-        The model is unchanged, unless the message says that it is half loaded: a file broke (OSError) or became shorter
-        (CheckpointCorruptError) during the read. Then load the model again before you use it.
+        The model is unchanged, unless the message says that it is half loaded: a file broke
+        (OSError) or became shorter (CheckpointCorruptError) during the read. Then load the model
+        again before you use it.
     """
     folder = require_local(path, "loading", FETCH_FIRST)
     rank, world_size = get_rank(group), get_world_size(group)
@@ -90,7 +94,9 @@ def load_hf(
                 missing = _missing(model, loading, stored, chosen, allow_missing)
                 _refuse_unexpected(model, folder, loading, allow_unexpected)
                 state = model.state_dict()
-                transfers = plan_transfers(invert_fills(chosen, shapes), state, get_group_ranks(group))
+                transfers = plan_transfers(
+                    invert_fills(chosen, shapes), state, get_group_ranks(group)
+                )
                 _check_plan(model, transfers, slots)
                 _compare_copies(reader, slots, copies, rank, world_size)
             except CheckpointMismatchError as error:
@@ -107,11 +113,15 @@ def load_hf(
     return missing
 
 
-def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup | None = None) -> set[str]:
-    """The ``state_dict`` keys whose values on this rank are bit for bit the values that `load_hf` would read.
+def names_as_in(
+    folder: Path, model: PreTrainedModel, group: dist.ProcessGroup | None = None
+) -> set[str]:
+    """The ``state_dict`` keys whose values on this rank are bit for bit the values that `load_hf`
+    would read.
 
-    Changes nothing, and does not communicate. Cost: one read of this rank's part. Tensors that a load converts by more
-    than slices are left out. CheckpointError or OSError if the folder cannot be read, or does not fit the model.
+    Changes nothing, and does not communicate. Cost: one read of this rank's part. Tensors that a
+    load converts by more than slices are left out. CheckpointError or OSError if the folder cannot
+    be read, or does not fit the model.
     """
     with WeightReader(folder) as reader:
         slots = reader.layout()
@@ -122,7 +132,9 @@ def names_as_in(folder: Path, model: PreTrainedModel, group: dist.ProcessGroup |
         transfers = plan_transfers(fills, state, get_group_ranks(group))
         others = set[str]().union(*map(_sources, transfers.unmapped))
         for tensor, span in transfers.direct:
-            for at, live, pitch in overlap(span, transfers.parts[span.source]) if span.source not in others else ():
+            for at, live, pitch in (
+                overlap(span, transfers.parts[span.source]) if span.source not in others else ()
+            ):
                 there = torch.empty_like(live, memory_format=torch.contiguous_format)
                 reader.read(slots[tensor.key], at, there, pitch)
                 if not torch.equal(there.view(torch.uint8), live.contiguous().view(torch.uint8)):
@@ -135,7 +147,8 @@ def _choose(
 ) -> tuple[dict[str, FileTensor], list[tuple[FileTensor, FileTensor]]]:
     """Choose one file tensor for each tied weight that the folder stores under several names.
 
-    Returns ``state_dict`` key -> chosen tensor, and pairs of a chosen tensor and another one for the same key.
+    Returns ``state_dict`` key -> chosen tensor, and pairs of a chosen tensor and another one for
+    the same key.
     """
     chosen, copies = dict[str, FileTensor](), []
     for key in sorted(loading.filled, key=lambda key: key in tied):
@@ -155,10 +168,13 @@ def _missing(
     """The missing keys. Raises if a key is neither allowed to be missing nor computed by the model."""
     computed = loading.optional & {name for name, _ in model.named_buffers()}
     missing = sorted(stored.keys() - chosen.keys())
-    if needed := [key for key in missing if key not in computed and not _matches(key, allow_missing)]:
+    if needed := [
+        key for key in missing if key not in computed and not _matches(key, allow_missing)
+    ]:
         raise CheckpointMismatchError(
-            f"tensor {needed[0]} of shape {list(stored[needed[0]].shape)} is missing ({len(needed)} in all; "
-            f"{len(loading.filled)} were found); allow_missing={list(allow_missing)}"
+            f"tensor {needed[0]} of shape {list(stored[needed[0]].shape)} is missing "
+            f"({len(needed)} in all; {len(loading.filled)} were found); "
+            f"allow_missing={list(allow_missing)}"
         )
     return missing
 
@@ -168,14 +184,21 @@ def _refuse_unexpected(
 ) -> None:
     # The folder is of a multimodal model, and the model is its language model.
     partial = "text_config" in read_raw_config(folder) and not model.config.sub_configs
-    names = [*loading.filled, *(source for tensor in loading.filled.values() for source in tensor.sources)]
+    names = [
+        *loading.filled,
+        *(source for tensor in loading.filled.values() for source in tensor.sources),
+    ]
     used = {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
 
     def in_other_module(name: str) -> bool:
         first, *rest = name.split(".")
-        return bool(rest) and (first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used))
+        return bool(rest) and (
+            first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used)
+        )
 
-    unexpected = [name for name in sorted(loading.unexpected) if not _matches(name, allow_unexpected)]
+    unexpected = [
+        name for name in sorted(loading.unexpected) if not _matches(name, allow_unexpected)
+    ]
     if unexpected := [name for name in unexpected if not (partial and in_other_module(name))]:
         raise CheckpointMismatchError(
             f"unexpected tensor {unexpected[0]} ({len(unexpected)} in all) has no place in "
@@ -183,7 +206,9 @@ def _refuse_unexpected(
         )
     if loading.unused:
         name = min(loading.unused)
-        raise CheckpointMismatchError(f"tensor {name} ({len(loading.unused)} such) fills what another one fills too")
+        raise CheckpointMismatchError(
+            f"tensor {name} ({len(loading.unused)} such) fills what another one fills too"
+        )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -191,22 +216,33 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Slots) -> None:
-    """Refuse dtypes, memory layouts and conversions that would fail during the load, or give wrong values."""
+    """Refuse dtypes, memory layouts and conversions that would fail during the load, or give wrong
+    values.
+    """
     for tensor in transfers.tensors:
         dtype = slots[tensor.key].dtype
-        if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
-            raise CheckpointMismatchError(f"{tensor.key} has dtype {dtype}, the model needs {tensor.dtype}")
+        if dtype != tensor.dtype and not (
+            dtype.is_floating_point and tensor.dtype.is_floating_point
+        ):
+            raise CheckpointMismatchError(
+                f"{tensor.key} has dtype {dtype}, the model needs {tensor.dtype}"
+            )
     for _, span in transfers.direct:
         if is_expanded(transfers.parts[span.source].data):
             raise CheckpointMismatchError(
-                f"several elements of {span.source} are the same memory; give it memory of its own before loading"
+                f"several elements of {span.source} are the same memory; give it memory of its "
+                "own before loading"
             )
     for tensors in transfers.unmapped:
         loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, _sources(tensors))
 
 
 def _compare_copies(
-    reader: WeightReader, slots: Slots, copies: Sequence[tuple[FileTensor, FileTensor]], rank: int, world_size: int
+    reader: WeightReader,
+    slots: Slots,
+    copies: Sequence[tuple[FileTensor, FileTensor]],
+    rank: int,
+    world_size: int,
 ) -> None:
     """Refuse a folder whose copies of a tied weight differ. Every rank compares an equal share."""
     for tensor, copy in copies:
@@ -214,8 +250,8 @@ def _compare_copies(
         ours, theirs = (slots[found.sources[0]] for found in (tensor, copy))
         if not reader.same(ours, theirs, first, last, tensor.dtype):
             raise CheckpointMismatchError(
-                f"the model ties {tensor.key}, but the folder has another tensor for one of its uses; build the model "
-                "with tie_word_embeddings=False"
+                f"the model ties {tensor.key}, but the folder has another tensor for one of its "
+                "uses; build the model with tie_word_embeddings=False"
             )
 
 
@@ -230,10 +266,14 @@ def _read_unmapped(
     elements = loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, sources)
     dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))
     flat = torch.empty(sum(tensor.numel for tensor in tensors), dtype=dtype, device="cpu")
-    for tensor, values in zip(tensors, flat.split([tensor.numel for tensor in tensors]), strict=True):
+    for tensor, values in zip(
+        tensors, flat.split([tensor.numel for tensor in tensors]), strict=True
+    ):
         reader.read(slots[tensor.key], 0, values)
     for source in sources:
-        local_tensor(state[source]).detach().copy_(local_box(state[source]).of(flat[elements.pop(source)]))
+        local_tensor(state[source]).detach().copy_(
+            local_box(state[source]).of(flat[elements.pop(source)])
+        )
 
 
 def _sources(tensors: Sequence[FileTensor]) -> list[str]:

@@ -1,10 +1,11 @@
 """Names in a model and names in its files: `file_tensors` for a save, `plan_loading` for a load.
 
-Tied weights are stored once, prefixes may be absent, and transformers renames, fuses and splits weights (Qwen3-MoE
-keeps one ``experts.gate_up_proj``, its files one ``gate_proj`` and ``up_proj`` per expert). The rules differ from
-release to release, so none is repeated here: transformers' functions behind ``save_pretrained`` and `from_pretrained`
-run on the meta device, and `Origins` traces them. A conversion that cannot be traced runs again on element numbers
-(`element_map`, `loaded_elements`), and is refused if it does more than rearrange elements.
+Tied weights are stored once, prefixes may be absent, and transformers renames, fuses and splits
+weights (Qwen3-MoE keeps one ``experts.gate_up_proj``, its files one ``gate_proj`` and ``up_proj``
+per expert). The rules differ from release to release, so none is repeated here: transformers'
+functions behind ``save_pretrained`` and `from_pretrained` run on the meta device, and `Origins`
+traces them. A conversion that cannot be traced runs again on element numbers (`element_map`,
+`loaded_elements`), and is refused if it does more than rearrange elements.
 
 Cost: no tensor memory, 50 microseconds (save) or 200 (load) per file tensor.
 """
@@ -35,53 +36,80 @@ from ..training.unsharded import unsharded_class, unsharded_view
 from .tensor_origins import FileTensor, Origins, Span
 
 _MOST_RUNS = 4096
-"""A tensor made of more runs of file elements is not split into spans: `loaded_elements` finds its elements."""
+"""A tensor made of more runs of file elements is not split into spans: `loaded_elements` finds its
+elements.
+"""
 
 
-def stored_tensors(model: PreTrainedModel, *, on_meta: bool = False) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The live (sharded) tensors that files store, by ``state_dict`` key, and tied key left out -> key stored instead.
+def stored_tensors(
+    model: PreTrainedModel, *, on_meta: bool = False
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The live (sharded) tensors that files store, by ``state_dict`` key, and tied key left out ->
+    key stored instead.
 
-    CheckpointMismatchError if tensors share memory but are not declared as tied, if there are adapters or quantized
-    weights, or if an entry is no tensor with memory (``on_meta`` allows tensors without).
+    CheckpointMismatchError if tensors share memory but are not declared as tied, if there are
+    adapters or quantized weights, or if an entry is no tensor with memory (``on_meta`` allows
+    tensors without).
     """
     if getattr(model, "hf_quantizer", None) is not None or has_adapters(model):
         raise CheckpointMismatchError(
-            f"{unsharded_class(model).__name__} is quantized or carries adapters; expected plain weights"
+            f"{unsharded_class(model).__name__} is quantized or carries adapters; expected plain "
+            "weights"
         )
     state = model.state_dict()
-    if strange := next((key for key, value in state.items() if not isinstance(value, torch.Tensor)), None):
-        raise CheckpointMismatchError(f"state_dict entry {strange} is a {type(state[strange]).__name__}, not a tensor")
-    if not on_meta and (empty := next((key for key, value in state.items() if value.is_meta), None)):
-        raise CheckpointMismatchError(f"{empty} is on the meta device; give it memory with to_empty() first")
+    if strange := next(
+        (key for key, value in state.items() if not isinstance(value, torch.Tensor)), None
+    ):
+        raise CheckpointMismatchError(
+            f"state_dict entry {strange} is a {type(state[strange]).__name__}, not a tensor"
+        )
+    if not on_meta and (
+        empty := next((key for key, value in state.items() if value.is_meta), None)
+    ):
+        raise CheckpointMismatchError(
+            f"{empty} is on the meta device; give it memory with to_empty() first"
+        )
     for key in keys_not_saved(model):
         state.pop(key, None)
     owners: dict[int, list[str]] = {}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+    for named in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
         for key, value in named:
             if key in state:
                 owners.setdefault(id(value), []).append(key)
     left_out: dict[str, str] = {}
     for keys in owners.values():
-        # The rule of transformers: leave out declared targets in the order of names, as long as one key remains.
-        targets = [key for key in sorted(keys) if key in model.all_tied_weights_keys][: len(keys) - 1]
+        # The rule of transformers: leave out declared targets in the order of names, as long as one
+        # key remains.
+        targets = [key for key in sorted(keys) if key in model.all_tied_weights_keys][
+            : len(keys) - 1
+        ]
         kept = [key for key in keys if key not in targets]
         if len(kept) > 1:
             raise CheckpointMismatchError(
-                f"{kept} share memory, but the model declares only {sorted(model.all_tied_weights_keys)} as tied"
+                f"{kept} share memory, but the model declares only "
+                f"{sorted(model.all_tied_weights_keys)} as tied"
             )
         left_out |= dict.fromkeys(targets, kept[0])
     return {key: value for key, value in state.items() if key not in left_out}, left_out
 
 
 def file_tensors(
-    model: PreTrainedModel, stored: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None
+    model: PreTrainedModel,
+    stored: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[FileTensor]:
     """The tensors that ``save_pretrained`` of the unsharded model would write, in its order.
 
-    ``stored`` comes from `stored_tensors`, and ``dtypes`` from `file_dtypes`. Without dtypes each tensor keeps its own.
+    ``stored`` comes from `stored_tensors`, and ``dtypes`` from `file_dtypes`. Without dtypes each
+    tensor keeps its own.
     """
     probes = {
-        key: torch.empty(value.shape, dtype=value.dtype if dtypes is None else dtypes[key], device="meta")
+        key: torch.empty(
+            value.shape, dtype=value.dtype if dtypes is None else dtypes[key], device="meta"
+        )
         for key, value in stored.items()
     }
     origins = Origins(probes)
@@ -95,20 +123,24 @@ def element_map(
 ) -> dict[str, torch.Tensor]:
     """Find the elements of file tensors by converting element numbers. Takes 8 bytes per element.
 
-    ``shapes`` (``state_dict`` key -> shape) has exactly the sources of ``tensors``. The int64 numbers count their
-    elements, flattened and concatenated in this order. CheckpointMismatchError if the conversion does more than
-    rearrange elements.
+    ``shapes`` (``state_dict`` key -> shape) has exactly the sources of ``tensors``. The int64
+    numbers count their elements, flattened and concatenated in this order. CheckpointMismatchError
+    if the conversion does more than rearrange elements.
     """
     numbers, end = _element_numbers(shapes)
     with torch.no_grad():
         results = revert_weight_conversion(unsharded_view(model), numbers)
-    found = {tensor.key: tuple(results[tensor.key].shape) for tensor in tensors if tensor.key in results}
+    found = {
+        tensor.key: tuple(results[tensor.key].shape) for tensor in tensors if tensor.key in results
+    }
     seen = torch.zeros(end, dtype=torch.bool)
     maps = {key: results[key].reshape(-1) for key in found}
     for indices in maps.values():
         seen[indices[(indices >= 0) & (indices < end)].long()] = True
     rearranged = all(indices.dtype == torch.int64 for indices in maps.values())
-    pure = rearranged and bool(seen.all()) and sum(indices.numel() for indices in maps.values()) == end
+    pure = (
+        rearranged and bool(seen.all()) and sum(indices.numel() for indices in maps.values()) == end
+    )
     if not pure or found != {tensor.key: tensor.shape for tensor in tensors}:
         raise _more_than_rearranged(shapes, str(sorted(results)))
     return maps
@@ -122,10 +154,12 @@ def _element_numbers(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, tor
     return numbers, end
 
 
-def _more_than_rearranged(shapes: Mapping[str, Sequence[int]], made: str) -> CheckpointMismatchError:
+def _more_than_rearranged(
+    shapes: Mapping[str, Sequence[int]], made: str
+) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"transformers converts {sorted(shapes)} to {made} by more than rearranging elements; such weights can be "
-        "neither exported nor imported in shards"
+        f"transformers converts {sorted(shapes)} to {made} by more than rearranging elements; "
+        "such weights can be neither exported nor imported in shards"
     )
 
 
@@ -133,7 +167,9 @@ def _more_than_rearranged(shapes: Mapping[str, Sequence[int]], made: str) -> Che
 class LoadPlan:
     """Result of `from_pretrained` for the tensors of a folder."""
 
-    filled: dict[str, FileTensor]  # ``state_dict`` key -> what fills it: sources and spans are of the folder
+    filled: dict[
+        str, FileTensor
+    ]  # ``state_dict`` key -> what fills it: sources and spans are of the folder
     missing: set[str]  # ``state_dict`` keys that nothing fills
     optional: set[str]  # missing keys that transformers tolerates
     unexpected: set[str]  # tensors that transformers would report, under their names in the model
@@ -142,10 +178,11 @@ class LoadPlan:
 
 
 def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> LoadPlan:
-    """Plan what `from_pretrained` would do with tensors of these names and shapes (name in the folder -> shape).
+    """Plan what `from_pretrained` would do with tensors of these names and shapes (name in the
+    folder -> shape).
 
-    Raises CheckpointMismatchError if a tensor has another shape than the model's, or cannot be converted. The model,
-    sharded or not, is not changed.
+    Raises CheckpointMismatchError if a tensor has another shape than the model's, or cannot be
+    converted. The model, sharded or not, is not changed.
     """
     origins, taken = Origins({}), set()
 
@@ -160,7 +197,9 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
         info = _load_twin(twin, shapes, probe)
     state, missing = twin.state_dict(), set(info.missing_keys)
     drop_tolerated_keys(twin, info)
-    filled = {key: origins.describe(key, tensor) for key, tensor in state.items() if key not in missing}
+    filled = {
+        key: origins.describe(key, tensor) for key, tensor in state.items() if key not in missing
+    }
     unused = taken - {source for tensor in filled.values() for source in tensor.sources}
     optional, unexpected = missing - set(info.missing_keys), set(info.unexpected_keys)
     return LoadPlan(filled, missing, optional, unexpected, unused, conversions_of(twin))
@@ -169,10 +208,11 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
 def loaded_elements(
     model: PreTrainedModel, shapes: Mapping[str, Sequence[int]], keys: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Find the elements of the model tensors ``keys`` by loading element numbers. Takes 8 bytes per element.
+    """Find the elements of the model tensors ``keys`` by loading element numbers. Takes 8 bytes per
+    element.
 
-    ``shapes`` (name in the folder -> shape) has all tensors that fill ``keys``. The result has the shapes of the model
-    tensors, and the numbers count as in `element_map`.
+    ``shapes`` (name in the folder -> shape) has all tensors that fill ``keys``. The result has the
+    shapes of the model tensors, and the numbers count as in `element_map`.
     """
     numbers, end = _element_numbers(shapes)
     twin = _twin(model)
@@ -181,7 +221,9 @@ def loaded_elements(
     for key in keys:
         elements = state[key]
         known = not elements.is_meta and elements.dtype == torch.int64
-        if not known or (elements.numel() and not 0 <= int(elements.min()) <= int(elements.max()) < end):
+        if not known or (
+            elements.numel() and not 0 <= int(elements.min()) <= int(elements.max()) < end
+        ):
             raise _more_than_rearranged(shapes, key)
     return {key: state[key] for key in keys}
 
@@ -189,7 +231,9 @@ def loaded_elements(
 class _StandIn:
     """Replaces a tensor of a file: transformers indexes it, then moves and casts it."""
 
-    def __init__(self, key: str, materialize: Callable[[str, torch.dtype | None], torch.Tensor]) -> None:
+    def __init__(
+        self, key: str, materialize: Callable[[str, torch.dtype | None], torch.Tensor]
+    ) -> None:
         self._key, self._materialize = key, materialize
 
     def __getitem__(self, _: object) -> "_StandIn":
@@ -205,7 +249,9 @@ def _load_twin(
     shapes: Mapping[str, Sequence[int]],
     materialize: Callable[[str, torch.dtype | None], torch.Tensor],
 ) -> Any:
-    """Load stand-ins into a twin as `from_pretrained` loads a folder, and return the report of transformers."""
+    """Load stand-ins into a twin as `from_pretrained` loads a folder, and return the report of
+    transformers.
+    """
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -214,10 +260,14 @@ def _load_twin(
         if shown:
             transformers_logging.enable_progress_bar()
     for key, found, wanted in sorted(info.mismatched_keys):
-        raise CheckpointMismatchError(f"{key} has shape {list(found)}, the model needs {list(wanted)}")
+        raise CheckpointMismatchError(
+            f"{key} has shape {list(found)}, the model needs {list(wanted)}"
+        )
     for key, error in info.conversion_errors.items():
         reason, name = error.strip().splitlines()[-1], type(twin).__name__
-        raise CheckpointMismatchError(f"transformers cannot make {key} of {name} from the tensors it found: {reason}")
+        raise CheckpointMismatchError(
+            f"transformers cannot make {key} of {name} from the tensors it found: {reason}"
+        )
     return info
 
 
@@ -226,10 +276,15 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     twin = unsharded_view(model)
     for module in twin.modules():
         parameters = {
-            name: param if param is None else nn.Parameter(_memoryless(param), requires_grad=param.is_floating_point())
+            name: param
+            if param is None
+            else nn.Parameter(_memoryless(param), requires_grad=param.is_floating_point())
             for name, param in parameters_of(module).items()
         }
-        buffers = {name: None if found is None else _memoryless(found) for name, found in buffers_of(module).items()}
+        buffers = {
+            name: None if found is None else _memoryless(found)
+            for name, found in buffers_of(module).items()
+        }
         replace_members(module, parameters=parameters, buffers=buffers)
     return twin
 
@@ -238,11 +293,14 @@ def _memoryless(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def invert_fills(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence[int]]) -> list[FileTensor]:
-    """Invert `LoadPlan.filled`: a `FileTensor` for each tensor of ``shapes`` that fills something, in this order.
+def invert_fills(
+    filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence[int]]
+) -> list[FileTensor]:
+    """Invert `LoadPlan.filled`: a `FileTensor` for each tensor of ``shapes`` that fills something,
+    in this order.
 
-    Its spans are the blocks of model tensors that it fills. If one without spans fills a model tensor, none with spans
-    fills the same.
+    Its spans are the blocks of model tensors that it fills. If one without spans fills a model
+    tensor, none with spans fills the same.
     """
     spans: dict[str, list[Span]] = {}
     fed: dict[str, dict[str, torch.dtype]] = {}  # source -> the model tensors that it fills
@@ -261,14 +319,20 @@ def invert_fills(filled: Mapping[str, FileTensor], shapes: Mapping[str, Sequence
         unmapped |= {key for source in more for key in fed[source]}
     inverted = []
     for source in (source for source in shapes if source in fed):
-        found = None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at")))
+        found = (
+            None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at")))
+        )
         shape, dtype = tuple(shapes[source]), next(iter(fed[source].values()))
-        inverted.append(FileTensor(source, shape, dtype, source, 0, tuple(sorted(fed[source])), found))
+        inverted.append(
+            FileTensor(source, shape, dtype, source, 0, tuple(sorted(fed[source])), found)
+        )
     return inverted
 
 
 def _runs_of_files(spans: Sequence[Span], key: str) -> list[tuple[str, Span]] | None:
-    """Turn blocks of files that fill runs of ``key`` into runs of files that fill blocks of ``key``. None: too many."""
+    """Turn blocks of files that fill runs of ``key`` into runs of files that fill blocks of
+    ``key``. None: too many.
+    """
     runs: list[tuple[str, Span]] = []
     for span in spans:
         steps = torch.empty(span.shape, device="meta").stride()
@@ -278,7 +342,10 @@ def _runs_of_files(spans: Sequence[Span], key: str) -> list[tuple[str, Span]] | 
         while inner and dims[inner - 1][0] == expected:
             inner -= 1
             expected *= dims[inner][1]
-        outer, (_, shape, stride) = dims[:inner], zip(*dims[inner:], strict=True) if dims[inner:] else ((), (), ())
+        outer, (_, shape, stride) = (
+            dims[:inner],
+            zip(*dims[inner:], strict=True) if dims[inner:] else ((), (), ()),
+        )
         if math.prod(size for _, size, _ in outer) + len(runs) > _MOST_RUNS:
             return None
         for index in product(*(range(size) for _, size, _ in outer)):

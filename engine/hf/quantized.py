@@ -1,7 +1,7 @@
 """Refuse folders with quantized weights, and show the lines that dequantize them.
 
-Holdfast trains float32 parameters. Quantized tensors have other names, shapes and dtypes than the model's. A load would
-call them unexpected, or cast packed bytes as if they were weights.
+Holdfast trains float32 parameters. Quantized tensors have other names, shapes and dtypes than the
+model's. A load would call them unexpected, or cast packed bytes as if they were weights.
 """
 
 import re
@@ -26,25 +26,35 @@ _NAMES = {
 
 
 def refuse_quantized(folder: Path, tensors: Iterable[str] = ()) -> None:
-    """Raise ConfigError if ``config.json`` or the names of ``tensors`` show quantized weights in ``folder``."""
-    named = (method for name in tensors for method, pattern in _NAMES.items() if re.search(pattern, name))
+    """Raise ConfigError if ``config.json`` or the names of ``tensors`` show quantized weights in
+    ``folder``.
+    """
+    named = (
+        method for name in tensors for method, pattern in _NAMES.items() if re.search(pattern, name)
+    )
     method = _declared(read_raw_config(folder)) or next(named, None)
     if method is None:
         return
     problem = f"{folder} holds weights that are quantized with {method}; expected plain ones, in bfloat16 or float32"
     if method in _CONFIGS:
-        imported, option, then = f", {_CONFIGS[method]}", f"quantization_config={_CONFIGS[method]}(dequantize=True)", ""
+        imported, option, then = (
+            f", {_CONFIGS[method]}",
+            f"quantization_config={_CONFIGS[method]}(dequantize=True)",
+            "",
+        )
     elif method == "bitsandbytes":
         imported, option, then = "", "device_map='auto'", ".dequantize()"
     else:
-        raise ConfigError(f"{problem}. Use the weights that it was made from; its model card usually names them")
+        raise ConfigError(
+            f"{problem}. Use the weights that it was made from; its model card usually names them"
+        )
     # Without save_original_format=False the tensors would get their quantized names again.
     raise ConfigError(
-        f"{problem}. Dequantize it once (this takes the package accelerate) and use the new folder, with the "
-        "tokenizer's files of the old one:\n"
-        f"    from transformers import AutoModelForCausalLM{imported}\n"
-        f"    model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='bfloat16', {option}){then}\n"
-        "    model.save_pretrained('<new folder>', save_original_format=False)"
+        f"{problem}. Dequantize it once (this takes the package accelerate) and use the new "
+        "folder, with the tokenizer's files of the old one:\n    from transformers import "
+        f"AutoModelForCausalLM{imported}\n    model = "
+        f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype='bfloat16', "
+        f"{option}){then}\n    model.save_pretrained('<new folder>', save_original_format=False)"
     )
 
 
@@ -55,4 +65,6 @@ def _declared(config: Any) -> str | None:
         if isinstance(found := config.get(key), Mapping) and found:
             bits = found.get("load_in_4bit") or found.get("load_in_8bit")
             return str(found.get("quant_method") or ("bitsandbytes" if bits else key))
-    return next((method for value in config.values() if (method := _declared(value)) is not None), None)
+    return next(
+        (method for value in config.values() if (method := _declared(value)) is not None), None
+    )

@@ -1,10 +1,11 @@
-"""The place of each tensor in a Hugging Face folder: file names, safetensors headers, byte offsets. No tensor data.
+"""The place of each tensor in a Hugging Face folder: file names, safetensors headers, byte offsets.
+No tensor data.
 
-Every rank computes the same layout from names, shapes and dtypes alone, so that all ranks can write one file at the
-same time. The result equals ``save_pretrained`` byte for byte:
+Every rank computes the same layout from names, shapes and dtypes alone, so that all ranks can write
+one file at the same time. The result equals ``save_pretrained`` byte for byte:
 
-- file: ``u64 header length | header JSON padded with spaces to 8 bytes | tensor bytes without gaps``
-  (https://huggingface.co/docs/safetensors/index#format),
+- file: ``u64 header length | header JSON padded with spaces to 8 bytes | tensor bytes without
+  gaps`` (https://huggingface.co/docs/safetensors/index#format),
 - tensors in a file are sorted by dtype (widest first), then by name, as in the safetensors library,
 - `huggingface_hub.split_state_dict_into_shards_factory` deals tensors to files in the given order.
 """
@@ -59,7 +60,8 @@ class TensorSpec:
     key: str  # its name in the file
     shape: tuple[int, ...]  # its shape in the file
     dtype: torch.dtype  # its dtype in the file
-    block: Hashable  # tensors of one block share a file (``save_pretrained`` keeps views of one storage together)
+    # tensors of one block share a file (``save_pretrained`` keeps views of one storage together)
+    block: Hashable
     block_bytes: int  # bytes of the whole block, counted towards the size of a file
 
     @property
@@ -115,15 +117,19 @@ class Layout:
         return sum(file.total_bytes for file in self.files)
 
 
-def plan_layout(tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_parameters: int) -> Layout:
-    """Deal tensors, in the order of ``save_pretrained``, to files as ``save_pretrained(max_shard_size=...)`` does.
+def plan_layout(
+    tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_parameters: int
+) -> Layout:
+    """Deal tensors, in the order of ``save_pretrained``, to files as
+    ``save_pretrained(max_shard_size=...)`` does.
 
-    A larger file holds a single tensor (or block). The index has ``total_parameters``, ``model.num_parameters()``.
-    CheckpointMismatchError if safetensors does not know a dtype.
+    A larger file holds a single tensor (or block). The index has ``total_parameters``,
+    ``model.num_parameters()``. CheckpointMismatchError if safetensors does not know a dtype.
     """
     if strange := next((tensor for tensor in tensors if tensor.dtype not in DTYPE_CODES), None):
         raise CheckpointMismatchError(
-            f"{strange.key} has dtype {strange.dtype}; safetensors files hold {', '.join(map(str, DTYPE_CODES))}"
+            f"{strange.key} has dtype {strange.dtype}; safetensors files hold "
+            f"{', '.join(map(str, DTYPE_CODES))}"
         )
     split = split_state_dict_into_shards_factory(
         {tensor.key: tensor for tensor in tensors},
@@ -133,7 +139,10 @@ def plan_layout(tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_
         max_shard_size=max_shard_size_bytes,
     )
     by_key = {tensor.key: tensor for tensor in tensors}
-    files = [_plan_file(name, [by_key[key] for key in keys]) for name, keys in split.filename_to_tensors.items()]
+    files = [
+        _plan_file(name, [by_key[key] for key in keys])
+        for name, keys in split.filename_to_tensors.items()
+    ]
     index = None
     if split.is_sharded:
         metadata = {"total_parameters": total_parameters, **split.metadata}
@@ -155,24 +164,31 @@ def _plan_file(name: str, tensors: Iterable[TensorSpec]) -> WeightFile:
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     slots = {
-        tensor.key: TensorSlot(name, len(header) + entries[tensor.key]["data_offsets"][0], tensor.shape, tensor.dtype)
+        tensor.key: TensorSlot(
+            name, len(header) + entries[tensor.key]["data_offsets"][0], tensor.shape, tensor.dtype
+        )
         for tensor in ordered
     }
     return WeightFile(name, header, len(header) + end, slots)
 
 
-def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]) -> dict[str, TensorSlot]:
+def read_layout(
+    folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]
+) -> dict[str, TensorSlot]:
     """Find every tensor of an existing folder. Reads only headers and the index, and checks sizes.
 
-    ``open_file`` opens a file by name. The caller keeps it open, to read values from the file with this header.
+    ``open_file`` opens a file by name. The caller keeps it open, to read values from the file with
+    this header.
 
-    CheckpointNotFoundError if there is no such folder, or it has no safetensors weights. CheckpointCorruptError if a
-    file is missing, truncated, not safetensors, or disagrees with the index. CheckpointMismatchError if torch does not
-    know a dtype.
+    CheckpointNotFoundError if there is no such folder, or it has no safetensors weights.
+    CheckpointCorruptError if a file is missing, truncated, not safetensors, or disagrees with the
+    index. CheckpointMismatchError if torch does not know a dtype.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise CheckpointNotFoundError(f"{root} is not a folder; expected a Hugging Face model folder")
+        raise CheckpointNotFoundError(
+            f"{root} is not a folder; expected a Hugging Face model folder"
+        )
     if (root / WEIGHTS_NAME).is_file():
         return read_header(open_file(WEIGHTS_NAME))
     if not (root / INDEX_NAME).is_file():
@@ -188,11 +204,15 @@ def read_layout(folder: str | os.PathLike[str], open_file: Callable[[str], Buffe
             raise CheckpointCorruptError(f"{root / INDEX_NAME} names {name}, which is missing")
         for key, slot in read_header(open_file(name)).items():
             if key in slots:
-                raise CheckpointCorruptError(f"{root}: tensor {key} is in both {slots[key].file} and {name}")
+                raise CheckpointCorruptError(
+                    f"{root}: tensor {key} is in both {slots[key].file} and {name}"
+                )
             slots[key] = slot
     for key, name in weight_map.items():
         if key not in slots or slots[key].file != name:
-            raise CheckpointCorruptError(f"{root / INDEX_NAME} says that {key} is in {name}, but it is not")
+            raise CheckpointCorruptError(
+                f"{root / INDEX_NAME} says that {key} is in {name}, but it is not"
+            )
     return slots
 
 
@@ -201,40 +221,71 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         names = {str(key): str(name) for key, name in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{path} is not a weight index: {type(error).__name__}: {error}") from error
+        raise CheckpointCorruptError(
+            f"{path} is not a weight index: {type(error).__name__}: {error}"
+        ) from error
     if outside := next((name for name in names.values() if Path(name).name != name), None):
-        raise CheckpointCorruptError(f"{path} names the file {outside!r}, which is outside of its folder")
+        raise CheckpointCorruptError(
+            f"{path} names the file {outside!r}, which is outside of its folder"
+        )
     return names
 
 
 def read_header(file: BufferedReader) -> dict[str, TensorSlot]:
-    """Find every tensor of one safetensors file that is open at its start. Raises as `read_layout` does."""
+    """Find every tensor of one safetensors file that is open at its start. Raises as `read_layout`
+    does.
+    """
     path, size = Path(file.name), os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-        raise CheckpointCorruptError(f"{path} ({size} bytes) is truncated or not a safetensors file")
+        raise CheckpointCorruptError(
+            f"{path} ({size} bytes) is truncated or not a safetensors file"
+        )
     text = file.read(length)
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         described = {
-            str(key): (str(entry["dtype"]), tuple(map(int, entry["shape"])), tuple(map(int, entry["data_offsets"])))
+            str(key): (
+                str(entry["dtype"]),
+                tuple(map(int, entry["shape"])),
+                tuple(map(int, entry["data_offsets"])),
+            )
             for key, entry in entries.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise CheckpointCorruptError(f"{path} has a broken header: {type(error).__name__}: {error}") from error
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        raise CheckpointCorruptError(
+            f"{path} has a broken header: {type(error).__name__}: {error}"
+        ) from error
     return _check_header(path, 8 + length, size, described)
 
 
 def _check_header(
-    path: Path, start: int, size: int, described: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
+    path: Path,
+    start: int,
+    size: int,
+    described: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]],
 ) -> dict[str, TensorSlot]:
     slots, expected = {}, start
     for key, (code, shape, offsets) in sorted(described.items(), key=lambda item: item[1][2]):
         if code not in _DTYPES:
-            raise CheckpointMismatchError(f"{path}: {key} has dtype {code}; expected one of {', '.join(_DTYPES)}")
-        if not all(size >= 0 for size in shape) or math.prod(max(size, 1) for size in shape) >= 1 << 63:
-            raise CheckpointCorruptError(f"{path} has a broken header: {key} cannot have the shape {list(shape)}")
+            raise CheckpointMismatchError(
+                f"{path}: {key} has dtype {code}; expected one of {', '.join(_DTYPES)}"
+            )
+        if (
+            not all(size >= 0 for size in shape)
+            or math.prod(max(size, 1) for size in shape) >= 1 << 63
+        ):
+            raise CheckpointCorruptError(
+                f"{path} has a broken header: {key} cannot have the shape {list(shape)}"
+            )
         nbytes = math.prod(shape) * _DTYPES[code].itemsize
         if len(offsets) != 2 or start + offsets[0] != expected or offsets[1] - offsets[0] != nbytes:
             raise CheckpointCorruptError(
@@ -244,5 +295,7 @@ def _check_header(
         expected += nbytes
     if size != expected:
         problem = "truncated" if size < expected else "too long"
-        raise CheckpointCorruptError(f"{path} is {problem}: {size} bytes, its header asks for {expected}")
+        raise CheckpointCorruptError(
+            f"{path} is {problem}: {size} bytes, its header asks for {expected}"
+        )
     return slots

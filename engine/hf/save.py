@@ -1,11 +1,13 @@
 """Save a sharded model as a Hugging Face folder, on a disk or at a URL.
 
-All ranks compute the same layout of the files, and rank 0 creates them at full size. Every rank then writes its
-elements at their offsets, cast in chunks, and fsyncs. Elements that several ranks hold are written once, an equal share
-by each. The files equal those of ``save_pretrained`` byte for byte.
+All ranks compute the same layout of the files, and rank 0 creates them at full size. Every rank
+then writes its elements at their offsets, cast in chunks, and fsyncs. Elements that several ranks
+hold are written once, an equal share by each. The files equal those of ``save_pretrained`` byte for
+byte.
 
-Cost: one write of the weights, spread over the ranks. Extra memory is one chunk per rank. Nothing is gathered on any
-mesh, except adapters, and tensors that transformers converts by more than slices, which no common architecture has.
+Cost: one write of the weights, spread over the ranks. Extra memory is one chunk per rank. Nothing
+is gathered on any mesh, except adapters, and tensors that transformers converts by more than
+slices, which no common architecture has.
 """
 
 import heapq
@@ -63,7 +65,9 @@ from .weight_files import WeightWriter
 
 logger = get_logger(__name__)
 
-_MAX_SHARE_BYTES = 5 * 10**9  # size limit of a file if the number of files follows the number of ranks
+_MAX_SHARE_BYTES = (
+    5 * 10**9
+)  # size limit of a file if the number of files follows the number of ranks
 
 
 def save_hf(
@@ -80,15 +84,16 @@ def save_hf(
 ) -> None:
     """Write a folder that ``from_pretrained`` loads. Every rank of ``group`` calls this.
 
-    The folder becomes visible complete and durable, or not at all. At a URL (any fsspec backend) the files are written
-    to a staging folder and then uploaded, ``config.json`` last, because nothing loads a model without it.
+    The folder becomes visible complete and durable, or not at all. At a URL (any fsspec backend)
+    the files are written to a staging folder and then uploaded, ``config.json`` last, because
+    nothing loads a model without it.
 
         save_hf(model, "exports/step_100", dtype=torch.bfloat16, tokenizer=tokenizer)
         save_hf(model, "s3://bucket/run/step_100", staging_folder="/local/disk")
 
     Args:
-        model: any transformers model, sharded by `fully_shard` or not. With LoRA adapters, or as a ``PeftModel``, the
-            merged weights W + s B A are written.
+        model: any transformers model, sharded by `fully_shard` or not. With LoRA adapters, or as a
+            ``PeftModel``, the merged weights W + s B A are written.
         path: the folder to create, or a URL. A ``file://`` URL is a folder.
         group: control group of CPU tensors (gloo). None takes the default group.
         dtype: see `HFExportOptions`, as for the other options below.
@@ -99,16 +104,19 @@ def save_hf(
         staging_folder: folder for the files of an export to a URL before the upload.
 
     Raises:
-        ConfigError: an option is out of range, the URL cannot be used, a package for it is not installed, or a rank
-            does not see the staging folder.
+        ConfigError: an option is out of range, the URL cannot be used, a package for it is not
+            installed, or a rank does not see the staging folder.
         CheckpointExistsError: ``path`` exists and is not empty, or there is a model at the URL.
-        CheckpointMismatchError: the file format of the architecture cannot hold the weights: it does not know a tensor
-            of that name, the weights are quantized, or they have adapters that cannot be merged.
+        CheckpointMismatchError: the file format of the architecture cannot hold the weights: it
+            does not know a tensor of that name, the weights are quantized, or they have adapters
+            that cannot be merged.
         CheckpointNotFoundError: ``base_model_path`` is not a folder.
         CheckpointWriteError: this rank could not write, or the staging folder lacks room.
         PeerError: another rank failed.
     """
-    options = HFExportOptions(dtype, tokenizer, processor, base_model_path, max_shard_size_bytes, staging_folder)
+    options = HFExportOptions(
+        dtype, tokenizer, processor, base_model_path, max_shard_size_bytes, staging_folder
+    )
     export_hf(model, path, options, group=group)
 
 
@@ -136,17 +144,32 @@ def _export_to_url(
     started = time.monotonic()
     with all_ranks_succeed(f"preparing {without_secrets(url)}", group):
         remote = RemoteFolder(url, setting="path", error=CheckpointWriteError)
-        plan = plan_export(model, options, get_group_ranks(group), share_bytes=upload.MIN_FILE_BYTES)
-    with upload.staging_folder(remote.url, plan.layout.total_bytes, options.staging_folder, group) as staging:
-        weights = [file.name for file in plan.layout.files] + [INDEX_NAME] * (plan.layout.index is not None)
-        rank_zero_decides(partial(upload.require_absent, remote, weights), group)  # before the weights are written
+        plan = plan_export(
+            model, options, get_group_ranks(group), share_bytes=upload.MIN_FILE_BYTES
+        )
+    with upload.staging_folder(
+        remote.url, plan.layout.total_bytes, options.staging_folder, group
+    ) as staging:
+        weights = [file.name for file in plan.layout.files] + [INDEX_NAME] * (
+            plan.layout.index is not None
+        )
+        rank_zero_decides(
+            partial(upload.require_absent, remote, weights), group
+        )  # before the weights are written
         entries = _write_planned(plan, model, staging, options, WeightWriter(staging), group)
         names = [entry.name for entry in entries]
         rank_zero_decides(partial(upload.begin, remote, staging), group)
-        all_ranks_succeed_slowly(f"uploading to {remote.url}", partial(upload.put_files, remote, staging, names), group)
+        all_ranks_succeed_slowly(
+            f"uploading to {remote.url}", partial(upload.put_files, remote, staging, names), group
+        )
         rank_zero_decides(partial(upload.commit_upload, remote, staging), group)
     seconds = time.monotonic() - started
-    logger.info("exported to %s: %d bytes of weights in %.1f s", remote.url, plan.layout.total_bytes, seconds)
+    logger.info(
+        "exported to %s: %d bytes of weights in %.1f s",
+        remote.url,
+        plan.layout.total_bytes,
+        seconds,
+    )
 
 
 def write_hf(
@@ -158,11 +181,13 @@ def write_hf(
     share_bytes: int | None = None,
     open_writer: Callable[[Path, Layout], WeightWriter] = lambda folder, _: WeightWriter(folder),
 ) -> list[FileEntry]:
-    """Write and fsync the files of `save_hf` in an empty folder that every rank sees and that the caller commits.
+    """Write and fsync the files of `save_hf` in an empty folder that every rank sees and that the
+    caller commits.
 
-    Returns entries for a manifest. Every file is described by exactly one rank, which may also upload it. The commit
-    must fsync the directories. For ``share_bytes`` see `plan_export`. Every rank passes its bytes of the weights to the
-    writer that it opens with ``open_writer``, a collective. If that writes no files, only rank 0 needs the folder.
+    Returns entries for a manifest. Every file is described by exactly one rank, which may also
+    upload it. The commit must fsync the directories. For ``share_bytes`` see `plan_export`. Every
+    rank passes its bytes of the weights to the writer that it opens with ``open_writer``, a
+    collective. If that writes no files, only rank 0 needs the folder.
     """
     with all_ranks_succeed(f"preparing {folder}", group):
         plan = plan_export(model, options, get_group_ranks(group), share_bytes=share_bytes)
@@ -172,7 +197,9 @@ def write_hf(
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The place of every element in the files. The layout is the same on all ranks, the transfers are this rank's."""
+    """The place of every element in the files. The layout is the same on all ranks, the transfers
+    are this rank's.
+    """
 
     stored: dict[str, torch.Tensor]  # ``state_dict`` key -> live (sharded) tensor
     transfers: TransferPlan  # how this rank gets the elements of every file tensor
@@ -180,13 +207,18 @@ class ExportPlan:
 
 
 def plan_export(
-    model: PreTrainedModel, options: HFExportOptions, ranks: Sequence[int], *, share_bytes: int | None = None
+    model: PreTrainedModel,
+    options: HFExportOptions,
+    ranks: Sequence[int],
+    *,
+    share_bytes: int | None = None,
 ) -> ExportPlan:
-    """Plan an export by ``ranks`` of the default group, without communication. The write adds adapters to the base.
+    """Plan an export by ``ranks`` of the default group, without communication. The write adds
+    adapters to the base.
 
-    If ``share_bytes`` is given and ``options`` do not limit the files, a file is about as large as a rank's share, so
-    that each rank has one to upload, but between ``share_bytes`` and 5 GB. Else files are as large as those of
-    ``save_pretrained``.
+    If ``share_bytes`` is given and ``options`` do not limit the files, a file is about as large as
+    a rank's share, so that each rank has one to upload, but between ``share_bytes`` and 5 GB. Else
+    files are as large as those of ``save_pretrained``.
     """
     stored = exportable_tensors(model)
     model = plain_view(model)
@@ -201,31 +233,38 @@ def plan_export(
 
 @torch.no_grad()
 def exportable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """`stored_tensors` of a model with or without adapters. CheckpointMismatchError if files cannot hold a tensor."""
+    """`stored_tensors` of a model with or without adapters. CheckpointMismatchError if files cannot
+    hold a tensor.
+    """
     require_onloaded(model)
     inside = {id(param) for param in transformers_model(model).parameters()}
     if beside := [name for name, param in model.named_parameters() if id(param) not in inside]:
         raise CheckpointMismatchError(
-            f"{beside[0]} ({len(beside)} such) is beside the layers of the model, as the prompts of PEFT are, so that "
-            "no weight can take it in; save it with PEFT's save_pretrained"
+            f"{beside[0]} ({len(beside)} such) is beside the layers of the model, as the prompts "
+            "of PEFT are, so that no weight can take it in; save it with PEFT's save_pretrained"
         )
     adapted, model = plain_adapters(model), plain_view(model)
     stored, left_out = stored_tensors(model)
     if tied := sorted(adapted.keys() & left_out.keys()):
         raise CheckpointMismatchError(
-            f"{tied[0]} has an adapter and is tied to {left_out[tied[0]]}, so that a file has no place for the sum; "
-            "train adapters of other layers"
+            f"{tied[0]} has an adapter and is tied to {left_out[tied[0]]}, so that a file has no "
+            "place for the sum; train adapters of other layers"
         )
-    if unknown := unknown_keys(model, [key for key, _ in model.named_parameters() if key in stored]):
+    if unknown := unknown_keys(
+        model, [key for key, _ in model.named_parameters() if key in stored]
+    ):
         raise CheckpointMismatchError(
-            f"{unsharded_class(model).__name__} has no parameter {unknown[0]} ({len(unknown)} such), so nothing would "
-            "load it again; take out what was added to the model, or merge it into the weights"
+            f"{unsharded_class(model).__name__} has no parameter {unknown[0]} ({len(unknown)} "
+            "such), so nothing would load it again; take out what was added to the model, or "
+            "merge it into the weights"
         )
     return stored
 
 
 def deal_files(files: Sequence[WeightFile], world_size: int) -> list[list[WeightFile]]:
-    """The files of each rank, about equal in bytes. A few files go to ranks that are far apart, on different nodes."""
+    """The files of each rank, about equal in bytes. A few files go to ranks that are far apart, on
+    different nodes.
+    """
     count = min(len(files), world_size)
     loads = [(0, number * world_size // count) for number in range(count)]
     dealt: list[list[WeightFile]] = [[] for _ in range(world_size)]
@@ -255,7 +294,9 @@ def _write_planned(
             if rank == 0:
                 small_files = file_entries(folder, write_sidecars(model, folder, options, layout))
             for tensor, span in transfers.direct:
-                for share in own_share(span, merged.part(span.source, transfers.parts[span.source])):
+                for share in own_share(
+                    span, merged.part(span.source, transfers.parts[span.source])
+                ):
                     files.write(slots[tensor.key], *share)
             if not transfers.unmapped:
                 files.sync()
@@ -264,8 +305,12 @@ def _write_planned(
     return _describe(layout, files, group) + small_files
 
 
-def _describe(layout: Layout, files: WeightWriter, group: dist.ProcessGroup | None) -> list[FileEntry]:
-    """The entries of this rank's share of the weight files. All ranks exchange the digests of their pieces."""
+def _describe(
+    layout: Layout, files: WeightWriter, group: dist.ProcessGroup | None
+) -> list[FileEntry]:
+    """The entries of this rank's share of the weight files. All ranks exchange the digests of their
+    pieces.
+    """
     by_rank = gather_objects(files.digests, group)
     entries = []
     for file in deal_files(layout.files, len(by_rank))[get_rank(group)]:
@@ -284,15 +329,22 @@ def _write_gathered(
     merged: MergedWeights,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Gather the tensors that need it, write an equal share of each on every rank, and sync all files."""
+    """Gather the tensors that need it, write an equal share of each on every rank, and sync all
+    files.
+    """
     stored, slots = plan.stored, plan.layout.slots
     rank, world_size = get_rank(group), get_world_size(group)
     for tensors in plan.transfers.unmapped:
         sources = sorted({source for tensor in tensors for source in tensor.sources})
         wholes = (merged.whole(source, whole_tensor(stored[source], group)) for source in sources)
         flat = torch.cat([whole.reshape(-1) for whole in wholes])
-        with all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group), as_write_error(folder):
-            elements = element_map(model, {source: stored[source].shape for source in sources}, tensors)
+        with (
+            all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group),
+            as_write_error(folder),
+        ):
+            elements = element_map(
+                model, {source: stored[source].shape for source in sources}, tensors
+            )
             for tensor in tensors:
                 first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
                 files.write(slots[tensor.key], first, flat[elements[tensor.key][first:last]])
@@ -300,20 +352,26 @@ def _write_gathered(
         files.sync()
 
 
-def full_state_dict(model: torch.nn.Module, *, group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
-    """Gather the whole model on the CPU of rank 0, one tensor at a time. Every rank of ``group`` calls this.
+def full_state_dict(
+    model: torch.nn.Module, *, group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
+    """Gather the whole model on the CPU of rank 0, one tensor at a time. Every rank of ``group``
+    calls this.
 
         state = full_state_dict(model)
         if dist.get_rank() == 0:
             torch.save(state, "model.pt")
 
     Returns:
-        On rank 0, ``state_dict`` keys -> whole tensors in new memory, which tied tensors share. ``{}`` on other ranks.
+        On rank 0, ``state_dict`` keys -> whole tensors in new memory, which tied tensors share.
+        ``{}`` on other ranks.
     """
     require_onloaded(model)
     gathered: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
-    owners = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    owners = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
     for key, tensor in model.state_dict().items():
         twin = first.setdefault(id(owners.get(key, tensor)), key)
         whole = whole_tensor(tensor) if twin == key else None

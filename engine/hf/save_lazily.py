@@ -1,7 +1,8 @@
-"""Write a Hugging Face folder in one process, from tensors that are read block by block. Used to convert checkpoints.
+"""Write a Hugging Face folder in one process, from tensors that are read block by block. Used to
+convert checkpoints.
 
-The files equal the files that `save` writes for the same model. Memory is one block (see `LazyTensor`). A conversion of
-transformers that is not slices needs all tensors that it joins.
+The files equal the files that `save` writes for the same model. Memory is one block (see
+`LazyTensor`). A conversion of transformers that is not slices needs all tensors that it joins.
 """
 
 import os
@@ -32,15 +33,17 @@ def write_lazily(
     options: HFExportOptions,
     seen: Callable[[str, int, torch.Tensor], None] = lambda name, first, values: None,
 ) -> None:
-    """Write and fsync the files that ``save_pretrained`` of ``model`` would write for ``tensors``, block by block.
+    """Write and fsync the files that ``save_pretrained`` of ``model`` would write for ``tensors``,
+    block by block.
 
     Args:
         model: model on the meta device. Its parameters and buffers take the dtypes of ``tensors``.
-        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names. CheckpointMismatchError if they
-            do not fit the model, or safetensors cannot hold them.
+        tensors: ``state_dict`` key -> values. A tied tensor may have any of its names.
+            CheckpointMismatchError if they do not fit the model, or safetensors cannot hold them.
         folder: an empty folder that exists.
         options: see `HFExportOptions`.
-        seen: called for every block with the key, the index of the block's first element and its values.
+        seen: called for every block with the key, the index of the block's first element and its
+            values.
     """
     folder = Path(folder)
     stored, tied = stored_tensors(model, on_meta=True)
@@ -52,7 +55,9 @@ def write_lazily(
     dtypes = file_dtypes(model, stored, options.dtype)
     sources = {key: tensor.to(dtypes[key]) for key, tensor in sources.items()}
     planned = file_tensors(model, stored, dtypes)
-    layout = plan_layout(planned, options.max_shard_size_bytes or MAX_SHARD_SIZE_BYTES, model.num_parameters())
+    layout = plan_layout(
+        planned, options.max_shard_size_bytes or MAX_SHARD_SIZE_BYTES, model.num_parameters()
+    )
     transfers = plan_transfers(planned, stored, [0])
     slots = layout.slots
     wanted: dict[str, list[tuple[FileTensor, Span]]] = {key: [] for key in stored}
@@ -78,7 +83,9 @@ def write_lazily(
         for together in transfers.unmapped:
             keys = sorted({key for tensor in together for key in tensor.sources})
             flat = torch.cat([values.reshape(-1) for key in keys for _, values in read(key)])
-            elements = element_map(model, {key: torch.Size(sources[key].shape) for key in keys}, together)
+            elements = element_map(
+                model, {key: torch.Size(sources[key].shape) for key in keys}, together
+            )
             for tensor in together:
                 files.write(slots[tensor.key], 0, flat[elements[tensor.key]])
         files.sync()
@@ -94,12 +101,17 @@ def _match(
     found |= {key: tensor for key, tensor in tensors.items() if key in stored}
     name = type(model).__name__
     if missing := sorted(stored.keys() - found.keys()):
-        raise CheckpointMismatchError(f"{name} needs {missing[0]!r}, which is not there ({len(missing)} missing)")
+        raise CheckpointMismatchError(
+            f"{name} needs {missing[0]!r}, which is not there ({len(missing)} missing)"
+        )
     if unknown := sorted(found.keys() - model.state_dict().keys()):
-        raise CheckpointMismatchError(f"{unknown[0]!r} is no tensor of {name} ({len(unknown)} unknown)")
+        raise CheckpointMismatchError(
+            f"{unknown[0]!r} is no tensor of {name} ({len(unknown)} unknown)"
+        )
     for key, tensor in stored.items():
         if tuple(tensor.shape) != found[key].shape:
             raise CheckpointMismatchError(
-                f"{key} has shape {list(found[key].shape)}; {name} needs {list(tensor.shape)}: is it of another config?"
+                f"{key} has shape {list(found[key].shape)}; {name} needs {list(tensor.shape)}: is "
+                "it of another config?"
             )
     return {key: found[key] for key in stored}

@@ -1,8 +1,9 @@
 """The elements of a file that each rank holds.
 
-A rank holds a block of each model tensor: rows under FSDP2, rows or columns under tensor parallelism, experts under
-expert parallelism. In a file such a block is made of runs of elements at equal distances, which the rank reads or
-writes itself. Only conversions that are not slices need whole tensors.
+A rank holds a block of each model tensor: rows under FSDP2, rows or columns under tensor
+parallelism, experts under expert parallelism. In a file such a block is made of runs of elements at
+equal distances, which the rank reads or writes itself. Only conversions that are not slices need
+whole tensors.
 """
 
 import math
@@ -31,7 +32,9 @@ class LocalPart:
     data: torch.Tensor  # the live values of the block, with any strides
     box: Box  # where it is in the tensor
     shape: tuple[int, ...]  # of the whole tensor
-    replica: int = 0  # number of this rank among those that hold the block. Each writes an equal share
+    replica: int = (
+        0  # number of this rank among those that hold the block. Each writes an equal share
+    )
     replicas: int = 1  # number of ranks that hold the block
 
     @cached_property
@@ -41,19 +44,32 @@ class LocalPart:
 
     @cached_property
     def reach(self) -> tuple[int, int]:
-        """First and last element of the block in the flattened whole tensor. The last is before the first if empty."""
-        first, last = (sum(map(mul, ends, self.strides)) for ends in (self.box.offsets, self.box.last))
+        """First and last element of the block in the flattened whole tensor. The last is before the
+        first if empty.
+        """
+        first, last = (
+            sum(map(mul, ends, self.strides)) for ends in (self.box.offsets, self.box.last)
+        )
         return (first, last) if self.data.numel() else (0, -1)
 
 
 def local_part(tensor: torch.Tensor, ranks: Sequence[int]) -> LocalPart:
-    """This rank's part of a DTensor, or of a plain tensor that all ``ranks`` of the default group have."""
-    return LocalPart(local_tensor(tensor).detach(), local_box(tensor), tuple(tensor.shape), *copy_number(tensor, ranks))
+    """This rank's part of a DTensor, or of a plain tensor that all ``ranks`` of the default group
+    have.
+    """
+    return LocalPart(
+        local_tensor(tensor).detach(),
+        local_box(tensor),
+        tuple(tensor.shape),
+        *copy_number(tensor, ranks),
+    )
 
 
 def rows_part(values: torch.Tensor, first: int, shape: Sequence[int]) -> LocalPart:
     """A part with ``values``, the rows from ``first`` on of a tensor with this ``shape``."""
-    return LocalPart(values, Box((first, *[0] * values.ndim)[: values.ndim], tuple(values.shape)), tuple(shape))
+    return LocalPart(
+        values, Box((first, *[0] * values.ndim)[: values.ndim], tuple(values.shape)), tuple(shape)
+    )
 
 
 class FileRows(NamedTuple):
@@ -82,13 +98,19 @@ class _Block(NamedTuple):
 
     def narrow(self, walk: _Walk, first: int, size: int) -> "_Block":
         """The same block with ``size`` elements of a walk, from its element ``first`` on."""
-        index = tuple(at + (dim == walk.dim) * first * walk.jump for dim, at in enumerate(self.index))
+        index = tuple(
+            at + (dim == walk.dim) * first * walk.jump for dim, at in enumerate(self.index)
+        )
         narrowed = (one if one is not walk else _Walk(size, *walk[1:]) for one in self.walks)
-        return _Block(index, self.at + first * walk.step, tuple(one for one in narrowed if one.size > 1))
+        return _Block(
+            index, self.at + first * walk.step, tuple(one for one in narrowed if one.size > 1)
+        )
 
 
 def overlap(span: Span, part: LocalPart) -> Iterator[FileRows]:
-    """The elements of ``span`` that are in ``part``: their places in the file, with views of the live values."""
+    """The elements of ``span`` that are in ``part``: their places in the file, with views of the
+    live values.
+    """
     first, last = part.reach
     if span.numel and span.offset <= last and first <= span.last:  # seldom so for experts
         for block in _straight_blocks(span, part.shape, part.strides):
@@ -99,15 +121,25 @@ def overlap(span: Span, part: LocalPart) -> Iterator[FileRows]:
 def own_share(span: Span, part: LocalPart) -> Iterator[FileRows]:
     """This rank's share of the `overlap`, which all replicas hold: an equal part for each."""
     for at, values, pitch in overlap(span, part):
-        first, last = (len(values) * number // part.replicas for number in (part.replica, part.replica + 1))
+        first, last = (
+            len(values) * number // part.replicas for number in (part.replica, part.replica + 1)
+        )
         if first < last:
             yield FileRows(at + first * pitch, values[first:last], pitch)
 
 
 def _straight_blocks(span: Span, shape: Sequence[int], strides: Sequence[int]) -> Iterator[_Block]:
-    """Cut a span into blocks whose walks stay in one dimension of the model tensor, as they usually do."""
+    """Cut a span into blocks whose walks stay in one dimension of the model tensor, as they usually
+    do.
+    """
     dims = [dim for dim, size in enumerate(shape) if size > 1]
-    todo = [(span.offset, span.at, list(zip(span.shape, span.stride, row_major(span.shape), strict=True)))]
+    todo = [
+        (
+            span.offset,
+            span.at,
+            list(zip(span.shape, span.stride, row_major(span.shape), strict=True)),
+        )
+    ]
     while todo:
         offset, at, rest = todo.pop()
         index = tuple(offset // stride % size for size, stride in zip(shape, strides, strict=True))
@@ -119,9 +151,17 @@ def _straight_blocks(span: Span, shape: Sequence[int], strides: Sequence[int]) -
             jump, between = divmod(stride, strides[dim])
             if between or reach[dim] + jump * (size - 1) >= shape[dim]:
                 per_row = shape[dim] // jump
-                if not between and jump * per_row == shape[dim] and index[dim] < jump and size > per_row:
+                if (
+                    not between
+                    and jump * per_row == shape[dim]
+                    and index[dim] < jump
+                    and size > per_row
+                ):
                     cut = size - size % per_row  # whole rows
-                    inner = [(cut // per_row, stride * per_row, step * per_row), (per_row, stride, step)]
+                    inner = [
+                        (cut // per_row, stride * per_row, step * per_row),
+                        (per_row, stride, step),
+                    ]
                 else:
                     left = (shape[dim] - 1 - index[dim]) // jump + 1  # in this row
                     cut = size // 2 if between or left >= size else left
@@ -140,7 +180,9 @@ def _straight_blocks(span: Span, shape: Sequence[int], strides: Sequence[int]) -
 def _held(block: _Block, part: LocalPart) -> Iterator[_Block]:
     """The elements of a block that are in a part, as blocks."""
     for dim, (low, size) in enumerate(zip(*part.box, strict=True)):
-        along = sorted((walk for walk in block.walks if walk.dim == dim and walk.jump), key=attrgetter("jump"))
+        along = sorted(
+            (walk for walk in block.walks if walk.dim == dim and walk.jump), key=attrgetter("jump")
+        )
         first = block.index[dim]
         last = first + sum(walk.jump * (walk.size - 1) for walk in along)
         if last < low or first >= low + size:
@@ -163,7 +205,9 @@ def _held(block: _Block, part: LocalPart) -> Iterator[_Block]:
 def _file_rows(block: _Block, part: LocalPart) -> Iterator[FileRows]:
     """The runs of a block in the file. They are rows of a few matrices, usually of one."""
     strides = part.data.stride()
-    offset = part.data.storage_offset() + sum(map(mul, map(sub, block.index, part.box.offsets), strides))
+    offset = part.data.storage_offset() + sum(
+        map(mul, map(sub, block.index, part.box.offsets), strides)
+    )
     outer = [(walk.size, walk.jump * strides[walk.dim], walk.step) for walk in block.walks]
     run, inner = 1, list[tuple[int, int]]()
     while outer and outer[-1][2] == run:
@@ -178,8 +222,12 @@ def _file_rows(block: _Block, part: LocalPart) -> Iterator[FileRows]:
     *outer, (rows, stride, pitch) = outer
     sizes, steps = zip((rows, stride), *inner, strict=True)
     for numbers in product(*(range(size) for size, *_ in outer)):
-        begin = offset + sum(number * stride for number, (_, stride, _) in zip(numbers, outer, strict=True))
-        at = block.at + sum(number * step for number, (*_, step) in zip(numbers, outer, strict=True))
+        begin = offset + sum(
+            number * stride for number, (_, stride, _) in zip(numbers, outer, strict=True)
+        )
+        at = block.at + sum(
+            number * step for number, (*_, step) in zip(numbers, outer, strict=True)
+        )
         yield FileRows(at, part.data.as_strided(sizes, steps, begin), pitch)
 
 
@@ -192,15 +240,20 @@ class TransferPlan:
 
     tensors: Sequence[FileTensor]  # every file tensor, in file order
     parts: Mapping[str, LocalPart]  # ``state_dict`` key -> this rank's part
-    direct: Sequence[tuple[FileTensor, Span]]  # spans that each rank reads or writes in its own part
-    unmapped: Sequence[Sequence[FileTensor]]  # file tensors without spans (rare), whose sources are converted together
+    direct: Sequence[
+        tuple[FileTensor, Span]
+    ]  # spans that each rank reads or writes in its own part
+    unmapped: Sequence[
+        Sequence[FileTensor]
+    ]  # file tensors without spans (rare), whose sources are converted together
 
 
 @torch.no_grad()
 def plan_transfers(
     tensors: Sequence[FileTensor], stored: Mapping[str, torch.Tensor], ranks: Sequence[int]
 ) -> TransferPlan:
-    """Plan how this rank gets the elements of ``tensors``, which are made from (or fill) the tensors ``stored``.
+    """Plan how this rank gets the elements of ``tensors``, which are made from (or fill) the
+    tensors ``stored``.
 
     ``ranks`` are those that hold ``stored``, in the default group.
 
@@ -235,22 +288,33 @@ def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -
 
 
 def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`DTensor.full_tensor` without the groups of the mesh, which training uses. Any mesh, one broadcast per shard.
+    """`DTensor.full_tensor` without the groups of the mesh, which training uses. Any mesh, one
+    broadcast per shard.
 
-    It does not use DTensor's caches either, which mistake one mesh for another and keep its group forever.
+    It does not use DTensor's caches either, which mistake one mesh for another and keep its group
+    forever.
     """
-    local, whole = tensor.to_local().detach().cpu(), torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    local, whole = (
+        tensor.to_local().detach().cpu(),
+        torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"),
+    )
     offsets, sizes = local_box(tensor)
     holders: dict[Box, int] = {}  # block -> the first rank that has it
     for rank, numbers in enumerate(gather_numbers([*offsets, *sizes], group)):
         numbers = tuple(map(int, numbers))
         holders.setdefault(Box(numbers[: tensor.ndim], numbers[tensor.ndim :]), rank)
     n_found = sum(math.prod(box.sizes) for box in holders)
-    assert n_found == tensor.numel(), f"the ranks of the group hold {n_found} of {tensor.numel()} elements"
+    assert n_found == tensor.numel(), (
+        f"the ranks of the group hold {n_found} of {tensor.numel()} elements"
+    )
     for box, rank in holders.items():
         if math.prod(box.sizes):
             own = rank == dist.get_rank(group)
-            part = local.contiguous() if own else torch.empty(box.sizes, dtype=tensor.dtype, device="cpu")
+            part = (
+                local.contiguous()
+                if own
+                else torch.empty(box.sizes, dtype=tensor.dtype, device="cpu")
+            )
             dist.broadcast(part, group=group, group_src=rank)
             box.of(whole).copy_(part)
     return whole
@@ -259,8 +323,8 @@ def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
 class MergedWeights:
     """Weights plus their adapters, W + s B A, computed for the rows that a rank is about to write.
 
-    The constructor gathers A and B, which are small. It is a collective, see `whole_tensor`. Extra memory: a copy of
-    one rank's part of one tensor.
+    The constructor gathers A and B, which are small. It is a collective, see `whole_tensor`. Extra
+    memory: a copy of one rank's part of one tensor.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

@@ -25,19 +25,40 @@ from .safetensors_layout import INDEX_NAME, Layout
 logger = get_logger(__name__)
 
 WEIGHT_SUFFIXES = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json"),
+    *(
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".h5",
+        ".msgpack",
+        ".gguf",
+        ".onnx",
+        ".index.json",
+    ),
     ".pkl",  # generators, as Accelerate keeps them
 )
 PROBE_NAME = "weights_probe.json"
-"""File of a published version, with log-probabilities of its weights. See `holdfast.engine.servers.probe`."""
+"""File of a published version, with log-probabilities of its weights. See
+`holdfast.engine.servers.probe`.
+"""
 
-_NOT_OF_MODEL = (MANIFEST_NAME, PROBE_NAME, "trainer_state.json")  # files that a run leaves in the folder of a model
+_NOT_OF_MODEL = (
+    MANIFEST_NAME,
+    PROBE_NAME,
+    "trainer_state.json",
+)  # files that a run leaves in the folder of a model
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
 _VERBATIM = "_holdfast_generation_config"
 
 
-def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOptions, layout: Layout) -> list[str]:
-    """Write and fsync all files except the weights, as ``save_pretrained`` does, and return their names."""
+def write_sidecars(
+    model: PreTrainedModel, folder: Path, options: HFExportOptions, layout: Layout
+) -> list[str]:
+    """Write and fsync all files except the weights, as ``save_pretrained`` does, and return their
+    names.
+    """
     model = unsharded_view(model)
     config = copy.deepcopy(model.config)
     set_config_dtype(config, model, options.dtype)
@@ -56,7 +77,11 @@ def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOption
     if options.base_model_path is not None:
         _copy_base_files(Path(options.base_model_path), folder)
     others = {file.name for file in layout.files}  # of other ranks, as is the folder of changes
-    names = [name for name in walk_files(folder) if name not in others and not name.startswith(f"{DELTA_NAME}/")]
+    names = [
+        name
+        for name in walk_files(folder)
+        if name not in others and not name.startswith(f"{DELTA_NAME}/")
+    ]
     for name in names:
         fsync_file(folder / name)
     if layout.index is not None:
@@ -68,10 +93,12 @@ def write_sidecars(model: PreTrainedModel, folder: Path, options: HFExportOption
 def adopt_base(
     model: PreTrainedModel, folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None
 ) -> torch.dtype:
-    """Give a model the generation config of its folder, as in ``from_pretrained``. Every rank of ``group`` calls this.
+    """Give a model the generation config of its folder, as in ``from_pretrained``. Every rank of
+    ``group`` calls this.
 
-    Returns `base_dtype` on rank 0: all ranks need the same, because the layout of the files depends on it. OSError if
-    this rank cannot read the generation config, and PeerError if another one cannot.
+    Returns `base_dtype` on rank 0: all ranks need the same, because the layout of the files depends
+    on it. OSError if this rank cannot read the generation config, and PeerError if another one
+    cannot.
     """
     with all_ranks_succeed(f"reading {folder}", group):
         _adopt_generation_config(model, Path(folder))
@@ -80,14 +107,16 @@ def adopt_base(
 
 
 def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """If transformers does not read the file, or would not write it again (contradicting options), exports copy it byte
-    for byte, as long as ``model.generation_config`` is not changed.
+    """If transformers does not read the file, or would not write it again (contradicting options),
+    exports copy it byte for byte, as long as ``model.generation_config`` is not changed.
     """
     path = folder / GENERATION_CONFIG_NAME
     if not model.can_generate():
         return
     if not path.is_file():
-        read = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
+        read = GenerationConfig.from_pretrained(
+            folder, config_file_name=CONFIG_NAME, _from_model_config=True
+        )
         model.generation_config = read
         return
     try:
@@ -99,12 +128,16 @@ def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="holdfast-generation-") as scratch:
             model.generation_config.save_pretrained(scratch)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # values may be of any type
-        logger.warning("%s goes into exports as it is; transformers would not write it again: %s", path, error)
+        logger.warning(
+            "%s goes into exports as it is; transformers would not write it again: %s", path, error
+        )
         setattr(model, _VERBATIM, (copy.deepcopy(model.generation_config), data))
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the generation config. An invalid one is written with a warning, because it must not fail an export."""
+    """Write the generation config. An invalid one is written with a warning, because it must not
+    fail an export.
+    """
     config: GenerationConfig = model.generation_config
     replaced, data = getattr(model, _VERBATIM, (None, b""))
     if replaced is not None and replaced == config:
@@ -113,13 +146,17 @@ def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
     try:
         config.save_pretrained(folder)
     except ValueError as error:
-        logger.warning("%s of the export is what the model has, but: %s", GENERATION_CONFIG_NAME, error)
+        logger.warning(
+            "%s of the export is what the model has, but: %s", GENERATION_CONFIG_NAME, error
+        )
         config.to_json_file(folder / GENERATION_CONFIG_NAME)
 
 
 def _copy_base_files(base: Path, folder: Path) -> None:
     if not base.is_dir():
-        raise CheckpointNotFoundError(f"base_model_path {base} is not a folder; expected a local model folder")
+        raise CheckpointNotFoundError(
+            f"base_model_path {base} is not a folder; expected a local model folder"
+        )
     for name, source in small_files(base).items():
         target = folder / name
         if not target.exists():
@@ -132,7 +169,11 @@ def small_files(base: Path) -> dict[str, Path]:
     folders = (base, *(base / name for name in _SIDECAR_FOLDERS))
     found = {}
     for path in sorted(path for folder in folders for path in folder.glob("*")):
-        is_other = path.name.startswith(".") or path.name in _NOT_OF_MODEL or path.name.endswith(WEIGHT_SUFFIXES)
+        is_other = (
+            path.name.startswith(".")
+            or path.name in _NOT_OF_MODEL
+            or path.name.endswith(WEIGHT_SUFFIXES)
+        )
         if path.is_file() and not is_other:
             found[path.relative_to(base).as_posix()] = path
     return found

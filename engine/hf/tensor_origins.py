@@ -1,7 +1,8 @@
 """Trace which tensor elements a conversion of transformers uses, on the meta device.
 
-`Origins`, a dispatch mode, notes where the bytes of the results would come from. Chunks, slices, transposes, stacks and
-concatenations become `Span`s, which a rank can write or read for its own shard alone. Other results get no spans.
+`Origins`, a dispatch mode, notes where the bytes of the results would come from. Chunks, slices,
+transposes, stacks and concatenations become `Span`s, which a rank can write or read for its own
+shard alone. Other results get no spans.
 """
 
 import math
@@ -14,7 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...utils.compat.torch_private import TorchDispatchMode, storage_id, tree_leaves, writes_in_place
+from ...utils.compat.torch_private import (
+    TorchDispatchMode,
+    storage_id,
+    tree_leaves,
+    writes_in_place,
+)
 from ...utils.errors import CheckpointMismatchError
 from .safetensors_layout import TensorSpec
 
@@ -47,7 +53,9 @@ class Span:
     @property
     def last(self) -> int:
         """The highest element of the block in the flattened model tensor."""
-        return self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return self.offset + sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -55,14 +63,18 @@ class FileTensor(TensorSpec):
     """A tensor of a Hugging Face file and the model tensors that it is made of."""
 
     sources: tuple[str, ...]  # the ``state_dict`` keys of these model tensors
-    spans: tuple[Span, ...] | None  # the blocks that fill it, in file order. None: only `element_map` knows
+    spans: (
+        tuple[Span, ...] | None
+    )  # the blocks that fill it, in file order. None: only `element_map` knows
 
 
 class Origins(TorchDispatchMode):
-    """Dispatch mode that records which of ``probes`` the results of a conversion are made of, on the meta device.
+    """Dispatch mode that records which of ``probes`` the results of a conversion are made of, on
+    the meta device.
 
-    Views keep their storage and are not recorded. For a copy (`clone`) or a join (`cat`, `stack`) the tensors that fill
-    the new storage are recorded, and for other operators only the names of their inputs.
+    Views keep their storage and are not recorded. For a copy (`clone`) or a join (`cat`, `stack`)
+    the tensors that fill the new storage are recorded, and for other operators only the names of
+    their inputs.
     """
 
     def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
@@ -84,7 +96,9 @@ class Origins(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         used = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (writes_in_place(func) or storage_id(tensor) not in self.inputs):
+            if isinstance(tensor, torch.Tensor) and (
+                writes_in_place(func) or storage_id(tensor) not in self.inputs
+            ):
                 self._note(func, tensor, used, args)
         return result
 
@@ -100,12 +114,17 @@ class Origins(TorchDispatchMode):
             used = [tensor.unsqueeze(dim) for tensor in used]
         elif func is aten.clone.default:
             dim = 0
-        joined = func in (aten.cat.default, aten.stack.default, aten.clone.default) and made.is_contiguous()
+        joined = (
+            func in (aten.cat.default, aten.stack.default, aten.clone.default)
+            and made.is_contiguous()
+        )
         if joined and len(used) * math.prod(made.shape[:dim]) <= _MOST_PIECES:
             self.pieces[storage] = _joined(used, dim)
 
     def describe(self, key: str, tensor: torch.Tensor) -> FileTensor:
-        """The file tensor ``key`` for the result ``tensor`` of the conversion. Its sources are names of probes."""
+        """The file tensor ``key`` for the result ``tensor`` of the conversion. Its sources are
+        names of probes.
+        """
         storage = storage_id(tensor)
         sources = tuple(sorted(self.inputs.get(storage, ())))
         if not sources:
@@ -133,7 +152,9 @@ class Origins(TorchDispatchMode):
         return spans
 
 
-_MOST_PIECES = 4096  # a tensor joined of more pieces is not traced: `element_map` finds its elements
+_MOST_PIECES = (
+    4096  # a tensor joined of more pieces is not traced: `element_map` finds its elements
+)
 
 
 class _JoinedPart(NamedTuple):
@@ -156,12 +177,20 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
     return pieces
 
 
-def _shown(view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = True) -> list[torch.Tensor] | None:
-    """The views of ``pieces`` that make up a view of their joined storage, in row-major order. None if no views do."""
+def _shown(
+    view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = True
+) -> list[torch.Tensor] | None:
+    """The views of ``pieces`` that make up a view of their joined storage, in row-major order. None
+    if no views do.
+    """
     if view.numel() == 0:
         return []
     start = int(view.storage_offset())
-    stop = start + 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    stop = (
+        start
+        + 1
+        + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    )
     first = bisect_right(pieces, start, key=attrgetter("start")) - 1
     if stop <= pieces[first].stop:
         inside = _view_through_copy(view, start - pieces[first].start, pieces[first].tensor)
@@ -177,22 +206,33 @@ def _shown(view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = Tr
         low, high = max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start
         if high - low < piece.tensor.numel() and not piece.tensor.is_contiguous():
             return None
-        parts.append(piece.tensor if high - low == piece.tensor.numel() else piece.tensor.reshape(-1)[low:high])
+        parts.append(
+            piece.tensor
+            if high - low == piece.tensor.numel()
+            else piece.tensor.reshape(-1)[low:high]
+        )
     return parts
 
 
 def _view_through_copy(view: torch.Tensor, rest: int, copied: torch.Tensor) -> torch.Tensor | None:
-    """The view of ``copied`` like ``view``, which is from element ``rest`` of its contiguous copy, if there is one."""
+    """The view of ``copied`` like ``view``, which is from element ``rest`` of its contiguous copy,
+    if there is one.
+    """
     offset = int(copied.storage_offset())
     if copied.is_contiguous():
         return copied.as_strided(view.shape, view.stride(), offset + rest)
-    stride_of, room = {}, {}  # by the stride that a dim has in the copy: its stride in the original, its rest length
+    stride_of, room = (
+        {},
+        {},
+    )  # by the stride that a dim has in the copy: its stride in the original, its rest length
     for dim, step in enumerate(torch.empty(copied.shape, device="meta").stride()):
         if copied.shape[dim] > 1:
             index, rest = divmod(rest, step)
             offset += index * copied.stride(dim)
             stride_of[step], room[step] = copied.stride(dim), copied.shape[dim] - index
-    walked = [(step, size) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1]
+    walked = [
+        (step, size) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1
+    ]
     if len(dict(walked)) < len(walked) or any(size > room.get(step, 0) for step, size in walked):
         return None
     return copied.as_strided(view.shape, [stride_of.get(step, 0) for step in view.stride()], offset)

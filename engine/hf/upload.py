@@ -1,12 +1,14 @@
 """Export to a URL: files in a local staging folder are uploaded one by one, ``config.json`` last.
 
-Stores have no rename. ``config.json`` makes the export count, because nothing loads a model without it: it is uploaded
-when the store reports all other files with their sizes. A marker ``.exporting``, uploaded first and removed last, shows
-that an export failed or was killed. Only files of such an export are overwritten. A URL has one writer at a time.
+Stores have no rename. ``config.json`` makes the export count, because nothing loads a model without
+it: it is uploaded when the store reports all other files with their sizes. A marker ``.exporting``,
+uploaded first and removed last, shows that an export failed or was killed. Only files of such an
+export are overwritten. A URL has one writer at a time.
 
-Cost: room for one export on the disk of the staging folder, which all nodes must see (the rows of all ranks go into one
-file), one write and read of the weights there, and per rank the memory of one upload (s3fs: ``max_concurrency`` parts
-of 50 MB). The next export to the same URL removes what a killed one left in the folder.
+Cost: room for one export on the disk of the staging folder, which all nodes must see (the rows of
+all ranks go into one file), one write and read of the weights there, and per rank the memory of one
+upload (s3fs: ``max_concurrency`` parts of 50 MB). The next export to the same URL removes what a
+killed one left in the folder.
 """
 
 import os
@@ -20,8 +22,19 @@ import torch.distributed as dist
 
 from ...utils.atomic_folder import open_staging
 from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides
-from ...utils.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError, ConfigError
-from ...utils.files import as_write_error, bytes_digest, remove_or_log, require_free_space, walk_files
+from ...utils.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointWriteError,
+    ConfigError,
+)
+from ...utils.files import (
+    as_write_error,
+    bytes_digest,
+    remove_or_log,
+    require_free_space,
+    walk_files,
+)
 from ...utils.logging import get_logger
 from ...utils.remote import RemoteFolder
 from .sidecars import WEIGHT_SUFFIXES
@@ -36,14 +49,25 @@ MIN_FILE_BYTES = 500 * 10**6
 
 @contextmanager
 def staging_folder(
-    url: str, needed_bytes: int, parent: str | os.PathLike[str] | None, group: dist.ProcessGroup | None
+    url: str,
+    needed_bytes: int,
+    parent: str | os.PathLike[str] | None,
+    group: dist.ProcessGroup | None,
 ) -> Iterator[Path]:
-    """Yield an empty folder that has room for an export to ``url`` and that all ranks see. Remove it at the end."""
+    """Yield an empty folder that has room for an export to ``url`` and that all ranks see. Remove
+    it at the end.
+    """
 
     def make() -> Path:
         folder = Path(tempfile.gettempdir() if parent is None else parent).absolute()
-        require_free_space(folder, needed_bytes, f"make room, or export to {url} with a staging_folder that has more")
-        staging = open_staging(folder / f"holdfast-export-{bytes_digest(url.encode()).split(':')[1]}")
+        require_free_space(
+            folder,
+            needed_bytes,
+            f"make room, or export to {url} with a staging_folder that has more",
+        )
+        staging = open_staging(
+            folder / f"holdfast-export-{bytes_digest(url.encode()).split(':')[1]}"
+        )
         staging.chmod(0o700)  # TMPDIR may be shared by all users
         return staging
 
@@ -53,7 +77,8 @@ def staging_folder(
             if not staging.is_dir():
                 raise ConfigError(
                     f"{staging}, which rank 0 made to stage the export to {url}, is not there on "
-                    f"{socket.gethostname()}; on several nodes staging_folder must be a folder that all ranks see"
+                    f"{socket.gethostname()}; on several nodes staging_folder must be a folder "
+                    "that all ranks see"
                 )
         yield staging
     finally:
@@ -62,22 +87,26 @@ def staging_folder(
 
 
 def require_absent(remote: RemoteFolder, names: Iterable[str]) -> None:
-    """Raise `CheckpointExistsError` if the export would overwrite foreign files, or mix its weights with such files."""
+    """Raise `CheckpointExistsError` if the export would overwrite foreign files, or mix its weights
+    with such files.
+    """
     with as_write_error(remote.url):
         present = set(remote.names())
     if _COMMIT_NAME in present:
         raise CheckpointExistsError(
-            f"{remote.url} has a {_COMMIT_NAME}, so there is a model, which is never written over; choose another path"
+            f"{remote.url} has a {_COMMIT_NAME}, so there is a model, which is never written "
+            "over; choose another path"
         )
     ours = {PurePosixPath(name).parts[0] for name in names}
     if others := sorted(
         name
         for name in present
-        if (name in ours and MARKER_NAME not in present) or (name not in ours and name.endswith(WEIGHT_SUFFIXES))
+        if (name in ours and MARKER_NAME not in present)
+        or (name not in ours and name.endswith(WEIGHT_SUFFIXES))
     ):
         raise CheckpointExistsError(
-            f"{remote.url} has {others[:5]}, which an export would write over, or be mixed with; remove them or choose "
-            "another path"
+            f"{remote.url} has {others[:5]}, which an export would write over, or be mixed with; "
+            "remove them or choose another path"
         )
 
 
@@ -100,12 +129,16 @@ def commit_upload(remote: RemoteFolder, staging: Path) -> None:
     """Check that all files are in the store, then upload ``config.json``."""
     with as_write_error(remote.url):
         found = remote.sizes("")
-        sizes = {name: (staging / name).stat().st_size for name in walk_files(staging) if name != _COMMIT_NAME}
+        sizes = {
+            name: (staging / name).stat().st_size
+            for name in walk_files(staging)
+            if name != _COMMIT_NAME
+        }
         if lost := [(name, size) for name, size in sizes.items() if found.get(name) != size]:
             name, size = lost[0]
             raise CheckpointWriteError(
-                f"{remote.url}/{name} was put with {size} bytes, the store says {found.get(name, 'nothing')} "
-                f"({len(lost)} such files); nothing became visible"
+                f"{remote.url}/{name} was put with {size} bytes, the store says "
+                f"{found.get(name, 'nothing')} ({len(lost)} such files); nothing became visible"
             )
         remote.put_file(staging / _COMMIT_NAME, _COMMIT_NAME)
     try:

@@ -1,8 +1,9 @@
 """Published versions of the weights on disk: write, list and delete them.
 
-A version is a folder ``v00000121`` with a manifest, in the format of Hugging Face or, for adapters alone, of PEFT. It
-is renamed into place when all ranks have written it. A new version first removes newer versions, because they belong to
-steps that a crash took back, and the leftovers of killed publishers. A folder has one writer at a time.
+A version is a folder ``v00000121`` with a manifest, in the format of Hugging Face or, for adapters
+alone, of PEFT. It is renamed into place when all ranks have written it. A new version first removes
+newer versions, because they belong to steps that a crash took back, and the leftovers of killed
+publishers. A folder has one writer at a time.
 """
 
 import os
@@ -43,7 +44,9 @@ from .weight_files import WeightWriter
 logger = get_logger(__name__)
 
 AMPLIFIED_PREFIX = ".amplified-"
-"""Begins the name of a folder that a client makes beside a version of adapters, while a server shows their effect."""
+"""Begins the name of a folder that a client makes beside a version of adapters, while a server
+shows their effect.
+"""
 _VERSION = re.compile(r"v(\d{8,})")
 _MIN_FILE_BYTES = 64 << 20
 """Larger weights get one file per rank, so that servers read and check files in parallel."""
@@ -53,7 +56,9 @@ def published_versions(root: str | os.PathLike[str]) -> list[int]:
     """The complete versions under ``root``, oldest first. Empty if there is no such folder."""
     if not Path(root).is_dir():
         return []
-    return sorted(int(match[1]) for entry in os.listdir(root) if (match := _VERSION.fullmatch(entry)))
+    return sorted(
+        int(match[1]) for entry in os.listdir(root) if (match := _VERSION.fullmatch(entry))
+    )
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,11 @@ class WrittenVersion:
     """How a version was written.
 
     Attributes:
-        seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync), in it ``compare``
-            (find and encode changes), and ``commit`` (manifest, rename).
-        figures: ``bytes`` that were written, ``full_bytes`` of a version with all weights, ``delta`` (1 if the version
-            holds changes alone), and ``changed``, the fraction of elements that changed, if they were compared.
+        seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync),
+            in it ``compare`` (find and encode changes), and ``commit`` (manifest, rename).
+        figures: ``bytes`` that were written, ``full_bytes`` of a version with all weights,
+            ``delta`` (1 if the version holds changes alone), and ``changed``, the fraction of
+            elements that changed, if they were compared.
     """
 
     seconds: Mapping[str, float]
@@ -83,19 +89,28 @@ def write_version(
     extra_files: Mapping[str, bytes] | None = None,
     copy: PublishedCopy | None = None,
 ) -> WrittenVersion:
-    """Write the weights as ``version`` and remove the same version and newer ones. Every rank of ``group`` calls this.
+    """Write the weights as ``version`` and remove the same version and newer ones. Every rank of
+    ``group`` calls this.
 
-    The arguments are those of `publish_weights`. The manifest of adapters names ``base_dtype`` and their own dtype,
-    because a server computes in the dtype of their base. Without ``weights``, a version has only its manifest and small
-    files, and only rank 0 needs to see the folder.
+    The arguments are those of `publish_weights`. The manifest of adapters names ``base_dtype`` and
+    their own dtype, because a server computes in the dtype of their base. Without ``weights``, a
+    version has only its manifest and small files, and only rank 0 needs to see the folder.
     """
     assert meta.path is not None, "the caller names a folder"
     final, facts = version_path(meta.path, version), {"weight_version": version}
     delta = (
-        DeltaPublication(copy or PublishedCopy(), final, version, meta.anchor_interval, group) if meta.delta else None
+        DeltaPublication(copy or PublishedCopy(), final, version, meta.anchor_interval, group)
+        if meta.delta
+        else None
     )
-    if delta is None and copy is not None and copy.base is not None and Path(copy.base.path).parent == final.parent:
-        copy.begin()  # a later delta would be from a version before this one, which may be deleted by then
+    if (
+        delta is None
+        and copy is not None
+        and copy.base is not None
+        and Path(copy.base.path).parent == final.parent
+    ):
+        # a later delta would be from a version before this one, which may be deleted by then
+        copy.begin()
     seconds: dict[str, float] = {}
     if meta.type == "adapter":
         base = next((name for name, dtype in EXPORT_DTYPES.items() if dtype == base_dtype), None)
@@ -103,7 +118,9 @@ def write_version(
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
         with timed(seconds, "write"):
-            own, changes = _write_files(model, staging, meta, group, base_model_path, base_dtype, delta, weights)
+            own, changes = _write_files(
+                model, staging, meta, group, base_model_path, base_dtype, delta, weights
+            )
         written = time.monotonic()
         with all_ranks_succeed(f"describing {final}", group), as_write_error(final):
             if extra_files and get_rank(group) == 0:
@@ -112,7 +129,11 @@ def write_version(
         files = [file for theirs, _ in by_rank for file in theirs]
 
         def seal() -> tuple[str, int]:
-            n_bytes = 0 if delta is None else delta.seal(files, [file for _, theirs in by_rank for file in theirs])
+            n_bytes = (
+                0
+                if delta is None
+                else delta.seal(files, [file for _, theirs in by_rank for file in theirs])
+            )
             write_manifest(staging, files, facts)
             return f"{version}-{manifest_digest(staging)}", n_bytes
 
@@ -140,15 +161,21 @@ def _write_files(
 ) -> tuple[list[FileEntry], list[FileEntry]]:
     """Entries of the files that this rank describes, and of its changes."""
     if meta.type == "adapter":
-        names = write_adapters(model, folder, HFExportOptions(export_dtype(meta.dtype, None)), group=group)
+        names = write_adapters(
+            model, folder, HFExportOptions(export_dtype(meta.dtype, None)), group=group
+        )
         with all_ranks_succeed(f"describing {folder}", group), as_write_error(folder):
             return file_entries(folder, names), []
     options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
 
     def open_writer(place: Path, layout: Layout) -> WeightWriter:
-        return WeightWriter(place if weights else None) if delta is None else delta.open(place, layout)
+        return (
+            WeightWriter(place if weights else None) if delta is None else delta.open(place, layout)
+        )
 
-    entries = write_hf(model, folder, options, group=group, share_bytes=_MIN_FILE_BYTES, open_writer=open_writer)
+    entries = write_hf(
+        model, folder, options, group=group, share_bytes=_MIN_FILE_BYTES, open_writer=open_writer
+    )
     return entries, [] if delta is None else delta.settle()
 
 
@@ -168,9 +195,11 @@ def _clear(final: Path, version: int) -> None:
 
 
 def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
-    """Remove old versions except the ``keep`` newest and the folders in ``spare``. A failure is only logged.
+    """Remove old versions except the ``keep`` newest and the folders in ``spare``. A failure is
+    only logged.
 
-    The versions that one of these is made from stay, too. Of the others, changes go before what they are made from.
+    The versions that one of these is made from stay, too. Of the others, changes go before what
+    they are made from.
     """
     try:
         versions = published_versions(root)
@@ -187,7 +216,8 @@ def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
 
 
 def published_file(folder: str | os.PathLike[str], name: str) -> Path:
-    """Path of a small file of a published version, which may be in a version before if this one holds changes alone.
+    """Path of a small file of a published version, which may be in a version before if this one
+    holds changes alone.
 
     If the version has no such file, the path where it would be.
     """

@@ -1,13 +1,16 @@
-"""Read and write the bytes of weight files, between a disk and the live tensors of a model, with bounded memory.
+"""Read and write the bytes of weight files, between a disk and the live tensors of a model, with
+bounded memory.
 
-Writing: several processes write one file at the same time, each its own pieces, and digest them. Values that need
-neither a cast nor a copy are written from where they are, others through blocks of `WRITE_BYTES` (see `HostBlocks`).
-The kernel starts to write every piece at once, so that the disk works while the next piece is prepared.
+Writing: several processes write one file at the same time, each its own pieces, and digest them.
+Values that need neither a cast nor a copy are written from where they are, others through blocks of
+`WRITE_BYTES` (see `HostBlocks`). The kernel starts to write every piece at once, so that the disk
+works while the next piece is prepared.
 
-Reading: values that need no cast are read straight into the model. Others are cast from mapped windows of `READ_BYTES`,
-which spares a copy (a sixth of the time of a load). Only a file that is cut in the milliseconds of a cast raises a
-signal instead of an error (see `map_window`). Values for a GPU, which casts by itself, and values of files that cannot
-be mapped (old kernel, some file systems) are read into blocks.
+Reading: values that need no cast are read straight into the model. Others are cast from mapped
+windows of `READ_BYTES`, which spares a copy (a sixth of the time of a load). Only a file that is
+cut in the milliseconds of a cast raises a signal instead of an error (see `map_window`). Values for
+a GPU, which casts by itself, and values of files that cannot be mapped (old kernel, some file
+systems) are read into blocks.
 """
 
 import os
@@ -28,32 +31,38 @@ from ..memory.tensors import bytes_of, memory_of, row_major
 from .safetensors_layout import TensorSlot, WeightFile, read_layout
 
 WRITE_BYTES = PIECE_BYTES
-"""Size of a chunk that is cast or copied before its write: it should still be in the processor's cache then."""
+"""Size of a chunk that is cast or copied before its write: it should still be in the processor's
+cache then.
+"""
 
 READ_BYTES = 16 << 20
 """Size of the part of a file that is mapped, or staged, at a time."""
 
 LONG_BYTES = 64 << 10
-"""Rows of this size are read one by one. Shorter ones are read with the elements between them, which is faster."""
+"""Rows of this size are read one by one. Shorter ones are read with the elements between them,
+which is faster.
+"""
 
 
 class WeightWriter:
     """Cuts weights into pieces, digests them, and writes them to the files of ``folder``.
 
-    A context manager, which closes the files. Only `sync` makes them durable. Every written byte passes `create` or
-    `write`, and nothing is read again.
+    A context manager, which closes the files. Only `sync` makes them durable. Every written byte
+    passes `create` or `write`, and nothing is read again.
 
     Args:
         folder: folder of the weight files. None: the files are not written, only digested.
-        watch: gets each piece of `write`, as its tensor's slot, its place and its bytes. The bytes are valid until it
-            returns.
+        watch: gets each piece of `write`, as its tensor's slot, its place and its bytes. The bytes
+            are valid until it returns.
 
     Attributes:
         digests: file name -> pieces of the file that this rank has written, with their digests.
     """
 
     def __init__(
-        self, folder: Path | None, watch: Callable[[TensorSlot, Piece, memoryview], object] | None = None
+        self,
+        folder: Path | None,
+        watch: Callable[[TensorSlot, Piece, memoryview], object] | None = None,
     ) -> None:
         self._folder, self._watch = folder, watch
         self._fds: dict[str, int] = {}
@@ -68,7 +77,9 @@ class WeightWriter:
             os.close(fd)
 
     def create(self, file: WeightFile) -> None:
-        """Create a file at its full size with only the header written. It must not exist (FileExistsError)."""
+        """Create a file at its full size with only the header written. It must not exist
+        (FileExistsError).
+        """
         if self._folder is not None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             fd = self._fds[file.name] = os.open(self._folder / file.name, flags, 0o666)
@@ -77,8 +88,11 @@ class WeightWriter:
             data = memoryview(file.header)[offset : offset + PIECE_BYTES]
             self._note(file.name, Piece(offset, len(data), 0, 1), data)
 
-    def write(self, slot: TensorSlot, at: int, values: torch.Tensor, pitch: int | None = None) -> None:
-        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at ``slot``.
+    def write(
+        self, slot: TensorSlot, at: int, values: torch.Tensor, pitch: int | None = None
+    ) -> None:
+        """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at
+        ``slot``.
 
         With ``pitch``, each row of ``values`` goes that many elements after the one before.
         """
@@ -89,17 +103,25 @@ class WeightWriter:
                 row, begin = divmod(done, run)
                 rows = 1 if begin else max(1, len(data) // run)
                 part = data[: rows * run - begin]
-                piece = Piece(offset + row * step + begin, len(part) // rows, step if rows > 1 else 0, rows)
+                piece = Piece(
+                    offset + row * step + begin, len(part) // rows, step if rows > 1 else 0, rows
+                )
                 self._note(slot.file, piece, part)
                 if self._watch is not None:
                     self._watch(slot, piece, part)
                 data, done = data[len(part) :], done + len(part)
 
     def _bytes(self, values: torch.Tensor, dtype: torch.dtype, run: int) -> Iterator[memoryview]:
-        """The bytes of ``values`` as ``dtype``, cut where runs end if several runs fit into one result."""
+        """The bytes of ``values`` as ``dtype``, cut where runs end if several runs fit into one
+        result.
+        """
         blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
-        most = (WRITE_BYTES - WRITE_BYTES % run if 0 < run < WRITE_BYTES else WRITE_BYTES) // dtype.itemsize
-        for as_it_is, chunks in groupby(_chunks_of(values, most), partial(_is_in_memory, dtype=dtype)):
+        most = (
+            WRITE_BYTES - WRITE_BYTES % run if 0 < run < WRITE_BYTES else WRITE_BYTES
+        ) // dtype.itemsize
+        for as_it_is, chunks in groupby(
+            _chunks_of(values, most), partial(_is_in_memory, dtype=dtype)
+        ):
             convert = partial(map, _bytes_of) if as_it_is else partial(blocks.pack, dtype=dtype)
             yield from convert(chunks)
 
@@ -109,12 +131,18 @@ class WeightWriter:
             self.put(file, piece, data)
 
     def put(self, file: str, piece: Piece, data: memoryview) -> None:
-        """Write the bytes of a piece, without a digest. The file was created, here or by another rank."""
+        """Write the bytes of a piece, without a digest. The file was created, here or by another
+        rank.
+        """
         if file not in self._fds:
             assert self._folder is not None, "a writer without a folder has no files"
             self._fds[file] = os.open(self._folder / file, os.O_WRONLY)
         for row in range(piece.rows):
-            _write_all(self._fds[file], data[row * piece.run :][: piece.run], piece.offset + row * piece.step)
+            _write_all(
+                self._fds[file],
+                data[row * piece.run :][: piece.run],
+                piece.offset + row * piece.step,
+            )
 
     def sync(self) -> None:
         """Bring everything that was written to stable storage."""
@@ -133,7 +161,9 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 class WeightReader:
-    """Safetensors files of ``folder``, open for reading after a call of `layout`. A context manager, to close them."""
+    """Safetensors files of ``folder``, open for reading after a call of `layout`. A context
+    manager, to close them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -150,32 +180,45 @@ class WeightReader:
             file.close()
 
     def layout(self) -> dict[str, TensorSlot]:
-        """Tensor name -> slot (`read_layout`). Values come from the same open files, even if others replace them."""
+        """Tensor name -> slot (`read_layout`). Values come from the same open files, even if others
+        replace them.
+        """
         return read_layout(self._folder, self._open)
 
     def _open(self, name: str) -> BufferedReader:
         self._files[name] = file = open(self._folder / name, "rb")  # noqa: SIM115
         return file
 
-    def read(self, slot: TensorSlot, at: int, target: torch.Tensor, pitch: int | None = None) -> None:
-        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the tensor at ``slot``.
+    def read(
+        self, slot: TensorSlot, at: int, target: torch.Tensor, pitch: int | None = None
+    ) -> None:
+        """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the
+        tensor at ``slot``.
 
-        With ``pitch``, each row of ``target`` is that many elements after the one before. Short rows are read together
-        with the elements between them.
+        With ``pitch``, each row of ``target`` is that many elements after the one before. Short
+        rows are read together with the elements between them.
         """
         run, step = _run_and_pitch(target, pitch)
         if run < target.numel():
-            n_rows = 1 if run * slot.dtype.itemsize >= LONG_BYTES else max(1, READ_BYTES // slot.dtype.itemsize // step)
+            n_rows = (
+                1
+                if run * slot.dtype.itemsize >= LONG_BYTES
+                else max(1, READ_BYTES // slot.dtype.itemsize // step)
+            )
             for first in range(0, len(target), n_rows):
                 rows, begin = target[first : first + n_rows], at + first * step
                 if len(rows) == 1:
                     self.read(slot, begin, rows)
                 else:
-                    between = torch.empty((len(rows) - 1) * step + run, dtype=slot.dtype, device="cpu")
+                    between = torch.empty(
+                        (len(rows) - 1) * step + run, dtype=slot.dtype, device="cpu"
+                    )
                     self.read(slot, begin, between)
                     rows.copy_(between.as_strided(rows.shape, (step, *row_major(rows.shape[1:]))))
             return
-        for piece in _chunks_of(target, READ_BYTES // slot.dtype.itemsize) if target.numel() else ():
+        for piece in (
+            _chunks_of(target, READ_BYTES // slot.dtype.itemsize) if target.numel() else ()
+        ):
             if _is_in_memory(piece, slot.dtype):
                 self._fill(piece, slot, at)
             elif piece.is_cuda or not self._copy_mapped(piece, slot, at):
@@ -183,7 +226,9 @@ class WeightReader:
             at += piece.numel()
             beat()
 
-    def same(self, one: TensorSlot, other: TensorSlot, first: int, last: int, dtype: torch.dtype) -> bool:
+    def same(
+        self, one: TensorSlot, other: TensorSlot, first: int, last: int, dtype: torch.dtype
+    ) -> bool:
         """Whether elements ``[first, last)`` of two tensors are equal bit for bit as ``dtype``."""
         most = READ_BYTES // 4 // dtype.itemsize
         for at in range(first, last, most):
@@ -216,12 +261,16 @@ class WeightReader:
         while rest:
             count = os.preadv(fd, [rest], offset)
             if count == 0:
-                raise CheckpointCorruptError(f"{self._folder / slot.file} ends at byte {offset}; it became shorter")
+                raise CheckpointCorruptError(
+                    f"{self._folder / slot.file} ends at byte {offset}; it became shorter"
+                )
             rest, offset = rest[count:], offset + count
 
 
 def _run_and_pitch(values: torch.Tensor, pitch: int | None) -> tuple[int, int]:
-    """Elements that are side by side in the file, and from the beginning of such a run to the next one."""
+    """Elements that are side by side in the file, and from the beginning of such a run to the next
+    one.
+    """
     row = values[0].numel() if pitch is not None and values.numel() else values.numel()
     return (values.numel(), values.numel()) if pitch in (None, row) else (row, pitch)  # type: ignore[return-value]
 

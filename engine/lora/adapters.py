@@ -1,8 +1,9 @@
-"""Adapters in a model: its adapted layers, the model without them, and the facts that a checkpoint stores with them.
+"""Adapters in a model: its adapted layers, the model without them, and the facts that a checkpoint
+stores with them.
 
-peft replaces each adapted layer: ``q_proj`` becomes a module with ``q_proj.base_layer``, ``q_proj.lora_A`` and
-``q_proj.lora_B``, so that no tensor has its name in the files any more. `plain_view` restores the modules and names of
-the architecture, over the same parameters.
+peft replaces each adapted layer: ``q_proj`` becomes a module with ``q_proj.base_layer``,
+``q_proj.lora_A`` and ``q_proj.lora_B``, so that no tensor has its name in the files any more.
+`plain_view` restores the modules and names of the architecture, over the same parameters.
 
 peft is not imported here: if a model has layers of peft, other code has imported it.
 """
@@ -36,7 +37,9 @@ class Adapter:
     transposed: bool  # W is ``[in, out]``, as GPT-2 keeps it
 
     def rows(self, first: int, last: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Rows ``[first, last)`` of ``scaling * B @ A``, with the shape of W, for the whole values ``a`` and ``b``."""
+        """Rows ``[first, last)`` of ``scaling * B @ A``, with the shape of W, for the whole values
+        ``a`` and ``b``.
+        """
         delta = a[:, first:last].T @ b.T if self.transposed else b[first:last] @ a
         return delta * self.scaling
 
@@ -44,7 +47,9 @@ class Adapter:
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model in a ``PeftModel``, or any other module itself."""
     peft, outer = sys.modules.get("peft"), cast(Any, model)
-    return outer.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else outer
+    return (
+        outer.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else outer
+    )
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -66,10 +71,18 @@ def adapters_of(layer: Any) -> list[Adapter]:
             f"a {type(layer).__name__} of peft {problem}, which is not merged here; export "
             "model.merge_and_unload(), or save the adapters with PEFT's save_pretrained"
         )
-    active = [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
+    active = (
+        [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
+    )
     transposed = bool(layer.fan_in_fan_out)
     return [
-        Adapter(name, layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]), transposed)
+        Adapter(
+            name,
+            layer.lora_A[name].weight,
+            layer.lora_B[name].weight,
+            float(layer.scaling[name]),
+            transposed,
+        )
         for name in active
     ]
 
@@ -85,17 +98,21 @@ def _not_plain(layer: Any) -> str | None:
 
 
 def plain_view(model: PreTrainedModel) -> PreTrainedModel:
-    """``model`` with the modules and names of its architecture, over the same parameters. Itself without adapters.
+    """``model`` with the modules and names of its architecture, over the same parameters. Itself
+    without adapters.
 
-    A view for questions and for loading, as `unsharded_view` is. Its values are those of the base, without the
-    adapters. If peft trains a whole layer (``modules_to_save``), the view has the trained one. Also takes a
-    ``PeftModel``. Raises CheckpointMismatchError if a layer of peft is not plain LoRA.
+    A view for questions and for loading, as `unsharded_view` is. Its values are those of the base,
+    without the adapters. If peft trains a whole layer (``modules_to_save``), the view has the
+    trained one. Also takes a ``PeftModel``. Raises CheckpointMismatchError if a layer of peft is
+    not plain LoRA.
     """
     return _view(model, _plain_name)
 
 
 def base_view(model: PreTrainedModel) -> PreTrainedModel:
-    """`plain_view` of the frozen weights, for any tuner. If a whole layer is trained, the view has the original."""
+    """`plain_view` of the frozen weights, for any tuner. If a whole layer is trained, the view has
+    the original.
+    """
     return _view(model, _original_name)
 
 
@@ -127,9 +144,15 @@ def _plain_name(name: str, layer: Any) -> str:
 
 
 def plain_adapters(model: nn.Module) -> dict[str, list[Adapter]]:
-    """Name of a weight in `plain_view` -> the adapters to add to it. Weights without adapters are left out."""
+    """Name of a weight in `plain_view` -> the adapters to add to it. Weights without adapters are
+    left out.
+    """
     layers = adapted_layers(transformers_model(model))
-    found = {f"{name}.weight": adapters_of(layer) for name, layer in layers.items() if hasattr(layer, "lora_A")}
+    found = {
+        f"{name}.weight": adapters_of(layer)
+        for name, layer in layers.items()
+        if hasattr(layer, "lora_A")
+    }
     return {name: adapters for name, adapters in found.items() if adapters}
 
 
@@ -143,7 +166,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     if not layers:
         yield
         return
-    from ...utils.compat.peft_private import is_off, switch_off  # peft is installed, because the model has its layers
+    from ...utils.compat.peft_private import (
+        is_off,
+        switch_off,
+    )  # peft is installed, because the model has its layers
 
     before = [is_off(layer) for layer in layers]
     for layer in layers:
@@ -156,11 +182,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
-    """Describe the adapters of a model: enough to merge plain LoRA, or to make a PEFT folder, without the model.
+    """Describe the adapters of a model: enough to merge plain LoRA, or to make a PEFT folder,
+    without the model.
 
-    Returns ``name`` of the adapter, ``config`` (the content of PEFT's ``adapter_config.json``), and ``scaling``: name
-    of an adapted layer in the plain model -> alpha / rank. None if there are no adapters, several, others than plain
-    LoRA, or no config for them.
+    Returns ``name`` of the adapter, ``config`` (the content of PEFT's ``adapter_config.json``), and
+    ``scaling``: name of an adapted layer in the plain model -> alpha / rank. None if there are no
+    adapters, several, others than plain LoRA, or no config for them.
     """
     try:
         adapted = plain_adapters(model)
@@ -173,41 +200,53 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
     configs: Any = getattr(transformers_model(model), "peft_config", {})
     if name not in configs:  # only the part of the model that they were added to has it
         return None
-    config = json.loads(json.dumps(configs[name].to_dict() | {"inference_mode": True}, default=_plain))
-    scaling = {weight.removesuffix(".weight"): adapter.scaling for weight, (adapter,) in adapted.items()}
+    config = json.loads(
+        json.dumps(configs[name].to_dict() | {"inference_mode": True}, default=_plain)
+    )
+    scaling = {
+        weight.removesuffix(".weight"): adapter.scaling for weight, (adapter,) in adapted.items()
+    }
     return {"name": name, "config": config, "scaling": scaling}
 
 
 def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The values that PEFT's layers use but no tensor holds, by the name of the layer in the model.
 
-    Each is a dict with ``scaling`` (name of the adapter -> alpha / rank) and ``merged`` (names of the adapters that are
-    merged into the layer's weight now). Raises ConfigError if merged adapters keep further values that a checkpoint
-    does not hold, as those of DoRA do.
+    Each is a dict with ``scaling`` (name of the adapter -> alpha / rank) and ``merged`` (names of
+    the adapters that are merged into the layer's weight now). Raises ConfigError if merged adapters
+    keep further values that a checkpoint does not hold, as those of DoRA do.
     """
     found = {}
     for name, layer in _tuned_layers(model).items():
         if layer.merged_adapters and _not_plain(layer):
             raise ConfigError(
-                f"the adapters of {name} ({type(layer).__name__}) are merged into its weight, and keep values that a "
-                "checkpoint does not hold; call unmerge_adapter() before a checkpoint"
+                f"the adapters of {name} ({type(layer).__name__}) are merged into its weight, and "
+                "keep values that a checkpoint does not hold; call unmerge_adapter() before a "
+                "checkpoint"
             )
-        scaling = {adapter: float(value) for adapter, value in getattr(layer, "scaling", {}).items()}
+        scaling = {
+            adapter: float(value) for adapter, value in getattr(layer, "scaling", {}).items()
+        }
         found[name] = {"scaling": scaling, "merged": list(layer.merged_adapters)}
     return found
 
 
 def check_settings(model: nn.Module, saved: Any) -> None:
-    """Raise CheckpointMismatchError if an adapter is scaled differently in the `adapter_settings` of a checkpoint."""
+    """Raise CheckpointMismatchError if an adapter is scaled differently in the `adapter_settings`
+    of a checkpoint.
+    """
     if not _are_settings(saved):
-        raise CheckpointCorruptError("'adapters' of the checkpoint does not hold settings of adapters")
+        raise CheckpointCorruptError(
+            "'adapters' of the checkpoint does not hold settings of adapters"
+        )
     for name, layer in _tuned_layers(model).items():
         for adapter, there in saved[name]["scaling"].items() if name in saved else ():
             here = getattr(layer, "scaling", {}).get(adapter)
             if here is not None and float(here) != there:
                 raise CheckpointMismatchError(
-                    f"the checkpoint has adapter {adapter!r} of {name} with scaling {there}, this model has {here}: "
-                    "lora_alpha (or use_rslora) is another one; set it as in the run that wrote the checkpoint"
+                    f"the checkpoint has adapter {adapter!r} of {name} with scaling {there}, this "
+                    f"model has {here}: lora_alpha (or use_rslora) is another one; set it as in "
+                    "the run that wrote the checkpoint"
                 )
 
 
@@ -230,7 +269,11 @@ def _are_settings(saved: Any) -> bool:
 
 
 def _tuned_layers(model: nn.Module) -> dict[str, Any]:
-    return {clean_name(n): layer for n, layer in adapted_layers(model).items() if hasattr(layer, "merged_adapters")}
+    return {
+        clean_name(n): layer
+        for n, layer in adapted_layers(model).items()
+        if hasattr(layer, "merged_adapters")
+    }
 
 
 def _plain(value: Any) -> Any:

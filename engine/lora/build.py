@@ -1,8 +1,9 @@
 """Put adapters into a model on meta, and initialise them when it has memory.
 
-Adapters are added before the model is sharded, so that FSDP2 shards, gathers and reduces them with their block. They
-are float32 and trained. The rest is frozen, in the dtype of the folder. The initial values depend only on the seed and
-the layer's name, as for all initial weights (see `training.model`).
+Adapters are added before the model is sharded, so that FSDP2 shards, gathers and reduces them with
+their block. They are float32 and trained. The rest is frozen, in the dtype of the folder. The
+initial values depend only on the seed and the layer's name, as for all initial weights (see
+`training.model`).
 """
 
 import math
@@ -29,11 +30,12 @@ from .adapters import adapted_layers, adapters_of
 def add_adapters(
     model: PreTrainedModel, config: TrainEngineConfig, base: str, dtypes: Mapping[str, torch.dtype]
 ) -> None:
-    """Freeze ``model``, on meta and not sharded yet, and put LoRA layers into it. The head of a critic stays trained.
+    """Freeze ``model``, on meta and not sharded yet, and put LoRA layers into it. The head of a
+    critic stays trained.
 
-    ``base`` is the name of the base model in folders of the adapters, and ``dtypes`` has the dtype of each frozen
-    parameter. Raises ConfigError if peft is not installed, or if ``config.target_modules`` names no layer, or one that
-    LoRA cannot adapt.
+    ``base`` is the name of the base model in folders of the adapters, and ``dtypes`` has the dtype
+    of each frozen parameter. Raises ConfigError if peft is not installed, or if
+    ``config.target_modules`` names no layer, or one that LoRA cannot adapt.
     """
     peft = _import_peft()
     heads = [name for name, child in model.named_children() if name != body_name(model)]
@@ -61,7 +63,9 @@ def add_adapters(
         for name, layer in adapted_layers(model).items():
             _require_linear(model, name, layer)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-        raise ConfigError(f"config key 'target_modules' is {config.target_modules}: {error}") from error
+        raise ConfigError(
+            f"config key 'target_modules' is {config.target_modules}: {error}"
+        ) from error
     for name, param in named.items():
         if config.is_critic and name.partition(".")[0] in heads:
             param.requires_grad_(True)
@@ -72,18 +76,29 @@ def add_adapters(
 def require_base(config: TrainEngineConfig) -> None:
     """Raise ConfigError if the engine trains all weights, because its base is then gone."""
     if not config.use_lora:
-        raise ConfigError("config key 'use_lora' is false: without adapters the base is not there any more")
+        raise ConfigError(
+            "config key 'use_lora' is false: without adapters the base is not there any more"
+        )
 
 
-def require_adapters_for(config: TrainEngineConfig, meta: SaveLoadMeta, *, loads: bool = False) -> None:
-    """Raise ConfigError if a PEFT folder cannot hold the weights, or if a load would replace the base of adapters."""
+def require_adapters_for(
+    config: TrainEngineConfig, meta: SaveLoadMeta, *, loads: bool = False
+) -> None:
+    """Raise ConfigError if a PEFT folder cannot hold the weights, or if a load would replace the
+    base of adapters.
+    """
     if meta.weight_format == "peft" and (config.is_critic or not config.use_lora):
-        unmet = "'is_critic' is true: its value head is no adapter" if config.use_lora else "'use_lora' is false"
+        unmet = (
+            "'is_critic' is true: its value head is no adapter"
+            if config.use_lora
+            else "'use_lora' is false"
+        )
         raise ConfigError(f"weight_format is 'peft', but config key {unmet}; use 'hf' or 'dcp'")
     if loads and meta.weight_format == "hf" and config.use_lora:
         raise ConfigError(
-            "weight_format 'hf' would put another base under the adapters, which a checkpoint of this run could "
-            "not be resumed on; name that folder as config key 'path', or load adapters with 'peft' or 'dcp'"
+            "weight_format 'hf' would put another base under the adapters, which a checkpoint of "
+            "this run could not be resumed on; name that folder as config key 'path', or load "
+            "adapters with 'peft' or 'dcp'"
         )
 
 
@@ -92,29 +107,40 @@ def _import_peft() -> Any:
         import peft
     except ImportError as error:
         raise ConfigError(
-            "config key 'use_lora' is true, which needs the package peft: pip install 'holdfast[lora]'"
+            "config key 'use_lora' is true, which needs the package peft: pip install "
+            "'holdfast[lora]'"
         ) from error
     return peft
 
 
 def _targets(model: PreTrainedModel, names: list[str], towers: list[str]) -> list[str]:
-    """Names of the layers to adapt: the last parts of the names of all linear layers but the head's, or ``names``.
+    """Names of the layers to adapt: the last parts of the names of all linear layers but the
+    head's, or ``names``.
 
     Layers in ``towers`` are not adapted.
     """
     inside = tuple(f"{tower}." for tower in towers)
-    modules = {name: module for name, module in model.named_modules() if not f"{name}.".startswith(inside or "\0")}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside or "\0")
+    }
     body = f"{body_name(model)}."
     is_linear = {name: isinstance(module, nn.Linear | Conv1D) for name, module in modules.items()}
-    linear = {name.rpartition(".")[2] for name, found in is_linear.items() if found and name.startswith(body)}
+    linear = {
+        name.rpartition(".")[2]
+        for name, found in is_linear.items()
+        if found and name.startswith(body)
+    }
     if not names or ALL_LINEAR in names:
         return sorted(linear)
     for wanted in names:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in modules):
             where = " outside of its vision tower, where LoRA is not supported" if towers else ""
             raise ConfigError(
-                f"config key 'target_modules' names {wanted!r}, which {type(model).__name__} does not have{where}; its "
-                f"linear layers are {', '.join(sorted(linear))} (or {ALL_LINEAR!r} for all of them)"
+                f"config key 'target_modules' names {wanted!r}, which {type(model).__name__} does "
+                f"not have{where}; its linear layers are {', '.join(sorted(linear))} (or "
+                f"{ALL_LINEAR!r} for all of them)"
             )
     return sorted(names)
 
@@ -125,27 +151,33 @@ def _require_linear(model: PreTrainedModel, name: str, layer: Any) -> None:
         adapters_of(layer)
     except CheckpointMismatchError:
         raise ConfigError(
-            f"config key 'target_modules' takes in {name}, a {type(layer.get_base_layer()).__name__}; name linear "
-            "layers only"
+            f"config key 'target_modules' takes in {name}, a "
+            f"{type(layer.get_base_layer()).__name__}; name linear layers only"
         ) from None
     weight = layer.get_base_layer().weight
     if sum(param is weight for _, param in model.named_parameters(remove_duplicate=False)) > 1:
         raise ConfigError(
-            f"config key 'target_modules' takes in {name}, whose weight is tied to another one; leave it out"
+            f"config key 'target_modules' takes in {name}, whose weight is tied to another one; "
+            "leave it out"
         )
 
 
 @torch.no_grad()
 def draw_adapters(model: nn.Module, seed: int) -> None:
-    """Initialise adapters as peft does: A uniform in ±sqrt(1 / in), B zero, so that the model computes as its base.
+    """Initialise adapters as peft does: A uniform in ±sqrt(1 / in), B zero, so that the model
+    computes as its base.
 
     A is drawn from the seed and the name of its layer. Each rank keeps its own rows.
     """
     for name, layer in adapted_layers(model).items():
         for adapter in adapters_of(layer):
-            generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}.lora_A".encode()) >> 1)
+            generator = torch.Generator().manual_seed(
+                xxhash.xxh3_64_intdigest(f"{seed}:{name}.lora_A".encode()) >> 1
+            )
             drawn = torch.empty(adapter.a.shape, dtype=torch.float32)
             # Kaiming's uniform with a = sqrt(5) is this bound: sqrt(6 / ((1 + 5) * in)).
-            drawn.uniform_(-1 / math.sqrt(drawn.shape[1]), 1 / math.sqrt(drawn.shape[1]), generator=generator)
+            drawn.uniform_(
+                -1 / math.sqrt(drawn.shape[1]), 1 / math.sqrt(drawn.shape[1]), generator=generator
+            )
             keep_own_shard(adapter.a, drawn)
             keep_own_shard(adapter.b, torch.zeros(adapter.b.shape))

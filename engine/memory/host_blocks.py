@@ -1,8 +1,8 @@
 """Reusable blocks of host memory for copies between files and a device.
 
-While the device copies to or from one block, the other is read from or written to the file. Both are pinned, because a
-copy with pageable memory blocks the thread and goes through a pinned buffer of CUDA. On the CPU, where a copy is
-complete when it returns, one block is enough.
+While the device copies to or from one block, the other is read from or written to the file. Both
+are pinned, because a copy with pageable memory blocks the thread and goes through a pinned buffer
+of CUDA. On the CPU, where a copy is complete when it returns, one block is enough.
 """
 
 from collections import deque
@@ -31,7 +31,9 @@ class HostBlocks:
         self._wait(self._turn)
         if len(self._blocks[self._turn]) < n_bytes:
             size = max(n_bytes, self._n_bytes)
-            self._blocks[self._turn] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            self._blocks[self._turn] = torch.empty(
+                size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+            )
         return self._blocks[self._turn][:n_bytes]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -51,8 +53,8 @@ class HostBlocks:
     def pack(self, pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[memoryview]:
         """Yield the bytes of ``pieces`` (any strides, dtype and device) as ``dtype``, side by side.
 
-        Each result holds as many whole pieces as fit into a block, and is valid until the next is requested. The next
-        is copied meanwhile.
+        Each result holds as many whole pieces as fit into a block, and is valid until the next is
+        requested. The next is copied meanwhile.
         """
         packed = deque[tuple[int, memoryview]]()
         block, used = self.take(self._n_bytes), 0
@@ -78,8 +80,12 @@ class HostBlocks:
         self._copies[turn].clear()
 
 
-def _begin_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.device, torch.cuda.Event | None]:
-    """Start a copy on the current stream of either device. On the CPU the copy is done at once, without an event."""
+def _begin_copy(
+    target: torch.Tensor, source: torch.Tensor
+) -> tuple[torch.device, torch.cuda.Event | None]:
+    """Start a copy on the current stream of either device. On the CPU the copy is done at once,
+    without an event.
+    """
     device = target.device if target.is_cuda else source.device
     if device.type != "cuda":
         target.copy_(source)

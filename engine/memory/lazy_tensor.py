@@ -1,4 +1,6 @@
-"""Tensors that are read a block of rows at a time, so that a conversion between formats need not fit into memory."""
+"""Tensors that are read a block of rows at a time, so that a conversion between formats need not
+fit into memory.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,8 +16,8 @@ BLOCK_BYTES = 64 << 20
 class LazyTensor:
     """A tensor that is not in memory.
 
-    ``rows(first, last)`` returns rows ``[first, last)`` on the CPU, ``[last - first, *shape[1:]]``, or the value as
-    ``[]`` if there are no dimensions. The result may be a view of a mapped file.
+    ``rows(first, last)`` returns rows ``[first, last)`` on the CPU, ``[last - first, *shape[1:]]``,
+    or the value as ``[]`` if there are no dimensions. The result may be a view of a mapped file.
     """
 
     shape: tuple[int, ...]
@@ -25,11 +27,19 @@ class LazyTensor:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "LazyTensor":
         """Wrap a tensor that is in memory or mapped."""
-        return cls(tuple(tensor.shape), tensor.dtype, lambda first, last: tensor[first:last] if tensor.ndim else tensor)
+        return cls(
+            tuple(tensor.shape),
+            tensor.dtype,
+            lambda first, last: tensor[first:last] if tensor.ndim else tensor,
+        )
 
     @classmethod
-    def read_at_once(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> "LazyTensor":
-        """Wrap a tensor that can only be read as a whole. It is kept while its blocks are read in order."""
+    def read_at_once(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+    ) -> "LazyTensor":
+        """Wrap a tensor that can only be read as a whole. It is kept while its blocks are read in
+        order.
+        """
         kept: list[torch.Tensor] = []
 
         def rows(first: int, last: int) -> torch.Tensor:
@@ -64,10 +74,15 @@ class LazyTensor:
         return LazyTensor(self.shape, dtype, lambda first, last: self.rows(first, last).to(dtype))
 
     def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """First element and values of consecutive blocks of rows, contiguous, of about `BLOCK_BYTES` each."""
+        """First element and values of consecutive blocks of rows, contiguous, of about
+        `BLOCK_BYTES` each.
+        """
         if not self.shape:
             yield 0, self.rows(0, 1).contiguous()
             return
         step = max(1, BLOCK_BYTES // (self.row_elements * self.dtype.itemsize))
         for first in range(0, self.shape[0] if self.numel else 0, step):
-            yield first * self.row_elements, self.rows(first, min(first + step, self.shape[0])).contiguous()
+            yield (
+                first * self.row_elements,
+                self.rows(first, min(first + step, self.shape[0])).contiguous(),
+            )

@@ -1,8 +1,9 @@
-"""Models whose tensors are offloaded: their copies in host memory, and the error of code that needs the tensors.
+"""Models whose tensors are offloaded: their copies in host memory, and the error of code that needs
+the tensors.
 
-An offloaded tensor keeps its object, shape and place in the model, but its storage is empty, or not filled yet. Reading
-an empty one on a CPU ends the process. So what reads values takes the copies (`with_host_copies`), and the rest calls
-`require_onloaded`.
+An offloaded tensor keeps its object, shape and place in the model, but its storage is empty, or not
+filled yet. Reading an empty one on a CPU ends the process. So what reads values takes the copies
+(`with_host_copies`), and the rest calls `require_onloaded`.
 """
 
 from collections.abc import Mapping
@@ -51,10 +52,16 @@ def host_copies(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def weights_on_host(model: nn.Module) -> dict[str, torch.Tensor]:
     """Clean name -> copy of each offloaded parameter and buffer."""
-    return {name.removeprefix(MODEL): copy for name, copy in host_copies(model).items() if name.startswith(MODEL)}
+    return {
+        name.removeprefix(MODEL): copy
+        for name, copy in host_copies(model).items()
+        if name.startswith(MODEL)
+    }
 
 
-def with_host_copies(model: nn.Module, nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def with_host_copies(
+    model: nn.Module, nested: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
     """``nested`` mappings of tensors of ``model``, with copies in place of offloaded tensors."""
     away = tensors_away(model)
     found = dict[str, Any]()

@@ -1,4 +1,6 @@
-"""Helpers for both checkpoint formats: tensors of a model by name, and the part of each that a rank holds."""
+"""Helpers for both checkpoint formats: tensors of a model by name, and the part of each that a rank
+holds.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +20,15 @@ from ...utils.errors import ConfigError
 T = TypeVar("T", bound=torch.Tensor)
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-"""Names that activation checkpointing, torch.compile and FSDP1 give to the module that they wrap."""
+"""Names that activation checkpointing, torch.compile and FSDP1 give to the module that they wrap.
+"""
 
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Create tensors that can be trained, even if the caller is in inference mode. Records no gradient."""
+    """Create tensors that can be trained, even if the caller is in inference mode. Records no
+    gradient.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -55,7 +60,9 @@ class Box(NamedTuple):
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The block of a tensor, a view."""
-        return whole[tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))]
+        return whole[
+            tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
+        ]
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -68,10 +75,12 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def local_box(tensor: torch.Tensor) -> Box:
-    """The block of a sharded tensor that this rank holds, or all of a plain tensor. No communication.
+    """The block of a sharded tensor that this rank holds, or all of a plain tensor. No
+    communication.
 
     Raises:
-        ConfigError: ranks hold something else than one block each, or FSDP2 and DTensor disagree about the blocks.
+        ConfigError: ranks hold something else than one block each, or FSDP2 and DTensor disagree
+            about the blocks.
     """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
@@ -82,18 +91,23 @@ def local_box(tensor: torch.Tensor) -> Box:
     held = tuple(local_tensor(tensor).shape)
     if found is None or found[0].sizes != held:
         raise ConfigError(
-            f"a tensor {list(tensor.shape)} is placed as {placements} on {mesh}, and this rank holds {list(held)} of "
-            "it; expected the block that a Shard or Replicate on each dimension of the mesh gives it"
+            f"a tensor {list(tensor.shape)} is placed as {placements} on {mesh}, and this rank "
+            f"holds {list(held)} of it; expected the block that a Shard or Replicate on each "
+            "dimension of the mesh gives it"
         )
     return found[0]
 
 
 def cut_boxes(
-    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any], coordinates: np.ndarray
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Any],
+    coordinates: np.ndarray,
 ) -> list[Box] | None:
     """The block of a tensor at each of the ``coordinates``, ``[ranks, dimensions of the mesh]``.
 
-    Rows are dealt out in runs of equal length, the last ones shorter or empty. None for an unknown class of placement.
+    Rows are dealt out in runs of equal length, the last ones shorter or empty. None for an unknown
+    class of placement.
 
     Raises:
         ConfigError: see `local_box`.
@@ -110,14 +124,21 @@ def cut_boxes(
         length = np.minimum(step, rows - begin)
         offsets[:, dim] = np.where(length > 0, offsets[:, dim] + begin, shape[dim])
         sizes[:, dim] = length
-    return [Box(tuple(at), tuple(length)) for at, length in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+    return [
+        Box(tuple(at), tuple(length))
+        for at, length in zip(offsets.tolist(), sizes.tolist(), strict=True)
+    ]
 
 
-def _order_of_cuts(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]) -> list[int] | None:
-    """The mesh dimensions that cut a tensor, in the order of the cuts. None for an unknown class of placement.
+def _order_of_cuts(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]
+) -> list[int] | None:
+    """The mesh dimensions that cut a tensor, in the order of the cuts. None for an unknown class of
+    placement.
 
-    FSDP2 cuts what tensor parallelism has left on a rank, although its dimension of the mesh comes first. DTensor says
-    so with a strided shard, whose factor is the number of pieces that later dimensions of the mesh make before it.
+    FSDP2 cuts what tensor parallelism has left on a rank, although its dimension of the mesh comes
+    first. DTensor says so with a strided shard, whose factor is the number of pieces that later
+    dimensions of the mesh make before it.
     """
     order: list[int] = []
     for at, placement in reversed(list(enumerate(placements))):
@@ -129,18 +150,25 @@ def _order_of_cuts(shape: Sequence[int], mesh_shape: Sequence[int], placements: 
         if factor == 1:
             order.insert(0, at)
             continue
-        described = f"a tensor {list(shape)} is placed as {tuple(placements)} on a mesh {list(mesh_shape)}"
-        if factor != math.prod(mesh_shape[later] for later in order if placements[later].dim == dim):
+        described = (
+            f"a tensor {list(shape)} is placed as {tuple(placements)} on a mesh {list(mesh_shape)}"
+        )
+        if factor != math.prod(
+            mesh_shape[later] for later in order if placements[later].dim == dim
+        ):
             raise ConfigError(
-                f"{described}, so that a rank holds several runs of rows; use tensor parallelism that cuts rows "
-                "evenly, and shard experts one by one"
+                f"{described}, so that a rank holds several runs of rows; use tensor parallelism "
+                "that cuts rows evenly, and shard experts one by one"
             )
         sizes = zip(mesh_shape, placements, strict=True)
         cuts = [size for size, other in sizes if size > 1 and getattr(other, "dim", None) == dim]
-        if shape[dim] % (factor if len(cuts) < 3 else math.prod(cuts)) and (len(cuts) > 2 or mesh_shape[at] > 2):
+        if shape[dim] % (factor if len(cuts) < 3 else math.prod(cuts)) and (
+            len(cuts) > 2 or mesh_shape[at] > 2
+        ):
             raise ConfigError(
-                f"{described}: FSDP2 and DTensor cut {shape[dim]} rows differently, because {factor} does not divide "
-                "them; use tensor parallelism that cuts rows evenly, and shard experts one by one"
+                f"{described}: FSDP2 and DTensor cut {shape[dim]} rows differently, because "
+                f"{factor} does not divide them; use tensor parallelism that cuts rows evenly, "
+                "and shard experts one by one"
             )
         order.append(at)
     return order
@@ -150,34 +178,54 @@ _slices: WeakKeyDictionary[DeviceMesh, np.ndarray] = WeakKeyDictionary()
 
 
 def ranks_of(mesh: DeviceMesh, group: Sequence[int] | None = None) -> np.ndarray:
-    """Global ranks by coordinate, ``[copies, *mesh.shape]``, the slice with this rank and those with copies of it.
+    """Global ranks by coordinate, ``[copies, *mesh.shape]``, the slice with this rank and those
+    with copies of it.
 
-    A tensor on a slice of a mesh is the same on all ranks that differ only in the dimensions outside of the slice,
-    unless the slice alone is the ``group`` of ranks that hold the tensor.
+    A tensor on a slice of a mesh is the same on all ranks that differ only in the dimensions
+    outside of the slice, unless the slice alone is the ``group`` of ranks that hold the tensor.
     """
     if mesh not in _slices:
         own, root = mesh.mesh.numpy(), root_mesh(mesh).mesh.numpy()
         inside = np.argwhere(np.isin(root, own))
         outside = [dim for dim in range(root.ndim) if len(np.unique(inside[:, dim])) < 2]
         order = outside + [dim for dim in range(root.ndim) if dim not in outside]
-        slices = root.transpose(order).reshape(-1, *own.shape) if root.size % own.size == 0 else own[None]
-        _slices[mesh] = slices if (slices == own).all(tuple(range(1, slices.ndim))).any() else own[None]
+        slices = (
+            root.transpose(order).reshape(-1, *own.shape)
+            if root.size % own.size == 0
+            else own[None]
+        )
+        _slices[mesh] = (
+            slices if (slices == own).all(tuple(range(1, slices.ndim))).any() else own[None]
+        )
     slices = _slices[mesh]
     return mesh.mesh.numpy()[None] if group is not None and len(group) == mesh.size() else slices
 
 
 def copy_number(tensor: torch.Tensor, group: Sequence[int] | None = None) -> tuple[int, int]:
-    """This rank's number among the ranks that hold the same part of a tensor, and how many these are.
+    """This rank's number among the ranks that hold the same part of a tensor, and how many these
+    are.
 
-    ``group`` has the global ranks that hold the tensor, in order. None: all ranks. ``(0, 0)`` on a rank without a part.
+    ``group`` has the global ranks that hold the tensor, in order. None: all ranks. ``(0, 0)`` on a
+    rank without a part.
     """
     if not isinstance(tensor, DTensor):
-        return (get_rank(), get_world_size()) if group is None else (list(group).index(get_rank()), len(group))
+        return (
+            (get_rank(), get_world_size())
+            if group is None
+            else (list(group).index(get_rank()), len(group))
+        )
     ranks = ranks_of(tensor.device_mesh, group)
     here = np.argwhere(ranks == get_rank())
     if not len(here):
         return 0, 0
-    kept = [0, *(1 + dim for dim, placement in enumerate(tensor.placements) if type(placement) is Replicate)]
+    kept = [
+        0,
+        *(
+            1 + dim
+            for dim, placement in enumerate(tensor.placements)
+            if type(placement) is Replicate
+        ),
+    ]
     sizes = [ranks.shape[dim] for dim in kept]
     return int(np.ravel_multi_index(here[0][kept], sizes)), math.prod(sizes)
 
@@ -191,18 +239,23 @@ def counts_here(tensor: torch.Tensor) -> bool:
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether several elements share one place in memory."""
     strides = tensor.stride()
-    return 0 in strides and any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
+    return 0 in strides and any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True)
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as ``[n]`` uint8. A tensor of one element may have any stride."""
+    """The memory of a contiguous tensor as ``[n]`` uint8. A tensor of one element may have any
+    stride.
+    """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def memory_of(data: torch.Tensor) -> memoryview:
     """The memory of `bytes_of` a CPU tensor, to read or to write. It keeps the tensor alive.
 
-    ``Tensor.numpy`` would forbid for ever to resize the storage, and so to free the memory of a live parameter.
+    ``Tensor.numpy`` would forbid for ever to resize the storage, and so to free the memory of a
+    live parameter.
     """
     return np.asarray(_Memory(data)).data
 
@@ -216,14 +269,17 @@ class _Memory:
 
 
 def clean_name(name: str) -> str:
-    """The name of a tensor in a module without the components that wrappers (torch.compile, FSDP1 ...) add."""
+    """The name of a tensor in a module without the components that wrappers (torch.compile, FSDP1
+    ...) add.
+    """
     if not any(wrapper in name for wrapper in WRAPPERS):  # the usual case, and faster
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Clean name -> tensor. A tensor may have several names in ``named``, pairs of a name and a tensor.
+    """Clean name -> tensor. A tensor may have several names in ``named``, pairs of a name and a
+    tensor.
 
     Raises ConfigError if two tensors have the same clean name.
     """
@@ -233,8 +289,9 @@ def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
         clean = clean_name(name)
         if found.setdefault(clean, tensor) is not tensor:
             raise ConfigError(
-                f"{raw[clean]} and {name} would both be called {clean} in a checkpoint, which leaves out what wrappers "
-                f"add to names ({', '.join(WRAPPERS)}); rename one of the modules"
+                f"{raw[clean]} and {name} would both be called {clean} in a checkpoint, which "
+                f"leaves out what wrappers add to names ({', '.join(WRAPPERS)}); rename one of "
+                "the modules"
             )
         raw.setdefault(clean, name)
     return found

@@ -1,10 +1,12 @@
-"""Changes of weights while they are copied: code that changes them waits for the copy, or the change is detected.
+"""Changes of weights while they are copied: code that changes them waits for the copy, or the
+change is detected.
 
-`changing_weights` waits. `WriteWatch` detects other writes. Torch counts in-place operations on a tensor
-(``_version``), but not those through ``.data``, nor ``torch._foreach_*`` on DTensors. So a few elements of every tensor
-are also compared with the copy. A write that torch does not count and that changes none of these elements remains
-undetected. Torch counts an operation when it ends, which may be after the copy that it disturbed. So writes between the
-copy and the call of `WriteWatch.stop` by the training thread are also reported.
+`changing_weights` waits. `WriteWatch` detects other writes. Torch counts in-place operations on a
+tensor (``_version``), but not those through ``.data``, nor ``torch._foreach_*`` on DTensors. So a
+few elements of every tensor are also compared with the copy. A write that torch does not count and
+that changes none of these elements remains undetected. Torch counts an operation when it ends,
+which may be after the copy that it disturbed. So writes between the copy and the call of
+`WriteWatch.stop` by the training thread are also reported.
 """
 
 import weakref
@@ -25,7 +27,9 @@ SAMPLES = 8
 
 
 class LiveReader:
-    """Reads tensors of ``model`` while training goes on. `changing_weights` waits for it as long as it exists."""
+    """Reads tensors of ``model`` while training goes on. `changing_weights` waits for it as long as
+    it exists.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -49,9 +53,9 @@ def changing_weights(model: nn.Module) -> Iterator[None]:
             for param, average in zip(model.parameters(), averages):
                 param.copy_(average)
 
-    Waits until snapshots that are being copied have read the weights. A snapshot that begins inside the block is copied
-    at once. Without the block, such code makes the snapshot fail (`TornSnapshotError`). ``model`` may also be a part of
-    the saved model, or contain it.
+    Waits until snapshots that are being copied have read the weights. A snapshot that begins inside
+    the block is copied at once. Without the block, such code makes the snapshot fail
+    (`TornSnapshotError`). ``model`` may also be a part of the saved model, or contain it.
     """
     wait_for_readers(model)
     _CHANGING.append(model)
@@ -74,7 +78,9 @@ def readers_of(model: nn.Module) -> list[LiveReader]:
 
 
 def is_changing(model: nn.Module) -> bool:
-    """Whether the caller is inside a `changing_weights` block for ``model``, for a part, or for a larger one."""
+    """Whether the caller is inside a `changing_weights` block for ``model``, for a part, or for a
+    larger one.
+    """
     return any(share_modules(other, model) for other in _CHANGING)
 
 
@@ -92,7 +98,9 @@ class WriteWatch:
     def __init__(self, watched: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         live = [local_tensor(tensor) for _, tensor, _ in watched]
         self._names, self._copies = [name for name, *_ in watched], [copy for *_, copy in watched]
-        self._tensors = [(tensor, local) for (_, tensor, _), local in zip(watched, live, strict=True)]
+        self._tensors = [
+            (tensor, local) for (_, tensor, _), local in zip(watched, live, strict=True)
+        ]
         self._versions = list(starmap(_version, self._tensors))
         self._sampled = [tensor.numel() > 1 and tensor.is_contiguous() for tensor in live]
         self._samples = _sample(list(compress(live, self._sampled)))
@@ -102,11 +110,15 @@ class WriteWatch:
     def fetch_samples(self) -> None:
         """Start to copy the samples from the device to pinned memory, in its current stream."""
         for dtype, sample in self._samples.items():
-            sample.record_stream(torch.cuda.current_stream(sample.device))  # or its memory might be used again before
+            sample.record_stream(
+                torch.cuda.current_stream(sample.device)
+            )  # or its memory might be used again before
             self._samples[dtype] = sample.to("cpu", non_blocking=True)
 
     def stop(self) -> None:
-        """Stop watching: the copies are complete. Called by the training thread. Later calls do nothing."""
+        """Stop watching: the copies are complete. Called by the training thread. Later calls do
+        nothing.
+        """
         with self._lock:
             self._look()
             self._tensors = []
@@ -117,7 +129,8 @@ class WriteWatch:
         self._written |= {name for name, version, before in counted if version != before}
 
     def written(self) -> list[str]:
-        """Names of the tensors that were written to before `stop` (or now), or that differ from their copies.
+        """Names of the tensors that were written to before `stop` (or now), or that differ from
+        their copies.
 
         The copies and the fetched samples must be complete.
         """
@@ -128,7 +141,11 @@ class WriteWatch:
         for dtype, sample in self._samples.items():
             differs = (_bits(sample) != _bits(copied[dtype])).any(1)
             if differs.any():
-                of_dtype = [(name, copy) for name, copy in zip(names, copies, strict=True) if copy.dtype == dtype]
+                of_dtype = [
+                    (name, copy)
+                    for name, copy in zip(names, copies, strict=True)
+                    if copy.dtype == dtype
+                ]
                 owners = [name for name, copy in of_dtype for _ in range(_count(copy))]
                 self._written |= set(compress(owners, differs.tolist()))
         return sorted(self._written)
@@ -159,11 +176,15 @@ def _count(tensor: torch.Tensor) -> int:
 
 
 def _sample(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
-    """Dtype -> samples of all tensors of this dtype. All tensors are contiguous and have two or more elements."""
+    """Dtype -> samples of all tensors of this dtype. All tensors are contiguous and have two or
+    more elements.
+    """
     views = defaultdict[torch.dtype, list[torch.Tensor]](list)
     for tensor in tensors:
         count = _count(tensor)
-        views[tensor.dtype].append(tensor.as_strided((count,), ((tensor.numel() - 1) // (count - 1),)))
+        views[tensor.dtype].append(
+            tensor.as_strided((count,), ((tensor.numel() - 1) // (count - 1),))
+        )
     return {dtype: torch.cat(some) for dtype, some in views.items()}
 
 

@@ -1,6 +1,8 @@
-"""The sharded model that an engine starts with: built, given memory, and filled from a folder or from a seed.
+"""The sharded model that an engine starts with: built, given memory, and filled from a folder or
+from a seed.
 
-Every step that is not itself a collective ends on all ranks together, so that an error on one rank is an error on all.
+Every step that is not itself a collective ends on all ranks together, so that an error on one rank
+is an error on all.
 """
 
 from dataclasses import replace
@@ -49,14 +51,15 @@ logger = get_logger(__name__)
 def build_initial_model(
     config: TrainEngineConfig, folder: Path, groups: ProcessGroups
 ) -> tuple[PreTrainedModel, ScoringHead | None]:
-    """Build the model of ``folder``, sharded, with its initial weights. Every rank of ``groups`` calls this.
+    """Build the model of ``folder``, sharded, with its initial weights. Every rank of ``groups``
+    calls this.
 
-    ``config.path`` becomes the name of the base in folders of adapters. Returns the model, and its head if that can
-    return log-probabilities (see `find_scoring_head`), but no head for a critic.
+    ``config.path`` becomes the name of the base in folders of adapters. Returns the model, and its
+    head if that can return log-probabilities (see `find_scoring_head`), but no head for a critic.
 
     Raises:
-        ConfigError: the model cannot be built as configured, see `build_on_meta`, `refuse_quantized`,
-            `prepare_packing`.
+        ConfigError: the model cannot be built as configured, see `build_on_meta`,
+            `refuse_quantized`, `prepare_packing`.
         CheckpointError: the weights do not load, see `load_hf`.
         PeerError: only other ranks failed.
     """
@@ -67,7 +70,9 @@ def build_initial_model(
         _import_code(config, groups.control)
     frozen_dtype = None
     if config.use_lora:
-        frozen_dtype = rank_zero_decides(lambda: base_dtype(build_on_meta(config), folder), groups.control)
+        frozen_dtype = rank_zero_decides(
+            lambda: base_dtype(build_on_meta(config), folder), groups.control
+        )
     with all_ranks_succeed(f"building the model of {folder}", groups.control):
         refuse_quantized(folder)
         if not config.init_from_scratch:
@@ -84,7 +89,12 @@ def build_initial_model(
             if config.optimizer is not None and config.optimizer.type == "adam8bit":
                 require_whole_blocks(model)
         if config.use_lora:
-            add_adapters(model, config, name, file_dtypes(model, dict(model.named_parameters()), frozen_dtype))
+            add_adapters(
+                model,
+                config,
+                name,
+                file_dtypes(model, dict(model.named_parameters()), frozen_dtype),
+            )
         require_routers(model, config)
         shard_experts(model, config, groups.meshes)
         if config.compile:
@@ -96,11 +106,14 @@ def build_initial_model(
     check_tensor_parallel(model, groups.device, groups.control)
     if config.pack_sequences:
         longest_row, sees = config.mb_spec.max_tokens_per_mb, config.train_vision
-        prepare_packing(model, config.attn_impl, groups.device, groups.control, longest_row, sequence, sees)
+        prepare_packing(
+            model, config.attn_impl, groups.device, groups.control, longest_row, sequence, sees
+        )
     elif sequence is not None:
         raise ConfigError(
-            "config key 'pack_sequences' is false, but only packed rows are cut (context_parallel_size is "
-            f"{groups.meshes.strategy.cp_size}); set it to true, or take 'c' out of config key 'backend'"
+            "config key 'pack_sequences' is false, but only packed rows are cut "
+            f"(context_parallel_size is {groups.meshes.strategy.cp_size}); set it to true, or "
+            "take 'c' out of config key 'backend'"
         )
     head = None if config.is_critic else find_scoring_head(model, groups.device, groups.control)
     if get_rank(groups.control) == 0:
@@ -117,10 +130,14 @@ def build_initial_model(
         unfilled = [name for name in unfilled if name in fresh]
     if unfilled:
         raise ConfigError(
-            f"{type(skeleton).__name__} does not initialise {unfilled[0]!r} in _init_weights: it can only be loaded, "
-            "from a folder that has it (config key 'init_from_scratch' false)"
+            f"{type(skeleton).__name__} does not initialise {unfilled[0]!r} in _init_weights: it "
+            "can only be loaded, from a folder that has it (config key 'init_from_scratch' false)"
         )
-    if config.max_model_len is None and (longest := longest_sequence(model, None)) and get_rank(groups.control) == 0:
+    if (
+        config.max_model_len is None
+        and (longest := longest_sequence(model, None))
+        and get_rank(groups.control) == 0
+    ):
         logger.warning(
             "%s: rotary frequencies for at most %d tokens; longer sequences are refused. Servers with a larger "
             "--max-model-len may compute with others: then set config key 'max_model_len' to theirs", name, longest
@@ -131,13 +148,19 @@ def build_initial_model(
 
 
 def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | None) -> BaseFolder:
-    """The source of the frozen weights of an engine's model, as rank 0 sees it. Every rank calls this."""
-    index = None if config.init_from_scratch else rank_zero_decides(lambda: index_digest(folder), group)
+    """The source of the frozen weights of an engine's model, as rank 0 sees it. Every rank calls
+    this.
+    """
+    index = (
+        None if config.init_from_scratch else rank_zero_decides(lambda: index_digest(folder), group)
+    )
     return BaseFolder(config.path, index)
 
 
 def _import_code(config: TrainEngineConfig, group: dist.ProcessGroup | None) -> None:
-    """Let one rank per node copy the code of the model to where transformers imports it from, before the others do."""
+    """Let one rank per node copy the code of the model to where transformers imports it from,
+    before the others do.
+    """
     first = is_first_of_its_node(group)
     with all_ranks_succeed(f"importing the code of {config.path}", group):
         if first:
@@ -145,11 +168,16 @@ def _import_code(config: TrainEngineConfig, group: dist.ProcessGroup | None) -> 
 
 
 def load_weights(
-    model: PreTrainedModel, folder: str | Path, config: TrainEngineConfig, group: dist.ProcessGroup | None
+    model: PreTrainedModel,
+    folder: str | Path,
+    config: TrainEngineConfig,
+    group: dist.ProcessGroup | None,
 ) -> list[str]:
-    """`load_hf` into an engine's model. If a critic loads a causal language model, its value head keeps its values.
+    """`load_hf` into an engine's model. If a critic loads a causal language model, its value head
+    keeps its values.
 
-    ``config.path`` is the local folder that the model was built from. Returns the names that ``folder`` does not have.
+    ``config.path`` is the local folder that the model was built from. Returns the names that
+    ``folder`` does not have.
     """
     missing, unexpected = (), ()
     if config.is_critic:
@@ -163,7 +191,9 @@ def load_weights(
 
 
 def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
-    """Tensors of a folder that a causal language model has in addition to its base model, under their names there."""
+    """Tensors of a folder that a causal language model has in addition to its base model, under
+    their names there.
+    """
     causal = build_causal_on_meta(config)
     if causal is None:
         return []

@@ -1,7 +1,8 @@
 """How much device memory a training step takes on each rank, computed from a model's config.
 
-Weights, gradients and moments follow from shapes and mesh. Activations follow from a forward on fake tensors, which
-have shapes but no memory: autograd tells what each block keeps for its backward. Attention counts as flash attention
+Weights, gradients and moments follow from shapes and mesh. Activations follow from a forward on
+fake tensors, which have shapes but no memory: autograd tells what each block keeps for its
+backward. Attention counts as flash attention
 does: queries, keys, values, output, and one float32 per query.
 """
 
@@ -28,7 +29,13 @@ from ..training.checkpointing import keeps_result
 from ..training.gradient_sync import choose_last
 from ..training.host_optimizer import BLOCK_BYTES
 from ..training.logprobs import PASS_ELEMENTS, chunk_elements
-from ..training.model import COMPUTE_DTYPES, UNUSABLE, build_on_meta, cast_buffers, describe_unusable
+from ..training.model import (
+    COMPUTE_DTYPES,
+    UNUSABLE,
+    build_on_meta,
+    cast_buffers,
+    describe_unusable,
+)
 from ..training.muon import trained_matrices
 from ..training.sharding import block_classes
 from ..training.vision import require_whole_rows
@@ -36,18 +43,24 @@ from ..training.vision import require_whole_rows
 logger = get_logger(__name__)
 
 _PROBE = "holdfast_plan"
-"""Name of an attention in transformers that computes nothing and keeps what flash attention keeps."""
+"""Name of an attention in transformers that computes nothing and keeps what flash attention keeps.
+"""
 _MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "adam8bit": 2 + 8 / BLOCK, "muon": 8, "sgd": 4}
-"""Bytes of optimizer state per trained parameter. SGD has none without momentum, and Muon 4 for matrices."""
+"""Bytes of optimizer state per trained parameter. SGD has none without momentum, and Muon 4 for
+matrices.
+"""
 UNCOUNTED = "activations of the vision tower are not counted"
-"""True of every plan with ``train_vision``, because the tower's forward depends on the sizes of images."""
+"""True of every plan with ``train_vision``, because the tower's forward depends on the sizes of
+images.
+"""
 _attended: ContextVar[Callable[[torch.Tensor], None]] = ContextVar("attended")
 """Called with each result of an attention."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP2 gathers together (a block, or everything outside of the blocks), and what they keep.
+    """Parameters that FSDP2 gathers together (a block, or everything outside of the blocks), and
+    what they keep.
 
     Attributes:
         dense, experts: elements of the parameters, which several ranks can share in different ways.
@@ -56,7 +69,8 @@ class Unit:
         trained_experts: elements of the trained experts.
         matrices: elements of the trained matrices that `Muon` updates.
         largest: elements of the largest trained parameter.
-        kept: bytes per token that the backward needs and that every rank of a tensor-parallel group has.
+        kept: bytes per token that the backward needs and that every rank of a tensor-parallel group
+            has.
         kept_in_parts: bytes per token that these ranks share.
         results, results_in_parts: the same for what ``gradient_checkpointing: selective`` keeps.
     """
@@ -103,14 +117,16 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank, on its device at the peak of a training step, and in host memory. Shards are taken to be even.
+    """Bytes of one rank, on its device at the peak of a training step, and in host memory. Shards
+    are taken to be even.
 
     Attributes:
         weights: shards of the parameters, float32 if trained, else in their dtype.
         gradients: shards of the gradients, or with ``gradient_sync: last`` the whole sum of a step.
-        moments: shards of the optimizer's state, or of the block that ``optimizer.offload`` has brought. In the step
-            also what an update takes.
-        gathered: parameters that FSDP2 has gathered at a time, and the gradients that it is reducing.
+        moments: shards of the optimizer's state, or of the block that ``optimizer.offload`` has
+            brought. In the step also what an update takes.
+        gathered: parameters that FSDP2 has gathered at a time, and the gradients that it is
+            reducing.
         activations: what the backward of a micro-batch needs.
         head: logits of a chunk with their gradient, and the gradient of the last hidden states.
         on_host: state that ``optimizer.offload`` or ``fsdp.offload_params`` keeps in host memory.
@@ -129,7 +145,11 @@ class MemoryPlan:
     @property
     def on_device(self) -> dict[str, int]:
         """Bytes of each part on the device, by name."""
-        return {name: n_bytes for name, n_bytes in asdict(self).items() if name not in ("on_host", "staged")}
+        return {
+            name: n_bytes
+            for name, n_bytes in asdict(self).items()
+            if name not in ("on_host", "staged")
+        }
 
     @property
     def peak(self) -> int:
@@ -138,7 +158,8 @@ class MemoryPlan:
 
 
 def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
-    """Build the model of ``config.path``, a local folder, on fake tensors, and run it on ``tokens`` tokens.
+    """Build the model of ``config.path``, a local folder, on fake tensors, and run it on ``tokens``
+    tokens.
 
     Takes about a second, and reads no weights.
 
@@ -146,38 +167,59 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
         ConfigError: see `build_on_meta`. Or the forward of this architecture depends on values.
     """
     with without_memory():
-        model, dtype = build_on_meta(replace(config, gradient_checkpointing=False)), COMPUTE_DTYPES[config.dtype]
+        model, dtype = (
+            build_on_meta(replace(config, gradient_checkpointing=False)),
+            COMPUTE_DTYPES[config.dtype],
+        )
         blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         cast_buffers(model, config)
         set_attention(model, _PROBE, instead_of="sdpa")
         if config.use_lora:
-            add_adapters(model, config, config.path, dict.fromkeys(dict(model.named_parameters()), dtype))
+            add_adapters(
+                model, config, config.path, dict.fromkeys(dict(model.named_parameters()), dtype)
+            )
         stored = {id(param): param.element_size() for param in model.parameters()}
         for param in model.parameters():
             param.data = param.data.to(dtype)  # as FSDP2 gathers them
-        units = {module: index for index, module in enumerate(m for m in model.modules() if isinstance(m, blocks))}
+        units = {
+            module: index
+            for index, module in enumerate(m for m in model.modules() if isinstance(m, blocks))
+        }
         try:
             kept = _kept_bytes(model, units, tokens)
         except UNUSABLE as error:
             raise ConfigError(
-                f"the activations of {type(model).__name__} cannot be computed from its config alone: "
-                f"{describe_unusable(error)}"
+                f"the activations of {type(model).__name__} cannot be computed from its config "
+                f"alone: {describe_unusable(error)}"
             ) from error
         text, seen = model.config.get_text_config(decoder=True), set[int]()
         matrices = {id(param) for param in trained_matrices(units)}
-        sizes = [_unit(module, kept[index], stored, matrices, seen) for module, index in units.items()]
+        sizes = [
+            _unit(module, kept[index], stored, matrices, seen) for module, index in units.items()
+        ]
         rest = _unit(model, kept[-1], stored, matrices, seen)
-        layers = getattr(text, "per_layer_config", [text])  # their numbers may differ, or transformers has no such view
-        heads = [getattr(e, "num_key_value_heads", None) or getattr(e, "num_attention_heads", 1) for e in layers]
+        layers = getattr(
+            text, "per_layer_config", [text]
+        )  # their numbers may differ, or transformers has no such view
+        heads = [
+            getattr(e, "num_key_value_heads", None) or getattr(e, "num_attention_heads", 1)
+            for e in layers
+        ]
         return ModelSizes(tuple(sizes), rest, text.hidden_size, text.vocab_size, gcd(*heads))
 
 
 def plan_step(
-    sizes: ModelSizes, config: TrainEngineConfig, strategy: ParallelStrategy, tokens: int, memory: int = 0
+    sizes: ModelSizes,
+    config: TrainEngineConfig,
+    strategy: ParallelStrategy,
+    tokens: int,
+    memory: int = 0,
 ) -> MemoryPlan:
-    """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a row).
+    """Compute the memory of a step on micro-batches of ``tokens`` tokens (of all ranks that share a
+    row).
 
-    A loss with entropies takes 32 MiB more in the head. With ``compile`` blocks keep less than planned.
+    A loss with entropies takes 32 MiB more in the head. With ``compile`` blocks keep less than
+    planned.
 
     Args:
         sizes: of `measure_model`, with the same settings of LoRA and dtype.
@@ -203,28 +245,48 @@ def plan_step(
     def whole(dense: int, experts: int) -> int:
         return dense // t + experts // e
 
-    item, reduced = (COMPUTE_DTYPES[dtype].itemsize for dtype in (config.dtype, config.grad_reduce_dtype))
-    trained = sharded(sum(unit.trained for unit in units), sum(unit.trained_experts for unit in units))
+    item, reduced = (
+        COMPUTE_DTYPES[dtype].itemsize for dtype in (config.dtype, config.grad_reduce_dtype)
+    )
+    trained = sharded(
+        sum(unit.trained for unit in units), sum(unit.trained_experts for unit in units)
+    )
     summed = reduced * sum(whole(unit.trained, unit.trained_experts) for unit in units)
-    weights = sharded(sum(unit.dense_bytes for unit in units), sum(unit.expert_bytes for unit in units))
+    weights = sharded(
+        sum(unit.dense_bytes for unit in units), sum(unit.expert_bytes for unit in units)
+    )
     moments = moment_bytes(config.optimizer, trained, sharded(sizes.n_in_matrices, 0))
 
     kept = [local_tokens * (unit.kept + unit.kept_in_parts / t) for unit in units]
     again, choice = 0.0, config.gradient_checkpointing
-    if choice:  # inputs of blocks are kept, and with `selective` some results, and one block at a time runs again
+    # inputs of blocks are kept, and with `selective` some results, and one block at a time runs
+    # again
+    if choice:
         needed = kept[:-1]
-        step = int(choice.removeprefix("every_")) if isinstance(choice, str) and choice != "selective" else 1
-        results = [local_tokens * (unit.results + unit.results_in_parts / t) for unit in sizes.blocks]
+        step = (
+            int(choice.removeprefix("every_"))
+            if isinstance(choice, str) and choice != "selective"
+            else 1
+        )
+        results = [
+            local_tokens * (unit.results + unit.results_in_parts / t) for unit in sizes.blocks
+        ]
         results = results if choice == "selective" else [0.0] * len(results)
-        kept[:-1:step] = [local_tokens * item * sizes.hidden_size + result for result in results[::step]]
-        for number, block in list(enumerate(needed))[::step]:  # the backward has freed all blocks after it
+        kept[:-1:step] = [
+            local_tokens * item * sizes.hidden_size + result for result in results[::step]
+        ]
+        for number, block in list(enumerate(needed))[
+            ::step
+        ]:  # the backward has freed all blocks after it
             again = max(again, block - results[number] - sum(kept[number + 1 : -1]))
     gathered = [item * whole(unit.dense, unit.experts) for unit in units]
     *of_blocks, of_rest = gathered
     resharded = config.fsdp.reshard_after_forward
     blocks = sum(sorted(of_blocks)[-2:] if resharded else of_blocks)  # the next one, too
     in_block = max((whole(unit.trained, unit.trained_experts) for unit in sizes.blocks), default=0)
-    in_flight = max((item + reduced) * in_block, max(of_blocks, default=0))  # reduced, or copied out of a gather
+    in_flight = max(
+        (item + reduced) * in_block, max(of_blocks, default=0)
+    )  # reduced, or copied out of a gather
     in_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
     in_head = min(sizes.vocab_size * sizes.hidden_size // t, in_rest)
     words = sizes.vocab_size // t
@@ -232,19 +294,32 @@ def plan_step(
     logits = item * chunk + 4 * min(PASS_ELEMENTS, chunk)
     logits += 4 * local_tokens * sizes.hidden_size
     last = choose_last(config, summed, memory) and strategy.world_size > 1
-    params_stay, moments_stay = (part not in config.parts_on_host for part in ("weights", "optimizer"))
+    params_stay, moments_stay = (
+        part not in config.parts_on_host for part in ("weights", "optimizer")
+    )
     reduced_gradients = 4 * trained * params_stay
     gradients = summed if last else reduced_gradients
     largest = max(unit.largest for unit in units) // shards
     block = min(trained, BLOCK_BYTES // 4 + largest)  # of `host_optimizer`
     in_step = moments if moments_stay else moments * block // max(1, trained) * params_stay
-    updated = min(trained if moments_stay else block, max(GPU_BUCKET if memory else CPU_BUCKET, largest))
+    updated = min(
+        trained if moments_stay else block, max(GPU_BUCKET if memory else CPU_BUCKET, largest)
+    )
     in_step += _update_bytes(config.optimizer, updated) * params_stay
     held = moments * moments_stay
-    reducing = reduced * in_rest + (reduced * in_rest if last else item * in_rest + reduced * in_rest // shards)
-    # (gradients, moments, gathered, activations, head) in the backward of head, block and rest, and in the step.
+    reducing = reduced * in_rest + (
+        reduced * in_rest if last else item * in_rest + reduced * in_rest // shards
+    )
+    # (gradients, moments, gathered, activations, head) in the backward of head, block and rest, and
+    # in the step.
     times = [
-        (gradients, held, of_rest + item * in_head + (0 if resharded else blocks), sum(kept), logits),
+        (
+            gradients,
+            held,
+            of_rest + item * in_head + (0 if resharded else blocks),
+            sum(kept),
+            logits,
+        ),
         (gradients, held, of_rest + item * in_head + blocks + in_flight, sum(kept) + again, 0),
         (reduced_gradients, held, of_rest + reducing, 0.0, 0),
         (reduced_gradients, in_step, 0, 0.0, 0),
@@ -263,10 +338,11 @@ def plan_step(
 
 
 def log_plan(config: TrainEngineConfig, strategy: ParallelStrategy, device: torch.device) -> None:
-    """Log the planned peak of a step next to the memory of ``device``, a GPU. ``config.path`` is a local folder.
+    """Log the planned peak of a step next to the memory of ``device``, a GPU. ``config.path`` is a
+    local folder.
 
-    Takes half a second for 28 layers, so an engine on CPUs goes without. Without ``mb_spec.max_tokens_per_mb`` nothing
-    is known of activations, and nothing is logged.
+    Takes half a second for 28 layers, so an engine on CPUs goes without. Without
+    ``mb_spec.max_tokens_per_mb`` nothing is known of activations, and nothing is logged.
     """
     tokens = config.mb_spec.max_tokens_per_mb
     if device.type != "cuda" or tokens is None or config.optimizer is None:
@@ -287,14 +363,18 @@ def log_plan(config: TrainEngineConfig, strategy: ParallelStrategy, device: torc
 
 
 def moment_bytes(config: OptimizerConfig, trained: int, in_matrices: int) -> int:
-    """Bytes of optimizer state for a number of trained parameters, some of them in matrices that `Muon` updates."""
+    """Bytes of optimizer state for a number of trained parameters, some of them in matrices that
+    `Muon` updates.
+    """
     if config.type == "sgd" and not config.momentum:
         return 0
     return int(_MOMENT_BYTES[config.type] * trained) - 4 * in_matrices * (config.type == "muon")
 
 
 def _update_bytes(config: OptimizerConfig, together: int) -> int:
-    """Bytes of the temporary tensors of an update, for the number of parameters that are updated together."""
+    """Bytes of the temporary tensors of an update, for the number of parameters that are updated
+    together.
+    """
     match config.type:
         case "adam_bf16":
             return 30 * together
@@ -304,9 +384,20 @@ def _update_bytes(config: OptimizerConfig, together: int) -> int:
             return 0
 
 
-def _unit(module: nn.Module, kept: list[float], stored: dict[int, int], matrices: set[int], seen: set[int]) -> Unit:
+def _unit(
+    module: nn.Module, kept: list[float], stored: dict[int, int], matrices: set[int], seen: set[int]
+) -> Unit:
     """Sum up the parameters of ``module`` that are not yet ``seen``."""
-    names = ("dense", "experts", "dense_bytes", "expert_bytes", "trained", "trained_experts", "matrices", "largest")
+    names = (
+        "dense",
+        "experts",
+        "dense_bytes",
+        "expert_bytes",
+        "trained",
+        "trained_experts",
+        "matrices",
+        "largest",
+    )
     sums = dict.fromkeys(names, 0)
     for name, param in module.named_parameters():
         if id(param) in seen:
@@ -322,9 +413,12 @@ def _unit(module: nn.Module, kept: list[float], stored: dict[int, int], matrices
     return Unit(**sums, **dict(kept_bytes))
 
 
-def _kept_bytes(model: PreTrainedModel, units: dict[nn.Module, int], tokens: int) -> dict[int, list[float]]:
-    """Bytes per token in each unit (-1: outside of them): of hidden states and of others that autograd keeps, and the
-    same of results that ``gradient_checkpointing: selective`` keeps."""
+def _kept_bytes(
+    model: PreTrainedModel, units: dict[nn.Module, int], tokens: int
+) -> dict[int, list[float]]:
+    """Bytes per token in each unit (-1: outside of them): of hidden states and of others that
+    autograd keeps, and the same of results that ``gradient_checkpointing: selective`` keeps.
+    """
     width = model.config.get_text_config(decoder=True).hidden_size
     known = {storage_id(param) for param in model.parameters()}
     kept: dict[int, list[float]] = {index: [0.0] * 4 for index in (-1, *units.values())}
@@ -334,7 +428,9 @@ def _kept_bytes(model: PreTrainedModel, units: dict[nn.Module, int], tokens: int
         if storage_id(tensor) not in known:
             known.add(storage_id(tensor))
             held.append(tensor)  # so that no other storage gets its id
-            kept[current[-1]][tensor.shape[-1:] != (width,)] += tensor.untyped_storage().nbytes() / tokens
+            kept[current[-1]][tensor.shape[-1:] != (width,)] += (
+                tensor.untyped_storage().nbytes() / tokens
+            )
         return tensor
 
     def add_result(tensor: torch.Tensor) -> None:
@@ -348,7 +444,10 @@ def _kept_bytes(model: PreTrainedModel, units: dict[nn.Module, int], tokens: int
         module.register_forward_hook(leave)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     token = _attended.set(add_result)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Results(add_result):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        _Results(add_result),
+    ):
         model.base_model(input_ids=ids, position_ids=ids.clone(), use_cache=False)
     _attended.reset(token)
     return kept
@@ -376,7 +475,9 @@ class _Results(TorchDispatchMode):
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         for result in (out, sums):
@@ -386,7 +487,12 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _attend(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
 ) -> tuple[torch.Tensor, None]:
     return _FlashAttention.apply(query, key, value).transpose(1, 2), None  # type: ignore[union-attr]
 

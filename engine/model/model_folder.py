@@ -1,9 +1,10 @@
 """The folder of the initial model: a local one, or a snapshot of a model on the Hugging Face hub.
 
-A model on the hub is pinned first: rank 0 looks up the commit of the revision, and every rank takes that commit, even
-if others push meanwhile. One rank per node downloads it into the cache of `huggingface_hub`, and the others read it
-there. ``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN`` and ``HF_HUB_OFFLINE`` work as usual: offline, or if the hub cannot be
-reached, a complete revision in the cache is used.
+A model on the hub is pinned first: rank 0 looks up the commit of the revision, and every rank takes
+that commit, even if others push meanwhile. One rank per node downloads it into the cache of
+`huggingface_hub`, and the others read it there. ``HF_ENDPOINT``, ``HF_HOME``, ``HF_TOKEN`` and
+``HF_HUB_OFFLINE`` work as usual: offline, or if the hub cannot be reached, a complete revision in
+the cache is used.
 """
 
 import json
@@ -33,22 +34,37 @@ from ..config import TrainEngineConfig
 
 logger = get_logger(__name__)
 
-_OTHER_FORMATS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ot"]
+_OTHER_FORMATS = [
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.h5",
+    "*.msgpack",
+    "*.gguf",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+]
 _OTHER_FILES = ["*/*", "consolidated*.safetensors", ".*", *_OTHER_FORMATS]
 
 
 def require_model_folder(path: str) -> Path:
     """Return ``path`` if it is a local folder of a Hugging Face model, else raise ConfigError."""
-    if not path or not os.path.isfile(os.path.join(path, "config.json")):  # pathlib's raises OSError
+    if not path or not os.path.isfile(
+        os.path.join(path, "config.json")
+    ):  # pathlib's raises OSError
         raise ConfigError(
-            f"config key 'path' is {path!r}; expected a folder with the config.json of a Hugging Face model, or the id "
-            "of a model on the hub ('Qwen/Qwen3-0.6B')"
+            f"config key 'path' is {path!r}; expected a folder with the config.json of a Hugging "
+            "Face model, or the id of a model on the hub ('Qwen/Qwen3-0.6B')"
         )
     return Path(path)
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """The unchanged ``config.json`` of a folder. Empty if there is none, or if it is not a JSON object."""
+    """The unchanged ``config.json`` of a folder. Empty if there is none, or if it is not a JSON
+    object.
+    """
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
@@ -72,16 +88,21 @@ def index_digest(folder: Path) -> str | None:
 
 
 def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None = None) -> Path:
-    """The local folder of the model at ``config.path``, downloaded if necessary. Every rank of ``group`` calls this.
+    """The local folder of the model at ``config.path``, downloaded if necessary. Every rank of
+    ``group`` calls this.
 
-    Raises ConfigError if ``path`` is neither a folder with a ``config.json`` nor a model on the hub (in the cache if
-    offline), or if a local folder has a ``revision``, and PeerError if only other ranks failed.
+    Raises ConfigError if ``path`` is neither a folder with a ``config.json`` nor a model on the hub
+    (in the cache if offline), or if a local folder has a ``revision``, and PeerError if only other
+    ranks failed.
     """
     path = config.path
     if not _is_on_hub(path, group):
         with all_ranks_succeed(f"finding the model at {path!r}", group):
             if config.revision is not None:
-                raise ConfigError(f"config key 'revision' is {config.revision!r}, but 'path' is a local folder: {path}")
+                raise ConfigError(
+                    f"config key 'revision' is {config.revision!r}, but 'path' is a local folder: "
+                    f"{path}"
+                )
             return require_model_folder(path)
     ignored = [*_OTHER_FILES, *([] if config.trust_remote_code else ["*.py"])]
     if config.init_from_scratch:
@@ -89,7 +110,9 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
     commit = rank_zero_decides(lambda: fetch_config(path, config.revision).name, group)
     downloading = is_first_of_its_node(group)
     all_ranks_succeed_slowly(
-        f"downloading {path}", lambda: downloading and _from_hub(path, commit, ignore_patterns=ignored), group
+        f"downloading {path}",
+        lambda: downloading and _from_hub(path, commit, ignore_patterns=ignored),
+        group,
     )
     with all_ranks_succeed(f"finding {path} in the cache", group):
         folder = _from_hub(path, commit, ignore_patterns=ignored, local_files_only=True)
@@ -99,12 +122,15 @@ def find_model_folder(config: TrainEngineConfig, group: dist.ProcessGroup | None
 
 
 def fetch_config(path: str, revision: str | None = None) -> Path:
-    """Snapshot in the cache with the ``config.json`` of a model on the hub. Raises ConfigError if there is none."""
+    """Snapshot in the cache with the ``config.json`` of a model on the hub. Raises ConfigError if
+    there is none.
+    """
     return _from_hub(path, revision, allow_patterns=["config.json"])
 
 
 def find_source_folder(config: Any) -> Path | None:
-    """The local folder, or the snapshot in the cache of the hub, that a model was loaded from. Downloads nothing.
+    """The local folder, or the snapshot in the cache of the hub, that a model was loaded from.
+    Downloads nothing.
 
     ``config`` is the config of the model. None if it names no folder, or the folder is gone.
     """
@@ -120,7 +146,9 @@ def find_source_folder(config: Any) -> Path | None:
 
 
 def _is_on_hub(path: str, group: dist.ProcessGroup | None) -> bool:
-    """Whether ``path`` is the id of a model on the hub. A folder on any rank is a folder for all ranks."""
+    """Whether ``path`` is the id of a model on the hub. A folder on any rank is a folder for all
+    ranks.
+    """
     if any_rank(os.path.exists(path), group):  # pathlib's may raise: the others would wait
         return False
     try:
@@ -137,8 +165,9 @@ def _from_hub(path: str, revision: str | None, **options: object) -> Path:
         reason = str(error).strip().splitlines()[0]
         revised = "" if revision is None else f" (revision {revision})"
         raise ConfigError(
-            f"config key 'path' is {path!r}{revised}: there is no such folder, and no such model could be had from "
-            f"{constants.ENDPOINT} or the cache {constants.HF_HUB_CACHE}: {type(error).__name__}: {reason}"
+            f"config key 'path' is {path!r}{revised}: there is no such folder, and no such model "
+            f"could be had from {constants.ENDPOINT} or the cache {constants.HF_HUB_CACHE}: "
+            f"{type(error).__name__}: {reason}"
         ) from error
 
 

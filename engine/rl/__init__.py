@@ -1,4 +1,6 @@
-"""Reinforcement learning on top of an engine: actor, critic, losses and advantages. Also reward models, DPO and SFT."""
+"""Reinforcement learning on top of an engine: actor, critic, losses and advantages. Also reward
+models, DPO and SFT.
+"""
 
 from .actor import PPOActor
 from .alignment import from_areal_alignment, to_areal_alignment

@@ -56,7 +56,8 @@ class PPOActor:
         engine.step_lr_scheduler()
 
     Attributes:
-        kl_ctl: coefficient of the KL in rewards. With ``kl_target`` the engine saves and restores it.
+        kl_ctl: coefficient of the KL in rewards. With ``kl_target`` the engine saves and restores
+            it.
     """
 
     def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
@@ -70,13 +71,17 @@ class PPOActor:
     def compute_logp(self, batch: Batch) -> torch.Tensor:
         """Log-probability of every token under the current weights: ``[B, S]`` float32.
 
-        Aligned with the token (0 at the first token and at padding), at the temperature of the configuration.
+        Aligned with the token (0 at the first token and at padding), at the temperature of the
+        configuration.
         """
         self.engine.eval()
-        return self.engine.forward_batch(batch, lambda output, micro_batch: self._logprobs(output, micro_batch)[0])
+        return self.engine.forward_batch(
+            batch, lambda output, micro_batch: self._logprobs(output, micro_batch)[0]
+        )
 
     def compute_ref_logp(self, batch: Batch) -> torch.Tensor:
-        """`compute_logp` of the base under the adapters: ``ref_logp`` for a LoRA policy, without a second model.
+        """`compute_logp` of the base under the adapters: ``ref_logp`` for a LoRA policy, without a
+        second model.
 
         Raises:
             ConfigError: the engine has no adapters. Use another engine with the reference weights.
@@ -85,34 +90,46 @@ class PPOActor:
             return self.compute_logp(batch)
 
     def compute_advantages(self, batch: Batch) -> Batch:
-        """Return the batch with ``advantages`` ``[B, S]`` and the effective ``loss_mask``. The argument does not
-        change.
+        """Return the batch with ``advantages`` ``[B, S]`` and the effective ``loss_mask``. The
+        argument does not change.
 
         - Rewards get the overlong penalty, then bias, scale, clip and normalisation.
-        - With ``values`` in the batch the advantages are GAE's, and ``returns`` are added. Without, every loss token
-          gets the reward of its sequence (GRPO).
-        - With ``kl_ctl`` each token gets its own penalty (``kl_rewards``, ``[B, S]``), which counts for the tokens up
-          to it.
+        - With ``values`` in the batch the advantages are GAE's, and ``returns`` are added. Without,
+          every loss token gets the reward of its sequence (GRPO).
+        - With ``kl_ctl`` each token gets its own penalty (``kl_rewards``, ``[B, S]``), which counts
+          for the tokens up to it.
         - ``adv_norm`` comes last.
         - With ``mask_truncated_completions`` truncated answers have no loss token.
 
         Raises:
-            BatchError: ``rewards`` are not finite or not ``[B]``, the batch is not whole groups of ``group_size``, an
-                entry that a config key requires is missing, or another rank refused its share.
+            BatchError: ``rewards`` are not finite or not ``[B]``, the batch is not whole groups of
+                ``group_size``, an entry that a config key requires is missing, or another rank
+                refused its share.
         """
         with all_ranks_accept(self.engine):
             self._validate_rewards(batch)
         result, config, loss_mask = {**batch}, self.config, loss_mask_of(batch)
         rewards, sum_over_ranks = batch["rewards"].float(), self.engine.all_reduce_stats
         if config.overlong_reward_penalty:
-            assert config.max_new_tokens and config.overlong_tokens and config.overlong_penalty_factor is not None
+            assert (
+                config.max_new_tokens
+                and config.overlong_tokens
+                and config.overlong_penalty_factor is not None
+            )
             sizes = (config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
             rewards = rewards + overlong_penalty(loss_mask, *sizes)
         rewards = self._scale(rewards)
-        gae = partial(gae_advantages, loss_mask=loss_mask, discount=config.discount, gae_lambda=config.gae_lambda)
+        gae = partial(
+            gae_advantages,
+            loss_mask=loss_mask,
+            discount=config.discount,
+            gae_lambda=config.gae_lambda,
+        )
         kl_rewards: torch.Tensor | None = None
         if config.kl_ctl:
-            kl_rewards = torch.where(loss_mask, -self.kl_ctl.value * self._kl_of_rewards(batch), 0.0)
+            kl_rewards = torch.where(
+                loss_mask, -self.kl_ctl.value * self._kl_of_rewards(batch), 0.0
+            )
             result["kl_rewards"] = kl_rewards
         if "values" in batch:
             if (reward_norm := self._norm(config.reward_norm)) is not None:
@@ -122,8 +139,12 @@ class PPOActor:
                 token_rewards = token_rewards + kl_rewards
             last_values = None
             if config.bootstrap_truncated:
-                last_values = torch.where(batch["truncated"].bool(), batch["last_values"].float(), 0.0)
-            advantages, result["returns"] = gae(token_rewards, batch["values"], last_values=last_values)
+                last_values = torch.where(
+                    batch["truncated"].bool(), batch["last_values"].float(), 0.0
+                )
+            advantages, result["returns"] = gae(
+                token_rewards, batch["values"], last_values=last_values
+            )
         else:
             advantages = self._answer_advantages(batch, rewards, loss_mask)
             if kl_rewards is not None:
@@ -140,21 +161,23 @@ class PPOActor:
         """Take ``ppo_n_minibatches`` optimizer steps on a batch from `compute_advantages`.
 
         The ratio is relative to ``logprobs`` (from the rollout), or with ``recompute_logprob`` or
-        ``use_decoupled_loss`` to ``prox_logp``, which is computed here unless the batch has it. The caller advances the
-        learning-rate schedule.
+        ``use_decoupled_loss`` to ``prox_logp``, which is computed here unless the batch has it. The
+        caller advances the learning-rate schedule.
 
         Returns:
             the statistics of `train_minibatches`, and over all ranks, if they apply:
                 - ``kl_ctl``: the coefficient used in rewards (``kl_target`` adapts it afterwards).
                 - ``reward``: mean of the raw rewards over sequences, NaN if no rank has any.
-                - Means over loss tokens: ``advantage``, ``ratio``, ``entropy`` (nats), ``kl`` (old policy to this one),
-                  ``kl_ref`` (to the reference policy), ``behave_kl`` (sampling policy to the trainer's before the
-                  update, only for the first mini-batch if no forward pass computes it), and statistics of the loss
-                  (``clip_fraction`` ...). KLs are k3 estimates, ``kl_k1`` etc. are k1 estimates.
+                - Means over loss tokens: ``advantage``, ``ratio``, ``entropy`` (nats), ``kl`` (old
+                  policy to this one), ``kl_ref`` (to the reference policy), ``behave_kl`` (sampling
+                  policy to the trainer's before the update, only for the first mini-batch if no
+                  forward pass computes it), and statistics of the loss (``clip_fraction`` ...). KLs
+                  are k3 estimates, ``kl_k1`` etc. are k1 estimates.
 
         Raises:
-            BatchError: ``advantages``, the old log-probabilities or (with ``kl_loss_coef``) ``ref_logp`` are missing or
-                not finite, no rank has a loss token, or another rank refused its share.
+            BatchError: ``advantages``, the old log-probabilities or (with ``kl_loss_coef``)
+                ``ref_logp`` are missing or not finite, no rank has a loss token, or another rank
+                refused its share.
         """
         with all_ranks_accept(self.engine):
             validate_batch(batch)
@@ -165,9 +188,16 @@ class PPOActor:
             stats.add({"kl_reward": batch["kl_rewards"]}, share["loss_mask"])
         self.engine.train()
         n_minibatches, loss_fn = self.config.ppo_n_minibatches, self._loss_fn(stats)
-        result = train_minibatches(self.engine, share, n_minibatches, loss_fn, count_losses, self._preparation())
+        result = train_minibatches(
+            self.engine, share, n_minibatches, loss_fn, count_losses, self._preparation()
+        )
         reward = mean_over_ranks(self.engine, batch.get("rewards"))
-        return {"reward": reward, **self._update_kl_ctl(batch), **stats.reduce(self.engine, _TOKEN_STATS), **result}
+        return {
+            "reward": reward,
+            **self._update_kl_ctl(batch),
+            **stats.reduce(self.engine, _TOKEN_STATS),
+            **result,
+        }
 
     def _share_of(self, batch: Batch) -> Batch:
         needed = (*INPUTS, "advantages", "ref_logp")
@@ -181,7 +211,9 @@ class PPOActor:
         elif method != "recompute":
             share["prox_alpha"] = prox_alpha(batch["versions"], self.engine.get_version())
         if self._recomputes and ("prox_logp" in batch or method in ("recompute", "metrics")):
-            share["prox_logp"] = batch["prox_logp"] if "prox_logp" in batch else self.compute_logp(batch)
+            share["prox_logp"] = (
+                batch["prox_logp"] if "prox_logp" in batch else self.compute_logp(batch)
+            )
         return with_loss_weights(share, self.config.agg_mode, self.config.loss_scale_factor)
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:
@@ -189,7 +221,9 @@ class PPOActor:
         policy_loss = POLICY_LOSSES[config.policy_loss]
 
         def loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
-            mask, advantages, cu_seqlens = (micro_batch[key] for key in ("loss_mask", "advantages", "cu_seqlens"))
+            mask, advantages, cu_seqlens = (
+                micro_batch[key] for key in ("loss_mask", "advantages", "cu_seqlens")
+            )
             logprobs, entropy = self._logprobs(output, micro_batch)
             old_logprobs = _old_logprobs(micro_batch, logprobs)
             of_sequences, picked = (cu_seqlens, config.ratio_level), micro_batch.get("picked")
@@ -197,16 +231,25 @@ class PPOActor:
             losses, seen = policy_loss(inputs, config)
             if config.use_decoupled_loss:
                 bounds = (cu_seqlens, config.rejection_sampling)
-                weights, of_weights = behave_weights(old_logprobs, micro_batch["behave_logp"], mask, *bounds)
+                weights, of_weights = behave_weights(
+                    old_logprobs, micro_batch["behave_logp"], mask, *bounds
+                )
                 losses, seen = losses * weights, {**seen, **of_weights}
-            seen = {**seen, "ratio": inputs.log_ratio.exp(), "entropy": entropy, "advantage": advantages}
+            seen = {
+                **seen,
+                "ratio": inputs.log_ratio.exp(),
+                "entropy": entropy,
+                "advantage": advantages,
+            }
             seen |= kl_stats("kl", old_logprobs, logprobs, mask)
             if "ref_logp" in micro_batch:
                 ref_logp = torch.where(inputs.mask, micro_batch["ref_logp"], 0.0)
                 seen |= kl_stats("kl_ref", logprobs, ref_logp, mask)
                 if config.kl_loss_coef:
                     estimator = config.kl_estimator or "k3"
-                    losses = losses + config.kl_loss_coef * kl_estimate(inputs.logprobs, ref_logp, estimator)
+                    losses = losses + config.kl_loss_coef * kl_estimate(
+                        inputs.logprobs, ref_logp, estimator
+                    )
             if config.entropy_coeff:
                 losses = losses - config.entropy_coeff * entropy
             stats.add(seen, mask)
@@ -225,7 +268,9 @@ class PPOActor:
             if self.config.policy_loss in OF_PICKED_TOKENS:
                 logprobs = self.compute_logp(minibatch)
                 old_logprobs = _old_logprobs(minibatch, logprobs)
-                minibatch["picked"] = picked_tokens(minibatch, logprobs, old_logprobs, self.config, self.engine)
+                minibatch["picked"] = picked_tokens(
+                    minibatch, logprobs, old_logprobs, self.config, self.engine
+                )
             return minibatch
 
         return prepare
@@ -240,22 +285,39 @@ class PPOActor:
 
     def _scale(self, rewards: torch.Tensor) -> torch.Tensor:
         limit = self.config.reward_clip
-        return ((rewards.float() + self.config.reward_bias) * self.config.reward_scaling).clamp(-limit, limit)
+        return ((rewards.float() + self.config.reward_bias) * self.config.reward_scaling).clamp(
+            -limit, limit
+        )
 
-    def _answer_advantages(self, batch: Batch, rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-        estimator, sum_over_ranks = ADV_ESTIMATORS[self.config.adv_estimator], self.engine.all_reduce_stats
+    def _answer_advantages(
+        self, batch: Batch, rewards: torch.Tensor, loss_mask: torch.Tensor
+    ) -> torch.Tensor:
+        estimator, sum_over_ranks = (
+            ADV_ESTIMATORS[self.config.adv_estimator],
+            self.engine.all_reduce_stats,
+        )
         if estimator is None:
-            return grpo_advantages(rewards, loss_mask, self._norm(self.config.reward_norm), sum_over_ranks)
-        baselines = self._scale(batch["reward_baselines"]).double() if "reward_baselines" in batch else None
+            return grpo_advantages(
+                rewards, loss_mask, self._norm(self.config.reward_norm), sum_over_ranks
+            )
+        baselines = (
+            self._scale(batch["reward_baselines"]).double() if "reward_baselines" in batch else None
+        )
         lengths = loss_mask.sum(1)
-        scores = estimator(Outcomes(rewards.double(), lengths, self.config.group_size, baselines, sum_over_ranks))
+        scores = estimator(
+            Outcomes(rewards.double(), lengths, self.config.group_size, baselines, sum_over_ranks)
+        )
         return torch.where(loss_mask, scores.float()[:, None], 0.0)
 
     def _kl_of_rewards(self, batch: Batch) -> torch.Tensor:
-        return kl_estimate(batch[self._sampled(batch)], batch["ref_logp"], self.config.kl_estimator or "k1")
+        return kl_estimate(
+            batch[self._sampled(batch)], batch["ref_logp"], self.config.kl_estimator or "k1"
+        )
 
     def _update_kl_ctl(self, batch: Batch) -> dict[str, float]:
-        """Adapt the coefficient to the KL of the batch: the mean over sequences of their mean KL, as in verl."""
+        """Adapt the coefficient to the KL of the batch: the mean over sequences of their mean KL,
+        as in verl.
+        """
         if "kl_rewards" not in batch:
             return {}
         mask, used = loss_mask_of(batch), self.kl_ctl.value
@@ -289,48 +351,64 @@ class PPOActor:
             require_per_token(batch, "values", loss_mask_of(batch), "")
         if self.config.kl_ctl:
             for key in (self._sampled(batch), "ref_logp"):
-                require_per_token(batch, key, loss_mask_of(batch), "kl_ctl is not 0, so rewards need it")
+                require_per_token(
+                    batch, key, loss_mask_of(batch), "kl_ctl is not 0, so rewards need it"
+                )
         self._validate_truncated(batch)
 
     def _validate_truncated(self, batch: Batch) -> None:
         shape, bootstraps = batch["rewards"].shape, self.config.bootstrap_truncated
         key = "bootstrap_truncated" if bootstraps else "mask_truncated_completions"
-        if getattr(self.config, key) and ("truncated" not in batch or batch["truncated"].shape != shape):
+        if getattr(self.config, key) and (
+            "truncated" not in batch or batch["truncated"].shape != shape
+        ):
             raise BatchError(
-                f"the batch has no 'truncated' of shape [batch], which {key} needs: whether each answer was cut off"
+                f"the batch has no 'truncated' of shape [batch], which {key} needs: whether each "
+                "answer was cut off"
             )
         if bootstraps and "values" not in batch:
-            raise BatchError("bootstrap_truncated is for GAE, but the batch has no 'values'; leave the key out")
+            raise BatchError(
+                "bootstrap_truncated is for GAE, but the batch has no 'values'; leave the key out"
+            )
         if bootstraps and not _is_finite(batch, "last_values", batch["truncated"]):
             raise BatchError(
-                "the batch has no finite 'last_values' of shape [batch], which bootstrap_truncated needs; the critic's "
-                "with_values gives them"
+                "the batch has no finite 'last_values' of shape [batch], which "
+                "bootstrap_truncated needs; the critic's with_values gives them"
             )
 
     def _validate_estimator(self, batch: Batch) -> None:
         name = self.config.adv_estimator
         if name != "grpo" and "values" in batch:
-            raise BatchError(f"the batch has 'values', which are for GAE, but adv_estimator is {name!r}; leave one out")
+            raise BatchError(
+                f"the batch has 'values', which are for GAE, but adv_estimator is {name!r}; leave "
+                "one out"
+            )
         if name in OVER_GROUPS:
             check_groups(len(batch["rewards"]), self.config.group_size)
         if name == "remax" and not _is_finite(batch, "reward_baselines"):
             raise BatchError(
-                "the batch has no finite 'reward_baselines' of shape [batch], which adv_estimator 'remax' needs: the "
-                "reward of the greedy answer to each prompt"
+                "the batch has no finite 'reward_baselines' of shape [batch], which adv_estimator "
+                "'remax' needs: the reward of the greedy answer to each prompt"
             )
 
     def _validate_update(self, batch: Batch) -> None:
         mask = loss_mask_of(batch)
-        require_per_token(batch, "advantages", mask, "give the batch that compute_advantages returns")
+        require_per_token(
+            batch, "advantages", mask, "give the batch that compute_advantages returns"
+        )
         if not self.config.recompute_logprob or self.config.use_decoupled_loss:
-            require_per_token(batch, "logprobs", mask, "the rollout must give them, or set recompute_logprob")
+            require_per_token(
+                batch, "logprobs", mask, "the rollout must give them, or set recompute_logprob"
+            )
         if self._recomputes and "prox_logp" in batch:
             require_per_token(batch, "prox_logp", mask, "")
         if self.config.prox_logp_method in ("loglinear", "metrics"):
             hint = "prox_logp_method needs the version that sampled each token, as rollouts give it"
             require_per_token(batch, "versions", mask, hint)
         if self.config.kl_loss_coef or self.config.kl_target is not None or "ref_logp" in batch:
-            hint = "with kl_loss_coef or kl_target, the reference policy's compute_logp must give it"
+            hint = (
+                "with kl_loss_coef or kl_target, the reference policy's compute_logp must give it"
+            )
             require_per_token(batch, "ref_logp", mask, hint)
 
 
@@ -338,20 +416,29 @@ def _is_finite(batch: Batch, key: str, rows: torch.Tensor | None = None) -> bool
     """Whether the batch has ``[B]`` numbers under ``key``, finite in ``rows`` (by default in all)."""
     if key not in batch or batch[key].shape != batch["rewards"].shape:
         return False
-    return bool(torch.isfinite(batch[key].float() if rows is None else batch[key].float()[rows.bool()]).all())
+    return bool(
+        torch.isfinite(
+            batch[key].float() if rows is None else batch[key].float()[rows.bool()]
+        ).all()
+    )
 
 
 def _old_logprobs(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
     if "prox_logp" in batch:
         return batch["prox_logp"]
     if "prox_alpha" in batch:
-        return interpolate_prox_logp(batch["behave_logp"], logprobs, batch["prox_alpha"], batch["loss_mask"])
+        return interpolate_prox_logp(
+            batch["behave_logp"], logprobs, batch["prox_alpha"], batch["loss_mask"]
+        )
     return batch["behave_logp"]
 
 
-def _add_mismatch(stats: TokenStats, micro_batch: Batch, logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> None:
-    """Distance from the sampling policy to the trainer's before the update. Without a forward pass for the latter, it
-    covers only the first mini-batch."""
+def _add_mismatch(
+    stats: TokenStats, micro_batch: Batch, logprobs: torch.Tensor, old_logprobs: torch.Tensor
+) -> None:
+    """Distance from the sampling policy to the trainer's before the update. Without a forward pass
+    for the latter, it covers only the first mini-batch.
+    """
     of_prox = "prox_logp" in micro_batch
     if "behave_logp" not in micro_batch or not (of_prox or "before_update" in micro_batch):
         return
@@ -359,5 +446,7 @@ def _add_mismatch(stats: TokenStats, micro_batch: Batch, logprobs: torch.Tensor,
     known = micro_batch["loss_mask"].bool() & torch.isfinite(behave_logp)
     seen = kl_stats("behave_kl", behave_logp, old_logprobs if of_prox else logprobs, known)
     if of_prox and "prox_alpha" in micro_batch:
-        seen |= approximation_errors(old_logprobs, behave_logp, logprobs, micro_batch["prox_alpha"], known)
+        seen |= approximation_errors(
+            old_logprobs, behave_logp, logprobs, micro_batch["prox_alpha"], known
+        )
     stats.add(seen, known)

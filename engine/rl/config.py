@@ -62,31 +62,42 @@ class PPOActorConfig(TrainEngineConfig):
     """``ppo``, ``gspo``, ``cispo``, ``sapo``, ``gpg``, ``gmpo``, ``clip_cov`` or ``kl_cov``: see
     `holdfast.engine.rl.policy_losses`."""
     importance_sampling_level: str = "token"
-    """``token``, or ``sequence``: the ratio of a token is the geometric mean over its sequence (with ``ppo``: GSPO)."""
+    """``token``, or ``sequence``: the ratio of a token is the geometric mean over its sequence
+    (with ``ppo``: GSPO).
+    """
     loss_agg_mode: str | None = None
-    """Aggregation of token losses: ``token-mean``, ``seq-mean-token-mean``, ``seq-mean-token-sum`` or
-    ``seq-mean-token-sum-norm``, always over all ranks and micro-batches. Null: ``seq-mean-token-mean`` with ``gmpo``,
-    which has one loss per sequence, else ``token-mean``."""
+    """Aggregation of token losses: ``token-mean``, ``seq-mean-token-mean``, ``seq-mean-token-sum``
+    or ``seq-mean-token-sum-norm``, always over all ranks and micro-batches. Null:
+    ``seq-mean-token-mean`` with ``gmpo``, which has one loss per sequence, else ``token-mean``.
+    """
     loss_scale_factor: float | None = None
-    """Constant divisor for ``seq-mean-token-sum-norm`` (Dr. GRPO), usually the length of the longest answer."""
+    """Constant divisor for ``seq-mean-token-sum-norm`` (Dr. GRPO), usually the length of the
+    longest answer.
+    """
     eps_clip: float = 0.2
     """The ratio is clipped to at least ``1 - eps_clip``, and to at most ``1 + eps_clip_higher``."""
     eps_clip_higher: float | None = None
     """Upper clip (DAPO). Null takes ``eps_clip``."""
     c_clip: float | None = None
-    """Dual clip: with a negative advantage the loss is at most ``c_clip * |advantage|``. Null for none."""
+    """Dual clip: with a negative advantage the loss is at most ``c_clip * |advantage|``. Null for
+    none.
+    """
     sapo_tau_pos: float = 1.0
     """``sapo``: sharpness of the gate at positive advantages."""
     sapo_tau_neg: float = 1.05
     """``sapo``: sharpness at other advantages."""
     clip_cov_ratio: float = 0.0002
-    """``clip_cov``: share of the loss tokens of a mini-batch that lose their gradient, at least one token ..."""
+    """``clip_cov``: share of the loss tokens of a mini-batch that lose their gradient, at least one
+    token ...
+    """
     clip_cov_lb: float = 1.0
     """... drawn from those with a covariance above this ..."""
     clip_cov_ub: float = 5.0
     """... and below this."""
     kl_cov_ratio: float = 0.0002
-    """``kl_cov``: share of the loss tokens of a mini-batch, with the largest covariance, that get a penalty ..."""
+    """``kl_cov``: share of the loss tokens of a mini-batch, with the largest covariance, that get a
+    penalty ...
+    """
     ppo_kl_coef: float = 0.1
     """... with this coefficient."""
     reward_norm: NormConfig | None = None
@@ -98,8 +109,10 @@ class PPOActorConfig(TrainEngineConfig):
     reward_clip: float = 20.0
     """Scaled rewards are clipped to plus or minus this, before they are normalised."""
     adv_estimator: str = "grpo"
-    """Advantage of an answer: ``grpo`` (``reward_norm``), or instead ``remax`` (minus ``reward_baselines`` of the
-    batch), ``opo``, ``gpg`` or ``grpo_passk``: see `holdfast.engine.rl.advantages`."""
+    """Advantage of an answer: ``grpo`` (``reward_norm``), or instead ``remax`` (minus
+    ``reward_baselines`` of the batch), ``opo``, ``gpg`` or ``grpo_passk``: see
+    `holdfast.engine.rl.advantages`.
+    """
     adv_norm: NormConfig | None = None
     """Normalisation of advantages over loss tokens."""
     discount: float = 1.0
@@ -107,47 +120,62 @@ class PPOActorConfig(TrainEngineConfig):
     gae_lambda: float = 1.0
     """GAE's lambda. Used only when the batch has ``values``."""
     bootstrap_truncated: bool = False
-    """GAE of truncated answers (``truncated`` in the batch) continues with the value after their last token
-    (``last_values``) instead of 0."""
+    """GAE of truncated answers (``truncated`` in the batch) continues with the value after their
+    last token (``last_values``) instead of 0.
+    """
     kl_ctl: float = 0.0
-    """Penalty on the reward of every token: this coefficient times the estimated KL to the reference policy
-    (``ref_logp`` in the batch)."""
+    """Penalty on the reward of every token: this coefficient times the estimated KL to the
+    reference policy (``ref_logp`` in the batch).
+    """
     kl_target: float | None = None
-    """Target KL to the reference policy, in nats per token. ``kl_ctl`` is adapted to it after every update, and the
-    engine saves the adapted coefficient. Null: a fixed ``kl_ctl``."""
+    """Target KL to the reference policy, in nats per token. ``kl_ctl`` is adapted to it after every
+    update, and the engine saves the adapted coefficient. Null: a fixed ``kl_ctl``.
+    """
     kl_horizon: int = 10000
-    """Sequences in which a KL that stays 20 % or more off the target changes the coefficient by about a fifth."""
+    """Sequences in which a KL that stays 20 % or more off the target changes the coefficient by
+    about a fifth.
+    """
     kl_loss_coef: float = 0.0
     """Weight of the KL to the reference policy in the loss (``ref_logp`` in the batch)."""
     kl_estimator: str | None = None
-    """Estimator of the KL to the reference policy for ``kl_ctl`` and ``kl_loss_coef``: ``k1`` (in the loss with the
-    gradient of k2), ``k2``, ``k3``, or ``low_var_kl``, which is k3 up to 10. Null: k1 in rewards, k3 in the loss."""
+    """Estimator of the KL to the reference policy for ``kl_ctl`` and ``kl_loss_coef``: ``k1`` (in
+    the loss with the gradient of k2), ``k2``, ``k3``, or ``low_var_kl``, which is k3 up to 10.
+    Null: k1 in rewards, k3 in the loss.
+    """
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     recompute_logprob: bool = False
     """Clip against the policy before the update, not against the ``logprobs`` of the rollout."""
     use_decoupled_loss: bool = False
-    """As ``recompute_logprob``, and weigh each token by its probability under that policy, divided by its probability
-    under the sampling policy."""
+    """As ``recompute_logprob``, and weigh each token by its probability under that policy, divided
+    by its probability under the sampling policy.
+    """
     rejection_sampling: RejectionSamplingConfig | None = None
     """Bounds for these weights. Null for none."""
     prox_logp_method: str = "recompute"
-    """Source of the proximal log-probabilities for ``use_decoupled_loss`` (see `holdfast.engine.rl.off_policy`):
+    """Source of the proximal log-probabilities for ``use_decoupled_loss`` (see
+    `holdfast.engine.rl.off_policy`):
     ``recompute``: a forward pass before the update.
     ``loglinear``: interpolation by the ``versions`` of the batch, without that pass.
     ``metrics``: as ``recompute``, with the error of interpolation in the statistics.
-    ``reuse_train_logp``: log-probabilities of the single training step itself."""
+    ``reuse_train_logp``: log-probabilities of the single training step itself.
+    """
     rollout_is: str | None = None
-    """verl's name: ``token`` or ``sequence`` sets ``use_decoupled_loss``, with weights limited to the threshold."""
+    """verl's name: ``token`` or ``sequence`` sets ``use_decoupled_loss``, with weights limited to
+    the threshold.
+    """
     rollout_is_threshold: float = 2.0
     """verl's name: limit of the weights."""
     rollout_rs: str | None = None
-    """verl's name: ``token_k1`` ... ``seq_max_k3`` sets ``use_decoupled_loss``, and rejects beyond the threshold."""
+    """verl's name: ``token_k1`` ... ``seq_max_k3`` sets ``use_decoupled_loss``, and rejects beyond
+    the threshold.
+    """
     rollout_rs_threshold: str | None = None
     """verl's name: a number, or ``lower_upper``."""
     overlong_reward_penalty: bool = False
-    """DAPO's soft punishment: an answer of more than ``max_new_tokens - overlong_tokens`` tokens loses up to
-    ``overlong_penalty_factor`` of reward, in proportion to its excess length."""
+    """DAPO's soft punishment: an answer of more than ``max_new_tokens - overlong_tokens`` tokens
+    loses up to ``overlong_penalty_factor`` of reward, in proportion to its excess length.
+    """
     overlong_tokens: int | None = None
     """Number of tokens over which the penalty grows."""
     overlong_penalty_factor: float | None = None
@@ -155,25 +183,40 @@ class PPOActorConfig(TrainEngineConfig):
     max_new_tokens: int | None = None
     """Tokens after which the rollout truncates an answer."""
     mask_truncated_completions: bool = False
-    """Truncated answers (``truncated`` in the batch) have no loss token. They still count in their group's mean."""
+    """Truncated answers (``truncated`` in the batch) have no loss token. They still count in their
+    group's mean.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.is_critic:
-            raise ConfigError("config key 'is_critic' is True; an actor has a language-model head, expected False")
+            raise ConfigError(
+                "config key 'is_critic' is True; an actor has a language-model head, expected False"
+            )
         for key in ("group_size", "ppo_n_minibatches", "kl_horizon", "max_new_tokens"):
             require_range(key, getattr(self, key), low=1)
         for key in ("eps_clip", "discount", "gae_lambda", "clip_cov_ratio", "kl_cov_ratio"):
             require_range(key, getattr(self, key), low=0.0, high=1.0)
-        for key in ("eps_clip_higher", "reward_clip", "kl_ctl", "kl_loss_coef", "entropy_coeff", "ppo_kl_coef"):
+        for key in (
+            "eps_clip_higher",
+            "reward_clip",
+            "kl_ctl",
+            "kl_loss_coef",
+            "entropy_coeff",
+            "ppo_kl_coef",
+        ):
             require_range(key, getattr(self, key), low=0.0)
         require_range("c_clip", self.c_clip, low=1.0)
-        require_range("overlong_tokens", self.overlong_tokens, low=1, high=self.max_new_tokens or float("inf"))
+        require_range(
+            "overlong_tokens", self.overlong_tokens, low=1, high=self.max_new_tokens or float("inf")
+        )
         require_range("overlong_penalty_factor", self.overlong_penalty_factor, low=0.0)
         require_choice("kl_estimator", self.kl_estimator, (None, *KL_ESTIMATORS))
         require_choice("adv_estimator", self.adv_estimator, ADV_ESTIMATORS)
         require_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
-        require_choice("importance_sampling_level", self.importance_sampling_level, ("token", "sequence"))
+        require_choice(
+            "importance_sampling_level", self.importance_sampling_level, ("token", "sequence")
+        )
         require_choice("loss_agg_mode", self.loss_agg_mode, (None, *LOSS_AGG_MODES))
         require_choice("prox_logp_method", self.prox_logp_method, PROX_LOGP_METHODS)
         self._read_rollout_keys()
@@ -182,33 +225,44 @@ class PPOActorConfig(TrainEngineConfig):
         self._check_advantages()
 
     def _check_advantages(self) -> None:
-        needed, norm = ("max_new_tokens", "overlong_tokens", "overlong_penalty_factor"), self.reward_norm
-        if self.overlong_reward_penalty and (missing := [key for key in needed if getattr(self, key) is None]):
-            raise ConfigError(f"config key 'overlong_reward_penalty' is True, but {missing[0]!r} is null; set it")
+        needed, norm = (
+            ("max_new_tokens", "overlong_tokens", "overlong_penalty_factor"),
+            self.reward_norm,
+        )
+        if self.overlong_reward_penalty and (
+            missing := [key for key in needed if getattr(self, key) is None]
+        ):
+            raise ConfigError(
+                f"config key 'overlong_reward_penalty' is True, but {missing[0]!r} is null; set it"
+            )
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_ctl > 0):
             raise ConfigError(
-                f"config keys 'kl_target' and 'kl_ctl' are {self.kl_target} and {self.kl_ctl}; an adaptive coefficient "
-                "is multiplied, expected both to be more than 0"
+                f"config keys 'kl_target' and 'kl_ctl' are {self.kl_target} and {self.kl_ctl}; an "
+                "adaptive coefficient is multiplied, expected both to be more than 0"
             )
         if self.adv_estimator != "grpo" and norm is not None:
             raise ConfigError(
-                f"config key 'adv_estimator' is {self.adv_estimator!r}, which has a baseline of its own, but "
-                "'reward_norm' is set; set one of them to its default"
+                f"config key 'adv_estimator' is {self.adv_estimator!r}, which has a baseline of "
+                "its own, but 'reward_norm' is set; set one of them to its default"
             )
         if self.adv_estimator in OVER_GROUPS and self.group_size == 1:
             raise ConfigError(
-                f"config key 'adv_estimator' is {self.adv_estimator!r}, which compares answers to one prompt, but "
-                "'group_size' is 1"
+                f"config key 'adv_estimator' is {self.adv_estimator!r}, which compares answers to "
+                "one prompt, but 'group_size' is 1"
             )
         if self.bootstrap_truncated and self.mask_truncated_completions:
             raise ConfigError(
-                "config keys 'bootstrap_truncated' and 'mask_truncated_completions' are both True, but answers without "
-                "a loss token need no advantage; leave one out"
+                "config keys 'bootstrap_truncated' and 'mask_truncated_completions' are both "
+                "True, but answers without a loss token need no advantage; leave one out"
             )
-        if norm is not None and norm.mean_level == "group" and (norm.group_size or self.group_size) == 1:
+        if (
+            norm is not None
+            and norm.mean_level == "group"
+            and (norm.group_size or self.group_size) == 1
+        ):
             raise ConfigError(
-                "config key 'reward_norm.mean_level' is 'group' but 'group_size' is 1: every reward would become 0; "
-                "set group_size to the number of samples of a prompt"
+                "config key 'reward_norm.mean_level' is 'group' but 'group_size' is 1: every "
+                "reward would become 0; set group_size to the number of samples of a prompt"
             )
 
     @property
@@ -219,64 +273,81 @@ class PPOActorConfig(TrainEngineConfig):
     @property
     def agg_mode(self) -> str:
         """``loss_agg_mode``, or the default for null."""
-        return self.loss_agg_mode or ("seq-mean-token-mean" if self.policy_loss == "gmpo" else "token-mean")
+        return self.loss_agg_mode or (
+            "seq-mean-token-mean" if self.policy_loss == "gmpo" else "token-mean"
+        )
 
     def _check_loss(self) -> None:
         _check_scale_factor(self.agg_mode, self.loss_scale_factor)
         if self.policy_loss == "gmpo" and self.agg_mode != "seq-mean-token-mean":
             raise ConfigError(
-                f"config key 'loss_agg_mode' is {self.loss_agg_mode!r}, but policy_loss 'gmpo' has one loss for each "
-                "sequence, whatever its length; leave 'loss_agg_mode' out"
+                f"config key 'loss_agg_mode' is {self.loss_agg_mode!r}, but policy_loss 'gmpo' "
+                "has one loss for each sequence, whatever its length; leave 'loss_agg_mode' out"
             )
         for key in ("sapo_tau_pos", "sapo_tau_neg"):
             if not (value := getattr(self, key)) > 0:
                 raise ConfigError(f"config key {key!r} is {value}; expected more than 0")
         if self.clip_cov_lb >= self.clip_cov_ub:
             raise ConfigError(
-                f"config key 'clip_cov_lb' is {self.clip_cov_lb}, not below 'clip_cov_ub', {self.clip_cov_ub}: no "
-                "token lies between them"
+                f"config key 'clip_cov_lb' is {self.clip_cov_lb}, not below 'clip_cov_ub', "
+                f"{self.clip_cov_ub}: no token lies between them"
             )
-        if self.importance_sampling_level == "sequence" and self.policy_loss not in WITH_SEQUENCE_RATIOS:
+        if (
+            self.importance_sampling_level == "sequence"
+            and self.policy_loss not in WITH_SEQUENCE_RATIOS
+        ):
             raise ConfigError(
-                f"config key 'importance_sampling_level' is 'sequence', but policy_loss {self.policy_loss!r} has no "
-                f"ratio of sequences; expected policy_loss to be one of {', '.join(map(repr, WITH_SEQUENCE_RATIOS))}"
+                "config key 'importance_sampling_level' is 'sequence', but policy_loss "
+                f"{self.policy_loss!r} has no ratio of sequences; expected policy_loss to be one "
+                f"of {', '.join(map(repr, WITH_SEQUENCE_RATIOS))}"
             )
         if self.c_clip is not None and self.policy_loss not in ("ppo", "gspo"):
             raise ConfigError(
-                f"config key 'c_clip' is {self.c_clip}, but policy_loss {self.policy_loss!r} does not clip so"
+                f"config key 'c_clip' is {self.c_clip}, but policy_loss {self.policy_loss!r} does "
+                "not clip so"
             )
         if self.use_decoupled_loss and self.policy_loss == "sapo":
             raise ConfigError(
-                "config key 'use_decoupled_loss' is True, but policy_loss 'sapo' is not defined for it; take another"
+                "config key 'use_decoupled_loss' is True, but policy_loss 'sapo' is not defined "
+                "for it; take another"
             )
 
     def _check_off_policy(self) -> None:
         if self.prox_logp_method != "recompute" and not self.use_decoupled_loss:
             raise ConfigError(
-                f"config key 'prox_logp_method' is {self.prox_logp_method!r}, but 'use_decoupled_loss' is False, so "
-                "that there is no proximal policy; set that, or leave this out"
+                f"config key 'prox_logp_method' is {self.prox_logp_method!r}, but "
+                "'use_decoupled_loss' is False, so that there is no proximal policy; set that, or "
+                "leave this out"
             )
         if self.prox_logp_method == "reuse_train_logp" and self.ppo_n_minibatches != 1:
             raise ConfigError(
-                "config key 'prox_logp_method' is 'reuse_train_logp', which takes the policy of the training step for "
-                f"the one before the update, but 'ppo_n_minibatches' is {self.ppo_n_minibatches}; set it to 1"
+                "config key 'prox_logp_method' is 'reuse_train_logp', which takes the policy of "
+                "the training step for the one before the update, but 'ppo_n_minibatches' is "
+                f"{self.ppo_n_minibatches}; set it to 1"
             )
         if self.rejection_sampling is not None and not self.use_decoupled_loss:
             raise ConfigError(
-                "config key 'rejection_sampling' is set, but 'use_decoupled_loss' is False, so that there are no "
-                "weights to bound; set that, or leave this out"
+                "config key 'rejection_sampling' is set, but 'use_decoupled_loss' is False, so "
+                "that there are no weights to bound; set that, or leave this out"
             )
 
     def _read_rollout_keys(self) -> None:
-        """Convert verl's keys to ``use_decoupled_loss`` and ``rejection_sampling``, and reset them to null."""
-        keys = (self.rollout_is, self.rollout_is_threshold, self.rollout_rs, self.rollout_rs_threshold)
+        """Convert verl's keys to ``use_decoupled_loss`` and ``rejection_sampling``, and reset them
+        to null.
+        """
+        keys = (
+            self.rollout_is,
+            self.rollout_is_threshold,
+            self.rollout_rs,
+            self.rollout_rs_threshold,
+        )
         found = rejection_from_rollout_keys(*keys)
         if found is None:
             return
         if self.rejection_sampling is not None:
             raise ConfigError(
-                "config keys 'rollout_is' and 'rollout_rs' (verl's) say what 'rejection_sampling' (AReaL's) does, "
-                "which is set too; leave one of them out"
+                "config keys 'rollout_is' and 'rollout_rs' (verl's) say what 'rejection_sampling' "
+                "(AReaL's) does, which is set too; leave one of them out"
             )
         self.use_decoupled_loss, self.rejection_sampling = True, found
         self.rollout_is = self.rollout_rs = self.rollout_rs_threshold = None
@@ -300,7 +371,9 @@ class PPOCriticConfig(TrainEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.is_critic:
-            raise ConfigError("config key 'is_critic' is False; a critic has a value head, expected True")
+            raise ConfigError(
+                "config key 'is_critic' is False; a critic has a value head, expected True"
+            )
         require_choice("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
         _check_scale_factor(self.loss_agg_mode, self.loss_scale_factor)
         require_range("ppo_n_minibatches", self.ppo_n_minibatches, low=1)
@@ -312,6 +385,6 @@ def _check_scale_factor(mode: str, factor: float | None) -> None:
         raise ConfigError(f"config key 'loss_scale_factor' is {factor}; expected more than 0")
     if (mode == "seq-mean-token-sum-norm") != (factor is not None):
         raise ConfigError(
-            f"config key 'loss_scale_factor' is {factor} and 'loss_agg_mode' is {mode!r}; the factor belongs to "
-            "'seq-mean-token-sum-norm', which does not go without it"
+            f"config key 'loss_scale_factor' is {factor} and 'loss_agg_mode' is {mode!r}; the "
+            "factor belongs to 'seq-mean-token-sum-norm', which does not go without it"
         )

@@ -1,7 +1,8 @@
 """The value function of PPO on top of any `TrainEngine` with a value head.
 
-The engine's output at a position is the value after that token. Everything here is aligned with the token that is
-*chosen next*, like log-probabilities: ``values[t]`` is the value before token t, 0 at the first token.
+The engine's output at a position is the value after that token. Everything here is aligned with the
+token that is *chosen next*, like log-probabilities: ``values[t]`` is the value before token t, 0 at
+the first token.
 """
 
 import torch
@@ -11,7 +12,14 @@ from ..training.batch import validate_batch
 from ..training.logprobs import align_with_tokens
 from .config import PPOCriticConfig
 from .losses import Stats, aggregate, count_losses, with_loss_weights
-from .update import INPUTS, TokenStats, all_ranks_accept, loss_mask_of, require_per_token, train_minibatches
+from .update import (
+    INPUTS,
+    TokenStats,
+    all_ranks_accept,
+    loss_mask_of,
+    require_per_token,
+    train_minibatches,
+)
 
 _TOKEN_STATS = ("value", "value_clip_fraction", "value_error")
 
@@ -24,13 +32,17 @@ class PPOCritic:
         self.engine = engine
 
     def compute_values(self, batch: Batch) -> torch.Tensor:
-        """``[B, S]`` float32: the value before each token was chosen, 0 at the first token and at padding."""
+        """``[B, S]`` float32: the value before each token was chosen, 0 at the first token and at
+        padding.
+        """
         return self.with_values(batch)["values"]
 
     def with_values(self, batch: Batch) -> Batch:
-        """Return the batch with ``values`` (see `compute_values`) and ``last_values``, in one forward pass.
+        """Return the batch with ``values`` (see `compute_values`) and ``last_values``, in one
+        forward pass.
 
-        ``last_values`` ``[B]`` float32 is the value after the last token, used by `PPOActorConfig.bootstrap_truncated`.
+        ``last_values`` ``[B]`` float32 is the value after the last token, used by
+        `PPOActorConfig.bootstrap_truncated`.
         """
         self.engine.eval()
         after = self.engine.forward_batch(batch)  # value after each token
@@ -41,23 +53,28 @@ class PPOCritic:
         return {**batch, "values": values, "last_values": after.gather(1, last).squeeze(1)}
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
-        """Take ``ppo_n_minibatches`` optimizer steps towards ``returns``, clipped around ``values`` (both ``[B, S]``).
+        """Take ``ppo_n_minibatches`` optimizer steps towards ``returns``, clipped around ``values``
+        (both ``[B, S]``).
 
         Returns:
-            the statistics of `train_minibatches`, and ``value``, ``value_clip_fraction`` and ``value_error`` (means
-            over the loss tokens of all ranks).
+            the statistics of `train_minibatches`, and ``value``, ``value_clip_fraction`` and
+            ``value_error`` (means over the loss tokens of all ranks).
 
         Raises:
-            BatchError: ``values`` or ``returns`` are missing or not finite, no rank has a loss token, or another rank
-                refused its share.
+            BatchError: ``values`` or ``returns`` are missing or not finite, no rank has a loss
+                token, or another rank refused its share.
         """
         with all_ranks_accept(self.engine):
             validate_batch(batch)
             mask = loss_mask_of(batch)
             require_per_token(batch, "values", mask, "call compute_values first")
-            hint = "give the batch that the actor's compute_advantages returns for a batch with values"
+            hint = (
+                "give the batch that the actor's compute_advantages returns for a batch with values"
+            )
             require_per_token(batch, "returns", mask, hint)
-        share = {key: batch[key] for key in (*INPUTS, "values", "returns") if key in batch} | {"loss_mask": mask}
+        share = {key: batch[key] for key in (*INPUTS, "values", "returns") if key in batch} | {
+            "loss_mask": mask
+        }
         share = with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
         stats = TokenStats()
         self.engine.train()
@@ -68,7 +85,9 @@ class PPOCritic:
     def _loss_fn(self, stats: TokenStats) -> LossFn:
         def loss_fn(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
             values = align_with_tokens(output.float(), micro_batch["cu_seqlens"])
-            old_values, returns, mask = (micro_batch[key] for key in ("values", "returns", "loss_mask"))
+            old_values, returns, mask = (
+                micro_batch[key] for key in ("values", "returns", "loss_mask")
+            )
             losses, seen = ppo_critic_loss(values, old_values, returns, mask, self.config.eps_clip)
             stats.add(seen, mask)
             return aggregate(losses, micro_batch)
@@ -83,18 +102,29 @@ def ppo_critic_loss(
     loss_mask: torch.Tensor,
     eps_clip: float = 0.5,
 ) -> tuple[torch.Tensor, Stats]:
-    """Clipped value loss of each token: ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) / 2``.
+    """Clipped value loss of each token: ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) /
+    2``.
 
-    Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation", 2015, keep the value
-    function near the old one. The clipped form is from the reference implementation of PPO (OpenAI baselines).
+    Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation",
+    2015, keep the value function near the old one. The clipped form is from the reference
+    implementation of PPO (OpenAI baselines).
 
     Returns:
-        losses in the shape of the arguments, and the stats ``value``, ``value_clip_fraction`` and ``value_error`` (``|v
+        losses in the shape of the arguments, and the stats ``value``, ``value_clip_fraction`` and
+        ``value_error`` (``|v
         - R|``).
     """
     mask = loss_mask.bool()
-    values, old_values, returns = (torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns))
+    values, old_values, returns = (
+        torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns)
+    )
     held = torch.maximum(torch.minimum(values, old_values + eps_clip), old_values - eps_clip)
     plain, clipped = (values - returns).square(), (held - returns).square()
-    stats = {"value": values, "value_clip_fraction": (clipped > plain).float(), "value_error": (values - returns).abs()}
-    return torch.maximum(plain, clipped) / 2, {name: value.detach() for name, value in stats.items()}
+    stats = {
+        "value": values,
+        "value_clip_fraction": (clipped > plain).float(),
+        "value_error": (values - returns).abs(),
+    }
+    return torch.maximum(plain, clipped) / 2, {
+        name: value.detach() for name, value in stats.items()
+    }

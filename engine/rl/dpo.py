@@ -37,22 +37,25 @@ class DPOConfig(TrainEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.is_critic:
-            raise ConfigError("config key 'is_critic' is True; DPO trains a language-model head, expected False")
+            raise ConfigError(
+                "config key 'is_critic' is True; DPO trains a language-model head, expected False"
+            )
         require_choice("loss_type", self.loss_type, ("sigmoid", "ipo"))
         require_range("label_smoothing", self.label_smoothing, low=0.0, high=0.4999)
         if not self.beta > 0:
             raise ConfigError(f"config key 'beta' is {self.beta}; expected more than 0")
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ConfigError(
-                f"config key 'label_smoothing' is {self.label_smoothing}, but loss_type {self.loss_type!r} has none; "
-                "take 'sigmoid', or 0"
+                f"config key 'label_smoothing' is {self.label_smoothing}, but loss_type "
+                f"{self.loss_type!r} has none; take 'sigmoid', or 0"
             )
         self.mb_spec = spec_of_pairs(self.mb_spec)
 
 
 class DPO:
-    """Preference updates of the model in ``engine``, which needs a language-model head. Every method is a
-    collective."""
+    """Preference updates of the model in ``engine``, which needs a language-model head. Every
+    method is a collective.
+    """
 
     def __init__(self, config: DPOConfig, engine: TrainEngine) -> None:
         self.config = config
@@ -67,48 +70,61 @@ class DPO:
         return self.engine.forward_batch(batch)
 
     def train_dpo(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on pairs, rows 2i (chosen) and 2i + 1 (rejected) of ``batch``, with ``ref_logp``.
+        """Take one optimizer step on pairs, rows 2i (chosen) and 2i + 1 (rejected) of ``batch``,
+        with ``ref_logp``.
 
         The loss is the mean of `dpo_losses` over the pairs of all ranks.
 
         Returns:
-            the result of `TrainEngine.train_batch`, the implied rewards (``beta`` times the log-ratio to the reference)
-            of ``chosen`` and ``rejected`` answers, their ``margin``, and ``accuracy`` (means over the pairs of all
-            ranks).
+            the result of `TrainEngine.train_batch`, the implied rewards (``beta`` times the
+            log-ratio to the reference) of ``chosen`` and ``rejected`` answers, their ``margin``,
+            and ``accuracy`` (means over the pairs of all ranks).
 
         Raises:
             BatchError: see `require_pairs`. Or no pair counts on any rank.
         """
         stats = PairStats()
-        return train_pairs(self.engine, self._checked(batch), dpo_loss_fn(self.config, stats), stats)
+        return train_pairs(
+            self.engine, self._checked(batch), dpo_loss_fn(self.config, stats), stats
+        )
 
     def evaluate_dpo(self, batch: Batch) -> dict[str, float]:
         """``loss`` and the statistics of `train_dpo`, without a step."""
         stats = PairStats()
-        return evaluate_pairs(self.engine, self._checked(batch), dpo_loss_fn(self.config, stats), stats)
+        return evaluate_pairs(
+            self.engine, self._checked(batch), dpo_loss_fn(self.config, stats), stats
+        )
 
     def _checked(self, batch: Batch) -> Batch:
-        return require_pairs(self.engine, batch, [("ref_logp", "compute_logp of the reference policy must give it")])
+        return require_pairs(
+            self.engine, batch, [("ref_logp", "compute_logp of the reference policy must give it")]
+        )
 
 
 def dpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, config: DPOConfig) -> torch.Tensor:
-    """``[n]`` losses from ``[n]`` log-ratios of policy to reference, with ``d = chosen - rejected``.
+    """``[n]`` losses from ``[n]`` log-ratios of policy to reference, with ``d = chosen -
+    rejected``.
 
-    - ``sigmoid``: ``-(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)`` with e = ``label_smoothing``. Rafailov et
-      al., "Direct Preference Optimization", 2023, eq. 7. Smoothing: Mitchell, "A note on DPO with noisy preferences",
-      2023.
-    - ``ipo``: ``(d - 1 / (2 beta))^2``, with log-ratios averaged over tokens as in TRL and AReaL. Azar et al., "A
-      General Theoretical Paradigm to Understand Learning from Human Preferences", 2023, eq. 17.
+    - ``sigmoid``: ``-(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)`` with e =
+      ``label_smoothing``. Rafailov et al., "Direct Preference Optimization", 2023, eq. 7.
+      Smoothing: Mitchell, "A note on DPO with noisy preferences", 2023.
+    - ``ipo``: ``(d - 1 / (2 beta))^2``, with log-ratios averaged over tokens as in TRL and AReaL.
+      Azar et al., "A General Theoretical Paradigm to Understand Learning from Human Preferences",
+      2023, eq. 17.
     """
     difference = chosen - rejected
     if config.loss_type == "ipo":
         return (difference - 1.0 / (2.0 * config.beta)).square()
     margin = config.beta * difference
-    return -(1.0 - config.label_smoothing) * F.logsigmoid(margin) - config.label_smoothing * F.logsigmoid(-margin)
+    return -(1.0 - config.label_smoothing) * F.logsigmoid(
+        margin
+    ) - config.label_smoothing * F.logsigmoid(-margin)
 
 
 def dpo_loss_fn(config: DPOConfig, stats: PairStats) -> LossFn:
-    """The loss of `DPO.train_dpo`, for ``train_batch`` with `count_pairs` on a batch of `require_pairs`."""
+    """The loss of `DPO.train_dpo`, for ``train_batch`` with `count_pairs` on a batch of
+    `require_pairs`.
+    """
 
     def loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
         mask = micro_batch["loss_mask"].bool()

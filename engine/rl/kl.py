@@ -1,4 +1,6 @@
-"""KL estimates, and coefficients of the KL penalty in rewards: fixed, or adapted to keep the KL near a target."""
+"""KL estimates, and coefficients of the KL penalty in rewards: fixed, or adapted to keep the KL
+near a target.
+"""
 
 from typing import Any
 
@@ -26,11 +28,12 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """A coefficient ``value`` that grows while the KL is above its target, and shrinks while it is below.
+    """A coefficient ``value`` that grows while the KL is above its target, and shrinks while it is
+    below.
 
-    Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, arXiv 1909.08593, section 2.2.
-    `PPOActor` registers it with its engine, which saves ``value`` with the optimizer. Target (nats per token) and
-    horizon are not saved: a resumed run uses its configuration.
+    Ziegler et al., "Fine-Tuning Language Models from Human Preferences", 2019, arXiv 1909.08593,
+    section 2.2. `PPOActor` registers it with its engine, which saves ``value`` with the optimizer.
+    Target (nats per token) and horizon are not saved: a resumed run uses its configuration.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
@@ -38,7 +41,8 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """``value *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon`` for n sequences with the mean ``kl``.
+        """``value *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon`` for n sequences with the
+        mean ``kl``.
 
         n is limited to ``horizon``, else the coefficient could become negative.
         """
@@ -46,16 +50,20 @@ class AdaptiveKLController(FixedKLController):
         self.value *= 1.0 + error * min(n / self.horizon, 1.0)
 
 
-def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = "k3") -> torch.Tensor:
+def kl_estimate(
+    logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = "k3"
+) -> torch.Tensor:
     """Per-token estimate of ``KL(policy || reference)`` from tokens that the policy sampled.
 
-    With ``l = log p_ref - log p``: k1 is ``-l``, k2 is ``l^2 / 2``, k3 is ``e^l - 1 - l`` (unbiased, never negative).
-    ``low_var_kl`` is k3 limited to 10, as in verl and AReaL, without gradient beyond. ``l`` is limited to 20 under the
-    exponential. Schulman, "Approximating KL Divergence", 2020, http://joschu.net/blog/kl-approx.html. k3 as a term of
-    the loss: Shao et al., "DeepSeekMath", 2024, eq. 4.
+    With ``l = log p_ref - log p``: k1 is ``-l``, k2 is ``l^2 / 2``, k3 is ``e^l - 1 - l``
+    (unbiased, never negative). ``low_var_kl`` is k3 limited to 10, as in verl and AReaL, without
+    gradient beyond. ``l`` is limited to 20 under the exponential. Schulman, "Approximating KL
+    Divergence", 2020, http://joschu.net/blog/kl-approx.html. k3 as a term of the loss: Shao et al.,
+    "DeepSeekMath", 2024, eq. 4.
 
-    The gradient of k1 has an expectation of 0 whatever the policy, so k1 uses the gradient of k2, which is the gradient
-    of the KL in expectation (Tang and Munos, "On a few pitfalls in KL divergence gradient estimation for RL", 2025).
+    The gradient of k1 has an expectation of 0 whatever the policy, so k1 uses the gradient of k2,
+    which is the gradient of the KL in expectation (Tang and Munos, "On a few pitfalls in KL
+    divergence gradient estimation for RL", 2025).
     """
     log_ratio = ref_logprobs.float() - logprobs.float()
     k2 = log_ratio.square() / 2
@@ -68,9 +76,12 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = 
     return k3.clamp(max=10.0) if kind == "low_var_kl" else k3
 
 
-def kl_stats(name: str, logprobs: torch.Tensor, others: torch.Tensor, loss_mask: torch.Tensor) -> Stats:
-    """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the sampling policy (``logprobs``) to
-    ``others``."""
+def kl_stats(
+    name: str, logprobs: torch.Tensor, others: torch.Tensor, loss_mask: torch.Tensor
+) -> Stats:
+    """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the sampling policy
+    (``logprobs``) to ``others``.
+    """
     log_ratio = torch.where(loss_mask.bool(), (others - logprobs).detach().float(), 0.0)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {name: kl_estimate(torch.zeros_like(log_ratio), log_ratio), f"{name}_k1": -log_ratio}

@@ -1,7 +1,8 @@
 """Shared by reward models and DPO: pairs of a chosen and a rejected answer.
 
-Rows 2i and 2i + 1 of a batch are a pair, chosen first. With ``mb_spec.granularity: 2`` no micro-batch separates them,
-and the loss raises an error if one does. A pair with a row without loss tokens does not count.
+Rows 2i and 2i + 1 of a batch are a pair, chosen first. With ``mb_spec.granularity: 2`` no
+micro-batch separates them, and the loss raises an error if one does. A pair with a row without loss
+tokens does not count.
 """
 
 from collections.abc import Sequence
@@ -19,26 +20,31 @@ from .update import TokenStats, all_ranks_accept, loss_mask_of, require_per_toke
 
 
 def spec_of_pairs(spec: MicroBatchSpec) -> MicroBatchSpec:
-    """Return the spec with a ``granularity`` of 2 instead of 1. `ConfigError` if it is another odd number."""
+    """Return the spec with a ``granularity`` of 2 instead of 1. `ConfigError` if it is another odd
+    number.
+    """
     if spec.granularity == 1:
         return replace(spec, granularity=2)
     if spec.granularity % 2:
         raise ConfigError(
-            f"config key 'mb_spec.granularity' is {spec.granularity}, which tears pairs apart; expected a multiple of 2"
+            f"config key 'mb_spec.granularity' is {spec.granularity}, which tears pairs apart; "
+            "expected a multiple of 2"
         )
     return spec
 
 
-def require_pairs(engine: TrainEngine, batch: Batch, per_token: Sequence[tuple[str, str]] = ()) -> Batch:
+def require_pairs(
+    engine: TrainEngine, batch: Batch, per_token: Sequence[tuple[str, str]] = ()
+) -> Batch:
     """Check a batch of pairs, and add the entries that the losses need. Collective.
 
-    Adds ``pairs`` ``[B]`` int64 (pair index of each row), ``pair_counts`` ``[B]`` float32 (1 for both rows of a pair
-    that counts, else 0), and the effective ``loss_mask``. ``per_token`` lists required per-token entries, each with the
-    hint in its error message.
+    Adds ``pairs`` ``[B]`` int64 (pair index of each row), ``pair_counts`` ``[B]`` float32 (1 for
+    both rows of a pair that counts, else 0), and the effective ``loss_mask``. ``per_token`` lists
+    required per-token entries, each with the hint in its error message.
 
     Raises:
-        BatchError: the batch cannot be packed, an entry is missing or not finite at a loss token, the rows are not
-            whole pairs, or another rank refused its share.
+        BatchError: the batch cannot be packed, an entry is missing or not finite at a loss token,
+            the rows are not whole pairs, or another rank refused its share.
     """
     with all_ranks_accept(engine):
         validate_batch(batch)
@@ -52,7 +58,9 @@ def require_pairs(engine: TrainEngine, batch: Batch, per_token: Sequence[tuple[s
 
 
 def count_pairs(micro_batch: Batch) -> torch.Tensor:
-    """Weight of a micro-batch's mean: its number of pairs that count, a float32 scalar (a `LossWeightFn`)."""
+    """Weight of a micro-batch's mean: its number of pairs that count, a float32 scalar (a
+    `LossWeightFn`).
+    """
     return micro_batch["pair_counts"][::2].sum()
 
 
@@ -63,12 +71,14 @@ def mean_over_pairs(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
 
 
 def of_pairs(values: torch.Tensor, micro_batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split ``[2n]`` numbers of sequences into chosen and rejected, both ``[n]``. `BatchError` if half a pair is in."""
+    """Split ``[2n]`` numbers of sequences into chosen and rejected, both ``[n]``. `BatchError` if
+    half a pair is in.
+    """
     pairs = micro_batch["pairs"]
     if len(pairs) % 2 or not torch.equal(pairs[::2], pairs[1::2]):
         raise BatchError(
-            "a micro-batch holds half of a pair; the engine's config key 'mb_spec.granularity' must be 2, as "
-            "RewardModelConfig and DPOConfig set it"
+            "a micro-batch holds half of a pair; the engine's config key 'mb_spec.granularity' "
+            "must be 2, as RewardModelConfig and DPOConfig set it"
         )
     return values[::2], values[1::2]
 
@@ -88,9 +98,16 @@ class PairStats(TokenStats):
     """Statistics averaged over the pairs that count, on all ranks."""
 
     def add_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor, micro_batch: Batch) -> None:
-        """Add the ``[n]`` scores of a micro-batch. ``accuracy`` is the share of pairs with a positive ``margin``."""
+        """Add the ``[n]`` scores of a micro-batch. ``accuracy`` is the share of pairs with a
+        positive ``margin``.
+        """
         margin = chosen - rejected
-        seen = {"chosen": chosen, "rejected": rejected, "margin": margin, "accuracy": (chosen > rejected).float()}
+        seen = {
+            "chosen": chosen,
+            "rejected": rejected,
+            "margin": margin,
+            "accuracy": (chosen > rejected).float(),
+        }
         self.add(seen, micro_batch["pair_counts"][::2])
 
     def of_ranks(self, engine: TrainEngine) -> dict[str, float]:
@@ -98,13 +115,17 @@ class PairStats(TokenStats):
         return self.reduce(engine, ("chosen", "rejected", "margin", "accuracy"))
 
 
-def train_pairs(engine: TrainEngine, batch: Batch, loss_fn: LossFn, stats: PairStats) -> dict[str, float]:
+def train_pairs(
+    engine: TrainEngine, batch: Batch, loss_fn: LossFn, stats: PairStats
+) -> dict[str, float]:
     """Take one optimizer step on a batch of `require_pairs`. Return its result and the statistics."""
     result = engine.train_batch(batch, loss_fn, count_pairs)
     return {**result, **stats.of_ranks(engine)}
 
 
-def evaluate_pairs(engine: TrainEngine, batch: Batch, loss_fn: LossFn, stats: PairStats) -> dict[str, float]:
+def evaluate_pairs(
+    engine: TrainEngine, batch: Batch, loss_fn: LossFn, stats: PairStats
+) -> dict[str, float]:
     """``loss`` without a step, and the statistics."""
     loss = float(engine.eval_batch(batch, loss_fn, count_pairs))
     return {"loss": loss, **stats.of_ranks(engine)}

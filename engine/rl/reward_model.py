@@ -1,4 +1,6 @@
-"""A reward model on top of any `TrainEngine` with a value head. The output at the last token scores a sequence."""
+"""A reward model on top of any `TrainEngine` with a value head. The output at the last token scores
+a sequence.
+"""
 
 from dataclasses import dataclass
 
@@ -30,13 +32,16 @@ class RewardModelConfig(TrainEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.is_critic:
-            raise ConfigError("config key 'is_critic' is False; a reward model has a value head, expected True")
+            raise ConfigError(
+                "config key 'is_critic' is False; a reward model has a value head, expected True"
+            )
         self.mb_spec = spec_of_pairs(self.mb_spec)
 
 
 class RewardModel:
-    """Pairwise updates and scores of the model in ``engine``, which needs a value head. Every method is a
-    collective."""
+    """Pairwise updates and scores of the model in ``engine``, which needs a value head. Every
+    method is a collective.
+    """
 
     def __init__(self, config: RewardModelConfig, engine: TrainEngine) -> None:
         self.config = config
@@ -45,12 +50,13 @@ class RewardModel:
     def train_rw(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on pairs, rows 2i (chosen) and 2i + 1 (rejected) of ``batch``.
 
-        The loss is the mean over the pairs of all ranks of ``-log sigmoid(s_chosen - s_rejected)``: Bradley and Terry,
-        1952, and Ouyang et al., "Training language models to follow instructions with human feedback", 2022, eq. 1.
+        The loss is the mean over the pairs of all ranks of ``-log sigmoid(s_chosen - s_rejected)``:
+        Bradley and Terry, 1952, and Ouyang et al., "Training language models to follow instructions
+        with human feedback", 2022, eq. 1.
 
         Returns:
-            the result of `TrainEngine.train_batch`, ``chosen`` and ``rejected`` scores, their ``margin``, and
-            ``accuracy`` (means over the pairs of all ranks).
+            the result of `TrainEngine.train_batch`, ``chosen`` and ``rejected`` scores, their
+            ``margin``, and ``accuracy`` (means over the pairs of all ranks).
 
         Raises:
             BatchError: see `require_pairs`. Or no pair counts on any rank.
@@ -61,11 +67,15 @@ class RewardModel:
     def evaluate_rw(self, batch: Batch) -> dict[str, float]:
         """``loss`` and the statistics of `train_rw`, without a step."""
         stats = PairStats()
-        return evaluate_pairs(self.engine, require_pairs(self.engine, batch), rw_loss_fn(stats), stats)
+        return evaluate_pairs(
+            self.engine, require_pairs(self.engine, batch), rw_loss_fn(stats), stats
+        )
 
 
 def rw_loss_fn(stats: PairStats) -> LossFn:
-    """The loss of `RewardModel.train_rw`, for ``train_batch`` with `count_pairs` on a batch of `require_pairs`."""
+    """The loss of `RewardModel.train_rw`, for ``train_batch`` with `count_pairs` on a batch of
+    `require_pairs`.
+    """
 
     def loss_fn(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
         chosen, rejected = of_pairs(at_last_token(output.float(), micro_batch), micro_batch)

@@ -1,7 +1,8 @@
-"""Shared by the updates of actor and critic: mini-batches that all ranks agree on, and statistics over all ranks.
+"""Shared by the updates of actor and critic: mini-batches that all ranks agree on, and statistics
+over all ranks.
 
-A mini-batch is one optimizer step, and every step is a collective. A rank with fewer sequences than mini-batches joins
-with a token of weight 0. No sequence is dropped.
+A mini-batch is one optimizer step, and every step is a collective. A rank with fewer sequences than
+mini-batches joins with a token of weight 0. No sequence is dropped.
 """
 
 import math
@@ -22,14 +23,18 @@ from .losses import Stats
 
 
 class TokenStats:
-    """Sums of per-token statistics, kept on the device until `reduce` (no synchronisation per micro-batch)."""
+    """Sums of per-token statistics, kept on the device until `reduce` (no synchronisation per
+    micro-batch).
+    """
 
     def __init__(self) -> None:
         self._sums: defaultdict[str, torch.Tensor | float] = defaultdict(float)
         self._tokens: defaultdict[str, torch.Tensor | float] = defaultdict(float)
 
     def add(self, stats: Stats, loss_mask: torch.Tensor) -> None:
-        """Add one micro-batch: tensors in the shape of ``loss_mask``. Entries outside the mask are ignored."""
+        """Add one micro-batch: tensors in the shape of ``loss_mask``. Entries outside the mask are
+        ignored.
+        """
         mask = loss_mask.bool()
         tokens = mask.sum().double()
         for name, values in stats.items():
@@ -37,16 +42,22 @@ class TokenStats:
             self._tokens[name] += tokens
 
     def reduce(self, engine: TrainEngine, names: tuple[str, ...]) -> dict[str, float]:
-        """Means of ``names`` over the loss tokens of all ranks that added them. Others are left out. Collective."""
+        """Means of ``names`` over the loss tokens of all ranks that added them. Others are left
+        out. Collective.
+        """
         own = {f"sum {name}": float(self._sums[name]) for name in names}
-        reduced = engine.all_reduce_stats(own | {f"tokens {name}": float(self._tokens[name]) for name in names})
+        reduced = engine.all_reduce_stats(
+            own | {f"tokens {name}": float(self._tokens[name]) for name in names}
+        )
         counts = {name: reduced[f"tokens {name}"] for name in names}
         return {name: reduced[f"sum {name}"] / count for name, count in counts.items() if count}
 
 
 @contextmanager
 def all_ranks_accept(engine: TrainEngine) -> Iterator[None]:
-    """Run the checks of a batch on every rank. A `BatchError` on one rank becomes a `BatchError` on all."""
+    """Run the checks of a batch on every rank. A `BatchError` on one rank becomes a `BatchError` on
+    all.
+    """
     error: BatchError | None = None
     try:
         yield
@@ -59,7 +70,9 @@ def all_ranks_accept(engine: TrainEngine) -> Iterator[None]:
     if error is not None:
         raise error
     if refused:
-        raise BatchError(f"{refused:.0f} other rank(s) refused their share of the batch; their errors say why")
+        raise BatchError(
+            f"{refused:.0f} other rank(s) refused their share of the batch; their errors say why"
+        )
 
 
 INPUTS = ("input_ids", "attention_mask", IMAGES, TOKEN_TYPES)
@@ -67,7 +80,9 @@ INPUTS = ("input_ids", "attention_mask", IMAGES, TOKEN_TYPES)
 
 
 def loss_mask_of(batch: Batch) -> torch.Tensor:
-    """``[B, S]`` bool: the loss mask (else the attention mask) without padding and without first tokens."""
+    """``[B, S]`` bool: the loss mask (else the attention mask) without padding and without first
+    tokens.
+    """
     mask = batch.get("loss_mask", batch["attention_mask"]).bool() & batch["attention_mask"].bool()
     mask[:, 0] = False
     return mask
@@ -81,25 +96,41 @@ def require_per_token(batch: Batch, key: str, loss_mask: torch.Tensor, hint: str
     if key not in batch:
         raise BatchError(f"the batch has no {key!r}; {hint}")
     if (shape := batch[key].shape) != loss_mask.shape:
-        raise BatchError(f"batch[{key!r}] has shape {list(shape)}; expected {list(loss_mask.shape)}, per token")
-    if rows := (~torch.isfinite(batch[key].float()) & loss_mask).any(1).nonzero().flatten().tolist():
+        raise BatchError(
+            f"batch[{key!r}] has shape {list(shape)}; expected {list(loss_mask.shape)}, per token"
+        )
+    if (
+        rows := (~torch.isfinite(batch[key].float()) & loss_mask)
+        .any(1)
+        .nonzero()
+        .flatten()
+        .tolist()
+    ):
         raise BatchError(f"batch[{key!r}] is NaN or infinite at loss tokens of row(s) {rows[:8]}")
 
 
 def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
-    """Cut a padded batch into exactly ``n_minibatches`` with about equal token counts, deterministically.
+    """Cut a padded batch into exactly ``n_minibatches`` with about equal token counts,
+    deterministically.
 
-    Rows keep their order. With too few sequences the last ones contain only the first token of row 0, with loss mask 0.
+    Rows keep their order. With too few sequences the last ones contain only the first token of row
+    0, with loss mask 0.
     """
     lengths = sequence_lengths(batch)
     parts = partition(lengths, min(n_minibatches, len(lengths)), "kk")
     parts.sort(key=lambda rows: rows[0])
     minibatches = [select_rows(batch, rows) for rows in parts]
     plain = with_images(batch, None)
-    filler = {key: tensor[:1, :1] if tensor.dim() >= 2 else tensor[:1] for key, tensor in plain.items()}
+    filler = {
+        key: tensor[:1, :1] if tensor.dim() >= 2 else tensor[:1] for key, tensor in plain.items()
+    }
     filler["loss_mask"] = torch.zeros_like(filler["input_ids"])
     if IMAGES in batch:  # the token may be an image's
-        zeros = {key: torch.zeros_like(filler[key]) for key in ("input_ids", TOKEN_TYPES) if key in filler}
+        zeros = {
+            key: torch.zeros_like(filler[key])
+            for key in ("input_ids", TOKEN_TYPES)
+            if key in filler
+        }
         filler = with_images(filler | zeros, [{}])
     return minibatches + [filler] * (n_minibatches - len(parts))
 
@@ -112,36 +143,51 @@ def train_minibatches(
     loss_weight_fn: LossWeightFn,
     prepare: Callable[[Batch], Batch] | None = None,
 ) -> dict[str, float]:
-    """Take one optimizer step for each mini-batch that has a loss token on any rank. The caller advances the schedule.
+    """Take one optimizer step for each mini-batch that has a loss token on any rank. The caller
+    advances the schedule.
 
     Args:
         engine: steps once per mini-batch.
         batch: this rank's share, with an explicit ``loss_mask``.
         n_minibatches: the same on every rank.
-        loss_fn, loss_weight_fn: see `LossFn`, `LossWeightFn`. The weight of a micro-batch with a loss token is not 0.
+        loss_fn, loss_weight_fn: see `LossFn`, `LossWeightFn`. The weight of a micro-batch with a
+            loss token is not 0.
         prepare: changes each mini-batch right before its step. May be a collective.
 
     Returns:
-        ``loss`` (weighted by loss tokens), ``grad_norm`` (mean over applied steps), ``lr`` (of the last step),
-        ``n_updates``, ``update_skipped`` (steps that the engine refused), ``update_successful`` (share of the other
-        steps, as in AReaL), means of the `ROUTER_STATS` of a model with experts, ``n_tokens``, ``n_loss_tokens`` and
-        ``n_seqs`` (over all ranks).
+        ``loss`` (weighted by loss tokens), ``grad_norm`` (mean over applied steps), ``lr`` (of the
+        last step), ``n_updates``, ``update_skipped`` (steps that the engine refused),
+        ``update_successful`` (share of the other steps, as in AReaL), means of the `ROUTER_STATS`
+        of a model with experts, ``n_tokens``, ``n_loss_tokens`` and ``n_seqs`` (over all ranks).
 
     Raises:
         BatchError: no rank has a loss token.
     """
     minibatches = split_minibatches(batch, n_minibatches)
-    weights = {str(i): float(loss_mask_of(minibatch).sum()) for i, minibatch in enumerate(minibatches)}
-    own = {"n_tokens": float(sum(sequence_lengths(batch))), "n_seqs": float(len(batch["input_ids"]))}
+    weights = {
+        str(i): float(loss_mask_of(minibatch).sum()) for i, minibatch in enumerate(minibatches)
+    }
+    own = {
+        "n_tokens": float(sum(sequence_lengths(batch))),
+        "n_seqs": float(len(batch["input_ids"])),
+    }
     totals = engine.all_reduce_stats({**weights, **own})
-    counts = {key: totals[key] for key in own} | {"n_loss_tokens": sum(totals[key] for key in weights)}
+    counts = {key: totals[key] for key in own} | {
+        "n_loss_tokens": sum(totals[key] for key in weights)
+    }
     if not counts["n_loss_tokens"]:
-        raise BatchError("the batch has no loss token on any rank: loss_mask is 0 everywhere but at first tokens")
+        raise BatchError(
+            "the batch has no loss token on any rank: loss_mask is 0 everywhere but at first tokens"
+        )
 
     results, loss = [], 0.0
     for i, minibatch in enumerate(minibatches):
         if totals[str(i)]:
-            results.append(engine.train_batch(prepare(minibatch) if prepare else minibatch, loss_fn, loss_weight_fn))
+            results.append(
+                engine.train_batch(
+                    prepare(minibatch) if prepare else minibatch, loss_fn, loss_weight_fn
+                )
+            )
             loss += totals[str(i)] * results[-1]["loss"]
     applied = [result for result in results if not result["update_skipped"]] or results[-1:]
     n_skipped = sum(float(result["update_skipped"]) for result in results)
@@ -152,7 +198,11 @@ def train_minibatches(
         "n_updates": float(len(results)),
         "update_skipped": n_skipped,
         "update_successful": 1.0 - n_skipped / len(results),
-        **{name: sum(step[name] for step in results) / len(results) for name in ROUTER_STATS if name in results[0]},
+        **{
+            name: sum(step[name] for step in results) / len(results)
+            for name in ROUTER_STATS
+            if name in results[0]
+        },
         **counts,
     }
 
@@ -160,5 +210,7 @@ def train_minibatches(
 def mean_over_ranks(engine: TrainEngine, values: torch.Tensor | None) -> float:
     """Mean of all entries over all ranks, NaN if no rank has any. Collective."""
     values = torch.empty(0) if values is None else values
-    reduced = engine.all_reduce_stats({"sum": values.double().sum().item(), "count": float(values.numel())})
+    reduced = engine.all_reduce_stats(
+        {"sum": values.double().sum().item(), "count": float(values.numel())}
+    )
     return reduced["sum"] / reduced["count"] if reduced["count"] else math.nan

@@ -1,7 +1,7 @@
 """Sample rollouts while training goes on, with bounded staleness and without losing any.
 
-`RolloutExecutor` runs a workflow for every prompt and returns the batch of a step once all its samples are there. The
-names are in ``__init__.pyi`` and imported on first use.
+`RolloutExecutor` runs a workflow for every prompt and returns the batch of a step once all its
+samples are there. The names are in ``__init__.pyi`` and imported on first use.
 """
 
 import lazy_loader

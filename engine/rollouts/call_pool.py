@@ -1,8 +1,9 @@
 """`CallPool`: call a user's functions in other processes, with a time limit per call.
 
-A reward may hang (a regular expression, a proof checker) or end its process (memory, a C extension). Then the call is
-repeated once in a fresh process, and the training is not affected. ``concurrent.futures.ProcessPoolExecutor`` cannot
-end a call, and a process that ends breaks it for good.
+A reward may hang (a regular expression, a proof checker) or end its process (memory, a C
+extension). Then the call is repeated once in a fresh process, and the training is not affected.
+``concurrent.futures.ProcessPoolExecutor`` cannot end a call, and a process that ends breaks it for
+good.
 """
 
 import asyncio
@@ -20,7 +21,9 @@ from .call_process import serve
 
 logger = get_logger(__name__)
 
-_CONTEXT = multiprocessing.get_context("forkserver")  # a fork would copy locks held by other threads
+_CONTEXT = multiprocessing.get_context(
+    "forkserver"
+)  # a fork would copy locks held by other threads
 _ATTEMPTS = 2
 _START_S = 120.0  # time limit for a process to start and to import the function
 
@@ -30,8 +33,8 @@ class CallPool:
 
         reward = await CallPool(n_processes=8, timeout_s=5.0).call(check_proof, text)
 
-    ``n_processes`` calls run at a time. The limit ``timeout_s`` of a call excludes the start of its process. Attribute
-    ``n_lost`` counts attempts that hung or ended their process.
+    ``n_processes`` calls run at a time. The limit ``timeout_s`` of a call excludes the start of its
+    process. Attribute ``n_lost`` counts attempts that hung or ended their process.
     """
 
     def __init__(self, n_processes: int = 4, timeout_s: float = 15.0) -> None:
@@ -54,10 +57,18 @@ class CallPool:
         self._require_open()
         try:
             work = pickle.dumps((fn, args, kwargs))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:  # depending on the object
-            raise ConfigError(f"{fn} or its arguments cannot be sent to another process: {error}") from error
+        except (
+            pickle.PicklingError,
+            AttributeError,
+            TypeError,
+        ) as error:  # depending on the object
+            raise ConfigError(
+                f"{fn} or its arguments cannot be sent to another process: {error}"
+            ) from error
         name = getattr(fn, "__qualname__", repr(fn))
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, work, name)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._call, work, name
+        )
 
     def close(self) -> None:
         """End all processes, and their calls with them."""
@@ -122,7 +133,9 @@ class _Lost(Exception):
 class _Process:
     def __init__(self) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=serve, args=(theirs,), name="call-pool", daemon=True)
+        self._process = _CONTEXT.Process(
+            target=serve, args=(theirs,), name="call-pool", daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -133,7 +146,9 @@ class _Process:
             for limit_s in (_START_S, timeout_s):
                 if not self._pipe.poll(limit_s):
                     raise _Lost(f"has not returned within {limit_s:g} s")
-                answer = self._pipe.recv_bytes()  # first the note that the call began, then the result
+                answer = (
+                    self._pipe.recv_bytes()
+                )  # first the note that the call began, then the result
             return answer
         except (EOFError, OSError):
             self._process.join(1.0)

@@ -1,4 +1,6 @@
-"""Main function of the processes of a `CallPool`. It imports nothing heavy, because every process pays for it."""
+"""Main function of the processes of a `CallPool`. It imports nothing heavy, because every process
+pays for it.
+"""
 
 import multiprocessing
 import os

@@ -10,7 +10,9 @@ class RolloutConfig:
     """Bounds on how far sampling may run ahead of training, and on its waits."""
 
     max_head_offpolicyness: int = 0
-    """Most steps between the weights that sample a token and the weights that it trains. 0 is synchronous."""
+    """Most steps between the weights that sample a token and the weights that it trains. 0 is
+    synchronous.
+    """
     max_concurrent_rollouts: int = 128
     """Most tickets that run at the same time."""
     total_steps: int | None = None
@@ -20,7 +22,9 @@ class RolloutConfig:
     max_rounds: int = 32
     """Most rounds of replacements for rejected tickets of one step."""
     request_attempts: int = 8
-    """Most attempts of a request. After a failure the request goes to another server if there is one."""
+    """Most attempts of a request. After a failure the request goes to another server if there is
+    one.
+    """
     request_timeout_s: float = 600.0
     """Longest time that a server may take to answer a request."""
     server_wait_s: float = 600.0

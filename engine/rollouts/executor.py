@@ -1,18 +1,21 @@
-"""`RolloutExecutor`: hand out tickets, run their episodes during training, and return the batch of each step.
+"""`RolloutExecutor`: hand out tickets, run their episodes during training, and return the batch of
+each step.
 
-**Order.** A step trains on ``loader.batch_size`` tickets. They are drawn from the loader in program order. The first
-round of a step is drawn in the `set_version` that lets the step start. Replacements of rejected tickets are drawn in
-its `next_batch`. A batch is the accepted tickets of its step by number. So the prompts of a step do not depend on
-arrival times, and a killed and resumed run draws the same prompts.
+**Order.** A step trains on ``loader.batch_size`` tickets. They are drawn from the loader in program
+order. The first round of a step is drawn in the `set_version` that lets the step start.
+Replacements of rejected tickets are drawn in its `next_batch`. A batch is the accepted tickets of
+its step by number. So the prompts of a step do not depend on arrival times, and a killed and
+resumed run draws the same prompts.
 
-**Staleness.** Version v of the weights exists after v steps. The tickets of step s start once v >= s -
-``max_head_offpolicyness``, and the servers in use serve at least v. So weights of versions s -
-``max_head_offpolicyness`` to s sample the tokens of step s (its batch produces version s + 1). An update within a
-sequence only makes the later tokens newer. Other answers are refused (`TicketEngine.check`).
+**Staleness.** Version v of the weights exists after v steps. The tickets of step s start once v >=
+s - ``max_head_offpolicyness``, and the servers in use serve at least v. So weights of versions s -
+``max_head_offpolicyness`` to s sample the tokens of step s (its batch produces version s + 1). An
+update within a sequence only makes the later tokens newer. Other answers are refused
+(`TicketEngine.check`).
 
-**State.** Only `set_version` and `next_batch` read the loader, in the thread that also calls `RecoverHandler.dump`. So
-its cursor and the ledger are consistent. The ledger keeps the tickets of a step with their trajectories until
-`set_version` marks the step as trained.
+**State.** Only `set_version` and `next_batch` read the loader, in the thread that also calls
+`RecoverHandler.dump`. So its cursor and the ledger are consistent. The ledger keeps the tickets of
+a step with their trajectories until `set_version` marks the step as trained.
 """
 
 import asyncio
@@ -56,17 +59,19 @@ class PromptLoader(Protocol):
         ...
 
     def index_batches(self) -> Iterator[Sequence[int]]:
-        """Yield indices of samples in the order of use, without end. The loader's state advances with them."""
+        """Yield indices of samples in the order of use, without end. The loader's state advances
+        with them.
+        """
         ...
 
 
 class RolloutExecutor:
-    """Sample for the next steps, at most ``max_head_offpolicyness`` ahead. The module docstring states the guarantees.
+    """Sample for the next steps, at most ``max_head_offpolicyness`` ahead. The module docstring
+    states the guarantees.
 
-        executor = RolloutExecutor(RolloutConfig(max_head_offpolicyness=1), loader, workflow, fleet.serving)
-        handler.register("rollouts", executor)  # before handler.load
-        handler.load(engine, dataloader=loader)
-        for step in range(first, last):
+        executor = RolloutExecutor(RolloutConfig(max_head_offpolicyness=1), loader, workflow,
+        fleet.serving) handler.register("rollouts", executor)  # before handler.load
+        handler.load(engine, dataloader=loader) for step in range(first, last):
             engine.update_weights()  # publishes engine.get_version()
             executor.set_version(step)
             stats = engine.train_batch(executor.next_batch(step), loss_fn, loss_weight_fn)
@@ -80,8 +85,8 @@ class RolloutExecutor:
         loader: prompts. Only the executor may iterate over it.
         workflow: runs once per ticket.
         servers: servers, or a function that returns the usable ones.
-        should_accept: returns False to reject a trajectory, on the thread of the workflow. `rewards_differ` is the
-            dynamic sampling of DAPO.
+        should_accept: returns False to reject a trajectory, on the thread of the workflow.
+            `rewards_differ` is the dynamic sampling of DAPO.
     """
 
     def __init__(
@@ -107,27 +112,34 @@ class RolloutExecutor:
         self._restored = self._closed = False
 
     def set_version(self, version: int) -> None:
-        """Note that the servers serve the weights after ``version`` steps, and start the tickets that may start now.
+        """Note that the servers serve the weights after ``version`` steps, and start the tickets
+        that may start now.
 
-        Tickets of steps before ``version`` are dropped as trained. The same version may be set again.
+        Tickets of steps before ``version`` are dropped as trained. The same version may be set
+        again.
 
         Raises:
-            ConfigError: the version is older than the last one, or a step before it was not trained.
-            RolloutError: a workflow has blocked the loop for a minute, or images of a restored ticket are missing or
-                have changed.
+            ConfigError: the version is older than the last one, or a step before it was not
+                trained.
+            RolloutError: a workflow has blocked the loop for a minute, or images of a restored
+                ticket are missing or have changed.
         """
         self._require_open()
         with self._changed:
             last = self._ledger.version
             if last is not None and version < last:
                 raise ConfigError(
-                    f"set_version({version}) after version {last}: the tickets of steps before {last} are gone. "
-                    "Versions count the steps trained; after a resume the first is that of the restored weights"
+                    f"set_version({version}) after version {last}: the tickets of steps before "
+                    f"{last} are gone. Versions count the steps trained; after a resume the first "
+                    "is that of the restored weights"
                 )
             for step in range(last or 0, version):
                 self._ledger.require_trained(step)
             if last is None and version > 0:
-                logger.warning("no state of rollouts was restored: tickets are numbered from 0, at step %d", version)
+                logger.warning(
+                    "no state of rollouts was restored: tickets are numbered from 0, at step %d",
+                    version,
+                )
             self._ledger.set_version(version)
             if self._restored:
                 self._ledger.resample_stale(self.config.max_head_offpolicyness)
@@ -138,21 +150,25 @@ class RolloutExecutor:
         self._start()
 
     def next_batch(self, step: int) -> Batch:
-        """Wait for all tickets of ``step`` and return their batch. Repeated calls return the same batch.
+        """Wait for all tickets of ``step`` and return their batch. Repeated calls return the same
+        batch.
 
         Returns:
-            the entries of `Trajectory` for all sequences, in the order of ticket numbers, padded to ``[B, S]``.
-            Integers and masks are int64.
+            the entries of `Trajectory` for all sequences, in the order of ticket numbers, padded to
+            ``[B, S]``. Integers and masks are int64.
 
         Raises:
             RolloutTimeout: the wait exceeded ``batch_timeout_s``.
             RolloutError: a ticket cannot be finished, or too many were rejected.
-            ConfigError: the step is trained, may not start with the present version, or exceeds ``total_steps``.
+            ConfigError: the step is trained, may not start with the present version, or exceeds
+                ``total_steps``.
         """
         return concat_trajectories([trajectory for _, trajectory in self.next_trajectories(step)])
 
     def next_trajectories(self, step: int) -> list[tuple[Ticket, Trajectory]]:
-        """Return the tickets and trajectories of `next_batch`. The caller must not change the tensors."""
+        """Return the tickets and trajectories of `next_batch`. The caller must not change the
+        tensors.
+        """
         self._require_open()
         self._require_startable(step)
         started_s = time.monotonic()
@@ -169,8 +185,9 @@ class RolloutExecutor:
         self._waited_s = time.monotonic() - started_s
         if missing:
             raise RolloutError(
-                f"step {step} lacks {missing} of {self._ledger.batch_size} tickets after {self.config.max_rounds} "
-                "rounds of replacements: the workflow, or should_accept, rejects almost all of them"
+                f"step {step} lacks {missing} of {self._ledger.batch_size} tickets after "
+                f"{self.config.max_rounds} rounds of replacements: the workflow, or "
+                "should_accept, rejects almost all of them"
             )
         with self._changed:
             accepted = self._ledger.accepted(step)
@@ -188,7 +205,8 @@ class RolloutExecutor:
         self._loop.call(self._sender.open.set)
 
     def stats(self) -> dict[str, float]:
-        """Statistics under ``rollouts/``, and those from ``stats()`` of the workflow if it has this method.
+        """Statistics under ``rollouts/``, and those from ``stats()`` of the workflow if it has this
+        method.
 
         - ``staleness_mean``, ``staleness_max`` (steps) and ``waited_s`` of the last batch
         - ``running`` tickets now, ``finished`` and ``rejected`` tickets of the whole run
@@ -227,13 +245,17 @@ class RolloutExecutor:
             return self._ledger.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a ledger before the first `set_version`, which starts its unfinished tickets and the too stale ones.
+        """Restore a ledger before the first `set_version`, which starts its unfinished tickets and
+        the too stale ones.
 
-        CheckpointMismatchError as in `Ledger.load_state_dict`. ConfigError if tickets were handed out already.
+        CheckpointMismatchError as in `Ledger.load_state_dict`. ConfigError if tickets were handed
+        out already.
         """
         with self._changed:
             if self._ledger.version is not None:
-                raise ConfigError("the RolloutExecutor has begun already; load into a new one, before set_version")
+                raise ConfigError(
+                    "the RolloutExecutor has begun already; load into a new one, before set_version"
+                )
             self._ledger.load_state_dict(state_dict)
             self._restored = True
 
@@ -244,7 +266,10 @@ class RolloutExecutor:
         with beating(_BEAT_EVERY_S):
             for entry in self._ledger.without_images():
                 if not hasattr(workflow, "restore_images"):
-                    raise ConfigError(f"{entry.ticket} has images, and {type(workflow).__name__} has no restore_images")
+                    raise ConfigError(
+                        f"{entry.ticket} has images, and {type(workflow).__name__} has no "
+                        "restore_images"
+                    )
                 try:
                     data = self._loader.dataset[entry.ticket.index]
                     entry.trajectory = workflow.restore_images(entry.trajectory, data)
@@ -260,7 +285,9 @@ class RolloutExecutor:
         while len(self._ledger.drawn) < count:
             drawn = next(self._indices, None)
             if drawn is None:
-                raise ConfigError(f"the loader has no sample left for step {step}; index_batches must not end")
+                raise ConfigError(
+                    f"the loader has no sample left for step {step}; index_batches must not end"
+                )
             self._ledger.drawn += map(int, drawn)
         self._ledger.hand_out(step, count)
 
@@ -268,7 +295,10 @@ class RolloutExecutor:
         with self._changed:
             new = self._ledger.not_started(range(self._end_of_steps()))
             tickets = [entry.ticket for entry in new]
-            work = [(ticket.step, ticket.number, ticket, self._loader.dataset[ticket.index]) for ticket in tickets]
+            work = [
+                (ticket.step, ticket.number, ticket, self._loader.dataset[ticket.index])
+                for ticket in tickets
+            ]
             for entry in new:
                 entry.started = True
         self._loop.call(self._enqueue, work)
@@ -282,8 +312,9 @@ class RolloutExecutor:
         if not version <= step < self._end_of_steps():
             raise ConfigError(
                 f"next_batch({step}) with version {version} and max_head_offpolicyness "
-                f"{self.config.max_head_offpolicyness}; expected a step from {version} to {self._end_of_steps() - 1}. "
-                "Call set_version once the servers serve newer weights"
+                f"{self.config.max_head_offpolicyness}; expected a step from {version} to "
+                f"{self._end_of_steps() - 1}. Call set_version once the servers serve newer "
+                "weights"
             )
 
     def _wait_until_decided(self, step: int, given_up_s: float) -> None:
@@ -298,8 +329,9 @@ class RolloutExecutor:
                 unfinished = self._ledger.outstanding([step])
                 raise RolloutTimeout(
                     f"{len(unfinished)} of the tickets of step {step} were not finished within "
-                    f"{self.config.batch_timeout_s:g} s, the first is {unfinished[0]}; {len(self._tasks)} tickets run, "
-                    f"{self._sender.retried} requests were sent again. Raise batch_timeout_s, or see to the servers"
+                    f"{self.config.batch_timeout_s:g} s, the first is {unfinished[0]}; "
+                    f"{len(self._tasks)} tickets run, {self._sender.retried} requests were sent "
+                    "again. Raise batch_timeout_s, or see to the servers"
                 )
 
     def _require_open(self) -> None:
@@ -314,7 +346,11 @@ class RolloutExecutor:
         self._fill()
 
     def _fill(self) -> None:
-        while self._waiting and len(self._tasks) < self.config.max_concurrent_rollouts and self._failure is None:
+        while (
+            self._waiting
+            and len(self._tasks) < self.config.max_concurrent_rollouts
+            and self._failure is None
+        ):
             *_, ticket, data = heapq.heappop(self._waiting)
             task = asyncio.get_running_loop().create_task(self._run(ticket, data))
             self._tasks.add(task)
@@ -328,7 +364,9 @@ class RolloutExecutor:
             task.exception()  # retrieved, or asyncio would log it
 
     async def _run(self, ticket: Ticket, data: Any) -> None:
-        engine = TicketEngine(ticket, ticket.step - self.config.max_head_offpolicyness, self._sender)
+        engine = TicketEngine(
+            ticket, ticket.step - self.config.max_head_offpolicyness, self._sender
+        )
         try:
             trajectory = await self._workflow.arun_episode(engine, data)
             if trajectory is not None:
@@ -338,12 +376,19 @@ class RolloutExecutor:
         except BaseException as error:
             if self._closed:
                 raise
-            self._fail(ticket, error)  # also for SystemExit, which would end the loop, and CancelledError
+            self._fail(
+                ticket, error
+            )  # also for SystemExit, which would end the loop, and CancelledError
             return
         with self._changed:
             if trajectory is not None:
-                copied = map_tensors(with_images(trajectory, None), lambda tensor: tensor.detach().to("cpu", copy=True))
-                trajectory = with_images(copied, images_of(trajectory))  # rows of a prompt share their pixels
+                copied = map_tensors(
+                    with_images(trajectory, None),
+                    lambda tensor: tensor.detach().to("cpu", copy=True),
+                )
+                trajectory = with_images(
+                    copied, images_of(trajectory)
+                )  # rows of a prompt share their pixels
             self._ledger.settle(ticket.number, trajectory)
             if self._ledger.decided(ticket.step):
                 self._changed.notify_all()
@@ -373,8 +418,8 @@ class _LoopThread:
             asyncio.run_coroutine_threadsafe(called(), self._loop).result(_BLOCKED_S)
         except TimeoutError as error:
             raise RolloutError(
-                f"the loop of {self._thread.name!r} has done nothing for {_BLOCKED_S:g} s: a workflow blocks it. Await "
-                "what takes long, or call it in a CallPool"
+                f"the loop of {self._thread.name!r} has done nothing for {_BLOCKED_S:g} s: a "
+                "workflow blocks it. Await what takes long, or call it in a CallPool"
             ) from error
 
     def close(self) -> None:

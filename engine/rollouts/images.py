@@ -1,7 +1,9 @@
-"""Prompts with images: files or bytes of a sample -> token ids, pixels for the trainer, and images for the server.
+"""Prompts with images: files or bytes of a sample -> token ids, pixels for the trainer, and images
+for the server.
 
-Pixels are large, so the ledger keeps a digest of a prompt's images instead. The sample of the dataset is the reference
-to the images. After a resume the processor makes the same pixels again (`restore_images`).
+Pixels are large, so the ledger keeps a digest of a prompt's images instead. The sample of the
+dataset is the reference to the images. After a resume the processor makes the same pixels again
+(`restore_images`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,13 @@ from .trajectory import IMAGE_DIGEST, Trajectory
 _TEXT_ENTRIES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _MODALITIES = ("image_token_id", "video_token_id", "audio_token_id")
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)  # errors of Pillow for damaged files
-_REFUSED = (ValueError, TypeError, LookupError, RuntimeError, StopIteration)  # errors of processors for odd prompts
+_REFUSED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+)  # errors of processors for odd prompts
 
 
 @dataclass(frozen=True)
@@ -48,26 +56,41 @@ class EncodedPrompt:
 def encode_prompt(processor: Any, data: Mapping[str, Any]) -> EncodedPrompt:
     """Encode the ``messages`` and ``images`` of a sample by a processor of transformers.
 
-    Each image is a path, the bytes of an image file, or a dict with ``bytes`` or ``path`` as in Hugging Face datasets.
-    It belongs to the next ``{"type": "image"}`` in the messages. The server gets the decoded RGB pixels in a PNG file,
-    so that it sees what the trainer sees, whatever the format.
+    Each image is a path, the bytes of an image file, or a dict with ``bytes`` or ``path`` as in
+    Hugging Face datasets. It belongs to the next ``{"type": "image"}`` in the messages. The server
+    gets the decoded RGB pixels in a PNG file, so that it sees what the trainer sees, whatever the
+    format.
 
     Raises:
         PromptError: an image cannot be read, or the processor refuses the prompt.
         ConfigError: the processor has no image token, or the sample no messages.
     """
     if (image_token := getattr(processor, "image_token_id", None)) is None:
-        raise ConfigError(f"{type(processor).__name__} has no image_token_id; give the processor of a model that sees")
+        raise ConfigError(
+            f"{type(processor).__name__} has no image_token_id; give the processor of a model "
+            "that sees"
+        )
     if "messages" not in data:
         raise ConfigError(f"the sample has no 'messages'; it has {sorted(data)}")
     sources = list(data.get("images") or ())
     contents = [message["content"] for message in data["messages"]]
-    shown = sum(part["type"] == "image" for content in contents if not isinstance(content, str) for part in content)
-    if shown and shown != len(sources):  # a text may have placeholders, too. Processors check those, but not all do
-        raise PromptError(f"the messages show {shown} image(s), the sample has {len(sources)}: {_names(sources)}")
+    shown = sum(
+        part["type"] == "image"
+        for content in contents
+        if not isinstance(content, str)
+        for part in content
+    )
+    if shown and shown != len(
+        sources
+    ):  # a text may have placeholders, too. Processors check those, but not all do
+        raise PromptError(
+            f"the messages show {shown} image(s), the sample has {len(sources)}: {_names(sources)}"
+        )
     files = [_read(number, source) for number, source in enumerate(sources)]
     pictures = [_decode(*each) for each in zip(sources, files, strict=True)]
-    text = processor.apply_chat_template(data["messages"], add_generation_prompt=True, tokenize=False)
+    text = processor.apply_chat_template(
+        data["messages"], add_generation_prompt=True, tokenize=False
+    )
     bos = processor.tokenizer.bos_token
     options = {"add_special_tokens": not (bos and text.startswith(bos))}
     token_ids = processor.tokenizer(text, **options)["input_ids"]
@@ -75,15 +98,17 @@ def encode_prompt(processor: Any, data: Mapping[str, Any]) -> EncodedPrompt:
         encoded = processor(text=[text], images=pictures or None, return_tensors="pt", **options)
     except _REFUSED as error:
         raise PromptError(
-            f"{type(processor).__name__} refuses {text!r:.200} with {len(pictures)} image(s) {_names(sources)}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(processor).__name__} refuses {text!r:.200} with {len(pictures)} image(s) "
+            f"{_names(sources)}: {type(error).__name__}: {error}"
         ) from error
     input_ids = encoded["input_ids"][0].tolist()
     pixels: Batch = {name: value for name, value in encoded.items() if name not in _TEXT_ENTRIES}
     digest = xxhash.xxh3_64_intdigest(b"".join(map(xxhash.xxh3_64_digest, files))) >> 1
     if not pictures:
         return EncodedPrompt(input_ids, image_token, {}, None, digest)
-    forbidden = [token for name in _MODALITIES if (token := getattr(processor, name, None)) is not None]
+    forbidden = [
+        token for name in _MODALITIES if (token := getattr(processor, name, None)) is not None
+    ]
     images = PromptImages(token_ids, [_png(picture) for picture in pictures], forbidden)
     return EncodedPrompt(input_ids, image_token, pixels, images, digest)
 
@@ -95,22 +120,27 @@ def restore_images(processor: Any, trajectory: Trajectory, data: Mapping[str, An
         PromptError: the images or the prompt are not those that the trajectory was sampled with.
     """
     prompt, sources = encode_prompt(processor, data), list(data.get("images") or ())
-    sampled_with, ids = int(trajectory[IMAGE_DIGEST][0]), trajectory["input_ids"][0, : len(prompt.input_ids)]
+    sampled_with, ids = (
+        int(trajectory[IMAGE_DIGEST][0]),
+        trajectory["input_ids"][0, : len(prompt.input_ids)],
+    )
     if prompt.digest != sampled_with:
         raise PromptError(
-            f"its {len(sources)} image(s) {_names(sources)} have changed since it was sampled (digest "
-            f"{prompt.digest:016x}, was {sampled_with:016x}); put the files back"
+            f"its {len(sources)} image(s) {_names(sources)} have changed since it was sampled "
+            f"(digest {prompt.digest:016x}, was {sampled_with:016x}); put the files back"
         )
     if ids.tolist() != prompt.input_ids:
         raise PromptError(
-            f"the processor makes another prompt of its {len(sources)} image(s) {_names(sources)} than when it was "
-            "sampled; resume with the same processor and messages"
+            f"the processor makes another prompt of its {len(sources)} image(s) {_names(sources)} "
+            "than when it was sampled; resume with the same processor and messages"
         )
     return _with_pixels(trajectory, prompt)
 
 
 def add_images(trajectory: Trajectory, prompt: EncodedPrompt) -> Trajectory:
-    """Add the images of a prompt to the trajectory of its samples, with the digest and the types of tokens."""
+    """Add the images of a prompt to the trajectory of its samples, with the digest and the types of
+    tokens.
+    """
     ids = trajectory["input_ids"]
     digests = torch.full((len(ids),), prompt.digest, dtype=torch.int64)
     typed = {"mm_token_type_ids": ids == prompt.image_token, IMAGE_DIGEST: digests}
@@ -128,8 +158,8 @@ def _read(number: int, source: Any) -> bytes:
         return source
     if not isinstance(source, str | PathLike):
         raise PromptError(
-            f"image {number} of the sample is a {type(source).__name__}; expected a path or the bytes of a file (cast "
-            "the column of a dataset to datasets.Image(decode=False))"
+            f"image {number} of the sample is a {type(source).__name__}; expected a path or the "
+            "bytes of a file (cast the column of a dataset to datasets.Image(decode=False))"
         )
     try:
         return Path(source).read_bytes()
@@ -153,5 +183,8 @@ def _png(picture: Any) -> bytes:
 
 
 def _names(sources: Sequence[Any]) -> list[str]:
-    sources = [each.get("path") or each.get("bytes") if isinstance(each, Mapping) else each for each in sources]
+    sources = [
+        each.get("path") or each.get("bytes") if isinstance(each, Mapping) else each
+        for each in sources
+    ]
     return [f"of {len(each)} bytes" if isinstance(each, bytes) else str(each) for each in sources]

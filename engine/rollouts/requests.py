@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_exponential,
+)
 
 from ...utils.errors import BusyServerError, NoServerError, RolloutError, ServerError
 from ...utils.logging import get_logger
@@ -18,7 +24,9 @@ from .ledger import Ticket, derive_seed
 logger = get_logger(__name__)
 
 Servers = Sequence[GenerationServer] | Callable[[], Sequence[GenerationServer]]
-"""The servers, or a function that returns the usable ones: they serve the newest weights and are not paused."""
+"""The servers, or a function that returns the usable ones: they serve the newest weights and are
+not paused.
+"""
 
 _LOOK_AGAIN_S = 0.1
 
@@ -26,8 +34,8 @@ _LOOK_AGAIN_S = 0.1
 class RequestSender:
     """Send the requests of all episodes, on one asyncio loop.
 
-    An episode stays at one server, because that server caches its prefix. ``retried`` counts the repeated requests.
-    While ``open`` is not set, no new request is sent.
+    An episode stays at one server, because that server caches its prefix. ``retried`` counts the
+    repeated requests. While ``open`` is not set, no new request is sent.
     """
 
     def __init__(self, servers: Servers, config: RolloutConfig) -> None:
@@ -42,7 +50,9 @@ class RequestSender:
         """Return the answer of a server. See `TicketEngine.agenerate`."""
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self._config.request_attempts),
-            wait=wait_exponential(multiplier=0.1, max=10.0),  # no jitter: it draws from the training's generator
+            wait=wait_exponential(
+                multiplier=0.1, max=10.0
+            ),  # no jitter: it draws from the training's generator
             retry=retry_if_exception_type(ServerError),
             before_sleep=self._count,
             reraise=True,
@@ -58,9 +68,13 @@ class RequestSender:
             except (BusyServerError, NoServerError) as error:
                 left_s, limit_s = given_up_s - time.monotonic(), self._config.server_wait_s
                 if left_s <= 0:
-                    raise RolloutError(f"no server took a request for {limit_s:g} s: {error}") from error
+                    raise RolloutError(
+                        f"no server took a request for {limit_s:g} s: {error}"
+                    ) from error
                 again_s = error.retry_after_s if isinstance(error, BusyServerError) else 0.0
-                await asyncio.sleep(min(max(again_s, _LOOK_AGAIN_S), left_s))  # perhaps of another server
+                await asyncio.sleep(
+                    min(max(again_s, _LOOK_AGAIN_S), left_s)
+                )  # perhaps of another server
 
     async def _send_to_one(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
         server = await self._choose(episode)
@@ -89,7 +103,9 @@ class RequestSender:
         return response
 
     async def _choose(self, episode: "TicketEngine") -> GenerationServer:
-        """The server of the episode, else the one with the fewest requests. Avoids the one that failed last."""
+        """The server of the episode, else the one with the fewest requests. Avoids the one that
+        failed last.
+        """
         await self.open.wait()
         given_up_s = time.monotonic() + self._config.server_wait_s
         while not (serving := list(self._servers() if callable(self._servers) else self._servers)):
@@ -109,7 +125,9 @@ class RequestSender:
 
 
 class TicketEngine:
-    """The `EpisodeEngine` of one ticket. Weights of version ``oldest`` or newer may sample its tokens."""
+    """The `EpisodeEngine` of one ticket. Weights of version ``oldest`` or newer may sample its
+    tokens.
+    """
 
     def __init__(self, ticket: Ticket, oldest: int, sender: RequestSender) -> None:
         self.server: Any = None  # the server of this episode
@@ -124,25 +142,37 @@ class TicketEngine:
         number = self._calls if request.seed is None else request.seed
         self._calls += 1
         seed = derive_seed(self._ticket.seed, number)
-        request = replace(request, seed=seed, rid=request.rid or f"ticket-{self._ticket.number}-{number}")
+        request = replace(
+            request, seed=seed, rid=request.rid or f"ticket-{self._ticket.number}-{number}"
+        )
         try:
             return await self._sender.send(request, self)
         except ServerError as error:
-            raise RolloutError(f"no server completed request {request.rid}, the last one said: {error}") from error
+            raise RolloutError(
+                f"no server completed request {request.rid}, the last one said: {error}"
+            ) from error
 
     def check(self, response: ModelResponse) -> None:
-        """Raise ServerError if too old or too new weights sampled the answer, or an entry is missing."""
-        lengths = {len(each) for each in (response.output_tokens, response.output_logprobs, response.output_versions)}
+        """Raise ServerError if too old or too new weights sampled the answer, or an entry is
+        missing.
+        """
+        lengths = {
+            len(each)
+            for each in (response.output_tokens, response.output_logprobs, response.output_versions)
+        }
         if len(lengths) > 1:
             raise ServerError(
-                f"{_name(self.server)} answered {len(response.output_tokens)} tokens, {len(response.output_logprobs)} "
-                f"log-probabilities and {len(response.output_versions)} versions; expected as many of each"
+                f"{_name(self.server)} answered {len(response.output_tokens)} tokens, "
+                f"{len(response.output_logprobs)} log-probabilities and "
+                f"{len(response.output_versions)} versions; expected as many of each"
             )
         versions = response.output_versions
-        if wrong := [version for version in versions if not self._oldest <= version <= self._ticket.step]:
+        if wrong := [
+            version for version in versions if not self._oldest <= version <= self._ticket.step
+        ]:
             raise ServerError(
-                f"{_name(self.server)} sampled with weights of version {wrong[0]}; {self._ticket} takes versions "
-                f"{self._oldest} to {self._ticket.step}"
+                f"{_name(self.server)} sampled with weights of version {wrong[0]}; {self._ticket} "
+                f"takes versions {self._oldest} to {self._ticket.step}"
             )
 
 

@@ -11,29 +11,41 @@ from .call_pool import CallPool
 logger = get_logger(__name__)
 
 RewardFn = Callable[..., float]
-"""``reward_fn(prompt, completion, prompt_ids, completion_ids, **data)`` with AReaL's arguments: texts (None if there is
-no tokenizer), token ids, and the sample of the dataset. It must be a top-level function, because it is pickled."""
+"""``reward_fn(prompt, completion, prompt_ids, completion_ids, **data)`` with AReaL's arguments:
+texts (None if there is no tokenizer), token ids, and the sample of the dataset. It must be a
+top-level function, because it is pickled.
+"""
 
 _CALLS_TO_JUDGE_BY = 16  # if the first calls all fail, this many, the function itself is wrong
 
 
 class Rewards:
-    """Call a reward function and survive its failures. Without ``pool``, the calls run in a new one.
+    """Call a reward function and survive its failures. Without ``pool``, the calls run in a new
+    one.
 
-    A completion gets ``lost_reward`` if the function raises, returns no finite number, or hangs or ends its process
-    twice. A failure is logged as a warning and counted in `stats`. The run ends only if the first 16 calls all fail.
+    A completion gets ``lost_reward`` if the function raises, returns no finite number, or hangs or
+    ends its process twice. A failure is logged as a warning and counted in `stats`. The run ends
+    only if the first 16 calls all fail.
     """
 
-    def __init__(self, reward_fn: RewardFn, tokenizer: Any, pool: CallPool | None, lost_reward: float) -> None:
+    def __init__(
+        self, reward_fn: RewardFn, tokenizer: Any, pool: CallPool | None, lost_reward: float
+    ) -> None:
         self.pool, self.lost_reward = pool or CallPool(), lost_reward
         self._reward_fn, self._tokenizer = reward_fn, tokenizer
         self._counts = {"returned": 0, "raised": 0, "lost": 0}
 
-    async def reward(self, prompt_ids: list[int], completion_ids: list[int], data: Mapping[str, Any]) -> float:
-        """Compute the reward of one completion. Raises RolloutError if the first 16 calls of the function all fail."""
+    async def reward(
+        self, prompt_ids: list[int], completion_ids: list[int], data: Mapping[str, Any]
+    ) -> float:
+        """Compute the reward of one completion. Raises RolloutError if the first 16 calls of the
+        function all fail.
+        """
         texts = decode(prompt_ids, self._tokenizer), decode(completion_ids, self._tokenizer)
         try:
-            reward = float(await self.pool.call(self._reward_fn, *texts, prompt_ids, completion_ids, **data))
+            reward = float(
+                await self.pool.call(self._reward_fn, *texts, prompt_ids, completion_ids, **data)
+            )
             if not math.isfinite(reward):
                 raise ValueError(f"the reward is {reward}; expected a finite number")
         except ConfigError:
@@ -48,14 +60,18 @@ class Rewards:
         self._counts["lost" if isinstance(error, CallLost) else "raised"] += 1
         if not self._counts["returned"] and sum(self._counts.values()) >= _CALLS_TO_JUDGE_BY:
             raise RolloutError(
-                f"{self._reward_fn} has failed each of its first {_CALLS_TO_JUDGE_BY} calls, the last one with "
-                f"{type(error).__name__}: {error}"
+                f"{self._reward_fn} has failed each of its first {_CALLS_TO_JUDGE_BY} calls, the "
+                f"last one with {type(error).__name__}: {error}"
             ) from error
-        logger.warning("a reward counts as %g: %s: %s", self.lost_reward, type(error).__name__, error)
+        logger.warning(
+            "a reward counts as %g: %s: %s", self.lost_reward, type(error).__name__, error
+        )
         return self.lost_reward
 
     def stats(self) -> dict[str, float]:
-        """Number of failed calls: ``rewards/raised``, and ``rewards/lost`` (it hung or ended its process)."""
+        """Number of failed calls: ``rewards/raised``, and ``rewards/lost`` (it hung or ended its
+        process).
+        """
         return {f"rewards/{name}": float(self._counts[name]) for name in ("raised", "lost")}
 
 

@@ -1,8 +1,9 @@
 """`SharedRollouts`: one executor for the ranks of a torchrun job.
 
-Rank 0 samples for all ranks, and every rank gets whole tickets of each batch. Ranks with the same data get the same
-tickets. The ledger is state of rank 0 alone, so any number of ranks can resume. Every rank needs the same loader of
-whole batches (``world_size`` 1). Rank 0's is read and saved, and a resume sets the others to the same position.
+Rank 0 samples for all ranks, and every rank gets whole tickets of each batch. Ranks with the same
+data get the same tickets. The ledger is state of rank 0 alone, so any number of ranks can resume.
+Every rank needs the same loader of whole batches (``world_size`` 1). Rank 0's is read and saved,
+and a resume sets the others to the same position.
 """
 
 from collections.abc import Callable
@@ -24,14 +25,18 @@ from .trajectory import concat_trajectories
 class SharedRollouts:
     """The methods of `RolloutExecutor`, each called by all ranks.
 
-        rollouts = SharedRollouts(lambda: RolloutExecutor(config, loader, workflow, fleet.serving), engine)
+        rollouts = SharedRollouts(lambda: RolloutExecutor(config, loader, workflow, fleet.serving),
+        engine)
 
     Args:
         make: creates the executor, on rank 0.
-        engine: trains on the batches, and knows which ranks have the same data. None: every rank has its own.
+        engine: trains on the batches, and knows which ranks have the same data. None: every rank
+            has its own.
     """
 
-    def __init__(self, make: Callable[[], RolloutExecutor], engine: TrainEngine | None = None) -> None:
+    def __init__(
+        self, make: Callable[[], RolloutExecutor], engine: TrainEngine | None = None
+    ) -> None:
         self._executor: RolloutExecutor | None = None
         self._rank, self._n_shares = get_rank(), get_world_size()
         if engine is not None:
@@ -41,15 +46,20 @@ class SharedRollouts:
                 self._executor = make()
 
     def set_version(self, version: int) -> None:
-        """See `RolloutExecutor.set_version`. The first one after a resume may take long, because of restored images."""
+        """See `RolloutExecutor.set_version`. The first one after a resume may take long, because of
+        restored images.
+        """
         rank_zero_decides_slowly(lambda: self._leader.set_version(version))
 
     def next_batch(self, step: int) -> Batch:
-        """Return this rank's share of the batch: of n tickets, ``r * n // d`` up to ``(r + 1) * n // d`` for data rank
-        r of d."""
+        """Return this rank's share of the batch: of n tickets, ``r * n // d`` up to ``(r + 1) * n
+        // d`` for data rank r of d.
+        """
         accepted = rank_zero_decides_slowly(lambda: self._leader.next_trajectories(step))
         require_range("batch_size", len(accepted), low=self._n_shares)
-        first, last = (len(accepted) * share // self._n_shares for share in (self._rank, self._rank + 1))
+        first, last = (
+            len(accepted) * share // self._n_shares for share in (self._rank, self._rank + 1)
+        )
         return concat_trajectories([trajectory for _, trajectory in accepted[first:last]])
 
     def pause(self) -> None:

@@ -1,7 +1,9 @@
-"""Workflows: the protocol, with AReaL's names (``areal/api/workflow_api.py``), and two that are included.
+"""Workflows: the protocol, with AReaL's names (``areal/api/workflow_api.py``), and two that are
+included.
 
-A conversation is one growing sequence of tokens. Sampled tokens are never decoded and encoded again, so their
-log-probabilities belong to the tokens that are trained on. Answers of tools are in the sequence, but not in the loss.
+A conversation is one growing sequence of tokens. Sampled tokens are never decoded and encoded
+again, so their log-probabilities belong to the tokens that are trained on. Answers of tools are in
+the sequence, but not in the loss.
 """
 
 import asyncio
@@ -25,9 +27,9 @@ class EpisodeEngine(Protocol):
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Complete one prompt on some server.
 
-        The request's seed is hashed with the seed of the ticket. If it is None, the number of calls so far replaces it.
-        A workflow with concurrent calls should number its requests in ``seed``, so that a rerun of the ticket sends the
-        same requests whatever answer comes first.
+        The request's seed is hashed with the seed of the ticket. If it is None, the number of calls
+        so far replaces it. A workflow with concurrent calls should number its requests in ``seed``,
+        so that a rerun of the ticket sends the same requests whatever answer comes first.
 
         Raises:
             RolloutError: no server answered in all attempts.
@@ -41,8 +43,9 @@ class RolloutWorkflow(Protocol):
     async def arun_episode(self, engine: EpisodeEngine, data: Any) -> Trajectory | None:
         """Sample one ticket.
 
-        It runs on a thread of the training process. Put work of more than a few milliseconds into a `CallPool`. Do not
-        draw from the global generators (``random``, ``np.random``, ``torch``), which belong to the training.
+        It runs on a thread of the training process. Put work of more than a few milliseconds into a
+        `CallPool`. Do not draw from the global generators (``random``, ``np.random``, ``torch``),
+        which belong to the training.
 
         Args:
             engine: completes prompts.
@@ -51,40 +54,48 @@ class RolloutWorkflow(Protocol):
         Returns:
             the trajectory to train on. None rejects the ticket, and another ticket replaces it.
 
-        A workflow whose trajectories have an `IMAGE_DIGEST` also needs ``restore_images(trajectory, data)``, which adds
-        the pixels that the ledger leaves out.
+        A workflow whose trajectories have an `IMAGE_DIGEST` also needs ``restore_images(trajectory,
+        data)``, which adds the pixels that the ledger leaves out.
         """
         ...
 
 
 ToolFn = Callable[..., Sequence[int] | str | None]
-"""``tool_fn(conversation, completion, conversation_ids, completion_ids, **data)``, a top-level function.
+"""``tool_fn(conversation, completion, conversation_ids, completion_ids, **data)``, a top-level
+function.
 
-It gets the last completion and everything before. It returns the tool's answer in the format of the model, followed by
-the start of the model's next turn: token ids, or a text if there is a tokenizer. None ends the episode."""
+It gets the last completion and everything before. It returns the tool's answer in the format of the
+model, followed by the start of the model's next turn: token ids, or a text if there is a tokenizer.
+None ends the episode.
+"""
 
 
 class MultiTurnWorkflow:
-    """Alternate completions of the model and calls of a tool, ``gconfig.n_samples`` times per prompt.
+    """Alternate completions of the model and calls of a tool, ``gconfig.n_samples`` times per
+    prompt.
 
-        gconfig = GenerationHyperparameters(n_samples=8, max_new_tokens=1024, stop_token_ids=[tokenizer.eos_token_id])
-        workflow = MultiTurnWorkflow(reward_fn, tool_fn, gconfig, tokenizer, max_turns=4)
+        gconfig = GenerationHyperparameters(n_samples=8, max_new_tokens=1024,
+        stop_token_ids=[tokenizer.eos_token_id]) workflow = MultiTurnWorkflow(reward_fn, tool_fn,
+        gconfig, tokenizer, max_turns=4)
 
-    An episode ends if the tool returns None, if a completion or the conversation reaches its length limit
-    (``truncated``), or after ``max_turns``. The reward function gets everything after the prompt as the completion. If
-    a tool call hangs or ends its process twice, the episode ends with ``lost_reward``.
+    An episode ends if the tool returns None, if a completion or the conversation reaches its length
+    limit (``truncated``), or after ``max_turns``. The reward function gets everything after the
+    prompt as the completion. If a tool call hangs or ends its process twice, the episode ends with
+    ``lost_reward``.
 
     Args:
         reward_fn: see `RewardFn`.
         tool_fn: see `ToolFn`. It runs in the pool.
         gconfig: sampling parameters. ``max_new_tokens`` applies to each turn.
-        tokenizer: applies the chat template to the ``messages`` of a sample, and decodes for the functions. None: the
-            samples have ``input_ids``, or there is a ``processor``.
+        tokenizer: applies the chat template to the ``messages`` of a sample, and decodes for the
+            functions. None: the samples have ``input_ids``, or there is a ``processor``.
         max_turns: most completions of an episode.
-        max_tokens: longest conversation, including the prompt. None: no limit, and the server must never reach its own.
+        max_tokens: longest conversation, including the prompt. None: no limit, and the server must
+            never reach its own.
         pool: pool for rewards and tools. None: a new one with default limits.
         lost_reward: reward if a tool or reward call fails.
-        processor: processor of a model that sees. The samples have ``messages`` and ``images``, see `encode_prompt`.
+        processor: processor of a model that sees. The samples have ``messages`` and ``images``, see
+            `encode_prompt`.
     """
 
     def __init__(
@@ -104,28 +115,45 @@ class MultiTurnWorkflow:
         require_range("max_tokens", max_tokens, low=1)
         if tokenizer is None and processor is not None:
             tokenizer = processor.tokenizer
-        self._tool_fn, self._gconfig, self._tokenizer, self._processor = tool_fn, gconfig, tokenizer, processor
+        self._tool_fn, self._gconfig, self._tokenizer, self._processor = (
+            tool_fn,
+            gconfig,
+            tokenizer,
+            processor,
+        )
         self._max_turns, self._max_tokens = max_turns, max_tokens
         self._rewards = Rewards(reward_fn, tokenizer, pool, lost_reward)
-        self._encoder = ThreadPoolExecutor(1, "images")  # one, because tokenizers are not safe in several threads
+        self._encoder = ThreadPoolExecutor(
+            1, "images"
+        )  # one, because tokenizers are not safe in several threads
 
     async def arun_episode(self, engine: EpisodeEngine, data: Mapping[str, Any]) -> Trajectory:
         """See `RolloutWorkflow`. The samples of a prompt are one trajectory."""
         encoded = None
         if self._processor is not None:
             loop = asyncio.get_running_loop()
-            encoded = await loop.run_in_executor(self._encoder, encode_prompt, self._processor, data)
+            encoded = await loop.run_in_executor(
+                self._encoder, encode_prompt, self._processor, data
+            )
         prompt = _encode_text(data, self._tokenizer) if encoded is None else encoded.input_ids
         images = None if encoded is None else encoded.images
-        conversations = (self._converse(engine, prompt, images, n, data) for n in range(self._gconfig.n_samples))
+        conversations = (
+            self._converse(engine, prompt, images, n, data) for n in range(self._gconfig.n_samples)
+        )
         samples = await asyncio.gather(*conversations)
-        trajectory = to_trajectory([sequence for sequence, _ in samples], [reward for _, reward in samples])
+        trajectory = to_trajectory(
+            [sequence for sequence, _ in samples], [reward for _, reward in samples]
+        )
         return trajectory if encoded is None else add_images(trajectory, encoded)
 
     def restore_images(self, trajectory: Trajectory, data: Mapping[str, Any]) -> Trajectory:
-        """Add the pixels to a trajectory from a ledger. PromptError if the images of the sample have changed."""
+        """Add the pixels to a trajectory from a ledger. PromptError if the images of the sample
+        have changed.
+        """
         if self._processor is None:
-            raise ConfigError("the rollouts were sampled with images; give the workflow its processor")
+            raise ConfigError(
+                "the rollouts were sampled with images; give the workflow its processor"
+            )
         return restore_images(self._processor, trajectory, data)
 
     async def _converse(
@@ -145,7 +173,10 @@ class MultiTurnWorkflow:
             if room < max(1, self._gconfig.min_new_tokens):
                 sequence.truncated = True
                 break
-            gconfig, seed = replace(self._gconfig, max_new_tokens=room), number * self._max_turns + turn
+            gconfig, seed = (
+                replace(self._gconfig, max_new_tokens=room),
+                number * self._max_turns + turn,
+            )
             shown = None if images is None else images.followed_by(before[len(prompt) :])
             response = await engine.agenerate(ModelRequest(before, gconfig, seed, images=shown))
             sequence.extend_sampled(response)
@@ -160,13 +191,17 @@ class MultiTurnWorkflow:
             sequence.extend_given(said)
         return sequence, await self._rewards.reward(prompt, sequence.input_ids[len(prompt) :], data)
 
-    async def _ask_tool(self, before: list[int], completion: list[int], data: Mapping[str, Any]) -> list[int] | None:
+    async def _ask_tool(
+        self, before: list[int], completion: list[int], data: Mapping[str, Any]
+    ) -> list[int] | None:
         texts = decode(before, self._tokenizer), decode(completion, self._tokenizer)
         said = await self._rewards.pool.call(self._tool_fn, *texts, before, completion, **data)
         if not isinstance(said, str):
             return None if said is None else list(said)
         if self._tokenizer is None:
-            raise ConfigError(f"the tool said {said!r}, but there is no tokenizer; it must return token ids")
+            raise ConfigError(
+                f"the tool said {said!r}, but there is no tokenizer; it must return token ids"
+            )
         return self._tokenizer.encode(said, add_special_tokens=False)
 
     def stats(self) -> dict[str, float]:
@@ -182,8 +217,9 @@ class MultiTurnWorkflow:
 class RLVRWorkflow(MultiTurnWorkflow):
     """Sample a prompt ``gconfig.n_samples`` times, with a verifiable reward for each completion.
 
-        gconfig = GenerationHyperparameters(n_samples=8, max_new_tokens=1024, stop_token_ids=[tokenizer.eos_token_id])
-        workflow = RLVRWorkflow(reward_fn, gconfig, tokenizer)
+        gconfig = GenerationHyperparameters(n_samples=8, max_new_tokens=1024,
+        stop_token_ids=[tokenizer.eos_token_id]) workflow = RLVRWorkflow(reward_fn, gconfig,
+        tokenizer)
 
     The arguments are those of `MultiTurnWorkflow`: this is its case of one turn.
     """
@@ -211,4 +247,6 @@ def _encode_text(data: Mapping[str, Any], tokenizer: Any) -> list[int]:
         raise ConfigError(f"the sample has no {key!r}; it has {sorted(data)}")
     if tokenizer is None:
         return [int(token) for token in data[key]]
-    return tokenizer.apply_chat_template(data[key], add_generation_prompt=True, tokenize=True, return_dict=False)
+    return tokenizer.apply_chat_template(
+        data[key], add_generation_prompt=True, tokenize=True, return_dict=False
+    )

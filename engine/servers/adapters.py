@@ -1,9 +1,11 @@
 """Adapters on a server: one name per version, and which adapters requests use.
 
-A request names its adapter and keeps it to its end. So an update pauses nothing and drops no cache, and the name says
-which version sampled a token. The name holds the digest of the published folder, so other contents have another name.
+A request names its adapter and keeps it to its end. So an update pauses nothing and drops no cache,
+and the name says which version sampled a token. The name holds the digest of the published folder,
+so other contents have another name.
 
-A server may read an adapter again while requests use it, if it had to make room in memory. The folder stays until then.
+A server may read an adapter again while requests use it, if it had to make room in memory. The
+folder stays until then.
 """
 
 import json
@@ -48,9 +50,11 @@ def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
 
 @contextmanager
 def amplified(folder: str | os.PathLike[str], size: float) -> Iterator[Path | None]:
-    """Make a folder beside ``folder``, with the same adapters and a larger factor: each adds about ``size`` to a layer.
+    """Make a folder beside ``folder``, with the same adapters and a larger factor: each adds about
+    ``size`` to a layer.
 
-    None if they change nothing at any factor, as before the first training step. Raises OSError or PublishError.
+    None if they change nothing at any factor, as before the first training step. Raises OSError or
+    PublishError.
     """
     path = Path(folder)
     config = json.loads((path / CONFIG).read_bytes())
@@ -58,7 +62,9 @@ def amplified(folder: str | os.PathLike[str], size: float) -> Iterator[Path | No
     if strength is None:
         yield None
         return
-    scaling = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    scaling = config["lora_alpha"] / (
+        config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
+    )
     factor = max(1, math.ceil(size / (scaling * strength)))
     config["lora_alpha"] *= factor
     for layer in config.get("alpha_pattern") or ():
@@ -77,7 +83,9 @@ def amplified(folder: str | os.PathLike[str], size: float) -> Iterator[Path | No
 
 
 def _strength(file: Path) -> float | None:
-    """Median size that adapters add to a layer for inputs of size 1, without their scaling. None if all add 0."""
+    """Median size that adapters add to a layer for inputs of size 1, without their scaling. None if
+    all add 0.
+    """
     strengths: list[float] = []
     with _open(file) as weights:
         names = set(weights.keys())
@@ -112,7 +120,9 @@ def adapter_label(name: str) -> str:
 
 
 class AdaptersInUse:
-    """The adapters that one client uses on its server, ``current`` (None: the base) for new requests. Thread-safe."""
+    """The adapters that one client uses on its server, ``current`` (None: the base) for new
+    requests. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -1,6 +1,7 @@
 """Requests, responses, states and client protocols of inference servers of any kind.
 
-The names are AReaL's (``areal/api/io_struct.py``, ``areal/api/cli_args.py``), so a workflow for AReaL reads the same.
+The names are AReaL's (``areal/api/io_struct.py``, ``areal/api/cli_args.py``), so a workflow for
+AReaL reads the same.
 """
 
 import base64
@@ -64,8 +65,8 @@ class PromptImages:
     """The images of a prompt, for a server that makes their pixels itself.
 
     Attributes:
-        token_ids: the prompt as the chat template made it, with one placeholder for each image. A server expands the
-            placeholders, so it never gets ids that the processor has expanded.
+        token_ids: the prompt as the chat template made it, with one placeholder for each image. A
+            server expands the placeholders, so it never gets ids that the processor has expanded.
         files: the encoded images (PNG), in order.
         forbidden: ids that must not be sampled, such as the image token.
     """
@@ -96,11 +97,12 @@ class ModelRequest:
     Attributes:
         input_ids: token ids of the prompt, with all tokens of its images.
         gconfig: sampling parameters. A request asks for one completion, ``n_samples`` is ignored.
-        seed: the same seed gives about the same answer. A server that batches does not repeat it bit for bit. None: the
-            server draws a seed.
+        seed: the same seed gives about the same answer. A server that batches does not repeat it
+            bit for bit. None: the server draws a seed.
         rid: name of the request, for logs.
         metadata: data of the caller, which is not sent.
-        images: the images of the prompt, with the ids that are sent. None: a text, whose ``input_ids`` are sent.
+        images: the images of the prompt, with the ids that are sent. None: a text, whose
+            ``input_ids`` are sent.
     """
 
     input_ids: Sequence[int]
@@ -119,7 +121,8 @@ class ModelResponse:
         input_tokens: the prompt. With images, as the server expanded it.
         output_tokens: token ids of the completion, including a stop token.
         output_logprobs: log-probability of each token in the distribution that it was sampled from.
-        output_versions: version of the weights that sampled each token, from the record of the server.
+        output_versions: version of the weights that sampled each token, from the record of the
+            server.
         stop_reason: reason for the end.
     """
 
@@ -135,7 +138,9 @@ class GenerationServer(Protocol):
     """A server that completes prompts of token ids."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt, or raise ServerError if this server cannot. Another server is asked then."""
+        """Complete one prompt, or raise ServerError if this server cannot. Another server is asked
+        then.
+        """
         ...
 
 
@@ -143,14 +148,18 @@ class GenerationServer(Protocol):
 class ServerStatus:
     """A server's report on itself."""
 
-    label: str | None  # `weights_label` of the served weights. None: no published weights, as after a start
+    label: (
+        str | None
+    )  # `weights_label` of the served weights. None: no published weights, as after a start
     paused: bool  # whether the server holds requests back
     asleep: tuple[str, ...] = ()  # the parts of its memory that sleep: ``weights`` and ``kv_cache``
 
 
 @runtime_checkable
 class ObservableServer(InferenceServer, Protocol):
-    """A client that can ask its server which weights it serves. A fleet checks such servers regularly."""
+    """A client that can ask its server which weights it serves. A fleet checks such servers
+    regularly.
+    """
 
     @property
     def name(self) -> str:
@@ -171,13 +180,17 @@ class ServerState(StrEnum):
     """Whether a server may generate, and the reason if not."""
 
     SERVING = "serving"
-    """The server confirmed the weights published last. During a publication, it confirmed the weights before."""
+    """The server confirmed the weights published last. During a publication, it confirmed the
+    weights before.
+    """
     BEHIND = "behind"
     """The server answers, but serves other weights or failed to load the published ones."""
     PAUSED = "paused"
     """The server answers and completes nothing: an update failed, or its publisher was killed."""
     ASLEEP = "asleep"
-    """The server was put to sleep, or only its weights are awake. Its memory is free for other programs."""
+    """The server was put to sleep, or only its weights are awake. Its memory is free for other
+    programs.
+    """
     GONE = "gone"
     """The server does not answer."""
 
@@ -189,25 +202,42 @@ class ServerReport:
     name: str  # name in logs
     state: ServerState = ServerState.BEHIND  # last known state
     label: str | None = None  # `weights_label` of the served weights. None: unknown
-    error: str | None = "it has not been told of any weights yet"  # last error. None once the server serves
-    seconds: Mapping[str, float] = field(default_factory=dict)  # of each phase of the last update, and in ``total``
+    error: str | None = (
+        "it has not been told of any weights yet"  # last error. None once the server serves
+    )
+    seconds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of each phase of the last update, and in ``total``
 
     def __str__(self) -> str:
-        detail = f" {self.label}" if self.state is ServerState.SERVING else f" ({self.error})" if self.error else ""
+        detail = (
+            f" {self.label}"
+            if self.state is ServerState.SERVING
+            else f" ({self.error})"
+            if self.error
+            else ""
+        )
         return f"{self.name} is {self.state}{detail}"
 
 
 def server_stats(reports: Iterable[ServerReport]) -> dict[str, float]:
-    """Statistics: ``servers_<state>`` (number of servers) and ``update_<phase>_s`` (seconds of the slowest server)."""
+    """Statistics: ``servers_<state>`` (number of servers) and ``update_<phase>_s`` (seconds of the
+    slowest server).
+    """
     reports = list(reports)
-    counts = {f"servers_{state}": float(sum(report.state is state for report in reports)) for state in ServerState}
+    counts = {
+        f"servers_{state}": float(sum(report.state is state for report in reports))
+        for state in ServerState
+    }
     phases = sorted({phase for report in reports for phase in report.seconds})
     slowest = {phase: max(report.seconds.get(phase, 0.0) for report in reports) for phase in phases}
     return counts | {f"update_{phase}_s": seconds for phase, seconds in slowest.items()}
 
 
 def weights_label(folder: str | os.PathLike[str], version: int) -> str:
-    """Label of a server that serves the published ``folder``: ``<version>-<digest of the manifest>``."""
+    """Label of a server that serves the published ``folder``: ``<version>-<digest of the
+    manifest>``.
+    """
     return f"{version}-{manifest_digest(folder)}"
 
 

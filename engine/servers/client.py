@@ -1,7 +1,9 @@
-"""`ServerClient`: base class of the vLLM and SGLang clients. It owns the settings and the checks that both share.
+"""`ServerClient`: base class of the vLLM and SGLang clients. It owns the settings and the checks
+that both share.
 
-The clients trust no server: after each update they compare log-probabilities with the trainer's, and they check a
-prompt before they send it. The subclasses hold the HTTP calls of one kind of server each.
+The clients trust no server: after each update they compare log-probabilities with the trainer's,
+and they check a prompt before they send it. The subclasses hold the HTTP calls of one kind of
+server each.
 """
 
 import asyncio
@@ -31,7 +33,14 @@ from ...utils.logging import get_logger
 from ...utils.remote import without_secrets
 from ..hf.adapter_folder import WEIGHTS
 from ..hf.versions import published_file
-from .adapters import AdapterFacts, AdaptersInUse, adapter_label, adapter_name, amplified, read_facts
+from .adapters import (
+    AdapterFacts,
+    AdaptersInUse,
+    adapter_label,
+    adapter_name,
+    amplified,
+    read_facts,
+)
 from .api import (
     GenerationHyperparameters,
     ModelRequest,
@@ -40,7 +49,14 @@ from .api import (
     labelled_version,
     weights_label,
 )
-from .generation import PromptLimits, check_images, folder_vocab_size, samples_plainly, stated_limits, temperature_error
+from .generation import (
+    PromptLimits,
+    check_images,
+    folder_vocab_size,
+    samples_plainly,
+    stated_limits,
+    temperature_error,
+)
 from .groups import KeptGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
 from .mirror import prepared_folder
@@ -66,16 +82,18 @@ NO_LABEL = "default"
 _UPDATE_TIMEOUT_S = 300.0
 _SHA256_OF_NOTHING = "e3b0c44298fc1c149afbf4c8996fb924"
 _AMPLIFIED = (8.0, 2048.0)
-"""Sizes of what amplified adapters add to a layer, whose own output has about size 1. The second is for odd models."""
+"""Sizes of what amplified adapters add to a layer, whose own output has about size 1. The second is
+for odd models.
+"""
 _WITHDRAW_LIMIT_S = 10.0  # a limit separate from the update's, which may be used up by then
 _PAUSED = "It was paused again: tell it again, or restart it"
 _UNLOADED = (
-    "They were unloaded again, and it goes on with those before: tell it again, or restart it with the base model that "
-    "is trained"
+    "They were unloaded again, and it goes on with those before: tell it again, or restart it "
+    "with the base model that is trained"
 )
 _NO_ROOM = (
-    "if it waits for requests of older versions to end, let it compute with more versions at a time (--max-loras of "
-    "vLLM, --max-loras-per-batch of SGLang)"
+    "if it waits for requests of older versions to end, let it compute with more versions at a "
+    "time (--max-loras of vLLM, --max-loras-per-batch of SGLang)"
 )
 
 
@@ -89,10 +107,12 @@ def _explained_wait() -> Iterator[None]:
 
 @dataclass(eq=False, repr=False)
 class ServerClient(SleepingClient):
-    """A client of one server. `VLLMServer` and `SGLangServer` describe the attributes. Pickling keeps only these.
+    """A client of one server. `VLLMServer` and `SGLangServer` describe the attributes. Pickling
+    keeps only these.
 
-    ConfigError if ``url`` is no HTTP URL of a host, has a query, or holds a user although ``api_key`` is given, if a
-    limit is not positive, or ``dtype`` is unknown. The same for the URL of the ``mirror``.
+    ConfigError if ``url`` is no HTTP URL of a host, has a query, or holds a user although
+    ``api_key`` is given, if a limit is not positive, or ``dtype`` is unknown. The same for the URL
+    of the ``mirror``.
     """
 
     checks_content: ClassVar[bool] = True
@@ -119,10 +139,13 @@ class ServerClient(SleepingClient):
         for what, url in (("server", self.url), ("mirror", self.mirror)):
             if url is not None and not leads_to_a_server(url):
                 raise ConfigError(
-                    f"{what} URL {without_secrets(url)!r} is unknown; expected http://host:port, or a path behind that"
+                    f"{what} URL {without_secrets(url)!r} is unknown; expected http://host:port, "
+                    "or a path behind that"
                 )
         if self.api_key and "@" in self.url.partition("://")[2].partition("/")[0]:
-            raise ConfigError(f"{self.name} is given with a user and with an api_key, but one header carries both")
+            raise ConfigError(
+                f"{self.name} is given with a user and with an api_key, but one header carries both"
+            )
         for key in ("timeout_s", "status_timeout_s", "generation_timeout_s"):
             require_range(key, getattr(self, key), low=1e-3)
         require_choice("dtype", self.dtype, (None, *DTYPES))
@@ -131,8 +154,12 @@ class ServerClient(SleepingClient):
         self._updating, self._allowed_s = Lock(), _UPDATE_TIMEOUT_S
         self._adapters = AdaptersInUse()
         self._checked: CheckedAnswer | None = None
-        self._summed: tuple[CheckedAnswer, str] | None = None  # and the checksums that the server's weights had then
-        self._changes_weights = self._uses_adapters = False  # whether this server has shown it, in 16 bits
+        self._summed: tuple[CheckedAnswer, str] | None = (
+            None  # and the checksums that the server's weights had then
+        )
+        self._changes_weights = self._uses_adapters = (
+            False  # whether this server has shown it, in 16 bits
+        )
         self._warned_without_sums = False
         self._warned_unchecked = False
         self._vocab_size: int | None = None
@@ -140,7 +167,9 @@ class ServerClient(SleepingClient):
         self._group = KeptGroup()
 
     def __reduce__(self) -> tuple[partial["ServerClient"], tuple[()]]:
-        return partial(type(self), **{field.name: getattr(self, field.name) for field in fields(self)}), ()
+        return partial(
+            type(self), **{field.name: getattr(self, field.name) for field in fields(self)}
+        ), ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -180,34 +209,45 @@ class ServerClient(SleepingClient):
     # Updates
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Load the published folder ``path`` and verify that the server serves it. Returns ``version``.
+        """Load the published folder ``path`` and verify that the server serves it. Returns
+        ``version``.
 
-        With a ``mirror``, the mirror first makes a folder with the same contents for the server. If that fails, the
-        server is not told.
+        With a ``mirror``, the mirror first makes a folder with the same contents for the server. If
+        that fails, the server is not told.
 
         Raises:
             UnreachableServerError: the server could not be reached, or the connection broke.
             SlowServerError: the update exceeded ``timeout_s``.
             PoisonedServerError: the load failed. The server stays paused until a load succeeds.
             WrongContentError: other weights answered. The server was paused again.
-            PublishError: the server refused or reports another state, and may be paused. A refusal of the plugin leaves
-                it as it was.
+            PublishError: the server refused or reports another state, and may be paused. A refusal
+                of the plugin leaves it as it was.
         """
         self._group.drop()  # a server that loads a folder may have been restarted
 
         def load(calls: Calls, path: str, label: str) -> None:
-            self._load_weights(calls, prepared_folder(calls, self.mirror, path, version, label), label)
+            self._load_weights(
+                calls, prepared_folder(calls, self.mirror, path, version, label), label
+            )
 
         return self._serve(path, version, load)
 
-    def update_weights_from_distributed(self, path: str, version: int, buckets: BucketReader) -> int:
-        """Receive the weights that the folder ``path`` describes. Errors after the first bucket poison the server."""
+    def update_weights_from_distributed(
+        self, path: str, version: int, buckets: BucketReader
+    ) -> int:
+        """Receive the weights that the folder ``path`` describes. Errors after the first bucket
+        poison the server.
+        """
         return self._serve(path, version, partial(self._send_weights, buckets))
 
     def _serve(self, path: str, version: int, load: Callable[[Calls, str, str], None]) -> int:
-        """Replace the weights by ``load(calls, path, label)``, and check what the server answers then."""
+        """Replace the weights by ``load(calls, path, label)``, and check what the server answers
+        then.
+        """
         if (Path(path) / WEIGHTS).exists():
-            raise PublishError(f"{path} holds adapters alone; tell servers of it by update_adapters_from_disk")
+            raise PublishError(
+                f"{path} holds adapters alone; tell servers of it by update_adapters_from_disk"
+            )
         label, probe = self._label_of(path, version), self._read_probe(path)
         with self._update(path, version) as calls:
             must_show_change = self._must_show_change(calls, path, probe)
@@ -215,8 +255,8 @@ class ServerClient(SleepingClient):
             if (status := self._status(calls)) != ServerStatus(label, paused=False):
                 raise self._withdrawn(
                     calls,
-                    f"after it, the server says {status}; expected the label {label}, not paused. If another job "
-                    "publishes to it, nobody knows whose weights it has",
+                    f"after it, the server says {status}; expected the label {label}, not paused. "
+                    "If another job publishes to it, nobody knows whose weights it has",
                 )
             self._check_content(calls, path, probe, must_show_change=must_show_change)
             if self._adapters.current is not None:  # the new weights answer new requests
@@ -225,15 +265,19 @@ class ServerClient(SleepingClient):
         return version
 
     def update_adapters_from_disk(self, path: str, version: int) -> int:
-        """Load the adapters in ``path``, verify them, and use them for new requests. Returns ``version``.
+        """Load the adapters in ``path``, verify them, and use them for new requests. Returns
+        ``version``.
 
-        Requests in flight keep their adapters, so nothing is paused. After an error the server continues as before.
+        Requests in flight keep their adapters, so nothing is paused. After an error the server
+        continues as before.
 
         Raises:
             UnreachableServerError: the server could not be reached, or the connection broke.
             SlowServerError: the update exceeded ``timeout_s``.
-            WrongContentError: the server answers with other adapters or on another base. They were unloaded again.
-            PublishError: the server takes no adapters, or not these ones. Or it is paused, or its base was replaced.
+            WrongContentError: the server answers with other adapters or on another base. They were
+                unloaded again.
+            PublishError: the server takes no adapters, or not these ones. Or it is paused, or its
+                base was replaced.
         """
         label, probe = self._label_of(path, version), self._read_probe(path)
         name = adapter_name(label)
@@ -245,7 +289,9 @@ class ServerClient(SleepingClient):
             if name not in loaded:
                 self._load_adapter(calls, name, os.fspath(path))
                 if name not in (loaded := self._loaded_adapters(calls)):
-                    raise calls.refuse(f"after it, the server lists the adapters {loaded}; expected {name}")
+                    raise calls.refuse(
+                        f"after it, the server lists the adapters {loaded}; expected {name}"
+                    )
             with _explained_wait():
                 self._check_content(calls, path, probe, name)
             self._adapters.switch(name, os.fspath(path))
@@ -265,16 +311,22 @@ class ServerClient(SleepingClient):
 
     @contextmanager
     def _update(self, path: str, version: int) -> Iterator[Calls]:
-        with self._exclusive(f", told to load version {version} from {path}", PublishError) as calls:
+        with self._exclusive(
+            f", told to load version {version} from {path}", PublishError
+        ) as calls:
             self._seconds = calls.seconds
             yield calls
 
     @contextmanager
     def _exclusive(self, what: str, error: type[ServerError]) -> Iterator[Calls]:
-        """Open the calls of an operation. Operations exclude each other, or one would resume what another loads."""
+        """Open the calls of an operation. Operations exclude each other, or one would resume what
+        another loads.
+        """
         limit_s = self._update_limit_s
         if not self._updating.acquire(timeout=limit_s):
-            raise SlowServerError(f"{self.name}{what}: the update before it has not ended within {limit_s:g} s")
+            raise SlowServerError(
+                f"{self.name}{what}: the update before it has not ended within {limit_s:g} s"
+            )
         try:
             with self._calls(what, limit_s, error) as calls:
                 yield calls
@@ -288,17 +340,19 @@ class ServerClient(SleepingClient):
             status = self._status(calls)
         if status.label is not None:
             raise calls.refuse(
-                f"its base model was replaced by the published weights {status.label}, and adapters belong on the one "
-                "before: restart it with the base model"
+                f"its base model was replaced by the published weights {status.label}, and "
+                "adapters belong on the one before: restart it with the base model"
             )
         if status.paused:
             raise calls.refuse(
-                "it is paused, which no update of adapters does: whoever paused it may have left its weights in "
-                "pieces; resume it by hand, or restart it"
+                "it is paused, which no update of adapters does: whoever paused it may have left "
+                "its weights in pieces; resume it by hand, or restart it"
             )
 
     def _retire(self, calls: Calls) -> None:
-        """Unload published adapters without requests. A failure is logged, and the next update tries again."""
+        """Unload published adapters without requests. A failure is logged, and the next update
+        tries again.
+        """
         try:
             for name in self._adapters.idle(self._loaded_adapters(calls)):
                 self._unload_adapter(calls, name)
@@ -310,12 +364,14 @@ class ServerClient(SleepingClient):
             return weights_label(path, version)
         except OSError as error:
             raise PublishError(
-                f"{path} cannot be read here ({error}), and {self.name} is told of folders that this host sees, too; "
-                "it was not told"
+                f"{path} cannot be read here ({error}), and {self.name} is told of folders that "
+                "this host sees, too; it was not told"
             ) from error
 
     def _read_probe(self, path: str) -> WeightsProbe | None:
-        """Read the probe of a published folder and note its vocabulary. Warn once if there is no probe."""
+        """Read the probe of a published folder and note its vocabulary. Warn once if there is no
+        probe.
+        """
         self._limits = None  # a server that needs an update may have been restarted with others
         vocab_size = folder_vocab_size(published_file(path, "config.json").parent)
         if vocab_size is not None:
@@ -333,10 +389,14 @@ class ServerClient(SleepingClient):
         adapter: str | None = None,
         must_show_change: bool = False,
     ) -> None:
-        """Withdraw the adapter, or the base, and raise WrongContentError if its answer to the probe is wrong."""
+        """Withdraw the adapter, or the base, and raise WrongContentError if its answer to the probe
+        is wrong.
+        """
         if probe is None:
             return
-        answer = checked_answer(path, probe, self._prompt_logprobs(calls, probe.prompt_ids, adapter), self.dtype)
+        answer = checked_answer(
+            path, probe, self._prompt_logprobs(calls, probe.prompt_ids, adapter), self.dtype
+        )
         problem = content_problem(answer, self._checked)
         if problem is None and must_show_change:
             problem = self._change_problem(calls, answer)
@@ -345,23 +405,29 @@ class ServerClient(SleepingClient):
         self._checked = answer
 
     def _must_show_change(self, calls: Calls, path: str, probe: WeightsProbe | None) -> bool:
-        """Whether the server has yet to show that its weights change, and log-probabilities cannot show it."""
+        """Whether the server has yet to show that its weights change, and log-probabilities cannot
+        show it.
+        """
         if probe is None or tells_steps_apart(coarsest_dtype(path, probe, self.dtype)):
             return False
-        if self._changes_weights and self._label(calls) == NO_LABEL:  # it was restarted, perhaps as another program
+        if (
+            self._changes_weights and self._label(calls) == NO_LABEL
+        ):  # it was restarted, perhaps as another program
             self._changes_weights, self._summed = False, None
         return not self._changes_weights
 
     def _change_problem(self, calls: Calls, answer: CheckedAnswer) -> str | None:
-        """Describe the problem if the weights have the checksums of others, which the server had to serve before."""
+        """Describe the problem if the weights have the checksums of others, which the server had to
+        serve before.
+        """
         sums = self._checksums(calls)
         if sums is None:
             return None
         if self._summed is not None and weights_differ(answer, self._summed[0]):
             if sums == self._summed[1]:
                 return (
-                    "its own checksums of its weights are those of a version before, although the weights are others: "
-                    "it has kept the old ones"
+                    "its own checksums of its weights are those of a version before, although the "
+                    "weights are others: it has kept the old ones"
                 )
             self._changes_weights = True
         self._summed = (answer, sums)
@@ -381,8 +447,8 @@ class ServerClient(SleepingClient):
         if not self._warned_without_sums:
             self._warned_without_sums = True
             logger.warning(
-                "%s gives no checksums of its weights (%s). While it is busy, nobody would notice if it kept old "
-                "weights in 16 bits",
+                "%s gives no checksums of its weights (%s). While it is busy, nobody would notice "
+                "if it kept old weights in 16 bits",
                 *(self.name, problem),
             )
         return None
@@ -390,17 +456,21 @@ class ServerClient(SleepingClient):
     def _require_effect(
         self, calls: Calls, path: str, probe: WeightsProbe | None, name: str, loaded: Sequence[str]
     ) -> None:
-        """Raise WrongContentError if the server ignores adapters. In 16 bits it shows once that it does not.
+        """Raise WrongContentError if the server ignores adapters. In 16 bits it shows once that it
+        does not.
 
-        Adapters of the first steps change less than kernels differ by. So the published ones are loaded with a larger
-        factor, under a name of their own, and compared with the base. Requests in flight are not touched.
+        Adapters of the first steps change less than kernels differ by. So the published ones are
+        loaded with a larger factor, under a name of their own, and compared with the base. Requests
+        in flight are not touched.
         """
         if probe is None:
             return
         dtype = coarsest_dtype(path, probe, self.dtype)
         if tells_steps_apart(dtype):
             return
-        if self._uses_adapters and self._adapters.current in loaded:  # else the server was restarted
+        if (
+            self._uses_adapters and self._adapters.current in loaded
+        ):  # else the server was restarted
             return
 
         # A second, much larger factor is tried before a server is refused.
@@ -411,9 +481,13 @@ class ServerClient(SleepingClient):
                 with amplified(path, size) as folder:
                     if folder is None:  # the adapters change nothing yet
                         return
-                    answers = self._base_and_amplified(calls, probe, os.fspath(folder), f"{name}-amplified", loaded)
+                    answers = self._base_and_amplified(
+                        calls, probe, os.fspath(folder), f"{name}-amplified", loaded
+                    )
             except OSError as error:
-                logger.warning("%s: it cannot be shown that adapters have an effect: %s", self.name, error)
+                logger.warning(
+                    "%s: it cannot be shown that adapters have an effect: %s", self.name, error
+                )
                 return
             problem = effect_problem(*answers, dtype)
             if problem is None:
@@ -424,7 +498,9 @@ class ServerClient(SleepingClient):
     def _base_and_amplified(
         self, calls: Calls, probe: WeightsProbe, folder: str, name: str, loaded: Sequence[str]
     ) -> tuple[list[float], list[float]]:
-        """Log-probabilities of the probe by the base, and by the adapters in ``folder``, loaded for a moment."""
+        """Log-probabilities of the probe by the base, and by the adapters in ``folder``, loaded for
+        a moment.
+        """
         if name in loaded:  # a client was killed here
             with suppress(PublishError):  # it was unloaded before a smaller factor
                 self._unload_adapter(calls, name)
@@ -438,10 +514,16 @@ class ServerClient(SleepingClient):
                 self._unload_adapter(calls, name)
 
     def _withdrawn(
-        self, calls: Calls, problem: str, error: type[ServerError] | None = None, adapter: str | None = None
+        self,
+        calls: Calls,
+        problem: str,
+        error: type[ServerError] | None = None,
+        adapter: str | None = None,
     ) -> ServerError:
         try:
-            with self._calls(", to be withdrawn after wrong content", _WITHDRAW_LIMIT_S) as last_calls:
+            with self._calls(
+                ", to be withdrawn after wrong content", _WITHDRAW_LIMIT_S
+            ) as last_calls:
                 self._withdraw(last_calls, adapter)
         except ServerError as failure:
             logger.warning("%s", failure)
@@ -452,30 +534,38 @@ class ServerClient(SleepingClient):
     def check_generation(self, gconfig: GenerationHyperparameters) -> None:
         """Check that the server returns log-probabilities of the distribution that it samples from.
 
-        Call it once, before the first completion. It samples one token. If temperature, top-p or top-k of ``gconfig``
-        change the distribution of the model, it samples a second one.
+        Call it once, before the first completion. It samples one token. If temperature, top-p or
+        top-k of ``gconfig`` change the distribution of the model, it samples a second one.
 
         Raises:
             ServerError: the server does not. The message says how to start it.
         """
-        with self._calls(", asked for log-probabilities", self._update_limit_s, ServerError) as calls:
+        with self._calls(
+            ", asked for log-probabilities", self._update_limit_s, ServerError
+        ) as calls:
             plain = self._top_logprobs(calls, 1.0)
-            if not samples_plainly(gconfig) and (problem := temperature_error(plain, self._top_logprobs(calls, 0.5))):
+            if not samples_plainly(gconfig) and (
+                problem := temperature_error(plain, self._top_logprobs(calls, 0.5))
+            ):
                 raise calls.refuse(f"{problem}; {self._how_to_temper}")
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own end-of-sequence token.
+        """Complete one prompt. It ends at ``stop_token_ids``, not at the model's own
+        end-of-sequence token.
 
-        With ``stop_token_ids``, SGLang ends at the latter, too, which is logged once. A completion ends with ``length``
-        at the end of the server's context.
+        With ``stop_token_ids``, SGLang ends at the latter, too, which is logged once. A completion
+        ends with ``length`` at the end of the server's context.
 
-        Call `check_generation` first: the log-probabilities fit the sampled distribution only with the right flags.
+        Call `check_generation` first: the log-probabilities fit the sampled distribution only with
+        the right flags.
 
         Raises:
-            PromptError: the prompt is empty or too long, or has token ids outside the vocabulary. It was not sent. With
-                images also: the server expanded them to other tokens, or sampled a token that it had to exclude.
+            PromptError: the prompt is empty or too long, or has token ids outside the vocabulary.
+                It was not sent. With images also: the server expanded them to other tokens, or
+                sampled a token that it had to exclude.
             BusyServerError: the server sleeps. The prompt was not sent.
-            ServerError: the server could not be reached, failed, aborted the request, or has no published weights.
+            ServerError: the server could not be reached, failed, aborted the request, or has no
+                published weights.
         """
         if self._asleep:  # when this client last asked
             await asyncio.to_thread(self.status)
@@ -498,7 +588,10 @@ class ServerClient(SleepingClient):
     async def _ask_limits(self) -> PromptLimits:
         try:
             models = await self._connections.ask("/v1/models", None, self.status_timeout_s)
-        except (PublishError, BusyServerError):  # unreachable or too slow, so the limits are still unknown
+        except (
+            PublishError,
+            BusyServerError,
+        ):  # unreachable or too slow, so the limits are still unknown
             raise
         except ServerError as error:
             logger.warning("%s does not say how long a prompt may be: %s", self.name, error)
@@ -520,7 +613,9 @@ class ServerClient(SleepingClient):
     def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None: ...
 
     def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
-        """Raise PublishError if the server was started without room for adapters that it would not refuse itself."""
+        """Raise PublishError if the server was started without room for adapters that it would not
+        refuse itself.
+        """
 
     @abstractmethod
     def _load_adapter(self, calls: Calls, name: str, path: str) -> None: ...
@@ -532,10 +627,14 @@ class ServerClient(SleepingClient):
     def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]: ...
 
     @abstractmethod
-    def _read_completion(self, request: ModelRequest, answer: Json, adapter: str | None) -> ModelResponse: ...
+    def _read_completion(
+        self, request: ModelRequest, answer: Json, adapter: str | None
+    ) -> ModelResponse: ...
 
     @abstractmethod
-    def _prompt_logprobs(self, calls: Calls, ids: Sequence[int], adapter: str | None = None) -> list[float]:
+    def _prompt_logprobs(
+        self, calls: Calls, ids: Sequence[int], adapter: str | None = None
+    ) -> list[float]:
         """Log-probabilities of all tokens but the first, by an adapter or by the base."""
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """`colocated`: a trainer and inference servers take turns on the same GPUs.
 
-A turn of the servers begins when the engine has left the GPUs, and ends when the servers sleep. Only then does the
-engine come back. A turn is state of no snapshot: a job that is killed in one starts on its device, and its first turn
-finds the servers as the killed job left them.
+A turn of the servers begins when the engine has left the GPUs, and ends when the servers sleep.
+Only then does the engine come back. A turn is state of no snapshot: a job that is killed in one
+starts on its device, and its first turn finds the servers as the killed job left them.
 """
 
 from collections.abc import Iterator
@@ -29,22 +29,25 @@ class Colocated:
 
     @contextmanager
     def rollout(self, meta: WeightUpdateMeta | None = None) -> Iterator[PublishedWeights]:
-        """Give the GPUs to the servers, with the current weights, and take them back at the end. All ranks enter it.
+        """Give the GPUs to the servers, with the current weights, and take them back at the end.
+        All ranks enter it.
 
             with colocated(engine, fleet).rollout():
                 batch = rollouts.next_batch(step)
             actor.train_batch(batch)
 
-        The engine is offloaded, the servers wake up their weights, load those of the engine, and wake up their KV
-        caches. At the end, also after an error, the servers sleep and the engine is onloaded. After an interrupt
-        (Ctrl-C) nothing more is done, because the other ranks may not come to it.
+        The engine is offloaded, the servers wake up their weights, load those of the engine, and
+        wake up their KV caches. At the end, also after an error, the servers sleep and the engine
+        is onloaded. After an interrupt (Ctrl-C) nothing more is done, because the other ranks may
+        not come to it.
 
         Yields:
             The result of `FSDPEngine.update_weights`.
 
         Raises:
-            ConfigError: `connect_engine` was not called with this fleet, a server cannot sleep, level 2 would drop the
-                base model of adapters, or the engine is offloaded already. Nothing was done.
+            ConfigError: `connect_engine` was not called with this fleet, a server cannot sleep,
+                level 2 would drop the base model of adapters, or the engine is offloaded already.
+                Nothing was done.
             ServerError: too few servers woke up, or one does not sleep. Raised on all ranks.
             PublishError: see `FSDPEngine.update_weights`. Raised on all ranks.
             PeerError: the block failed on another rank.
@@ -56,10 +59,14 @@ class Colocated:
             self.fleet.require_sleep(self.level, how.type)
             self.fleet.require_support("delta" if how.delta else how.type)
             if WEIGHTS in engine.offloaded:
-                raise ConfigError("the engine is offloaded already: end the turn before, or call its onload")
+                raise ConfigError(
+                    "the engine is offloaded already: end the turn before, or call its onload"
+                )
         try:
             engine.offload()
-            rank_zero_decides_slowly(lambda: self.fleet.wake_up((WEIGHTS,), how.timeout_s, how.min_servers), group)
+            rank_zero_decides_slowly(
+                lambda: self.fleet.wake_up((WEIGHTS,), how.timeout_s, how.min_servers), group
+            )
             published = engine.update_weights(how)
             with all_ranks_succeed("a turn of the inference servers", group):
                 yield published
@@ -70,7 +77,9 @@ class Colocated:
 
     def _end(self, how: WeightUpdateMeta) -> None:
         try:
-            rank_zero_decides_slowly(lambda: self.fleet.sleep(how.timeout_s, self.level), self.engine.control_group)
+            rank_zero_decides_slowly(
+                lambda: self.fleet.sleep(how.timeout_s, self.level), self.engine.control_group
+            )
         except Exception:
             self.engine.onload()
             raise
@@ -83,7 +92,8 @@ def colocated(engine: Any, fleet: ServerFleet, level: int = 1) -> Colocated:
     Args:
         engine: an `FSDPEngine` to which the fleet is connected (`connect_engine`).
         fleet: servers that can sleep. Rank 0's is used.
-        level: how deep they sleep, see `VLLMServer.sleep`. With 2 the host needs no memory for their weights.
+        level: how deep they sleep, see `VLLMServer.sleep`. With 2 the host needs no memory for
+            their weights.
     """
     require_choice("level", level, (1, 2))
     return Colocated(engine, fleet, level)

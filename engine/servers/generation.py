@@ -1,7 +1,8 @@
 """Checks of one generation: may a server be sent this prompt, and can its answer be trained on?
 
-A token id outside the vocabulary reads outside the embedding. vLLM checks ids only if it has a tokenizer. With
-``--skip-tokenizer-init`` one bad prompt kills the server, and every server that the prompt is sent to afterwards.
+A token id outside the vocabulary reads outside the embedding. vLLM checks ids only if it has a
+tokenizer. With ``--skip-tokenizer-init`` one bad prompt kills the server, and every server that the
+prompt is sent to afterwards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,15 +39,22 @@ class PromptLimits:
         shown = ", ".join([*map(repr, ids[:_SHOWN_IDS]), *["..."] * (len(ids) > _SHOWN_IDS)])
         what = f"prompt {request.rid or '(without rid)'} of {len(ids)} token(s) [{shown}], for {server},"
         if not ids:
-            raise PromptError(f"{what} is empty; give it one token at least, the one that begins a text, say")
+            raise PromptError(
+                f"{what} is empty; give it one token at least, the one that begins a text, say"
+            )
         for name, some in (("token ids", ids), ("stop_token_ids", request.gconfig.stop_token_ids)):
             for place, found in enumerate(some):
-                if isinstance(found, int) and found >= 0 and (self.vocab_size is None or found < self.vocab_size):
+                if (
+                    isinstance(found, int)
+                    and found >= 0
+                    and (self.vocab_size is None or found < self.vocab_size)
+                ):
                     continue
                 last = "on" if self.vocab_size is None else f"to {self.vocab_size - 1}"
                 raise PromptError(
-                    f"{what} has {found!r} at place {place} of its {name}; expected integers from 0 {last}. Is the "
-                    "tokenizer that of the model, and are ids of padding (-1, -100) left out?"
+                    f"{what} has {found!r} at place {place} of its {name}; expected integers from "
+                    f"0 {last}. Is the tokenizer that of the model, and are ids of padding (-1, "
+                    "-100) left out?"
                 )
         if self.max_tokens is None:
             return request
@@ -54,9 +62,10 @@ class PromptLimits:
         if room <= self.kept_free:
             kept = f", and keeps {self.kept_free} of them free" if self.kept_free else ""
             raise PromptError(
-                f"{what} leaves no room for a completion: the server takes {self.max_tokens} tokens in all{kept}. "
-                "Shorten or leave out the sample, limit a conversation (MultiTurnWorkflow max_tokens), or start the "
-                "server with a larger --max-model-len (--context-length of SGLang)"
+                f"{what} leaves no room for a completion: the server takes {self.max_tokens} "
+                f"tokens in all{kept}. Shorten or leave out the sample, limit a conversation "
+                "(MultiTurnWorkflow max_tokens), or start the server with a larger "
+                "--max-model-len (--context-length of SGLang)"
             )
         return replace(request, gconfig=request.gconfig.within(room))
 
@@ -74,8 +83,12 @@ def folder_vocab_size(folder: str | Path) -> int | None:
     return None
 
 
-def stated_limits(models: Mapping[str, Any], vocab_size: int | None, kept_free: int = 0) -> PromptLimits:
-    """The limits in an answer to ``GET /v1/models``. It names the folder with the config if ``vocab_size`` is None."""
+def stated_limits(
+    models: Mapping[str, Any], vocab_size: int | None, kept_free: int = 0
+) -> PromptLimits:
+    """The limits in an answer to ``GET /v1/models``. It names the folder with the config if
+    ``vocab_size`` is None.
+    """
     entries = models.get("data")
     entry: Any = entries[0] if isinstance(entries, list) and entries else None
     if not isinstance(entry, Mapping):
@@ -95,9 +108,9 @@ def response_of(
 ) -> ModelResponse:
     """Check a completion and convert its labels to versions.
 
-    ``spans`` are runs of tokens that the same weights sampled, in order: ``version`` (a label), ``start`` and ``end``.
-    ValueError if the completion is unfinished, lengths differ, or a label belongs to no published weights. KeyError or
-    TypeError if a span has another format.
+    ``spans`` are runs of tokens that the same weights sampled, in order: ``version`` (a label),
+    ``start`` and ``end``. ValueError if the completion is unfinished, lengths differ, or a label
+    belongs to no published weights. KeyError or TypeError if a span has another format.
     """
     if reason not in ("stop", "length"):
         raise ValueError(f"it ended with {reason!r}; expected 'stop' or 'length'")
@@ -109,42 +122,58 @@ def response_of(
             raise ValueError(f"the weight versions {list(spans)} leave tokens out")
         if (version := labelled_version(span["version"])) is None:
             raise ValueError(
-                f"it was sampled by weights labelled {span['version']!r}, which nobody published: the server has been "
-                "restarted, or was told of adapters by another client; publish to it first"
+                f"it was sampled by weights labelled {span['version']!r}, which nobody published: "
+                "the server has been restarted, or was told of adapters by another client; "
+                "publish to it first"
             )
         versions += [version] * (span["end"] - span["start"])
     if len(versions) != len(tokens):
-        raise ValueError(f"the weight versions {list(spans)} are of {len(versions)} tokens; there are {len(tokens)}")
+        raise ValueError(
+            f"the weight versions {list(spans)} are of {len(versions)} tokens; there are "
+            f"{len(tokens)}"
+        )
     return ModelResponse(list(request.input_ids), list(tokens), list(logprobs), versions, reason)
 
 
 def check_images(request: ModelRequest, response: ModelResponse, server: str) -> ModelResponse:
-    """Return the response, or raise PromptError if ``server`` expanded images in another way than the trainer does."""
+    """Return the response, or raise PromptError if ``server`` expanded images in another way than
+    the trainer does.
+    """
     if request.images is None:
         return response
     own, theirs = list(request.input_ids), list(response.input_tokens)
     if own != theirs:
         place = next(i for i, (a, b) in enumerate(zip_longest(own, theirs)) if a != b)
         raise PromptError(
-            f"prompt {request.rid or '(without rid)'} with {len(request.images.files)} image(s) has {len(theirs)} "
-            f"tokens on {server} and {len(own)} by the processor here, and differs from place {place} on "
-            f"({theirs[place : place + 3]}, here {own[place : place + 3]}). Start the server with the files of this "
-            "processor: limits of pixels, chat template and tokenizer must be the same"
+            f"prompt {request.rid or '(without rid)'} with {len(request.images.files)} image(s) "
+            f"has {len(theirs)} tokens on {server} and {len(own)} by the processor here, and "
+            f"differs from place {place} on ({theirs[place : place + 3]}, here "
+            f"{own[place : place + 3]}). Start the server with the files of this processor: "
+            "limits of pixels, chat template and tokenizer must be the same"
         )
     if sampled := set(request.images.forbidden).intersection(response.output_tokens):
         raise PromptError(
-            f"{server} sampled {sorted(sampled)}, tokens that stand for images, although logit_bias excluded them: it "
-            "ignores the bias, and such an answer cannot be trained on"
+            f"{server} sampled {sorted(sampled)}, tokens that stand for images, although "
+            "logit_bias excluded them: it ignores the bias, and such an answer cannot be trained "
+            "on"
         )
     return response
 
 
-def adapter_spans(adapter: str, answered_by: str, spans: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Put the label of an adapter into the spans of its completion, or raise ValueError if something else answered."""
+def adapter_spans(
+    adapter: str, answered_by: str, spans: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Put the label of an adapter into the spans of its completion, or raise ValueError if
+    something else answered.
+    """
     if answered_by != adapter:
         raise ValueError(f"it was completed by {answered_by!r}; expected {adapter!r}")
-    if replaced := [span["version"] for span in spans if labelled_version(span["version"]) is not None]:
-        raise ValueError(f"the base under {adapter} was replaced by the published weights {replaced[0]}")
+    if replaced := [
+        span["version"] for span in spans if labelled_version(span["version"]) is not None
+    ]:
+        raise ValueError(
+            f"the base under {adapter} was replaced by the published weights {replaced[0]}"
+        )
     return [{**span, "version": adapter_label(adapter)} for span in spans]
 
 
@@ -154,7 +183,8 @@ def samples_plainly(gconfig: GenerationHyperparameters) -> bool:
 
 
 def temperature_error(plain: Mapping[int, float], tempered: Mapping[int, float]) -> str | None:
-    """Describe the error if log-probabilities, by token id, at temperature 0.5 do not fit those at temperature 1.
+    """Describe the error if log-probabilities, by token id, at temperature 0.5 do not fit those at
+    temperature 1.
 
     Differences between tokens must be twice as large, because ``log p = z / T - logsumexp(z / T)``.
     """

@@ -1,7 +1,8 @@
 """Process groups through which rank 0 sends buckets of weights to the workers of one server.
 
-Every server has a group of its own, so a server that fails or hangs harms no other. A group is kept for later versions.
-After any error it is dropped, and the next version gets a new one. The groups of training are never used.
+Every server has a group of its own, so a server that fails or hangs harms no other. A group is kept
+for later versions. After any error it is dropped, and the next version gets a new one. The groups
+of training are never used.
 """
 
 import socket
@@ -19,7 +20,9 @@ from ...utils.threads import on_daemon_thread
 from .http import Calls, Json
 from .stream import BucketReader, FilledBucket, StreamEndedError
 
-_IN_PIECES = "a part of them was, so that its weights are in pieces, and it stays paused: publish again"
+_IN_PIECES = (
+    "a part of them was, so that its weights are in pieces, and it stays paused: publish again"
+)
 
 
 class SenderGroup(Protocol):
@@ -35,7 +38,9 @@ class SenderGroup(Protocol):
         ...
 
     def send(self, data: torch.Tensor) -> None:
-        """Broadcast bytes in host memory, which may change afterwards. RuntimeError if a worker is gone or too slow."""
+        """Broadcast bytes in host memory, which may change afterwards. RuntimeError if a worker is
+        gone or too slow.
+        """
         ...
 
     def abort(self) -> None:
@@ -46,14 +51,18 @@ class SenderGroup(Protocol):
 class GlooGroup:
     """A group of rank 0 and ``workers`` processes over gloo, which waits ``limit_s`` for a worker.
 
-    Rank 0 listens at the address from which it reaches the server's ``url``. ``prefixes`` lead to the keys under which
-    the workers look for it.
+    Rank 0 listens at the address from which it reaches the server's ``url``. ``prefixes`` lead to
+    the keys under which the workers look for it.
     """
 
-    def __init__(self, url: str, workers: int, limit_s: float, prefixes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, url: str, workers: int, limit_s: float, prefixes: Sequence[str] = ()
+    ) -> None:
         self._workers, self._limit = workers, timedelta(seconds=limit_s)
         self._address = address_towards(url, limit_s)
-        self._tcp = dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False, timeout=self._limit)
+        self._tcp = dist.TCPStore(
+            self._address, 0, is_master=True, wait_for_workers=False, timeout=self._limit
+        )
         self._store: dist.Store = self._tcp
         for prefix in prefixes:
             self._store = dist.PrefixStore(prefix, self._store)
@@ -81,7 +90,9 @@ class GlooGroup:
         self._group.broadcast([data], options).wait()  # type: ignore[attr-defined]
 
     def abort(self) -> None:
-        """See `SenderGroup`. A send that runs ends at its time limit, because gloo cannot end it earlier."""
+        """See `SenderGroup`. A send that runs ends at its time limit, because gloo cannot end it
+        earlier.
+        """
         self._group = None
 
 
@@ -102,12 +113,18 @@ class KeptGroup:
 
     @contextmanager
     def open(
-        self, label: str, serving: str | None, form: Callable[[], SenderGroup], buckets: BucketReader, calls: Calls
+        self,
+        label: str,
+        serving: str | None,
+        form: Callable[[], SenderGroup],
+        buckets: BucketReader,
+        calls: Calls,
     ) -> Iterator[SenderGroup]:
-        """Yield the group when the first bucket is there. After an error in the block the group is dropped.
+        """Yield the group when the first bucket is there. After an error in the block the group is
+        dropped.
 
-        It is formed again unless the server is ``serving`` the label that it got over this group: after a restart it
-        has another label, and no group. Also if the buckets have another size.
+        It is formed again unless the server is ``serving`` the label that it got over this group:
+        after a restart it has another label, and no group. Also if the buckets have another size.
         """
         group, self._group = self._group, None
         try:
@@ -149,12 +166,16 @@ def connected(group: SenderGroup, calls: Calls, tell: Callable[[Json], object]) 
 
 
 def send_bucket(
-    group: SenderGroup, buckets: BucketReader, bucket: FilledBucket, calls: Calls, tell: Callable[[], object]
+    group: SenderGroup,
+    buckets: BucketReader,
+    bucket: FilledBucket,
+    calls: Calls,
+    tell: Callable[[], object],
 ) -> None:
     """Send a bucket while ``tell`` asks the server to receive and load it.
 
-    The bucket is released when it was sent, so that the next one is gathered while the server loads. If it cannot be
-    sent, nobody waits for this server any more.
+    The bucket is released when it was sent, so that the next one is gathered while the server
+    loads. If it cannot be sent, nobody waits for this server any more.
     """
 
     def send() -> None:
@@ -167,7 +188,8 @@ def send_bucket(
             buckets.release()
 
     sent = on_daemon_thread(send, "weight sender")
-    tell()  # after an error the send ends by itself: the server may never have entered the broadcast
+    # after an error the send ends by itself: the server may never have entered the broadcast
+    tell()
     try:
         sent.result()  # the group limits it
     except RuntimeError as error:

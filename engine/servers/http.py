@@ -1,11 +1,12 @@
-"""HTTP transport of all clients: calls within one deadline, and errors that name the server and the request.
+"""HTTP transport of all clients: calls within one deadline, and errors that name the server and the
+request.
 
-- `Calls` makes the calls of one update, about ten. Each opens its own connection, because vLLM closes a kept connection
-  after an error without notice, and that would look like a failed load.
+- `Calls` makes the calls of one update, about ten. Each opens its own connection, because vLLM
+  closes a kept connection after an error without notice, and that would look like a failed load.
 - `Connections` sends completions. It keeps one pool of connections for each event loop.
 
-A failed connection attempt is repeated. A completion that broke off is repeated too. A call of an update that broke off
-is not repeated, because the server may have acted on it.
+A failed connection attempt is repeated. A completion that broke off is repeated too. A call of an
+update that broke off is not repeated, because the server may have acted on it.
 """
 
 import asyncio
@@ -27,7 +28,13 @@ from tenacity import (
     wait_exponential,
 )
 
-from ...utils.errors import BusyServerError, NoServerError, ServerError, SlowServerError, UnreachableServerError
+from ...utils.errors import (
+    BusyServerError,
+    NoServerError,
+    ServerError,
+    SlowServerError,
+    UnreachableServerError,
+)
 from ...utils.remote import without_secrets
 from ...utils.timing import timed
 
@@ -37,7 +44,9 @@ _CONNECT_TIMEOUT_S = 5.0
 _NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
 _BROKE_OFF = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 _KEEPALIVE_S = 2.0
-"""Servers close idle connections after 5 s (default of uvicorn). A request on a closing connection is lost."""
+"""Servers close idle connections after 5 s (default of uvicorn). A request on a closing connection
+is lost.
+"""
 _MARKUP = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _NO_SERVER = "is an inference server at this URL, or a proxy or another web server?"
 _BODY_CHARS = 300  # longest excerpt of a refusal's body in an error
@@ -45,15 +54,19 @@ _BUSY_S = 1.0  # pause before a busy server is asked again, if the server states
 
 
 class Calls:
-    """The calls of one operation on a server, together within ``limit_s``. Use it as a context manager.
+    """The calls of one operation on a server, together within ``limit_s``. Use it as a context
+    manager.
 
-    Errors name ``what``, and a refusal raises ``error``. ``seconds`` holds the duration of each phase.
+    Errors name ``what``, and a refusal raises ``error``. ``seconds`` holds the duration of each
+    phase.
     """
 
     def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
         self.url, self._what, self._limit_s, self._error = url, what, limit_s, error
         self._end = time.monotonic() + limit_s
-        self._client = httpx2.Client(base_url=url, limits=httpx2.Limits(max_keepalive_connections=0))
+        self._client = httpx2.Client(
+            base_url=url, limits=httpx2.Limits(max_keepalive_connections=0)
+        )
         self.seconds: dict[str, float] = {}
 
     def __enter__(self) -> "Calls":
@@ -62,7 +75,9 @@ class Calls:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def get(self, phase: str, path: str, *, key: str | None = None, advice: str = "", **options: Any) -> Json:
+    def get(
+        self, phase: str, path: str, *, key: str | None = None, advice: str = "", **options: Any
+    ) -> Json:
         """Send a GET request. Result and errors as for `post`. ``options`` go to the HTTP library."""
         answer = self._send(phase, "GET", path, key, **options)
         return _parsed(answer, f"{self._what}: GET {path}", self._error, advice)
@@ -78,10 +93,11 @@ class Calls:
         error: type[ServerError] | None = None,
         advice: str = "",
     ) -> Json:
-        """Send a POST request and return the JSON object of the answer, or an empty one if the answer has no body.
+        """Send a POST request and return the JSON object of the answer, or an empty one if the
+        answer has no body.
 
-        ``phase`` is the key of ``seconds`` that the call adds to, ``key`` a bearer token. A refusal raises ``error``
-        instead of the error of this object, and its message ends with ``advice``.
+        ``phase`` is the key of ``seconds`` that the call adds to, ``key`` a bearer token. A refusal
+        raises ``error`` instead of the error of this object, and its message ends with ``advice``.
 
         Raises:
             UnreachableServerError: no connection, or a broken one.
@@ -89,23 +105,34 @@ class Calls:
             ServerError: a refusal, or an answer without a JSON object.
         """
         answer = self._send(phase, "POST", path, key, json=body, params=params)
-        return _parsed(answer, f"{self._what}: POST {without_secrets(path)}", error or self._error, advice)
+        return _parsed(
+            answer, f"{self._what}: POST {without_secrets(path)}", error or self._error, advice
+        )
 
-    def tell(self, phase: str, path: str, body: Json, *, key: str | None = None, advice: str = "") -> None:
-        """Send a POST request and accept any successful answer, whatever its text. Otherwise as `post`."""
+    def tell(
+        self, phase: str, path: str, body: Json, *, key: str | None = None, advice: str = ""
+    ) -> None:
+        """Send a POST request and accept any successful answer, whatever its text. Otherwise as
+        `post`.
+        """
         answer = self._send(phase, "POST", path, key, json=body)
         _require_success(answer, f"{self._what}: POST {path}", self._error, advice)
 
-    def _send(self, phase: str, method: str, path: str, key: str | None, **options: Any) -> httpx2.Response:
+    def _send(
+        self, phase: str, method: str, path: str, key: str | None, **options: Any
+    ) -> httpx2.Response:
         try:
             with timed(self.seconds, phase):
                 again = Retrying(**_trying(self._end - time.monotonic(), *_NOT_CONNECTED))
                 return again(self._receive, method, path, headers=bearer(key), **options)
         except httpx2.RequestError as failure:
-            raise _broken(failure, f"{self._what}: {method} {without_secrets(path)}", self._limit_s) from failure
+            raise _broken(
+                failure, f"{self._what}: {method} {without_secrets(path)}", self._limit_s
+            ) from failure
 
     def _receive(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        # The read limit of httpx starts again with every byte, so the deadline is also checked here.
+        # The read limit of httpx starts again with every byte, so the deadline is also checked
+        # here.
         left_s = max(self._end - time.monotonic(), 1e-3)
         timeout, body = httpx2.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S)), bytearray()
         with self._client.stream(method, path, timeout=timeout, **options) as answer:
@@ -113,7 +140,9 @@ class Calls:
                 body += piece
                 if time.monotonic() > self._end:
                     raise httpx2.ReadTimeout(f"only {len(body)} bytes came", request=answer.request)
-        return httpx2.Response(answer.status_code, headers=answer.headers, content=bytes(body), request=answer.request)
+        return httpx2.Response(
+            answer.status_code, headers=answer.headers, content=bytes(body), request=answer.request
+        )
 
     def reading(self, of: str) -> AbstractContextManager[None]:
         """Read the answer named ``of`` in a block. A missing entry is raised as a refusal."""
@@ -147,7 +176,9 @@ class Connections:
 
         async def send() -> httpx2.Response:
             try:
-                return await self._pool().request(method, path, json=body, headers=bearer(self._key))
+                return await self._pool().request(
+                    method, path, json=body, headers=bearer(self._key)
+                )
             except _BROKE_OFF as failure:
                 broke_off.append(failure)
                 raise
@@ -156,21 +187,33 @@ class Connections:
             async with asyncio.timeout(limit_s):
                 answer = await AsyncRetrying(**_trying(limit_s, *_NOT_CONNECTED, *_BROKE_OFF))(send)
         except TimeoutError as failure:
-            raise SlowServerError(f"{what} was not answered, all together within {limit_s:g} s") from failure
+            raise SlowServerError(
+                f"{what} was not answered, all together within {limit_s:g} s"
+            ) from failure
         except httpx2.RequestError as failure:
             raise _broken(broke_off[-1] if broke_off else failure, what, limit_s) from failure
-        if answer.status_code == 429 or (answer.status_code == 503 and "Retry-After" in answer.headers):
+        if answer.status_code == 429 or (
+            answer.status_code == 503 and "Retry-After" in answer.headers
+        ):
             told = answer.headers.get("Retry-After", "")  # may be a date too
             again_s = float(told) if told.isdecimal() else _BUSY_S
-            raise BusyServerError(f"{what} was answered with {answer.status_code}: it is busy", again_s)
+            raise BusyServerError(
+                f"{what} was answered with {answer.status_code}: it is busy", again_s
+            )
         return _parsed(answer, what, ServerError, "")
 
     def _pool(self) -> httpx2.AsyncClient:
         loop = asyncio.get_running_loop()
         if loop not in self._pools:
-            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
-            timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)  # `ask` limits the whole request
-            self._pools[loop] = httpx2.AsyncClient(base_url=self._url, limits=limits, timeout=timeout)
+            limits = httpx2.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
+            )
+            timeout = httpx2.Timeout(
+                None, connect=_CONNECT_TIMEOUT_S
+            )  # `ask` limits the whole request
+            self._pools[loop] = httpx2.AsyncClient(
+                base_url=self._url, limits=limits, timeout=timeout
+            )
         return self._pools[loop]
 
 
@@ -181,12 +224,18 @@ def leads_to_a_server(url: str) -> bool:
         _ = parts.port  # raises if it is no number
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+    return (
+        parts.scheme in ("http", "https")
+        and bool(parts.hostname)
+        and not (parts.query or parts.fragment)
+    )
 
 
 @contextmanager
 def readable(what: str, error: type[ServerError]) -> Iterator[None]:
-    """Read an answer in this block. A missing or malformed entry is raised as ``error``, which names ``what``."""
+    """Read an answer in this block. A missing or malformed entry is raised as ``error``, which
+    names ``what``.
+    """
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError) as failure:
@@ -210,25 +259,40 @@ def _trying(limit_s: float, *again: type[Exception]) -> Json:
 def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerError:
     reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
     if isinstance(failure, httpx2.TimeoutException) and not isinstance(failure, _NOT_CONNECTED):
-        return SlowServerError(f"{what} was not answered, all together within {limit_s:g} s ({reason})")
+        return SlowServerError(
+            f"{what} was not answered, all together within {limit_s:g} s ({reason})"
+        )
     if "CERTIFICATE_VERIFY_FAILED" in reason:
         return UnreachableServerError(
-            f"{what} found a server whose certificate is not trusted ({reason}); name the file with the certificate of "
-            "who signed it, its own if it signed itself, in the environment variable SSL_CERT_FILE"
+            f"{what} found a server whose certificate is not trusted ({reason}); name the file "
+            "with the certificate of who signed it, its own if it signed itself, in the "
+            "environment variable SSL_CERT_FILE"
         )
     if isinstance(failure, _NOT_CONNECTED):
-        return NoServerError(f"{what} found no server there ({reason}); start it, or look at the network")
-    return UnreachableServerError(f"{what} broke off ({reason}); look at the log of the server: it may have died")
+        return NoServerError(
+            f"{what} found no server there ({reason}); start it, or look at the network"
+        )
+    return UnreachableServerError(
+        f"{what} broke off ({reason}); look at the log of the server: it may have died"
+    )
 
 
-def _require_success(answer: httpx2.Response, what: str, error: type[ServerError], advice: str) -> None:
+def _require_success(
+    answer: httpx2.Response, what: str, error: type[ServerError], advice: str
+) -> None:
     if answer.has_redirect_location:
         elsewhere = without_secrets(answer.headers["Location"])
-        raise error(f"{what} was answered with {answer.status_code}: it has moved to {elsewhere}; give the URL of that")
+        raise error(
+            f"{what} was answered with {answer.status_code}: it has moved to {elsewhere}; give "
+            "the URL of that"
+        )
     if not answer.is_success:
         if _is_web_page(answer):
             advice = f"{advice}; {_NO_SERVER}".removeprefix("; ")
-        raise error(f"{what} was answered with {answer.status_code} ({_excerpt(answer)}){advice and '; ' + advice}")
+        raise error(
+            f"{what} was answered with {answer.status_code} "
+            f"({_excerpt(answer)}){advice and '; ' + advice}"
+        )
 
 
 def _parsed(answer: httpx2.Response, what: str, error: type[ServerError], advice: str) -> Json:
@@ -238,9 +302,13 @@ def _parsed(answer: httpx2.Response, what: str, error: type[ServerError], advice
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise error(f"{what} was answered with {_excerpt(answer)!r}; expected a JSON object; {_NO_SERVER}")
+        raise error(
+            f"{what} was answered with {_excerpt(answer)!r}; expected a JSON object; {_NO_SERVER}"
+        )
     if parsed.get("error"):  # a gateway may have turned the status into a success
-        raise error(f"{what} was answered with {answer.status_code} and an error ({_excerpt(answer)})")
+        raise error(
+            f"{what} was answered with {answer.status_code} and an error ({_excerpt(answer)})"
+        )
     return parsed
 
 

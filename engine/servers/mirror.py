@@ -1,4 +1,6 @@
-"""The mirror of a server: a `holdfast-weights mirror` on its host, which makes the folders that the server loads."""
+"""The mirror of a server: a `holdfast-weights mirror` on its host, which makes the folders that the
+server loads.
+"""
 
 import os
 
@@ -11,9 +13,11 @@ _NOT_PREPARED = "the server was not told, and goes on with the weights it has"
 
 
 def prepared_folder(calls: Calls, mirror: str | None, path: str, version: int, label: str) -> str:
-    """The folder that the server loads. The mirror at this URL first makes it, while the server answers requests.
+    """The folder that the server loads. The mirror at this URL first makes it, while the server
+    answers requests.
 
-    Without a mirror it is the published folder ``path``. PublishError if the mirror cannot make the version.
+    Without a mirror it is the published folder ``path``. PublishError if the mirror cannot make the
+    version.
     """
     if mirror is None:
         return path

@@ -1,11 +1,15 @@
-"""`NcclGroup`: send buckets to the GPUs of a server over NCCL. This file holds all code of the senders that needs CUDA.
+"""`NcclGroup`: send buckets to the GPUs of a server over NCCL. This file holds all code of the
+senders that needs CUDA.
 
-The peers are communicators of other programs (PyNccl in vLLM), so nothing of torch's rendezvous exists there:
+The peers are communicators of other programs (PyNccl in vLLM), so nothing of torch's rendezvous
+exists there:
 
-- The unique id is made by the group's first collective and read from its store, which no other process sees.
+- The unique id is made by the group's first collective and read from its store, which no other
+  process sees.
 - That collective is the ``all_reduce`` of one float32 that PyNccl runs after it has joined.
-- NCCL has no timeouts. A timer aborts the communicator, so that a worker that hangs costs ``limit_s`` and no more. The
-  time limit of the group is longer than any send, because torch's watchdog would end the process of the trainer.
+- NCCL has no timeouts. A timer aborts the communicator, so that a worker that hangs costs
+  ``limit_s`` and no more. The time limit of the group is longer than any send, because torch's
+  watchdog would end the process of the trainer.
 
 Trainer and server need the same version of NCCL, and the same ``NCCL_CUMEM_ENABLE``.
 """
@@ -25,7 +29,8 @@ _FIRST_ID = "0"  # key under which ProcessGroupNCCL stores the id of its first c
 
 
 class NcclGroup:
-    """A group of rank 0 and ``workers`` GPUs. A bucket is copied to the current GPU before it is sent.
+    """A group of rank 0 and ``workers`` GPUs. A bucket is copied to the current GPU before it is
+    sent.
 
     Args:
         workers: number of GPUs of the server.
@@ -35,7 +40,9 @@ class NcclGroup:
 
     def __init__(self, workers: int, limit_s: float, largest_bytes: int) -> None:
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
-            raise RuntimeError("rank 0 has no GPU, or a torch without NCCL; use the backend 'holdfast_gloo'")
+            raise RuntimeError(
+                "rank 0 has no GPU, or a torch without NCCL; use the backend 'holdfast_gloo'"
+            )
         self._workers, self._limit_s, self._largest = workers, limit_s, largest_bytes
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._store = dist.HashStore()
@@ -46,8 +53,8 @@ class NcclGroup:
     def init_info(self) -> dict[str, Any]:
         """See `SenderGroup`. Waits until `connect`, on another thread, has made the unique id.
 
-        The packing rule of vLLM ends a chunk with the tensor that *exceeds* the size. So with the largest bucket as the
-        size, each bucket is one chunk.
+        The packing rule of vLLM ends a chunk with the tensor that *exceeds* the size. So with the
+        largest bucket as the size, each bucket is one chunk.
         """
         self._store.wait([_FIRST_ID], timedelta(seconds=self._limit_s))
         return {
@@ -83,7 +90,10 @@ class NcclGroup:
         finally:
             timer.cancel()
         if self._aborted:
-            raise RuntimeError(f"a worker did not take part within {self._limit_s:g} s; the communicator was aborted")
+            raise RuntimeError(
+                f"a worker did not take part within {self._limit_s:g} s; the communicator was "
+                "aborted"
+            )
 
     def abort(self) -> None:
         """See `SenderGroup`. Kernels of the group end, whatever its workers do."""

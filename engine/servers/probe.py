@@ -1,15 +1,16 @@
 """The content check: does a server answer with the weights that it was told to load?
 
-The trainer computes log-probabilities of a fixed pseudo-random prompt and writes them into the published folder
-(`PROBE_NAME`). After an update the client asks the server for the same log-probabilities and compares them twice
-(`content_problem`).
+The trainer computes log-probabilities of a fixed pseudo-random prompt and writes them into the
+published folder (`PROBE_NAME`). After an update the client asks the server for the same
+log-probabilities and compares them twice (`content_problem`).
 
-- With the trainer's values. In float32, kernels differ by 5e-7 and a step at learning rate 1e-6 changes 9e-5, so the
-  comparison detects the previous version. In bfloat16, kernels differ by 7e-3, more than a step changes, so it only
-  detects garbage.
-- With the server's answer for the previous version. An idle server repeats its answers bit for bit. So an unchanged
-  answer, although the trainer's values and the digest of a weight file changed, comes from the old weights. A busy
-  server does not repeat its answers, and this comparison then detects nothing.
+- With the trainer's values. In float32, kernels differ by 5e-7 and a step at learning rate 1e-6
+  changes 9e-5, so the comparison detects the previous version. In bfloat16, kernels differ by 7e-3,
+  more than a step changes, so it only detects garbage.
+- With the server's answer for the previous version. An idle server repeats its answers bit for bit.
+  So an unchanged answer, although the trainer's values and the digest of a weight file changed,
+  comes from the old weights. A busy server does not repeat its answers, and this comparison then
+  detects nothing.
 
 So in 16 bits each server has to show two facts once, also while it is busy:
 
@@ -34,9 +35,13 @@ from ..hf.versions import holds_adapters, published_file
 from ..training.logprobs import token_logprobs
 
 _LIMITS = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
-"""Largest mean difference of log-probabilities that other kernels explain, by dtype. Finer dtypes come first."""
+"""Largest mean difference of log-probabilities that other kernels explain, by dtype. Finer dtypes
+come first.
+"""
 DTYPES = tuple(_LIMITS)
-_TOKENS = 32  # more tokens give no steadier mean, and on a CPU their forward takes longer than writing the weights
+# more tokens give no steadier mean, and on a CPU their forward takes longer than writing the
+# weights
+_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ class WeightsProbe:
     """A prompt and its log-probabilities by the trainer."""
 
     prompt_ids: Sequence[int]
-    logprobs: Sequence[float]  # of each token but the first, given the tokens before it, at temperature 1
+    logprobs: Sequence[
+        float
+    ]  # of each token but the first, given the tokens before it, at temperature 1
     dtype: str  # dtype that the trainer computes in
 
     def encode(self) -> bytes:
@@ -53,7 +60,9 @@ class WeightsProbe:
 
 
 def read_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
-    """Read the probe of a published folder. None if there is none, and PublishError if it is damaged."""
+    """Read the probe of a published folder. None if there is none, and PublishError if it is
+    damaged.
+    """
     path = published_file(folder, PROBE_NAME)
     try:
         probe = WeightsProbe(**json.loads(path.read_bytes()))
@@ -61,15 +70,18 @@ def read_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        raise PublishError(f"{path} is not a probe of weights ({error}); publish the version again") from error
+        raise PublishError(
+            f"{path} is not a probe of weights ({error}); publish the version again"
+        ) from error
     return probe
 
 
 def probe_weights(engine: Any) -> WeightsProbe | None:
-    """Compute the probe of the weights of an `FSDPEngine`. All its ranks call this, and each gets the result.
+    """Compute the probe of the weights of an `FSDPEngine`. All its ranks call this, and each gets
+    the result.
 
-    It costs one forward of 32 tokens, which are the same at every call. No random generator advances, and the model
-    keeps its mode. None for a critic, because no server computes values.
+    It costs one forward of 32 tokens, which are the same at every call. No random generator
+    advances, and the model keeps its mode. None for a critic, because no server computes values.
     """
     if engine.config.is_critic:
         return None
@@ -84,7 +96,9 @@ def probe_weights(engine: Any) -> WeightsProbe | None:
     try:
         logprobs = engine.forward_batch(
             {"input_ids": rows, "attention_mask": torch.ones_like(rows)},
-            lambda output, data: token_logprobs(output, data["input_ids"], data["cu_seqlens"], temperature=1.0)[0],
+            lambda output, data: token_logprobs(
+                output, data["input_ids"], data["cu_seqlens"], temperature=1.0
+            )[0],
         )
     finally:
         engine.train(training)
@@ -102,20 +116,33 @@ class CheckedAnswer:
 
 
 def checked_answer(
-    folder: str | os.PathLike[str], probe: WeightsProbe, logprobs: Sequence[float], dtype: str | None = None
+    folder: str | os.PathLike[str],
+    probe: WeightsProbe,
+    logprobs: Sequence[float],
+    dtype: str | None = None,
 ) -> CheckedAnswer:
     """Prepare a server's log-probabilities of the prompt in ``probe`` for `content_problem`.
 
     The server computes in ``dtype``, or in the stored dtype of the published ``folder``.
     """
     manifest = read_manifest(folder)
-    digests = {name: entry["digest"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
+    digests = {
+        name: entry["digest"]
+        for name, entry in manifest["files"].items()
+        if name.endswith(".safetensors")
+    }
     return CheckedAnswer(coarsest_dtype(folder, probe, dtype), digests, probe, logprobs)
 
 
-def coarsest_dtype(folder: str | os.PathLike[str], probe: WeightsProbe, dtype: str | None = None) -> str:
-    """The coarser dtype of trainer and server. The server's is ``dtype``, or the stored dtype of ``folder``."""
-    return max((probe.dtype, dtype or _stored_dtype(folder, read_manifest(folder))), key=DTYPES.index)
+def coarsest_dtype(
+    folder: str | os.PathLike[str], probe: WeightsProbe, dtype: str | None = None
+) -> str:
+    """The coarser dtype of trainer and server. The server's is ``dtype``, or the stored dtype of
+    ``folder``.
+    """
+    return max(
+        (probe.dtype, dtype or _stored_dtype(folder, read_manifest(folder))), key=DTYPES.index
+    )
 
 
 def tells_steps_apart(dtype: str) -> bool:
@@ -124,7 +151,9 @@ def tells_steps_apart(dtype: str) -> bool:
 
 
 def weights_differ(now: CheckedAnswer, before: CheckedAnswer) -> bool:
-    """Whether the published weights are others, by their files and by the trainer's own log-probabilities."""
+    """Whether the published weights are others, by their files and by the trainer's own
+    log-probabilities.
+    """
     return (
         now.digests != before.digests
         and list(now.probe.prompt_ids) == list(before.probe.prompt_ids)
@@ -133,37 +162,47 @@ def weights_differ(now: CheckedAnswer, before: CheckedAnswer) -> bool:
 
 
 def effect_problem(base: Sequence[float], amplified: Sequence[float], dtype: str) -> str | None:
-    """Describe the problem if a server answers by amplified adapters as by its base, or return None."""
+    """Describe the problem if a server answers by amplified adapters as by its base, or return
+    None.
+    """
     apart = sum(abs(a - b) for a, b in zip(base, amplified, strict=True)) / len(base)
     if not apart <= _LIMITS[dtype]:  # also if it is NaN
         return None
     return (
-        f"its log-probabilities of the probe are those of its base (they differ by {apart:.2g} on average, which other "
-        f"work explains in {dtype}), although the adapters were amplified: it ignores adapters"
+        f"its log-probabilities of the probe are those of its base (they differ by {apart:.2g} on "
+        f"average, which other work explains in {dtype}), although the adapters were amplified: "
+        "it ignores adapters"
     )
 
 
 def content_problem(now: CheckedAnswer, before: CheckedAnswer | None) -> str | None:
-    """Describe the problem of an answer, or return None. ``before`` is the server's last answer without a problem."""
+    """Describe the problem of an answer, or return None. ``before`` is the server's last answer
+    without a problem.
+    """
     pairs = list(zip(now.logprobs, now.probe.logprobs, strict=False))
     complete = len(now.logprobs) == len(now.probe.logprobs)
-    difference = sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs) if complete else math.nan
+    difference = (
+        sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs) if complete else math.nan
+    )
     if not difference <= _LIMITS[now.dtype]:  # also if it is NaN
         return (
-            f"its log-probabilities of the probe differ from the trainer's by {difference:.2g} on average, in "
-            f"{now.dtype} by at most {_LIMITS[now.dtype]:g}: it answers by other weights, or computes in another dtype "
-            "(start it with the dtype of the folder, or give the client its dtype)"
+            f"its log-probabilities of the probe differ from the trainer's by {difference:.2g} on "
+            f"average, in {now.dtype} by at most {_LIMITS[now.dtype]:g}: it answers by other "
+            "weights, or computes in another dtype (start it with the dtype of the folder, or "
+            "give the client its dtype)"
         )
     if before and list(now.logprobs) == list(before.logprobs) and weights_differ(now, before):
         return (
-            "its answer to the probe is bit for bit that of the version before, although the weights are others: "
-            "it has kept the old ones"
+            "its answer to the probe is bit for bit that of the version before, although the "
+            "weights are others: it has kept the old ones"
         )
     return None
 
 
 def _stored_dtype(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> str:
-    """Coarsest stored dtype, by the config of a model or the manifest of adapters and their base. Else float32."""
+    """Coarsest stored dtype, by the config of a model or the manifest of adapters and their base.
+    Else float32.
+    """
     if not holds_adapters(manifest):
         manifest = json.loads(published_file(folder, "config.json").read_bytes())
     named = (manifest.get(key) for key in ("dtype", "base_dtype"))

@@ -1,10 +1,13 @@
-"""Publish weights to inference servers: write a version to disk, have the servers load it, delete old versions.
+"""Publish weights to inference servers: write a version to disk, have the servers load it, delete
+old versions.
 
-A version is complete on disk (`write_version`) before rank 0 tells all servers at once. The other ranks wait meanwhile.
-Old versions are deleted after enough servers have confirmed the new one, and a folder that a server reads stays.
+A version is complete on disk (`write_version`) before rank 0 tells all servers at once. The other
+ranks wait meanwhile. Old versions are deleted after enough servers have confirmed the new one, and
+a folder that a server reads stays.
 
-With type ``"xccl"`` all ranks gather the weights while rank 0 sends them (`_send`). Before that, their digests are
-computed and the manifest is written, so that a version has the same label whatever carries it.
+With type ``"xccl"`` all ranks gather the weights while rank 0 sends them (`_send`). Before that,
+their digests are computed and the manifest is written, so that a version has the same label
+whatever carries it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +21,12 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ...utils.distributed import all_ranks_succeed, get_rank, rank_zero_decides, rank_zero_decides_slowly
+from ...utils.distributed import (
+    all_ranks_succeed,
+    get_rank,
+    rank_zero_decides,
+    rank_zero_decides_slowly,
+)
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ...utils.threads import on_daemon_thread
@@ -41,12 +49,12 @@ class PublishedWeights:
     """Result of a publication.
 
     Attributes:
-        path, version: folder and number of the version. If `WeightUpdateMeta` has no ``path``, a temporary folder of
-            rank 0 without weights.
-        seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync), ``commit``
-            (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``. With deltas, ``write`` includes
-            ``compare``. With type ``"xccl"``, ``tell`` includes ``gather`` (cast, collect on rank 0). An engine adds
-            ``probe`` (`probe_weights`).
+        path, version: folder and number of the version. If `WeightUpdateMeta` has no ``path``, a
+            temporary folder of rank 0 without weights.
+        seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync),
+            ``commit`` (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``.
+            With deltas, ``write`` includes ``compare``. With type ``"xccl"``, ``tell`` includes
+            ``gather`` (cast, collect on rank 0). An engine adds ``probe`` (`probe_weights`).
         servers: report on each server, on every rank.
         figures: see `WrittenVersion`.
     """
@@ -75,29 +83,31 @@ def publish_weights(
     extra_files: Mapping[str, bytes] | None = None,
     copy: PublishedCopy | None = None,
 ) -> PublishedWeights:
-    """Write the weights as ``version``, have the servers load them, and delete old versions. All ranks call it.
+    """Write the weights as ``version``, have the servers load them, and delete old versions. All
+    ranks call it.
 
-        servers = ServerFleet([VLLMServer("http://10.0.0.5:8000")], min_servers=1)
-        published = publish_weights(model, WeightUpdateMeta("disk", "/shared/weights"), version=step, servers=servers)
+        servers = ServerFleet([VLLMServer("http://10.0.0.5:8000")], min_servers=1) published =
+        publish_weights(model, WeightUpdateMeta("disk", "/shared/weights"), version=step,
+        servers=servers)
 
     Args:
         model: sharded model.
         meta: folder, type and dtype of the publication, and how many versions to keep.
         version: version that the servers must confirm.
-        servers: servers of rank 0. Other ranks' are ignored. Without a fleet, no thread updates a server that missed
-            the version.
+        servers: servers of rank 0. Other ranks' are ignored. Without a fleet, no thread updates a
+            server that missed the version.
         group: control group.
         base_model_path: folder whose tokenizer and other files are copied.
         base_dtype: stored dtype if ``meta.dtype`` is None. None: the dtype of each parameter.
         extra_files: name -> contents of additional files under the manifest. Rank 0's are written.
-        copy: with ``meta.delta``, the object that this rank passed to the publication before. An engine keeps it. None:
-            all weights are written.
+        copy: with ``meta.delta``, the object that this rank passed to the publication before. An
+            engine keeps it. None: all weights are written.
 
     Raises:
         CheckpointWriteError: a rank could not write. No server was told.
-        ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type`` or has no mirror for
-            ``meta.delta``, the servers sleep, there are none to send weights to, or the model has no adapters to
-            publish, nothing was written.
+        ConfigError: see `ServerFleet.update`. If a server does not support ``meta.type`` or has no
+            mirror for ``meta.delta``, the servers sleep, there are none to send weights to, or the
+            model has no adapters to publish, nothing was written.
         PublishError, WorkerLost: see `ServerFleet.update`. Raised on every rank.
     """
     seconds: dict[str, float] = {}
@@ -110,8 +120,8 @@ def publish_weights(
             fleet.require_awake()
             if meta.type == "xccl" and get_rank(group) == 0 and not fleet.states():
                 raise ConfigError(
-                    "WeightUpdateMeta type 'xccl' sends the weights to the servers of rank 0, which has none; give it "
-                    "their clients, or publish with type 'disk'"
+                    "WeightUpdateMeta type 'xccl' sends the weights to the servers of rank 0, "
+                    "which has none; give it their clients, or publish with type 'disk'"
                 )
         fleet.withdraw(version)
         root = meta.path or rank_zero_decides(fleet.scratch_folder, group)
@@ -137,12 +147,14 @@ def publish_weights(
                         lambda: fleet.update(path, version, meta.timeout_s, meta.min_servers), group
                     )
         except Exception:
-            # The reason may be a version that no mirror can make, and then it can make none from it either.
+            # The reason may be a version that no mirror can make, and then it can make none from it
+            # either.
             if meta.delta and copy is not None and copy.base is not None:
                 copy.begin()
                 if get_rank(group) == 0:
                     logger.warning(
-                        "weight version %d was not confirmed, so the next one gets all weights, not changes", version
+                        "weight version %d was not confirmed, so the next one gets all weights, not changes",
+                        version,
                     )
             raise
         rank_zero_decides(lambda: delete_old(root, meta.keep, fleet.folders_in_use()), group)
@@ -162,20 +174,24 @@ def _send(
 ) -> list[ServerReport]:
     """Gather the weights on rank 0, bucket by bucket, while its threads send them to the servers.
 
-    Before each bucket, rank 0 waits for a free buffer and tells the other ranks that they wait, so no collective waits
-    for a server. When nobody reads any more, all ranks stop together.
+    Before each bucket, rank 0 waits for a free buffer and tells the other ranks that they wait, so
+    no collective waits for a server. When nobody reads any more, all ranks stop together.
     """
     options = HFExportOptions(export_dtype(meta.dtype, base_dtype))
     gatherer = WeightGatherer(model, options, meta.weight_chunked_mem_mb << 20, group)
     stream, told = None, Future[list[ServerReport]]()
     if get_rank(group) == 0:
         stream = WeightStream(gatherer.buckets, meta.timeout_s, pinned=gatherer.on_gpu)
-        update = partial(fleet.update, path, version, meta.timeout_s, meta.min_servers, stream=stream)
+        update = partial(
+            fleet.update, path, version, meta.timeout_s, meta.min_servers, stream=stream
+        )
         told = on_daemon_thread(update, "weight update")
         told.add_done_callback(lambda _: stream.end("the update is over"))
     try:
         for bucket in gatherer.buckets:
-            if not rank_zero_decides_slowly(lambda: stream is not None and stream.make_room(), group):
+            if not rank_zero_decides_slowly(
+                lambda: stream is not None and stream.make_room(), group
+            ):
                 break
             with timed(seconds, "gather"):
                 gatherer.gather(bucket, None if stream is None else stream.target(bucket))
@@ -202,7 +218,9 @@ def open_fleet(
 
 
 class ServerConnection:
-    """The servers of an engine. It closes the fleet that it makes from single servers, and never a given fleet."""
+    """The servers of an engine. It closes the fleet that it makes from single servers, and never a
+    given fleet.
+    """
 
     def __init__(self) -> None:
         self._servers: Sequence[InferenceServer] | ServerFleet = ()
@@ -211,44 +229,67 @@ class ServerConnection:
         self._probe: WeightsProbe | None = None  # of offloaded weights
         self._copy = PublishedCopy()
 
-    def connect(self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta) -> None:
+    def connect(
+        self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta
+    ) -> None:
         """Publish to ``servers`` as ``meta`` says, from now on."""
         self.close()
         self._servers, self._meta = servers, meta
 
-    def publish(self, engine: Any, model: PreTrainedModel, meta: WeightUpdateMeta | None) -> PublishedWeights:
-        """Publish ``model``, the weights of an `FSDPEngine`. ``meta`` replaces the one of `connect`.
+    def publish(
+        self, engine: Any, model: PreTrainedModel, meta: WeightUpdateMeta | None
+    ) -> PublishedWeights:
+        """Publish ``model``, the weights of an `FSDPEngine`. ``meta`` replaces the one of
+        `connect`.
 
-        If a server checks contents, the folder gets a `WeightsProbe`, which costs one forward. The one of an offloaded
-        engine is from `before_offload`.
+        If a server checks contents, the folder gets a `WeightsProbe`, which costs one forward. The
+        one of an offloaded engine is from `before_offload`.
         """
         meta = self.meta_for(meta)
-        group, version = engine.control_group, engine.get_version() if meta.version is None else meta.version
+        group, version = (
+            engine.control_group,
+            engine.get_version() if meta.version is None else meta.version,
+        )
         fleet = self._open(group)
         seconds: dict[str, float] = {}
         with timed(seconds, "probe"):
-            probe = self._probe if "weights" in engine.offloaded else self._compute_probe(engine, fleet)
+            probe = (
+                self._probe if "weights" in engine.offloaded else self._compute_probe(engine, fleet)
+            )
         extra = {} if probe is None else {PROBE_NAME: probe.encode()}
         folder = str(engine.model_folder)
-        done = publish_weights(model, meta, version, fleet, group, folder, engine.base_dtype, extra, self._copy)
+        done = publish_weights(
+            model, meta, version, fleet, group, folder, engine.base_dtype, extra, self._copy
+        )
         total_s = seconds["probe"] + done.seconds["total"]
         return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
 
-    def meta_for(self, meta: WeightUpdateMeta | None, fleet: ServerFleet | None = None) -> WeightUpdateMeta:
-        """``meta`` or the one of `connect`. ConfigError if there is none, or ``fleet`` is not connected."""
+    def meta_for(
+        self, meta: WeightUpdateMeta | None, fleet: ServerFleet | None = None
+    ) -> WeightUpdateMeta:
+        """``meta`` or the one of `connect`. ConfigError if there is none, or ``fleet`` is not
+        connected.
+        """
         if fleet is not None and self._servers is not fleet:
             raise ConfigError(
-                "this fleet is not the one that the engine publishes to; call connect_engine with it first"
+                "this fleet is not the one that the engine publishes to; call connect_engine with "
+                "it first"
             )
         meta = meta or self._meta
         if meta is None:
-            raise ConfigError("update_weights has no WeightUpdateMeta; pass one or call connect_engine first")
+            raise ConfigError(
+                "update_weights has no WeightUpdateMeta; pass one or call connect_engine first"
+            )
         return meta
 
     def before_offload(self, engine: Any) -> None:
-        """Compute the probe for a publication of the weights while they are offloaded, if servers are connected."""
+        """Compute the probe for a publication of the weights while they are offloaded, if servers
+        are connected.
+        """
         connected = self._meta is not None
-        self._probe = self._compute_probe(engine, self._open(engine.control_group)) if connected else None
+        self._probe = (
+            self._compute_probe(engine, self._open(engine.control_group)) if connected else None
+        )
 
     def _open(self, group: dist.ProcessGroup) -> ServerFleet:
         with all_ranks_succeed("connecting the inference servers", group):

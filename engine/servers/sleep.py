@@ -1,9 +1,10 @@
-"""Sleep: a server frees the memory of its GPUs for other programs, such as the trainer, and takes it back later.
+"""Sleep: a server frees the memory of its GPUs for other programs, such as the trainer, and takes
+it back later.
 
-The server's own label says which parts sleep, and which weights it had. So another process knows it too, after the one
-that put the server to sleep was killed. Each step is safe to repeat on vLLM, from any point at which it was cut off.
-SGLang dies if a step is repeated, so its label also says that a step is under way. After a kill there, the server has
-to be restarted.
+The server's own label says which parts sleep, and which weights it had. So another process knows it
+too, after the one that put the server to sleep was killed. Each step is safe to repeat on vLLM,
+from any point at which it was cut off. SGLang dies if a step is repeated, so its label also says
+that a step is under way. After a kill there, the server has to be restarted.
 """
 
 import re
@@ -17,7 +18,9 @@ from ...utils.errors import ServerError
 from .http import Calls
 
 WEIGHTS, KV_CACHE = TAGS = ("weights", "kv_cache")
-"""Parts of a server's memory, in the order in which they wake up. The names are those of vLLM and SGLang."""
+"""Parts of a server's memory, in the order in which they wake up. The names are those of vLLM and
+SGLang.
+"""
 DROPPED = "no weights"
 """Label of weights that were not kept, or may be in pieces."""
 NO_MEMORY = "it goes on sleeping: is the memory that it needs free, and what does its log say?"
@@ -30,7 +33,9 @@ class Sleep:
 
     tags: tuple[str, ...]
     weights: str
-    changing: bool = False  # whether memory is being freed or taken back: some of these parts may be awake
+    changing: bool = (
+        False  # whether memory is being freed or taken back: some of these parts may be awake
+    )
 
     @classmethod
     def read(cls, label: str) -> "Sleep":
@@ -53,15 +58,17 @@ class SleepingClient(ABC):
     def sleep(self, level: int = 1) -> None:
         """Have the server free the memory of its weights and its KV cache.
 
-        Requests in flight wait. They go on when the server wakes up, and the weights of then compute their caches. A
-        server that sleeps stays asleep.
+        Requests in flight wait. They go on when the server wakes up, and the weights of then
+        compute their caches. A server that sleeps stays asleep.
 
         Args:
-            level: 1 keeps the weights in host memory. 2 drops them, so that the server needs an update to wake up.
-                SGLang decides this at its start (``--enable-weights-cpu-backup``).
+            level: 1 keeps the weights in host memory. 2 drops them, so that the server needs an
+                update to wake up. SGLang decides this at its start
+                (``--enable-weights-cpu-backup``).
 
         Raises:
-            ServerError: the server could not be reached, or does not sleep. The message says how to start it.
+            ServerError: the server could not be reached, or does not sleep. The message says how to
+                start it.
             SlowServerError: it did not sleep in time.
         """
         require_choice("level", level, (1, 2))
@@ -71,17 +78,21 @@ class SleepingClient(ABC):
             if not before.tags and self._is_paused(calls):
                 kept = False  # an update was cut off
             self._asleep = True
-            self._put_to_sleep(calls, before, Sleep(TAGS, before.weights if kept else DROPPED), level)
+            self._put_to_sleep(
+                calls, before, Sleep(TAGS, before.weights if kept else DROPPED), level
+            )
 
     def wake_up(self, tags: Collection[str] = TAGS) -> None:
-        """Have the server take memory back. With its KV cache it goes on with requests, by the weights it had.
+        """Have the server take memory back. With its KV cache it goes on with requests, by the
+        weights it had.
 
-        An update of the weights wakes the whole server, the weights first and the KV cache after the load. So wake only
-        the weights before one.
+        An update of the weights wakes the whole server, the weights first and the KV cache after
+        the load. So wake only the weights before one.
 
         Raises:
             ConfigError: there is no such tag.
-            ServerError: the server could not be reached, or cannot wake up: memory is missing, or it has no weights.
+            ServerError: the server could not be reached, or cannot wake up: memory is missing, or
+                it has no weights.
             SlowServerError: it did not wake up in time.
         """
         for tag in tags:
@@ -101,8 +112,9 @@ class SleepingClient(ABC):
                 raise calls.refuse("its weights sleep; wake them up first, or all together")
             if asleep.weights == DROPPED:
                 raise calls.refuse(
-                    "it has no weights, because they were not kept while it slept (level 2, SGLang without "
-                    "--enable-weights-cpu-backup), or an update was cut off: publish all weights to it, or restart it"
+                    "it has no weights, because they were not kept while it slept (level 2, "
+                    "SGLang without --enable-weights-cpu-backup), or an update was cut off: "
+                    "publish all weights to it, or restart it"
                 )
             self._wake(calls, KV_CACHE, asleep)
             self._set_label(calls, asleep.weights)
@@ -111,7 +123,9 @@ class SleepingClient(ABC):
         self._asleep = bool(asleep.tags)
 
     def _wake_weights(self, calls: Calls) -> bool:
-        """Make a paused server ready to load weights. If it sleeps, return True: its KV cache goes on sleeping."""
+        """Make a paused server ready to load weights. If it sleeps, return True: its KV cache goes
+        on sleeping.
+        """
         asleep = self._sleep_now(calls)
         if WEIGHTS in asleep.tags:
             self._wake(calls, WEIGHTS, asleep)

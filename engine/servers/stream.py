@@ -1,10 +1,12 @@
-"""`WeightStream`: hand buckets of weights from the thread that gathers them to the threads that send them to servers.
+"""`WeightStream`: hand buckets of weights from the thread that gathers them to the threads that
+send them to servers.
 
-There are two buffers. While one bucket is sent to all servers at once, the next is gathered. A bucket's buffer is used
-again when the last reader has released it.
+There are two buffers. While one bucket is sent to all servers at once, the next is gathered. A
+bucket's buffer is used again when the last reader has released it.
 
-The trainers never wait for a server without a limit. A reader that does not take a bucket while others wait for it is
-dropped, and so is everyone at the deadline. A dropped reader's server stays as it is, and the others go on.
+The trainers never wait for a server without a limit. A reader that does not take a bucket while
+others wait for it is dropped, and so is everyone at the deadline. A dropped reader's server stays
+as it is, and the others go on.
 """
 
 import time
@@ -58,7 +60,8 @@ class FilledBucket:
 
 
 class WeightStream:
-    """The buckets of one version. One thread fills them, and each `BucketReader` sends them to a server.
+    """The buckets of one version. One thread fills them, and each `BucketReader` sends them to a
+    server.
 
     Args:
         buckets: all buckets, in order.
@@ -66,7 +69,8 @@ class WeightStream:
         pinned: whether the buffers are for copies from and to GPUs.
 
     Attributes:
-        patience_s: time limit for a server to take a bucket while others wait, and for sending a bucket.
+        patience_s: time limit for a server to take a bucket while others wait, and for sending a
+            bucket.
         largest_bytes: size of the largest bucket.
     """
 
@@ -82,9 +86,13 @@ class WeightStream:
         self._readers: list[BucketReader] | None = None
 
     def open(self, awaited: Iterable[bool]) -> "list[BucketReader]":
-        """Create a reader for each server. It has less time to take a bucket if its server is not ``awaited``."""
+        """Create a reader for each server. It has less time to take a bucket if its server is not
+        ``awaited``.
+        """
         with self.changed:
-            self._readers = [BucketReader(self, self._count, self.patience_s if one else 0.0) for one in awaited]
+            self._readers = [
+                BucketReader(self, self._count, self.patience_s if one else 0.0) for one in awaited
+            ]
             self.changed.notify_all()
             return self._readers
 
@@ -108,20 +116,26 @@ class WeightStream:
     def _is_read(self) -> bool:
         if time.monotonic() >= self._deadline:
             self.end("the time limit of the update has passed")
-        return self.problem is None and (self._readers is None or any(one.problem is None for one in self._readers))
+        return self.problem is None and (
+            self._readers is None or any(one.problem is None for one in self._readers)
+        )
 
     def target(self, bucket: Bucket) -> torch.Tensor:
         """The memory for a bucket. It is free after `make_room`."""
         turn = bucket.number % len(self._buffers)
         if (buffer := self._buffers[turn]) is None:
-            buffer = torch.empty(self.largest_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            buffer = torch.empty(
+                self.largest_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+            )
             self._buffers[turn] = buffer
         return buffer[: bucket.nbytes]
 
     def put(self, bucket: Bucket) -> None:
         """Give a bucket, whose `target` is complete, to the readers."""
         with self.changed:
-            self.filled.append(FilledBucket(bucket, self.target(bucket), bucket.number == self._count - 1))
+            self.filled.append(
+                FilledBucket(bucket, self.target(bucket), bucket.number == self._count - 1)
+            )
             self.changed.notify_all()
 
     def end(self, problem: str) -> None:
@@ -132,7 +146,8 @@ class WeightStream:
 
 
 class BucketReader:
-    """The buckets of a stream for one server. Iterate over it once, and release each bucket after it was sent.
+    """The buckets of a stream for one server. Iterate over it once, and release each bucket after
+    it was sent.
 
     Attributes:
         patience_s: time limit for sending a bucket.
@@ -166,9 +181,14 @@ class BucketReader:
             self._stream.changed.notify_all()
 
     def hurry(self, others_waited_s: float) -> None:
-        """Drop this reader if others have waited too long for it to take a bucket. Sends have limits of their own."""
+        """Drop this reader if others have waited too long for it to take a bucket. Sends have
+        limits of their own.
+        """
         if not self._holds and others_waited_s >= self._take_s:
-            self.close(f"bucket {self.released} was not taken in {self._take_s:g} s, while other servers waited")
+            self.close(
+                f"bucket {self.released} was not taken in {self._take_s:g} s, while other servers "
+                "waited"
+            )
 
     def close(self, problem: str = "the update of this server is over") -> None:
         """Read no more. The other readers do not wait for this one any longer."""
@@ -179,7 +199,9 @@ class BucketReader:
     def _wait_for(self, number: int, hold: bool = False) -> None:
         stream = self._stream
         with stream.changed:
-            stream.changed.wait_for(lambda: self.problem or len(stream.filled) > number or stream.problem)
+            stream.changed.wait_for(
+                lambda: self.problem or len(stream.filled) > number or stream.problem
+            )
             if problem := self.problem or (None if len(stream.filled) > number else stream.problem):
                 raise StreamEndedError(problem)
             self._holds = hold

@@ -1,22 +1,27 @@
-"""`VLLMServer`: the HTTP calls that update a vLLM server (0.32 or newer) and complete prompts of token ids.
+"""`VLLMServer`: the HTTP calls that update a vLLM server (0.32 or newer) and complete prompts of
+token ids.
 
-An update is pause, load, reset of the prefix cache, label, resume, read back, content check. It always runs in full,
-because a killed publisher leaves the server paused whatever its label says. Requests in flight are kept: the new
-weights compute their KV cache again, and the server records which label sampled which token.
+An update is pause, load, reset of the prefix cache, label, resume, read back, content check. It
+always runs in full, because a killed publisher leaves the server paused whatever its label says.
+Requests in flight are kept: the new weights compute their KV cache again, and the server records
+which label sampled which token.
 
-A failed load leaves layers without weights, and the next completion would kill the server, so it stays paused. The next
-good load repairs it, unless vLLM had read a part of the bad folder already. The server may then fail once more or mix
-weights. The content check detects a mixture, and the server has to be restarted.
+A failed load leaves layers without weights, and the next completion would kill the server, so it
+stays paused. The next good load repairs it, unless vLLM had read a part of the bad folder already.
+The server may then fail once more or mix weights. The content check detects a mixture, and the
+server has to be restarted.
 
-vLLM's ``reload_weights`` dismantles the model before it reads. The backends of ``plugins/vllm`` check everything first:
-a refusal changes nothing, and the next good load repairs a later failure.
+vLLM's ``reload_weights`` dismantles the model before it reads. The backends of ``plugins/vllm``
+check everything first: a refusal changes nothing, and the next good load repairs a later failure.
 
-Adapters (``--enable-lora``) are loaded next to the base, one name per version, while requests go on. A load reads the
-whole folder first, and a failed one changes nothing. Unloading forgets the name, and requests in flight go on. The
-engine keeps the ``--max-cpu-loras`` last used adapters in memory. It reads others again from their folders, and dies if
-a folder is gone. It computes with ``--max-loras`` adapters at once, and requests for another one wait.
+Adapters (``--enable-lora``) are loaded next to the base, one name per version, while requests go
+on. A load reads the whole folder first, and a failed one changes nothing. Unloading forgets the
+name, and requests in flight go on. The engine keeps the ``--max-cpu-loras`` last used adapters in
+memory. It reads others again from their folders, and dies if a folder is gone. It computes with
+``--max-loras`` adapters at once, and requests for another one wait.
 
-The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see docs/servers-reference.md.
+The server needs ``VLLM_SERVER_DEV_MODE=1`` and ``--enable-scale-out``, see
+docs/servers-reference.md.
 """
 
 import re
@@ -40,29 +45,39 @@ from .stream import BucketReader
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1"
 _SLEEP_MODE = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
-_SCALE_OUT = "start the server with --enable-scale-out, and give the client its api_key if it has one"
+_SCALE_OUT = (
+    "start the server with --enable-scale-out, and give the client its api_key if it has one"
+)
 _DISK, _GLOO, _NCCL = "holdfast_disk", "holdfast_gloo", "nccl"
 _TRANSFERS = (None, _DISK, _GLOO, _NCCL)
-"""Weight-transfer backends that a server is started with: of ``plugins/vllm``, or vLLM's own ``nccl``."""
-_NCCL_SINCE = (0, 32)  # first version of vLLM that takes a unique id, without a store whose objects it unpickles
+"""Weight-transfer backends that a server is started with: of ``plugins/vllm``, or vLLM's own
+``nccl``.
+"""
+_NCCL_SINCE = (
+    0,
+    32,
+)  # first version of vLLM that takes a unique id, without a store whose objects it unpickles
 _POISONED = (
-    "its weights are in pieces, and it stays paused: do not resume it, a completion would kill it. Check that it sees "
-    "the folder, and tell it again; if that fails too, restart it"
+    "its weights are in pieces, and it stays paused: do not resume it, a completion would kill "
+    "it. Check that it sees the folder, and tell it again; if that fails too, restart it"
 )
 _NO_PLUGIN = (
     "install holdfast-vllm beside vLLM and start the server with --weight-transfer-config "
     """'{{"backend": "{}"}}'; without it publish by type "disk", and leave out transfer"""
 )
-_REFUSED = "refused, the weights stay as they are"  # answer of the plugin if it refuses weights before it loads any
+# answer of the plugin if it refuses weights before it loads any
+_REFUSED = "refused, the weights stay as they are"
 _HEAD = "lm_head"
 _NOT_SEEN = "No adapter found"  # answer of vLLM, with status 404, if the folder does not exist
 
 
 @dataclass(eq=False, repr=False)
 class VLLMServer(ServerClient):
-    """A client of one vLLM server. It updates weights and adapters, reports the status, and completes prompts.
+    """A client of one vLLM server. It updates weights and adapters, reports the status, and
+    completes prompts.
 
-    It can be pickled. A copy does not know which adapters were loaded, so use one client to load them and to generate.
+    It can be pickled. A copy does not know which adapters were loaded, so use one client to load
+    them and to generate.
 
         server = VLLMServer("http://10.0.0.5:8000", api_key=key)
         engine.connect_engine([server], WeightUpdateMeta("disk", "/shared/weights"))
@@ -70,21 +85,25 @@ class VLLMServer(ServerClient):
         response = await server.agenerate(ModelRequest(input_ids=[1, 2, 3]))
 
     Attributes:
-        url: URL of the server, ``http://host:port``. A user and password in it are sent and never shown.
+        url: URL of the server, ``http://host:port``. A user and password in it are sent and never
+            shown.
         api_key: the server's ``--api-key``.
-        timeout_s: longest duration of an update or of `check_generation`. None: the limit of the publication
-            (`WeightUpdateMeta.timeout_s`), or 300 s without one.
+        timeout_s: longest duration of an update or of `check_generation`. None: the limit of the
+            publication (`WeightUpdateMeta.timeout_s`), or 300 s without one.
         status_timeout_s: longest duration of `status`.
-        generation_timeout_s: longest duration of a completion, including the time that the server is paused.
-        dtype: dtype that the server computes in (``float32``, ``float16`` or ``bfloat16``) if it is coarser than the
-            dtype of the published folders. None: the same.
-        mirror: URL of the `holdfast-weights mirror` next to the server, which makes the folders that the server loads
-            (docs/servers.md). The environment variable ``HOLDFAST_WEIGHTS_TOKEN`` has its token, if it needs one. None:
-            the server reads the published folders.
-        transfer: the backend in the server's ``--weight-transfer-config``. ``"holdfast_disk"`` of ``plugins/vllm``
-            compares a folder with its manifest before it loads it. ``"nccl"`` of vLLM and ``"holdfast_gloo"`` of
-            ``plugins/vllm`` receive weights of type ``"xccl"``. None: ``holdfast_gloo`` for these, and vLLM's
-            ``reload_weights`` for folders, as with the other two.
+        generation_timeout_s: longest duration of a completion, including the time that the server
+            is paused.
+        dtype: dtype that the server computes in (``float32``, ``float16`` or ``bfloat16``) if it is
+            coarser than the dtype of the published folders. None: the same.
+        mirror: URL of the `holdfast-weights mirror` next to the server, which makes the folders
+            that the server loads (docs/servers.md). The environment variable
+            ``HOLDFAST_WEIGHTS_TOKEN`` has its token, if it needs one. None: the server reads the
+            published folders.
+        transfer: the backend in the server's ``--weight-transfer-config``. ``"holdfast_disk"`` of
+            ``plugins/vllm`` compares a folder with its manifest before it loads it. ``"nccl"`` of
+            vLLM and ``"holdfast_gloo"`` of ``plugins/vllm`` receive weights of type ``"xccl"``.
+            None: ``holdfast_gloo`` for these, and vLLM's ``reload_weights`` for folders, as with
+            the other two.
     """
 
     _: KW_ONLY
@@ -120,7 +139,9 @@ class VLLMServer(ServerClient):
         with self._replacing_weights(calls, label) as asleep:
             if self.transfer != _DISK:
                 load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-                calls.post("load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED)
+                calls.post(
+                    "load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED
+                )
             else:
                 _open_transfer(calls, _DISK)
                 self._transfer(calls, {"path": path, "manifest": label.partition("-")[2]}, asleep)
@@ -130,19 +151,31 @@ class VLLMServer(ServerClient):
         backend = _NCCL if self.transfer == _NCCL else _GLOO
         serving = self._status(calls).label
         with (
-            self._group.open(label, serving, lambda: self._form_group(calls, buckets), buckets, calls) as group,
+            self._group.open(
+                label, serving, lambda: self._form_group(calls, buckets), buckets, calls
+            ) as group,
             self._replacing_weights(calls, label) as asleep,
         ):
             _open_transfer(calls, backend)
             for bucket in buckets:
-                info: Json = {"names": bucket.names, "dtype_names": bucket.dtype_names, "shapes": bucket.shapes}
+                info: Json = {
+                    "names": bucket.names,
+                    "dtype_names": bucket.dtype_names,
+                    "shapes": bucket.shapes,
+                }
                 if backend == _GLOO:
                     info |= {"digest": bucket.digest, "last": bucket.last}
-                send_bucket(group, buckets, bucket, calls, partial(self._transfer, calls, info, asleep))
-            calls.post("load", "/finish_weight_update", {}, error=PoisonedServerError, advice=_POISONED)
+                send_bucket(
+                    group, buckets, bucket, calls, partial(self._transfer, calls, info, asleep)
+                )
+            calls.post(
+                "load", "/finish_weight_update", {}, error=PoisonedServerError, advice=_POISONED
+            )
 
     def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup:
-        workers = int(calls.get("join", "/get_world_size", params={"include_dp": "true"})["world_size"])
+        workers = int(
+            calls.get("join", "/get_world_size", params={"include_dp": "true"})["world_size"]
+        )
         if self.transfer == _NCCL:
             _require_version(calls)
             with suppress(PublishError):  # the communicator of an earlier group would stay
@@ -163,7 +196,13 @@ class VLLMServer(ServerClient):
 
     def _transfer(self, calls: Calls, info: Json, asleep: bool) -> None:
         try:
-            calls.post("load", "/update_weights", {"update_info": info}, error=PoisonedServerError, advice=_POISONED)
+            calls.post(
+                "load",
+                "/update_weights",
+                {"update_info": info},
+                error=PoisonedServerError,
+                advice=_POISONED,
+            )
         except PoisonedServerError as error:
             if _REFUSED not in str(error):
                 raise
@@ -178,8 +217,8 @@ class VLLMServer(ServerClient):
             if calls.post("reset cache", "/reset_prefix_cache").get("success") is True:
                 return
         raise calls.refuse(
-            "the prefix cache could not be reset, so that tokens would come from blocks that the old weights "
-            "computed; the server stays paused: tell it again"
+            "the prefix cache could not be reset, so that tokens would come from blocks that the "
+            "old weights computed; the server stays paused: tell it again"
         )
 
     def _label(self, calls: Calls) -> str:
@@ -198,8 +237,11 @@ class VLLMServer(ServerClient):
         return paused
 
     def _pause(self, calls: Calls, phase: str) -> None:
-        # Without clear_cache, an image from before a reload would kill the server, which still counts it as encoded.
-        calls.post(phase, "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE)
+        # Without clear_cache, an image from before a reload would kill the server, which still
+        # counts it as encoded.
+        calls.post(
+            phase, "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE
+        )
 
     def _go_on(self, calls: Calls) -> None:
         calls.post("resume", "/resume")
@@ -213,26 +255,36 @@ class VLLMServer(ServerClient):
     # Sleep
 
     def _keeps_weights(self, calls: Calls) -> bool:
-        told = calls.get("sleep", "/server_info", params={"config_format": "json"}, advice=_SLEEP_MODE)
+        told = calls.get(
+            "sleep", "/server_info", params={"config_format": "json"}, advice=_SLEEP_MODE
+        )
         with calls.reading("what GET /server_info says of sleep"):
             config = told["vllm_config"]
-            frees, device = config["model_config"]["enable_sleep_mode"], config["device_config"]["device"]
+            frees, device = (
+                config["model_config"]["enable_sleep_mode"],
+                config["device_config"]["device"],
+            )
         if not frees and device != "cpu":  # on CPUs, vLLM sleeps in all respects but the memory
             raise calls.refuse(f"it would free no memory while it sleeps; {_SLEEP_MODE}")
         return True
 
     def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
-        # A kill after a pause would look like that of an update. But no token may be sampled under the other label.
+        # A kill after a pause would look like that of an update. But no token may be sampled under
+        # the other label.
         if asleep.weights == DROPPED:
             self._pause(calls, "sleep")
         self._set_label(calls, asleep.label)
         self._sleep(calls, level)
 
     def _sleep(self, calls: Calls, level: int) -> None:
-        calls.post("sleep", "/sleep", params={"level": str(level), "mode": "keep"}, advice=_SLEEP_MODE)
+        calls.post(
+            "sleep", "/sleep", params={"level": str(level), "mode": "keep"}, advice=_SLEEP_MODE
+        )
 
     def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
-        if tag == WEIGHTS:  # If a kill left it awake in spite of its label, vLLM would go on with requests.
+        if (
+            tag == WEIGHTS
+        ):  # If a kill left it awake in spite of its label, vLLM would go on with requests.
             self._sleep(calls, level=1)
         told = calls.post("wake", "/wake_up", params={"tags": tag}, advice=NO_MEMORY).get("status")
         if tag == KV_CACHE and told != "awake":
@@ -241,36 +293,48 @@ class VLLMServer(ServerClient):
     # Adapters
 
     def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
-        # The answer to a load is not enough: vLLM silently leaves out adapters of modules without the flag. And if the
-        # head can be adapted, log-probabilities of a prompt kill the engine (on CPUs) when it has other requests.
-        told = calls.get("look", "/server_info", params={"config_format": "json"}).get("vllm_config")
+        # The answer to a load is not enough: vLLM silently leaves out adapters of modules without
+        # the flag. And if the head can be adapted, log-probabilities of a prompt kill the engine
+        # (on CPUs) when it has other requests.
+        told = calls.get("look", "/server_info", params={"config_format": "json"}).get(
+            "vllm_config"
+        )
         rank, modules = facts.rank, facts.modules
         with calls.reading("what GET /server_info says of adapters"):
             limits = told["lora_config"]  # type: ignore[index]
-            flags = f"--enable-lora --max-lora-rank {rank} --lora-target-modules {' '.join(modules)}"
+            flags = (
+                f"--enable-lora --max-lora-rank {rank} --lora-target-modules {' '.join(modules)}"
+            )
             if limits is None:
                 raise calls.refuse(f"it was started without adapters; start it with {flags}")
             if rank > limits["max_lora_rank"]:
                 raise calls.refuse(
-                    f"the adapters have rank {rank}, it takes ranks up to {limits['max_lora_rank']}; start it with "
-                    f"{flags} (or the next larger rank that vLLM takes)"
+                    f"the adapters have rank {rank}, it takes ranks up to "
+                    f"{limits['max_lora_rank']}; start it with {flags} (or the next larger rank "
+                    "that vLLM takes)"
                 )
             if _HEAD in modules:
                 raise calls.refuse(
-                    "the adapters are of the head, too, and with such vLLM cannot tell log-probabilities of a prompt "
-                    "beside other requests; publish merged weights (type 'disk'), or leave lm_head out of "
-                    "target_modules"
+                    "the adapters are of the head, too, and with such vLLM cannot tell "
+                    "log-probabilities of a prompt beside other requests; publish merged weights "
+                    "(type 'disk'), or leave lm_head out of target_modules"
                 )
             adapted = limits["target_modules"]
             if adapted is None or _HEAD in adapted or not set(modules) <= set(adapted):
                 raise calls.refuse(
-                    f"it adapts {'all modules, its head too' if adapted is None else ', '.join(sorted(adapted))}, the "
-                    f"adapters are of {', '.join(modules)}; start it with {flags}"
+                    "it adapts "
+                    f"{'all modules, its head too' if adapted is None else ', '.join(sorted(adapted))}, "
+                    f"the adapters are of {', '.join(modules)}; start it with {flags}"
                 )
 
     def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
         try:
-            calls.tell("load", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, key=self.api_key)
+            calls.tell(
+                "load",
+                "/v1/load_lora_adapter",
+                {"lora_name": name, "lora_path": path},
+                key=self.api_key,
+            )
         except PublishError as error:
             if _NOT_SEEN in str(error):
                 advice = "let the server see the folder under the same path"
@@ -288,7 +352,10 @@ class VLLMServer(ServerClient):
     # Generation
 
     def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]:
-        body: Json = {"token_ids": list(request.input_ids), "sampling_params": _sampling_params(request)}
+        body: Json = {
+            "token_ids": list(request.input_ids),
+            "sampling_params": _sampling_params(request),
+        }
         if (images := request.images) is not None:
             body |= {"token_ids": list(images.token_ids), "return_token_ids": True}
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
@@ -301,7 +368,9 @@ class VLLMServer(ServerClient):
             body["cache_salt"] = self._salt
         return "/inference/v1/generate", body
 
-    def _read_completion(self, request: ModelRequest, answer: Json, adapter: str | None) -> ModelResponse:
+    def _read_completion(
+        self, request: ModelRequest, answer: Json, adapter: str | None
+    ) -> ModelResponse:
         choice = answer["choices"][0]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"]
@@ -309,16 +378,31 @@ class VLLMServer(ServerClient):
         response = response_of(request, choice["token_ids"], logprobs, own, choice["finish_reason"])
         if adapter is None:
             self._salt = spans[-1]["version"]
-        return response if request.images is None else replace(response, input_tokens=list(answer["prompt_token_ids"]))
+        return (
+            response
+            if request.images is None
+            else replace(response, input_tokens=list(answer["prompt_token_ids"]))
+        )
 
-    def _generate(self, calls: Calls, ids: Sequence[int], adapter: str | None = None, **sampling: Any) -> Json:
-        body: Json = {"token_ids": list(ids), "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling}}
+    def _generate(
+        self, calls: Calls, ids: Sequence[int], adapter: str | None = None, **sampling: Any
+    ) -> Json:
+        body: Json = {
+            "token_ids": list(ids),
+            "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling},
+        }
         if adapter is not None:
             body["model"] = adapter
-        return calls.post("check", "/inference/v1/generate", body, key=self.api_key, advice=_SCALE_OUT)
+        return calls.post(
+            "check", "/inference/v1/generate", body, key=self.api_key, advice=_SCALE_OUT
+        )
 
-    def _prompt_logprobs(self, calls: Calls, ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        answer = self._generate(calls, ids, adapter, prompt_logprobs=0)  # vLLM then ignores the prefix cache
+    def _prompt_logprobs(
+        self, calls: Calls, ids: Sequence[int], adapter: str | None = None
+    ) -> list[float]:
+        answer = self._generate(
+            calls, ids, adapter, prompt_logprobs=0
+        )  # vLLM then ignores the prefix cache
         with calls.reading("its log-probabilities of the prompt"):
             entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [float(entry[str(token)]["logprob"]) for token, entry in entries]
@@ -337,7 +421,9 @@ def _open_transfer(calls: Calls, backend: str) -> None:
     advice = _NO_PLUGIN.format(backend)
     try:
         calls.post("load", "/start_weight_update", advice=advice)
-    except PublishError:  # a killed publisher left its update open, or the next call states another reason
+    except (
+        PublishError
+    ):  # a killed publisher left its update open, or the next call states another reason
         calls.post("load", "/finish_weight_update", {}, advice=advice)
         calls.post("load", "/start_weight_update", advice=advice)
 
@@ -347,8 +433,8 @@ def _require_version(calls: Calls) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _NCCL_SINCE:
         raise calls.refuse(
-            f"it is vLLM {version}, whose 'nccl' backend cannot be joined from here; expected {_NCCL_SINCE[0]}."
-            f"{_NCCL_SINCE[1]} or newer"
+            f"it is vLLM {version}, whose 'nccl' backend cannot be joined from here; expected "
+            f"{_NCCL_SINCE[0]}.{_NCCL_SINCE[1]} or newer"
         )
 
 

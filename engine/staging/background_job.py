@@ -1,4 +1,6 @@
-"""Tasks on a background thread while training goes on. Nothing is raised there: each task keeps its outcome."""
+"""Tasks on a background thread while training goes on. Nothing is raised there: each task keeps its
+outcome.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -21,7 +23,9 @@ class JobState(Enum):
 
 
 class Task:
-    """One function that a job calls, once, in its thread. ``name`` is for messages: "snapshot of step 5"."""
+    """One function that a job calls, once, in its thread. ``name`` is for messages: "snapshot of
+    step 5".
+    """
 
     def __init__(self, name: str, run: Callable[[], Any]) -> None:
         self.name, self.run = name, run
@@ -45,14 +49,14 @@ class Task:
     def complete(self, broken: BaseException | None) -> BaseException | None:
         """Call the function and keep its outcome. Called in the thread of the job.
 
-        After an error that broke the process group of the ranks (``broken``) the task fails without a call. Returns the
-        error that has broken the group by now, if any.
+        After an error that broke the process group of the ranks (``broken``) the task fails without
+        a call. Returns the error that has broken the group by now, if any.
         """
         try:
             if broken is not None:
                 raise CheckpointWriteError(
-                    f"the {self.name} was not begun: what was written before it broke the ranks' process group "
-                    f"({broken})"
+                    f"the {self.name} was not begun: what was written before it broke the ranks' "
+                    f"process group ({broken})"
                 )
             self._outcome.set_result(self.run())
         except BaseException as error:  # raised by `result`
@@ -63,7 +67,8 @@ class Task:
 
 
 class BackgroundJob:
-    """Tasks that run one after the other. A failed task stops the later ones only if it broke the process group.
+    """Tasks that run one after the other. A failed task stops the later ones only if it broke the
+    process group.
 
     With ``daemon`` the process may end before the job.
     """
@@ -78,19 +83,27 @@ class BackgroundJob:
         self._thread.start()
 
     def call_at_end(self, function: Callable[[], None]) -> None:
-        """Call ``function`` in the thread of the job when the last task has ended, or now if it has."""
+        """Call ``function`` in the thread of the job when the last task has ended, or now if it
+        has.
+        """
         self.tasks[-1]._outcome.add_done_callback(lambda _: function())
 
     def poll(self) -> JobState:
         """RUNNING until all tasks have ended, then FAILED if any has failed, else DONE."""
         states = {task.state for task in self.tasks}
-        return next((state for state in (JobState.RUNNING, JobState.FAILED) if state in states), JobState.DONE)
+        return next(
+            (state for state in (JobState.RUNNING, JobState.FAILED) if state in states),
+            JobState.DONE,
+        )
 
     def wait(self, timeout_s: float | None = None) -> JobState:
-        """`poll` once all tasks have ended, or after ``timeout_s``. KeyboardInterrupt here leaves the job unchanged."""
+        """`poll` once all tasks have ended, or after ``timeout_s``. KeyboardInterrupt here leaves
+        the job unchanged.
+        """
         wait([task._outcome for task in self.tasks], timeout_s)
         if (state := self.poll()) is not JobState.RUNNING:
-            self._thread.join()  # it frees tensors at its end, and torch aborts a process that ends meanwhile
+            # it frees tensors at its end, and torch aborts a process that ends meanwhile
+            self._thread.join()
         return state
 
     def _run(self) -> None:

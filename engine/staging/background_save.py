@@ -1,9 +1,10 @@
 """The saves of one engine that are written while training goes on, one at a time.
 
-The caller waits only for the copy into staging buffers, see `Staging`. A thread then writes and commits, over a
-separate gloo group. The thread is no daemon: a process that ends waits for its save. `FSDPEngine.destroy` waits too.
-Call it if the fsspec backend of a URL needs a thread pool of Python (s3fs does to look up a host): these pools are
-closed at the end of a process, so that the export would fail, with a log line.
+The caller waits only for the copy into staging buffers, see `Staging`. A thread then writes and
+commits, over a separate gloo group. The thread is no daemon: a process that ends waits for its
+save. `FSDPEngine.destroy` waits too. Call it if the fsspec backend of a URL needs a thread pool of
+Python (s3fs does to look up a host): these pools are closed at the end of a process, so that the
+export would fail, with a log line.
 """
 
 from collections.abc import Callable
@@ -31,9 +32,11 @@ logger = get_logger(__name__)
 
 
 class BackgroundSave:
-    """The background saves of one engine. All ranks make one, and call its methods in the same order.
+    """The background saves of one engine. All ranks make one, and call its methods in the same
+    order.
 
-    ``group`` is the control group of the ranks, and ``timeout_s`` how long they wait for each other during a write.
+    ``group`` is the control group of the ranks, and ``timeout_s`` how long they wait for each other
+    during a write.
     """
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -42,12 +45,15 @@ class BackgroundSave:
         self._background_group = new_background_group(group, timeout_s)
         self._job: BackgroundJob | None = None
 
-    def begin(self, meta: SaveLoadMeta, state: DCPState, base_dtype: torch.dtype | None = None) -> None:
-        """Stage the state that `FSDPEngine.save` would write, and return. The caller must have waited for the last
-        save.
+    def begin(
+        self, meta: SaveLoadMeta, state: DCPState, base_dtype: torch.dtype | None = None
+    ) -> None:
+        """Stage the state that `FSDPEngine.save` would write, and return. The caller must have
+        waited for the last save.
 
-        ``state`` is the whole state of the engine, even if only a part is written. See `SaveLoadMeta.hf_options` for
-        ``base_dtype``. Raises RuntimeError if a rank has no memory for the buffers.
+        ``state`` is the whole state of the engine, even if only a part is written. See
+        `SaveLoadMeta.hf_options` for ``base_dtype``. Raises RuntimeError if a rank has no memory
+        for the buffers.
         """
         assert self._job is None, "the buffers are being written"
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
@@ -62,7 +68,9 @@ class BackgroundSave:
                 if meta.weight_format == "peft":
                     export, options = save_adapters, meta.hf_options(None)
                 write = partial(self._export, export, model, meta.path, options)
-        self._job = BackgroundJob("background save", [Task("save", partial(_logging_failure, write))], daemon=False)
+        self._job = BackgroundJob(
+            "background save", [Task("save", partial(_logging_failure, write))], daemon=False
+        )
         self._job.call_at_end(self._staging.done)
         self._job.start()
 
@@ -81,7 +89,13 @@ class BackgroundSave:
             last.callback(self._staging.release)
             self.wait()
 
-    def _export(self, export: Callable[..., None], model: PreTrainedModel, path: str, options: HFExportOptions) -> None:
+    def _export(
+        self,
+        export: Callable[..., None],
+        model: PreTrainedModel,
+        path: str,
+        options: HFExportOptions,
+    ) -> None:
         with all_ranks_succeed(f"staging {without_secrets(path)}", self._background_group):
             self._staging.finish()
         group = self._background_group

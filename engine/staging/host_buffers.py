@@ -1,7 +1,8 @@
-"""Buffers in host memory for copies of a state, shared by the snapshots of a model and by its offload.
+"""Buffers in host memory for copies of a state, shared by the snapshots of a model and by its
+offload.
 
-A set of buffers is for one copy at a time. It is idle when nothing reads it, and an idle set is filled again rather
-than a new one made, because pinning memory takes seconds per shard.
+A set of buffers is for one copy at a time. It is idle when nothing reads it, and an idle set is
+filled again rather than a new one made, because pinning memory takes seconds per shard.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,8 @@ class HostBuffers:
     def take(cls, model: nn.Module, reader: object) -> "HostBuffers":
         """Return a set of ``model`` that nothing but ``reader`` reads, the largest or a new one.
 
-        ``reader`` fills buffers that it does not read yet. A set lives as long as a caller keeps it.
+        ``reader`` fills buffers that it does not read yet. A set lives as long as a caller keeps
+        it.
         """
         with cls._lock:
             known = cls._of_models.setdefault(model, WeakSet())
@@ -66,9 +68,17 @@ class HostBuffers:
 
     def fit(self, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a buffer for each live tensor: the one with its name if it fits, else a new one."""
-        new = {name: tensor for name, tensor in live.items() if not _fits(self.tensors.get(name), tensor)}
-        for name, buffer in host_copies_of({name: local_tensor(tensor) for name, tensor in new.items()}).items():
-            self.tensors[name] = like_sharded(buffer, tensor) if isinstance(tensor := new[name], DTensor) else buffer
+        new = {
+            name: tensor
+            for name, tensor in live.items()
+            if not _fits(self.tensors.get(name), tensor)
+        }
+        for name, buffer in host_copies_of(
+            {name: local_tensor(tensor) for name, tensor in new.items()}
+        ).items():
+            self.tensors[name] = (
+                like_sharded(buffer, tensor) if isinstance(tensor := new[name], DTensor) else buffer
+            )
         return {name: self.tensors[name] for name in live}
 
 

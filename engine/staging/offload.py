@@ -1,11 +1,14 @@
-"""Offload: a model and its optimizer leave the device while something else, such as an inference server, needs it.
+"""Offload: a model and its optimizer leave the device while something else, such as an inference
+server, needs it.
 
-The values go to the staging buffers, and the storages of parameters, buffers and optimizer state are emptied. The
-tensors stay the same objects with the same versions, so that FSDP2, the optimizer and plans of saves go on with them.
-A snapshot that has just been staged is the copy already, and while offloaded the copy is the snapshot. So neither costs
-another copy or more host memory, unless an older snapshot is still being written from the buffers.
+The values go to the staging buffers, and the storages of parameters, buffers and optimizer state
+are emptied. The tensors stay the same objects with the same versions, so that FSDP2, the optimizer
+and plans of saves go on with them. A snapshot that has just been staged is the copy already, and
+while offloaded the copy is the snapshot. So neither costs another copy or more host memory, unless
+an older snapshot is still being written from the buffers.
 
-Cost: one copy over the bus each way. Host memory: the staging buffers, and with LoRA the frozen base.
+Cost: one copy over the bus each way. Host memory: the staging buffers, and with LoRA the frozen
+base.
 """
 
 from collections import Counter
@@ -36,15 +39,18 @@ from .staged_state import copy_to_host, stagings_of
 logger = get_logger(__name__)
 
 WEIGHTS, OPTIMIZER = TAGS = ("weights", "optimizer")
-"""Parts of an engine that are offloaded together: parameters and buffers, or the state of the optimizer."""
+"""Parts of an engine that are offloaded together: parameters and buffers, or the state of the
+optimizer.
+"""
 
 
 class Offload:
     """The parts of one engine that are offloaded. All ranks of ``group`` call the same methods.
 
-    An interrupt such as Ctrl-C may come between any two lines. So the tags are set before the first storage is emptied
-    and taken back after the last one is filled, and the copy of a tensor is its value from before the one until after
-    the other. Both methods finish what an earlier call has begun.
+    An interrupt such as Ctrl-C may come between any two lines. So the tags are set before the first
+    storage is emptied and taken back after the last one is filled, and the copy of a tensor is its
+    value from before the one until after the other. Both methods finish what an earlier call has
+    begun.
 
     Args:
         state: the whole state of the engine.
@@ -54,13 +60,19 @@ class Offload:
     """
 
     def __init__(
-        self, state: DCPState, device: torch.device, group: dist.ProcessGroup, on_host: Collection[str] = ()
+        self,
+        state: DCPState,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        on_host: Collection[str] = (),
     ) -> None:
         self.tags = set[str]()  # the parts that are offloaded
         self._state, self._device, self._group, self._on_host = state, device, group, on_host
         self._kept = set[HostBuffers]()
         # Direct calls of the model and the optimizer are refused, too.
-        state.model.register_forward_pre_hook(partial(_refuse_if_away, self.tags, {WEIGHTS}), prepend=True)
+        state.model.register_forward_pre_hook(
+            partial(_refuse_if_away, self.tags, {WEIGHTS}), prepend=True
+        )
         if state.optimizer is not None:
             state.optimizer.register_step_pre_hook(partial(_refuse_if_away, self.tags, set(TAGS)))
 
@@ -97,7 +109,9 @@ class Offload:
         for tensor in tensors.values():
             local_tensor(tensor).untyped_storage().resize_(0)
         n_bytes = sum(one.n_bytes for one in away.values())
-        logger.info("offloaded: %d bytes of %s are in host memory", n_bytes, " and ".join(sorted(self.tags)))
+        logger.info(
+            "offloaded: %d bytes of %s are in host memory", n_bytes, " and ".join(sorted(self.tags))
+        )
         free_cached_memory(self._device)
 
     @torch.no_grad()
@@ -130,8 +144,13 @@ class Offload:
         """Dotted name -> tensor to offload. What shares its memory with another tensor stays."""
         tensors = self._state.live_tensors(readable=False)  # without gathered parameters
         model = self._state.model
-        named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        tensors |= {f"{MODEL}{name}": tensor for name, tensor in first_names(by_clean_name(named)).items()}
+        named = chain(
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        )
+        tensors |= {
+            f"{MODEL}{name}": tensor for name, tensor in first_names(by_clean_name(named)).items()
+        }
         local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         users = Counter(storage_id(one) for one in local.values())
         return {
@@ -139,16 +158,23 @@ class Offload:
             for name, one in local.items()
             if _tag_of(name) in tags and _tag_of(name) not in self._on_host
             if one.device == self._device and one.dim() and one.untyped_storage().nbytes()
-            if users[storage_id(one)] == 1 and one.untyped_storage().resizable() and not is_expanded(one)
+            if users[storage_id(one)] == 1
+            and one.untyped_storage().resizable()
+            and not is_expanded(one)
         }
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors to host memory, and wait. Buffers of a snapshot that equal them are taken without a copy."""
+        """Copy tensors to host memory, and wait. Buffers of a snapshot that equal them are taken
+        without a copy.
+        """
         model = self._state.model
         copies = dict[str, torch.Tensor]()
-        self._synchronize()  # copies of a call that was interrupted may be under way to the same buffers
+        # copies of a call that was interrupted may be under way to the same buffers
+        self._synchronize()
         for staging in stagings_of(model):
-            copies |= staging.lend({n: t for n, t in tensors.items() if n not in copies}, self, self._kept)
+            copies |= staging.lend(
+                {n: t for n, t in tensors.items() if n not in copies}, self, self._kept
+            )
         wait_for_readers(model)
         if others := {name: tensor for name, tensor in tensors.items() if name not in copies}:
             buffers = HostBuffers.take(model, self)
@@ -168,7 +194,9 @@ class Offload:
 
 
 def _refuse_if_away(away: set[str], needed: set[str], *_: object) -> None:
-    """Raise EngineOffloadedError if a needed part is away. Can be a hook of a module or an optimizer."""
+    """Raise EngineOffloadedError if a needed part is away. Can be a hook of a module or an
+    optimizer.
+    """
     if away & needed:
         refuse()
 
@@ -187,10 +215,11 @@ class Offloadable:
     def offload(self, tags: Collection[str] = TAGS) -> None:
         """Free the device for something else, such as an inference server. Collective.
 
-        The values wait in host memory until `onload`, which restores every bit. Until then saves, snapshots, exports
-        and `update_weights` read them there, and what computes raises `EngineOffloadedError`. Gradients are dropped. A
-        save in the background goes on. A part that is already offloaded stays so. If `connect_engine` was called, this
-        also runs the forward with which servers check what `update_weights` gives them.
+        The values wait in host memory until `onload`, which restores every bit. Until then saves,
+        snapshots, exports and `update_weights` read them there, and what computes raises
+        `EngineOffloadedError`. Gradients are dropped. A save in the background goes on. A part that
+        is already offloaded stays so. If `connect_engine` was called, this also runs the forward
+        with which servers check what `update_weights` gives them.
 
             engine.offload()
             rollouts = generate()  # by servers on the same GPUs
@@ -201,7 +230,8 @@ class Offloadable:
 
         Raises:
             ConfigError: there is no such tag, or no model.
-            OSError, RuntimeError: there is no host memory on this rank. PeerError: on another. Nothing was offloaded.
+            OSError, RuntimeError: there is no host memory on this rank. PeerError: on another.
+                Nothing was offloaded.
         """
         parts, tags = self._parts(), _checked(tags)
         if WEIGHTS in tags - parts.tags:
@@ -211,17 +241,20 @@ class Offloadable:
     def onload(self, tags: Collection[str] = TAGS) -> None:
         """Bring back parts that `offload` moved away. Parts that are here stay. Collective.
 
-        After Ctrl-C in it, or in `offload`, the parts count as offloaded until another call has finished the work.
+        After Ctrl-C in it, or in `offload`, the parts count as offloaded until another call has
+        finished the work.
 
         Raises:
             ConfigError: there is no such tag, or no model.
-            RuntimeError: there is no room on the device of this rank. PeerError: on another. All stays offloaded, and
-                may be tried again.
+            RuntimeError: there is no room on the device of this rank. PeerError: on another. All
+                stays offloaded, and may be tried again.
         """
         self._parts().onload(_checked(tags))
 
     def publication_to(self, fleet: Any, meta: WeightUpdateMeta | None = None) -> WeightUpdateMeta:
-        """``meta``, or the `WeightUpdateMeta` of `connect_engine`. ConfigError if ``fleet`` is not connected."""
+        """``meta``, or the `WeightUpdateMeta` of `connect_engine`. ConfigError if ``fleet`` is not
+        connected.
+        """
         return self._servers.meta_for(meta, fleet)
 
     def _require_onloaded(self, *tags: str) -> None:
@@ -229,7 +262,9 @@ class Offloadable:
 
     def _parts(self) -> Offload:
         if self._offload is None:
-            raise ConfigError("the engine has no model; call create_process_group and initialize first")
+            raise ConfigError(
+                "the engine has no model; call create_process_group and initialize first"
+            )
         return self._offload
 
 

@@ -1,8 +1,9 @@
 """A model with the weights that were staged or offloaded: the source of an export.
 
-It is the `unsharded_view` of the model with buffers in host memory as parameters and buffers, so that training does not
-change it. A frozen base is left out of checkpoints and is read from the live model (see `dcp.base_model`), so it must
-not change. When it is offloaded, its copies take its place, but never during an export that reads it.
+It is the `unsharded_view` of the model with buffers in host memory as parameters and buffers, so
+that training does not change it. A frozen base is left out of checkpoints and is read from the live
+model (see `dcp.base_model`), so it must not change. When it is offloaded, its copies take its
+place, but never during an export that reads it.
 """
 
 import copy
@@ -30,26 +31,38 @@ _reads_base: WeakKeyDictionary[nn.Module, Lock] = WeakKeyDictionary()
 
 @torch.no_grad()
 def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
-    """A view of ``model``, of transformers or PEFT, with staged weights as its parameters and buffers, for an export.
+    """A view of ``model``, of transformers or PEFT, with staged weights as its parameters and
+    buffers, for an export.
 
-    ``weights`` is the entry ``model`` of the result of `Staging.stage`, read by the export later. ``model`` must not
-    have computed anything since the staging.
+    ``weights`` is the entry ``model`` of the result of `Staging.stage`, read by the export later.
+    ``model`` must not have computed anything since the staging.
     """
     own_dtypes(transformers_model(model))  # learned now, not during training
-    weights, live = {**weights_on_host(model), **weights}, [*model.named_parameters(), *model.named_buffers()]
-    staged = {id(tensor): weights[clean_name(name)] for name, tensor in live if clean_name(name) in weights}
+    weights, live = (
+        {**weights_on_host(model), **weights},
+        [*model.named_parameters(), *model.named_buffers()],
+    )
+    staged = {
+        id(tensor): weights[clean_name(name)]
+        for name, tensor in live
+        if clean_name(name) in weights
+    }
     view = unsharded_view(model)
     _replace_tensors(view, staged)
     if any(id(param) not in staged for param in model.parameters()):
         _reads_base[view] = Lock()
     inner = transformers_model(view)
-    configs = {name: copy.deepcopy(inner.__dict__.get(name)) for name in ("config", "generation_config")}
+    configs = {
+        name: copy.deepcopy(inner.__dict__.get(name)) for name in ("config", "generation_config")
+    }
     inner.__dict__.update({name: config for name, config in configs.items() if config is not None})
     return view
 
 
 def exportable_model(model: M) -> M:
-    """The model for an export that is written at once: a `staged_model` if ``model`` is offloaded, else itself."""
+    """The model for an export that is written at once: a `staged_model` if ``model`` is offloaded,
+    else itself.
+    """
     return staged_model(model, {}) if weights_on_host(model) else model
 
 
@@ -61,7 +74,8 @@ def reading_base(view: nn.Module) -> Iterator[None]:
 
 
 def offload_base(copies: Mapping[int, torch.Tensor], reader: Callable[[object], None]) -> None:
-    """Give every view the copy of each frozen parameter of its base. Call it before the base is freed.
+    """Give every view the copy of each frozen parameter of its base. Call it before the base is
+    freed.
 
     Args:
         copies: id of a live tensor -> copy in host memory.

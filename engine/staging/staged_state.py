@@ -1,13 +1,15 @@
 """A copy of a training state in host memory, in buffers that are reused by every snapshot.
 
-Snapshots in the background are written from such a copy, so that training may change the parameters meanwhile. Buffers
-are reused because a first copy into fresh memory takes 6-10 times as long (page faults). For CUDA they are pinned and
-filled on a separate stream (see `memory.pinned`). Cost: host memory of one shard. Tensors that are offloaded already
-have a copy in such buffers, which is taken as it is.
+Snapshots in the background are written from such a copy, so that training may change the parameters
+meanwhile. Buffers are reused because a first copy into fresh memory takes 6-10 times as long (page
+faults). For CUDA they are pinned and filled on a separate stream (see `memory.pinned`). Cost: host
+memory of one shard. Tensors that are offloaded already have a copy in such buffers, which is taken
+as it is.
 
 Usually only ``optimizer.step`` changes parameters and moments. A state that promises this
-(`DCPState.changes_only_in_step`) is copied during the next forward and backward, and the step waits for the rest. Other
-code that changes them must use `changing_weights`, which also waits. Without it the copy fails.
+(`DCPState.changes_only_in_step`) is copied during the next forward and backward, and the step waits
+for the rest. Other code that changes them must use `changing_weights`, which also waits. Without it
+the copy fails.
 """
 
 import sys
@@ -27,43 +29,57 @@ from ...utils.errors import TornSnapshotError
 from ..dcp.state import DCPState
 from ..memory.offloaded import host_copies
 from ..memory.tensors import flatten, local_tensor, normal_tensors
-from ..memory.weight_changes import LiveReader, WriteWatch, changed_since, is_changing, readers_of, wait_for_readers
+from ..memory.weight_changes import (
+    LiveReader,
+    WriteWatch,
+    changed_since,
+    is_changing,
+    readers_of,
+    wait_for_readers,
+)
 from .host_buffers import HostBuffers
 
 
 class Staging(LiveReader):
     """The buffers of a training state, and the copy into them that is under way.
 
-    One copy at a time: readers of the last copy must be done before `stage` is called again. Call `done` when they are,
-    so that an offload can use the buffers. While `reads_live` is true, the copy may still read live tensors: call
-    `wait` before you change them.
+    One copy at a time: readers of the last copy must be done before `stage` is called again. Call
+    `done` when they are, so that an offload can use the buffers. While `reads_live` is true, the
+    copy may still read live tensors: call `wait` before you change them.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._buffers: HostBuffers | None = None  # with what was staged last
         self._kept = set[HostBuffers]()
-        self._following = dict[str, int]()  # storages of tensors that only a step changes, which the copies keep
+        self._following = dict[
+            str, int
+        ]()  # storages of tensors that only a step changes, which the copies keep
         self._copies: list[_Copy] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: RemovableHandle | None = None
 
     @normal_tensors()
     def prepare(self, state: DCPState, *, model_only: bool = False) -> None:
-        """Allocate the buffers for `stage`, because pinning memory takes seconds per shard. Raises as `stage` does."""
+        """Allocate the buffers for `stage`, because pinning memory takes seconds per shard. Raises
+        as `stage` does.
+        """
         assert self._buffers is None, "prepare comes first"
         buffers = HostBuffers.take(self.model, self)
         self.done()
         self._kept.add(buffers)
-        buffers.fit(_not_offloaded(state, (state.model_only() if model_only else state).state_dict()))
+        buffers.fit(
+            _not_offloaded(state, (state.model_only() if model_only else state).state_dict())
+        )
 
     @normal_tensors()
     def stage(self, state: DCPState, *, model_only: bool = False) -> dict[str, Any]:
-        """Start a copy of ``state``. Return the nested dict of `DCPState.state_dict` with buffers in place of tensors.
+        """Start a copy of ``state``. Return the nested dict of `DCPState.state_dict` with buffers
+        in place of tensors.
 
-        On return, everything is copied except tensors that only ``optimizer.step`` changes: `finish` waits for these.
-        Raises ConfigError (see `DCPState.state_dict`), and OSError or RuntimeError if there is no memory for the
-        buffers, or if the device failed.
+        On return, everything is copied except tensors that only ``optimizer.step`` changes:
+        `finish` waits for these. Raises ConfigError (see `DCPState.state_dict`), and OSError or
+        RuntimeError if there is no memory for the buffers, or if the device failed.
         """
         self.wait()
         self.done()
@@ -74,7 +90,9 @@ class Staging(LiveReader):
         HostBuffers.read_offloaded(self.model, self)
         buffers = self._buffers.fit(tensors)
         later = {} if is_changing(state.model) else state.changed_in_step(tensors)
-        for copy in copy_to_host({n: tensor for n, tensor in tensors.items() if n not in later}, buffers):
+        for copy in copy_to_host(
+            {n: tensor for n, tensor in tensors.items() if n not in later}, buffers
+        ):
             copy.finish()
         if later and state.optimizer is not None:
             self._wait_before_steps_of(state.optimizer)
@@ -84,17 +102,21 @@ class Staging(LiveReader):
         return _nest(live, buffers)
 
     def finish(self) -> None:
-        """Wait until everything that was staged last is in its buffers. Raises the error of the copy.
+        """Wait until everything that was staged last is in its buffers. Raises the error of the
+        copy.
 
-        `TornSnapshotError` says that other code than the step changed a tensor before it was copied. Call this before
-        reading the buffers, and again before the commit of files made from them: torch counts an in-place operation
-        when it ends, so that one during the copy may show in the second call only.
+        `TornSnapshotError` says that other code than the step changed a tensor before it was
+        copied. Call this before reading the buffers, and again before the commit of files made from
+        them: torch counts an in-place operation when it ends, so that one during the copy may show
+        in the second call only.
         """
         for copy in self._copies:
             copy.finish()
 
     def wait(self) -> None:
-        """Block until the live tensors may be changed. On CUDA only the stream waits. Raises no error of the copy."""
+        """Block until the live tensors may be changed. On CUDA only the stream waits. Raises no
+        error of the copy.
+        """
         for copy in self._copies:
             copy.release_live()
         self.reads_live, self._following = False, {}
@@ -103,20 +125,33 @@ class Staging(LiveReader):
         """Tell that nothing reads any more what was staged last. Any thread may call this."""
         HostBuffers.release(self.model, self)
 
-    def lend(self, live: Mapping[str, torch.Tensor], reader: object, kept: set[HostBuffers]) -> dict[str, torch.Tensor]:
-        """Return the buffers that equal ``live`` tensors, by name, after the copy, for one more ``reader``.
+    def lend(
+        self, live: Mapping[str, torch.Tensor], reader: object, kept: set[HostBuffers]
+    ) -> dict[str, torch.Tensor]:
+        """Return the buffers that equal ``live`` tensors, by name, after the copy, for one more
+        ``reader``.
 
         Their set is added to those that the reader has ``kept``.
         """
-        buffers, storages = self._buffers, {name: storage_id(local_tensor(tensor)) for name, tensor in live.items()}
-        following = {name: live[name] for name, storage in self._following.items() if storages.get(name) == storage}
+        buffers, storages = (
+            self._buffers,
+            {name: storage_id(local_tensor(tensor)) for name, tensor in live.items()},
+        )
+        following = {
+            name: live[name]
+            for name, storage in self._following.items()
+            if storages.get(name) == storage
+        }
         if not following or buffers is None:
             return {}
         try:
             self.finish()
         except Exception:  # the save reports it
             return {}
-        same = {name: buffers.tensors[name] for name in following.keys() - changed_since(following, buffers.tensors)}
+        same = {
+            name: buffers.tensors[name]
+            for name in following.keys() - changed_since(following, buffers.tensors)
+        }
         if same:
             buffers.read(reader)
             kept.add(buffers)
@@ -135,7 +170,9 @@ class Staging(LiveReader):
             self._hook = self._optimizer = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Wait for copies from a device if `release` was not called, because the buffers may be unpinned next."""
+        """Wait for copies from a device if `release` was not called, because the buffers may be
+        unpinned next.
+        """
         for copy in self._copies:
             if isinstance(copy, _DeviceCopy) and not is_finalizing():
                 with suppress(RuntimeError):  # of a device that failed, or in a fork of the process
@@ -160,8 +197,8 @@ class _Transfer(NamedTuple):
 class _HostCopy:
     """A copy of CPU tensors to the buffers, in a thread or at once.
 
-    `release_live` waits until the live tensors have been read, `finish` until the buffers are filled, with the error of
-    the copy, and `drop` until nothing writes to the buffers, without it.
+    `release_live` waits until the live tensors have been read, `finish` until the buffers are
+    filled, with the error of the copy, and `drop` until nothing writes to the buffers, without it.
     """
 
     def __init__(self, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
@@ -190,13 +227,17 @@ class _HostCopy:
 
 
 class _DeviceCopy:
-    """A copy of tensors on a CUDA device to the buffers, on a separate stream. Methods as in `_HostCopy`.
+    """A copy of tensors on a CUDA device to the buffers, on a separate stream. Methods as in
+    `_HostCopy`.
 
     But `release_live` makes later work on the device wait, not the thread.
     """
 
-    def __init__(self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
-        # The watch keeps the live tensors until `release_live`. Without ``overlapped`` the caller does, until `finish`.
+    def __init__(
+        self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool
+    ) -> None:
+        # The watch keeps the live tensors until `release_live`. Without ``overlapped`` the caller
+        # does, until `finish`.
         self._watch = WriteWatch(transfers) if overlapped else None
         stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -219,7 +260,9 @@ class _DeviceCopy:
             _refuse_torn(self._watch.written())
 
     def drop(self) -> None:
-        with torch.cuda.device(self._device):  # else the current device of a new thread gets a context
+        with torch.cuda.device(
+            self._device
+        ):  # else the current device of a new thread gets a context
             self._event.synchronize()
 
 
@@ -232,14 +275,19 @@ def stagings_of(model: nn.Module) -> list[Staging]:
 
 
 def copy_to_host(
-    live: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], *, overlapped: bool = False
+    live: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+    *,
+    overlapped: bool = False,
 ) -> list[_Copy]:
     """Start a copy of each live tensor to the buffer with its name, per device and on the host."""
     on_host, on_device = [], defaultdict[torch.device, list[_Transfer]](list)
     for name, tensor in live.items():
         transfer = _Transfer(name, tensor, local_tensor(buffers[name]))
         (on_device[tensor.device] if tensor.is_cuda else on_host).append(transfer)
-    copies: list[_Copy] = [_DeviceCopy(device, some, overlapped=overlapped) for device, some in on_device.items()]
+    copies: list[_Copy] = [
+        _DeviceCopy(device, some, overlapped=overlapped) for device, some in on_device.items()
+    ]
     return [*copies, _HostCopy(on_host, overlapped=overlapped)] if on_host else copies
 
 
@@ -257,12 +305,15 @@ def _copy_in_thread(transfers: Iterable[_Transfer], threads: int) -> None:
 def _refuse_torn(written: Sequence[str]) -> None:
     if written:
         raise TornSnapshotError(
-            f"{written[0]} ({len(written)} such) changed outside of optimizer.step while a snapshot was copying it; "
-            "the snapshot is not made. Change weights in `with holdfast.engine.changing_weights(model):`"
+            f"{written[0]} ({len(written)} such) changed outside of optimizer.step while a "
+            "snapshot was copying it; the snapshot is not made. Change weights in `with "
+            "holdfast.engine.changing_weights(model):`"
         )
 
 
-def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, Any]:
+def _nest(
+    live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = ""
+) -> dict[str, Any]:
     return {
         key: _nest(value, buffers, f"{prefix}{key}.")
         if isinstance(value, Mapping)
@@ -272,6 +323,8 @@ def _nest(live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: 
 
 
 def _not_offloaded(state: DCPState, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Dotted name -> tensor, for the `DCPState.state_dict` of ``state``, without copies in host memory."""
+    """Dotted name -> tensor, for the `DCPState.state_dict` of ``state``, without copies in host
+    memory.
+    """
     copies = host_copies(state.model)
     return {name: tensor for name, tensor in flatten(values) if copies.get(name) is not tensor}

@@ -1,1 +1,3 @@
-"""One training step: process groups, the model sharded by FSDP2, packing into micro-batches, optimizer."""
+"""One training step: process groups, the model sharded by FSDP2, packing into micro-batches,
+optimizer.
+"""

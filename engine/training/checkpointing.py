@@ -1,4 +1,5 @@
-"""Activation checkpointing: blocks that compute their activations again in the backward, or some of them.
+"""Activation checkpointing: blocks that compute their activations again in the backward, or some of
+them.
 
 Blocks are not wrapped, so names of parameters stay as they are.
 """
@@ -13,7 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...utils.errors import ConfigError
 
 _PRODUCTS = {"mm", "addmm", "_grouped_mm"}
-"""Operators of linear layers and experts. Scores of an attention are a ``bmm``, and would take tokens x tokens."""
+"""Operators of linear layers and experts. Scores of an attention are a ``bmm``, and would take
+tokens x tokens.
+"""
 
 
 def checkpoint_activations(model: PreTrainedModel, choice: bool | str) -> None:
@@ -29,11 +32,13 @@ def checkpoint_activations(model: PreTrainedModel, choice: bool | str) -> None:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     model.gradient_checkpointing_enable(options)
     if isinstance(choice, str) and choice != "selective":
-        blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        blocks = [
+            module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+        ]
         if not blocks:
             raise ConfigError(
-                f"config key 'gradient_checkpointing' is {choice!r}, but {type(model).__name__} has no blocks that can "
-                "be checkpointed one by one; set it to true or false"
+                f"config key 'gradient_checkpointing' is {choice!r}, but {type(model).__name__} "
+                "has no blocks that can be checkpointed one by one; set it to true or false"
             )
         for number, block in enumerate(blocks):
             block.gradient_checkpointing = number % int(choice.removeprefix("every_")) == 0
@@ -46,4 +51,6 @@ def keeps_result(operator: Any) -> bool:
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if keeps_result(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if keeps_result(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+    )

@@ -1,9 +1,11 @@
-"""``compile: true``: blocks are compiled by torch.compile, in place, so that names and checkpoints stay as they are.
+"""``compile: true``: blocks are compiled by torch.compile, in place, so that names and checkpoints
+stay as they are.
 
-Only the forward itself is compiled. Hooks of FSDP2 and activation checkpointing stay outside. Graphs have a dynamic
-number of tokens, and nothing in them depends on the lengths of sequences (see `attention`). So their number does not
-grow with the rows: there are graphs for rows of several tokens and for a single token (a dummy), each with and without
-gradients. The passes over logits (`logprobs`) are compiled, too.
+Only the forward itself is compiled. Hooks of FSDP2 and activation checkpointing stay outside.
+Graphs have a dynamic number of tokens, and nothing in them depends on the lengths of sequences (see
+`attention`). So their number does not grow with the rows: there are graphs for rows of several
+tokens and for a single token (a dummy), each with and without gradients. The passes over logits
+(`logprobs`) are compiled, too.
 """
 
 from collections.abc import Callable
@@ -28,10 +30,11 @@ def compile_blocks(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Non
 
 
 def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Subclass of ``cls`` with a compiled ``forward``, around which transformers puts its checkpointing again.
+    """Subclass of ``cls`` with a compiled ``forward``, around which transformers puts its
+    checkpointing again.
 
-    The checkpointing of ``cls`` is taken off, because it is one function for all classes, and torch.compile limits the
-    graphs of each function.
+    The checkpointing of ``cls`` is taken off, because it is one function for all classes, and
+    torch.compile limits the graphs of each function.
     """
     forward: Any = cls.forward
     while forward.__code__.co_name == "forward_with_checkpointing":

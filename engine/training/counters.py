@@ -15,10 +15,11 @@ _COUNTS = ("version", "optimizer_steps", "skipped_steps", "steps_since_schedule"
 class EngineCounters:
     """Counters of an engine, and the objects registered with it. Saved with the training state.
 
-    ``version`` is the policy version of the weights. ``skipped_steps`` had a gradient that was not finite.
-    ``steps_since_schedule`` counts updates since the schedule last advanced. ``states`` are registered objects by name,
-    whose states are plain values, the same on every rank. ``mesh`` has the sizes d, r, c, t and e of the engine's mesh,
-    for people who look at a checkpoint: a load ignores those of the save.
+    ``version`` is the policy version of the weights. ``skipped_steps`` had a gradient that was not
+    finite. ``steps_since_schedule`` counts updates since the schedule last advanced. ``states`` are
+    registered objects by name, whose states are plain values, the same on every rank. ``mesh`` has
+    the sizes d, r, c, t and e of the engine's mesh, for people who look at a checkpoint: a load
+    ignores those of the save.
     """
 
     version: int = 0
@@ -35,10 +36,16 @@ class EngineCounters:
         """Counters by name, ``mesh`` if it is known, and ``states`` if any object is registered."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
         states = {name: thing.state_dict() for name, thing in self.states.items()}
-        return counts | ({"mesh": self.mesh} if self.mesh else {}) | ({"states": states} if states else {})
+        return (
+            counts
+            | ({"mesh": self.mesh} if self.mesh else {})
+            | ({"states": states} if states else {})
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore counters and objects. An object without saved state keeps its initial state, with a warning."""
+        """Restore counters and objects. An object without saved state keeps its initial state, with
+        a warning.
+        """
         for name in _COUNTS:
             setattr(self, name, int(state_dict[name]))
         saved = state_dict.get("states", {})
@@ -48,4 +55,7 @@ class EngineCounters:
             else:
                 logger.warning("the checkpoint has no state of %r; it starts anew", name)
         for name in sorted(saved.keys() - self.states.keys()):
-            logger.warning("the checkpoint has a state of %r, which this engine was not given; it is ignored", name)
+            logger.warning(
+                "the checkpoint has a state of %r, which this engine was not given; it is ignored",
+                name,
+            )

@@ -1,11 +1,12 @@
 """When the gradients of several micro-batches travel between ranks.
 
-Either each backward reduce-scatters its gradients (``every``), or the last one of a step reduces the sum (``last``).
-The latter saves traffic, and until then every rank keeps the whole gradient, however many ranks there are.
+Either each backward reduce-scatters its gradients (``every``), or the last one of a step reduces
+the sum (``last``). The latter saves traffic, and until then every rank keeps the whole gradient,
+however many ranks there are.
 
-With replicas (HSDP) and ``every``, each backward reduces inside of a replica, and FSDP2 keeps the sharded sum of the
-micro-batches. The all-reduce between replicas, which crosses nodes, runs in the last backward alone. This takes no more
-memory than the gradients.
+With replicas (HSDP) and ``every``, each backward reduces inside of a replica, and FSDP2 keeps the
+sharded sum of the micro-batches. The all-reduce between replicas, which crosses nodes, runs in the
+last backward alone. This takes no more memory than the gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,14 +38,20 @@ AFFORDABLE_SHARE = 0.05
 
 
 def choose_last(config: TrainEngineConfig, n_bytes: int, memory: float) -> bool:
-    """Whether gradients are summed over ranks in the last backward of a step alone, as ``fsdp.gradient_sync`` says.
+    """Whether gradients are summed over ranks in the last backward of a step alone, as
+    ``fsdp.gradient_sync`` says.
 
-    ``auto`` does so if the gradient is summed in float32, and its ``n_bytes`` are few on a GPU with ``memory`` bytes
-    (0: a CPU), or of adapters alone. In bfloat16 the sum of the micro-batches would lose bits, too.
+    ``auto`` does so if the gradient is summed in float32, and its ``n_bytes`` are few on a GPU with
+    ``memory`` bytes (0: a CPU), or of adapters alone. In bfloat16 the sum of the micro-batches
+    would lose bits, too.
     """
     choice = config.fsdp.gradient_sync
-    small = config.use_lora or n_bytes <= max(ALWAYS_AFFORDABLE_BYTES, int(AFFORDABLE_SHARE * memory))
-    return choice == "last" or (choice == "auto" and small and config.grad_reduce_dtype == "float32")
+    small = config.use_lora or n_bytes <= max(
+        ALWAYS_AFFORDABLE_BYTES, int(AFFORDABLE_SHARE * memory)
+    )
+    return choice == "last" or (
+        choice == "auto" and small and config.grad_reduce_dtype == "float32"
+    )
 
 
 def syncs_last(model: nn.Module, config: TrainEngineConfig, groups: ProcessGroups) -> bool:
@@ -52,11 +59,24 @@ def syncs_last(model: nn.Module, config: TrainEngineConfig, groups: ProcessGroup
     sync, itemsize = config.fsdp.gradient_sync, COMPUTE_DTYPES[config.grad_reduce_dtype].itemsize
     trained = [param for param in model.parameters() if param.requires_grad]
     n_bytes = itemsize * sum(param.numel() // groups.meshes.n_parts(param) for param in trained)
-    memory = torch.cuda.get_device_properties(groups.device).total_memory if groups.device.type == "cuda" else 0
-    last = choose_last(config, n_bytes, min(theirs for (theirs,) in gather_numbers([memory], groups.control)))
+    memory = (
+        torch.cuda.get_device_properties(groups.device).total_memory
+        if groups.device.type == "cuda"
+        else 0
+    )
+    last = choose_last(
+        config, n_bytes, min(theirs for (theirs,) in gather_numbers([memory], groups.control))
+    )
     if dist.get_world_size() > 1 and dist.get_rank() == 0:
-        when = "once a step, which takes" if last else "in every micro-batch; once a step would take"
-        logger.info("gradients are summed over ranks %s %d bytes on each (gradient_sync: %s)", when, n_bytes, sync)
+        when = (
+            "once a step, which takes" if last else "in every micro-batch; once a step would take"
+        )
+        logger.info(
+            "gradients are summed over ranks %s %d bytes on each (gradient_sync: %s)",
+            when,
+            n_bytes,
+            sync,
+        )
     return last and dist.get_world_size() > 1
 
 
@@ -64,14 +84,14 @@ def syncs_last(model: nn.Module, config: TrainEngineConfig, groups: ProcessGroup
 def accumulating(
     model: nn.Module, n_backwards: int, meshes: Meshes, sync_last: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Accumulate the gradients of several micro-batches. Call the yielded function with the number of each, from 0,
-    before its backward.
+    """Accumulate the gradients of several micro-batches. Call the yielded function with the number
+    of each, from 0, before its backward.
 
     If the block raises, all gradients are dropped, so that the next step does not add them.
 
     Raises:
-        RuntimeError: the last micro-batch did not run a block that an earlier one did, so that the sum over replicas of
-            its gradient is missing.
+        RuntimeError: the last micro-batch did not run a block that an earlier one did, so that the
+            sum over replicas of its gradient is missing.
     """
     modules, last = _fsdp_modules(model), n_backwards - 1
     defers = sync_last or meshes.strategy.replicate_size > 1
@@ -79,15 +99,20 @@ def accumulating(
     def before(number: int) -> None:
         if defers and last > 0 and number in (0, last):
             for module in modules:
-                switch = module.set_requires_gradient_sync if sync_last else module.set_requires_all_reduce
+                switch = (
+                    module.set_requires_gradient_sync
+                    if sync_last
+                    else module.set_requires_all_reduce
+                )
                 switch(number == last, recurse=False)
 
     try:
         yield before
         if any(map(has_partial_gradients, modules)):
             raise RuntimeError(
-                "a block that an earlier micro-batch ran was left out of the last one, so its gradient was not summed "
-                "over the copies of the model; set fsdp.gradient_sync to 'last', or fsdp.replicate_size to 1"
+                "a block that an earlier micro-batch ran was left out of the last one, so its "
+                "gradient was not summed over the copies of the model; set fsdp.gradient_sync to "
+                "'last', or fsdp.replicate_size to 1"
             )
     except BaseException:
         before(last)

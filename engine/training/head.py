@@ -1,9 +1,10 @@
 """A language-model head that returns log-probabilities and entropies instead of logits.
 
-Under FSDP2 the weight of the head is complete only inside the model's forward, so the loss cannot apply the head later.
-Inside `scoring` the head itself computes the scores, chunk by chunk (`score_tokens`), and ``[tokens, vocab]`` logits
-never exist. The model then applies its own code after the head to two numbers per token. `find_scoring_head` excludes
-models for which this changes the result: those that scale, cap or edit logits.
+Under FSDP2 the weight of the head is complete only inside the model's forward, so the loss cannot
+apply the head later. Inside `scoring` the head itself computes the scores, chunk by chunk
+(`score_tokens`), and ``[tokens, vocab]`` logits never exist. The model then applies its own code
+after the head to two numbers per token. `find_scoring_head` excludes models for which this changes
+the result: those that scale, cap or edit logits.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,14 @@ from ...utils.logging import get_logger
 from .context_parallel import own_targets
 from .logprobs import Uses, score_tokens, token_logprobs
 from .microbatch import MicroBatch
-from .probe_model import NOT_UNDERSTOOD, probe_tokens, reason_of, twin_dtype, twin_of, with_few_layers
+from .probe_model import (
+    NOT_UNDERSTOOD,
+    probe_tokens,
+    reason_of,
+    twin_dtype,
+    twin_of,
+    with_few_layers,
+)
 from .tensor_parallel import has_own_forward, plain_head, words_of
 from .unsharded import unsharded_class
 
@@ -35,15 +43,19 @@ _TOKENS = 24
 
 @dataclass(frozen=True)
 class ScoringHead:
-    """A head (layer ``linear``) that may return scores instead of logits, and the number of forward hooks (without
-    pre-hooks) on its model."""
+    """A head (layer ``linear``) that may return scores instead of logits, and the number of forward
+    hooks (without pre-hooks) on its model.
+    """
 
     linear: nn.Linear
     n_model_hooks: int
 
     def is_seen(self, model: PreTrainedModel) -> bool:
         """Whether something now sees the logits: a hook, an adapter, another head."""
-        return _linear_head(model) is not self.linear or count_forward_hooks(model) != self.n_model_hooks
+        return (
+            _linear_head(model) is not self.linear
+            or count_forward_hooks(model) != self.n_model_hooks
+        )
 
 
 @contextmanager
@@ -57,12 +69,13 @@ def scoring(
     uses: Uses | None = None,
     compiled: bool = False,
 ) -> Iterator[None]:
-    """Let ``head`` return ``[..., 2]`` float32 instead of logits: log p of the next token, and the entropy.
+    """Let ``head`` return ``[..., 2]`` float32 instead of logits: log p of the next token, and the
+    entropy.
 
-    The model is called once inside, on the tokens of ``mb``: in one row if ``packed``, else padded by
-    `MicroBatch.padded` (scores are 0 at padding). Logits exist for ``chunk_size`` tokens at a time (None: by their
-    size). The ranks of ``sequence`` share the row: each scores its part of it. ``uses`` is for `columns`. With
-    ``compiled`` scores are computed by torch.compile.
+    The model is called once inside, on the tokens of ``mb``: in one row if ``packed``, else padded
+    by `MicroBatch.padded` (scores are 0 at padding). Logits exist for ``chunk_size`` tokens at a
+    time (None: by their size). The ranks of ``sequence`` share the row: each scores its part of it.
+    ``uses`` is for `columns`. With ``compiled`` scores are computed by torch.compile.
     """
     targets, places = own_targets(mb, sequence), (mb.rows, mb.position_ids)
 
@@ -73,7 +86,9 @@ def scoring(
         scores = score_tokens(rows, weight, bias, targets, *given)
         if packed:
             return torch.stack([score[None] for score in scores], dim=-1)  # FSDP warns about views
-        return hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32).index_put(places, torch.stack(scores, -1))
+        return hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32).index_put(
+            places, torch.stack(scores, -1)
+        )
 
     before = vars(head).get("forward")
     head.forward = forward  # type: ignore[method-assign]  # hides that of the class
@@ -89,12 +104,12 @@ def scoring(
 def find_scoring_head(
     model: PreTrainedModel, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> ScoringHead | None:
-    """Find the model's head if its output is the logits and the model does not change them. Else log why and return
-    None.
+    """Find the model's head if its output is the logits and the model does not change them. Else
+    log why and return None.
 
-    Collective over the ranks of the model's mesh. Call it before the model has memory: a twin needs the float32 shard
-    of a model with a few layers (all layers, if that does not work) for two short forwards. The model and torch's
-    generators are not changed.
+    Collective over the ranks of the model's mesh. Call it before the model has memory: a twin needs
+    the float32 shard of a model with a few layers (all layers, if that does not work) for two short
+    forwards. The model and torch's generators are not changed.
     """
     problem = "its head is no plain linear layer"
     if (head := _linear_head(model)) is not None:
@@ -102,7 +117,9 @@ def find_scoring_head(
             if (problem := _difference(model, config, device, group)) is None:
                 return ScoringHead(head, count_forward_hooks(model))
     name = unsharded_class(model).__name__
-    logger.info("losses of %s are computed from whole [tokens, vocabulary] logits: %s", name, problem)
+    logger.info(
+        "losses of %s are computed from whole [tokens, vocabulary] logits: %s", name, problem
+    )
     return None
 
 
@@ -113,9 +130,14 @@ def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
 
 @torch.no_grad()
 def _difference(
-    model: PreTrainedModel, config: PretrainedConfig, device: torch.device, group: dist.ProcessGroup | None
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
 ) -> str | None:
-    """Describe how a twin's scores differ from those of its logits. None if they agree on every rank."""
+    """Describe how a twin's scores differ from those of its logits. None if they agree on every
+    rank.
+    """
     mb = _one_sequence(probe_tokens(config, _TOKENS), device)
     ids, dtype, problem = mb.data["input_ids"], twin_dtype(config), None
     try:
@@ -124,7 +146,10 @@ def _difference(
             expected = torch.stack(token_logprobs(logits.float(), ids, mb.cu_seqlens), dim=-1)
             with scoring(_linear_head(twin), mb, 1.0, packed=True):  # type: ignore[arg-type]
                 scores = twin(input_ids=ids[None], use_cache=False).logits[0]
-        if scores.shape != expected.shape or not float((scores[:-1] - expected[1:]).abs().max()) <= _LIMITS[dtype]:
+        if (
+            scores.shape != expected.shape
+            or not float((scores[:-1] - expected[1:]).abs().max()) <= _LIMITS[dtype]
+        ):
             problem = "the model changes what its head returns"
     except (*NOT_UNDERSTOOD, ConfigError) as error:
         problem = f"it cannot do without ({reason_of(error)})"

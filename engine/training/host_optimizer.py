@@ -1,7 +1,8 @@
 """Optimizers whose state is in host memory. A step brings it to the device block by block.
 
-The device then holds weights, gradients, and the state of one block. The values are those of the plain optimizer to the
-bit, because optimizers compute every parameter for itself. Cost: the state crosses the bus twice in each step.
+The device then holds weights, gradients, and the state of one block. The values are those of the
+plain optimizer to the bit, because optimizers compute every parameter for itself. Cost: the state
+crosses the bus twice in each step.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,7 +34,12 @@ class StateOnHost(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        params = [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         grads = {param: param.grad for param in params}
         step_block = step_without_hooks(self.device_class)  # hooks see one step
         try:
@@ -49,10 +55,14 @@ class StateOnHost(torch.optim.Optimizer):
         _wait_for({param.device for param in params})
         return loss
 
-    def _update_block(self, block: Sequence[nn.Parameter], step: Callable[[torch.optim.Optimizer], Any]) -> None:
+    def _update_block(
+        self, block: Sequence[nn.Parameter], step: Callable[[torch.optim.Optimizer], Any]
+    ) -> None:
         kept = {param: dict(self.state[param]) for param in block if self.state.get(param)}
         for param, state in kept.items():
-            self.state[param].update({name: _moved(value, param.device) for name, value in state.items()})
+            self.state[param].update(
+                {name: _moved(value, param.device) for name, value in state.items()}
+            )
         try:
             step(self)
         finally:
@@ -101,7 +111,9 @@ def _wait_for(devices: Collection[torch.device]) -> None:
 
 
 def _is_moved(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0  # counts of steps stay where they are
+    return (
+        isinstance(value, torch.Tensor) and value.dim() > 0
+    )  # counts of steps stay where they are
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -112,12 +124,18 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _back(state: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """``state`` with its tensors on a device copied to those of ``kept`` in host memory, or to new ones."""
+    """``state`` with its tensors on a device copied to those of ``kept`` in host memory, or to new
+    ones.
+    """
     there = {name: value for name, value in state.items() if _is_moved(value) and value.is_cuda}
     host = {name: kept[name] for name in there if name in kept and not kept[name].is_cuda}
-    new = host_copies_of({name: local_tensor(value) for name, value in there.items() if name not in host})
+    new = host_copies_of(
+        {name: local_tensor(value) for name, value in there.items() if name not in host}
+    )
     for name, copy in new.items():
-        host[name] = like_sharded(copy, value) if isinstance(value := there[name], DTensor) else copy
+        host[name] = (
+            like_sharded(copy, value) if isinstance(value := there[name], DTensor) else copy
+        )
     for name, value in there.items():
         local_tensor(host[name]).copy_(local_tensor(value), non_blocking=True)
     return state | host

@@ -1,8 +1,8 @@
 """The device meshes of an engine, and which of its ranks have the same data.
 
-Consecutive ranks share the most: rank = ((replica * shards + shard) * c + sequence part) * t + tensor part. So matrices
-and rows are shared within a node if t c divides its ranks, and copies are on different nodes if a replica fills whole
-nodes.
+Consecutive ranks share the most: rank = ((replica * shards + shard) * c + sequence part) * t +
+tensor part. So matrices and rows are shared within a node if t c divides its ranks, and copies are
+on different nodes if a replica fills whole nodes.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from ..parallel_strategy import ParallelStrategy
 
-_known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ParallelStrategy], "Meshes"]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ParallelStrategy], "Meshes"]] = (
+    WeakKeyDictionary()
+)
 """Meshes in each default group. Their communicators live as long as it, so engines share them."""
 _numbers = count()
 """Numbers of meshes with several dimensions in this process."""
@@ -30,14 +32,18 @@ class Meshes:
 
     Attributes:
         strategy: sizes of all dimensions.
-        fsdp: mesh for `fully_shard`: (shards,) or (replicas, shards). Ranks that share a row are different shards.
+        fsdp: mesh for `fully_shard`: (shards,) or (replicas, shards). Ranks that share a row are
+            different shards.
         tensor: mesh of the t ranks that share matrices. None for t = 1.
-        expert_fsdp: mesh for `fully_shard` of experts: like ``fsdp``, with fewer shards. None for e = 1.
+        expert_fsdp: mesh for `fully_shard` of experts: like ``fsdp``, with fewer shards. None for e
+            = 1.
         expert: mesh of the e ranks that share experts. None for e = 1.
         alone: mesh of this rank alone. None for e = 1.
         sequence: group of the c ranks that share a row. None for c = 1.
-        data: group of the ranks with the same parts of other data. None if every rank has its own data.
-        peers: group of the c t ranks with the same data, its head first. None if every rank has its own data.
+        data: group of the ranks with the same parts of other data. None if every rank has its own
+            data.
+        peers: group of the c t ranks with the same data, its head first. None if every rank has its
+            own data.
     """
 
     strategy: ParallelStrategy
@@ -68,17 +74,26 @@ class Meshes:
 
     @property
     def is_head(self) -> bool:
-        """Whether this rank is the first with its data. What is counted once for each data rank is counted here."""
+        """Whether this rank is the first with its data. What is counted once for each data rank is
+        counted here.
+        """
         return dist.get_rank() % self.ranks_with_same_data == 0
 
     def n_parts(self, param: torch.Tensor) -> int:
-        """Number of parts of a parameter on different ranks that FSDP2 does not gather: e for experts, t for matrices
-        that tensor parallelism cuts, else 1."""
-        return prod(mesh.size() for mesh in (self.tensor, self.expert) if mesh is not None and is_cut(param, mesh))
+        """Number of parts of a parameter on different ranks that FSDP2 does not gather: e for
+        experts, t for matrices that tensor parallelism cuts, else 1.
+        """
+        return prod(
+            mesh.size()
+            for mesh in (self.tensor, self.expert)
+            if mesh is not None and is_cut(param, mesh)
+        )
 
 
 def is_cut(tensor: torch.Tensor, mesh: DeviceMesh | None) -> bool:
-    """Whether the ranks of a mesh with one dimension, as `Meshes.tensor`, hold different parts of a tensor."""
+    """Whether the ranks of a mesh with one dimension, as `Meshes.tensor`, hold different parts of a
+    tensor.
+    """
     if mesh is None or not isinstance(tensor, DTensor):
         return False
     name, names = (mesh.mesh_dim_names or ("",))[0], tensor.device_mesh.mesh_dim_names or ()
@@ -86,7 +101,8 @@ def is_cut(tensor: torch.Tensor, mesh: DeviceMesh | None) -> bool:
 
 
 def open_meshes(strategy: ParallelStrategy, device: torch.device, timeout: timedelta) -> Meshes:
-    """Make the meshes over the default group, on all of its ranks. ``strategy`` is for its number of ranks.
+    """Make the meshes over the default group, on all of its ranks. ``strategy`` is for its number
+    of ranks.
 
     Engines with the same strategy share them, and so the ``timeout`` of the first one.
     """
@@ -103,7 +119,9 @@ def _make_meshes(strategy: ParallelStrategy, device_type: str, timeout: timedelt
     fsdp, tensor = _mesh(device_type, {"replicate": r, "fsdp": per_replica // t, "tp": t}, timeout)
     expert_fsdp, expert, alone = None, None, None
     if e > 1:
-        expert_fsdp, expert = _mesh(device_type, {"replicate": r, "efsdp": per_replica // e, "ep": e}, timeout)
+        expert_fsdp, expert = _mesh(
+            device_type, {"replicate": r, "efsdp": per_replica // e, "ep": e}, timeout
+        )
         own = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
         assert isinstance(own, dist.ProcessGroup)
         alone = DeviceMesh.from_group(own, device_type)
@@ -111,27 +129,40 @@ def _make_meshes(strategy: ParallelStrategy, device_type: str, timeout: timedelt
         return Meshes(strategy, fsdp, tensor, expert_fsdp, expert, alone)
     ranks = torch.arange(strategy.world_size).view(-1, c, t)
     sequence = _own_group(ranks.transpose(1, 2).reshape(-1, c), timeout) if c > 1 else None
-    data, peers = (_own_group(rows, timeout) for rows in (ranks.view(-1, c * t).T, ranks.view(-1, c * t)))
+    data, peers = (
+        _own_group(rows, timeout) for rows in (ranks.view(-1, c * t).T, ranks.view(-1, c * t))
+    )
     return Meshes(strategy, fsdp, tensor, expert_fsdp, expert, alone, sequence, data, peers)
 
 
-def _mesh(device_type: str, sizes: dict[str, int], timeout: timedelta) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh (replicate, fsdp) and the mesh of the third dimension, slices of one mesh over all ranks.
+def _mesh(
+    device_type: str, sizes: dict[str, int], timeout: timedelta
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh (replicate, fsdp) and the mesh of the third dimension, slices of one mesh
+    over all ranks.
 
     Dimensions of one rank are left out, except the second.
     """
     _, shards, parts = sizes
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == shards}
     if len(sizes) == 1:
-        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), None
+        return init_device_mesh(
+            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        ), None
     shape, number = tuple(sizes.values()), next(_numbers)
     ranks = torch.arange(dist.get_world_size()).view(shape)
-    # `init_device_mesh` knows no timeout, and splits the default group, which crashes unless it is the first gloo
-    # group of the process (pytorch#192106).
-    groups = [_own_group(ranks.movedim(dim, -1).reshape(-1, size), timeout) for dim, size in enumerate(shape)]
-    # A mesh of an earlier default group must have other names, or DTensor's caches take it for this one.
+    # `init_device_mesh` knows no timeout, and splits the default group, which crashes unless it is
+    # the first gloo group of the process (pytorch#192106).
+    groups = [
+        _own_group(ranks.movedim(dim, -1).reshape(-1, size), timeout)
+        for dim, size in enumerate(shape)
+    ]
+    # A mesh of an earlier default group must have other names, or DTensor's caches take it for this
+    # one.
     names = {name: f"{name}_{number}" if number else name for name in sizes}
-    whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(names.values()))
+    whole = DeviceMesh.from_group(
+        groups, device_type, mesh=ranks, mesh_dim_names=tuple(names.values())
+    )
     if parts not in names:
         return whole, None
     sharded = tuple(name for key, name in names.items() if key != parts)

@@ -1,9 +1,10 @@
 """Muon for the matrices of the blocks, and AdamW for all other parameters, in one optimizer.
 
-Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) orthogonalizes the momentum of a
-matrix, which takes the whole matrix. Ranks take turns: each gathers one of as many matrices as there are ranks,
-orthogonalizes it and sends the result to all. So the work is divided, every rank gets the same bits, and with the same
-gradients every mesh takes the same step. Cost of a step: two more gathers of the matrices in bfloat16.
+Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) orthogonalizes
+the momentum of a matrix, which takes the whole matrix. Ranks take turns: each gathers one of as
+many matrices as there are ranks, orthogonalizes it and sends the result to all. So the work is
+divided, every rank gets the same bits, and with the same gradients every mesh takes the same step.
+Cost of a step: two more gathers of the matrices in bfloat16.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -25,9 +26,10 @@ from ..memory.tensors import local_box, local_tensor
 class Muon(torch.optim.AdamW):
     """Muon over ``matrices`` and AdamW over the other ``params``, with one rate and weight decay.
 
-    As in Liu et al., "Muon is Scalable for LLM Training", 2025, the update of a matrix is scaled to the usual size of
-    AdamW's, so that both can have the same rate. Steps are those of `torch.optim.Muon` with ``match_rms_adamw`` and of
-    `torch.optim.AdamW`, to the bit. A matrix has one float32 momentum.
+    As in Liu et al., "Muon is Scalable for LLM Training", 2025, the update of a matrix is scaled to
+    the usual size of AdamW's, so that both can have the same rate. Steps are those of
+    `torch.optim.Muon` with ``match_rms_adamw`` and of `torch.optim.AdamW`, to the bit. A matrix has
+    one float32 momentum.
 
     Args:
         params: all parameters.
@@ -48,12 +50,18 @@ class Muon(torch.optim.AdamW):
         for param in params:
             groups[id(param) in chosen].append(param)
         super().__init__(
-            [{"params": group, "momentum": momentum, "orthogonal": kind} for kind, group in groups.items()], **options
+            [
+                {"params": group, "momentum": momentum, "orthogonal": kind}
+                for kind, group in groups.items()
+            ],
+            **options,
         )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient. All ranks call it, with gradients of the same parameters."""
+        """Update every parameter that has a gradient. All ranks call it, with gradients of the same
+        parameters.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -70,7 +78,10 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def _update_matrices(self, group: dict[str, Any]) -> None:
-        params, n_ranks = [param for param in group["params"] if param.grad is not None], get_world_size()
+        params, n_ranks = (
+            [param for param in group["params"] if param.grad is not None],
+            get_world_size(),
+        )
         for first in range(0, len(params), n_ranks):
             turn, own = params[first : first + n_ranks], None
             for rank, param in enumerate(turn):
@@ -97,12 +108,16 @@ class Muon(torch.optim.AdamW):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The `trained_matrices` of a model that FSDP2 has sharded. Raises ConfigError if there are none."""
-    found = trained_matrices(each for each in model.modules() if isinstance(each, FSDPModule) and each is not model)
+    """The `trained_matrices` of a model that FSDP2 has sharded. Raises ConfigError if there are
+    none.
+    """
+    found = trained_matrices(
+        each for each in model.modules() if isinstance(each, FSDPModule) and each is not model
+    )
     if not found:
         raise ConfigError(
-            f"config key 'optimizer.type' is 'muon', but {type(model).__name__} has no blocks with trained matrices; "
-            "set it to 'adam'"
+            f"config key 'optimizer.type' is 'muon', but {type(model).__name__} has no blocks "
+            "with trained matrices; set it to 'adam'"
         )
     return found
 
@@ -125,7 +140,9 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        x = torch.addmm(
+            x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445
+        )
     return (x.T if is_tall else x).contiguous()
 
 
@@ -134,7 +151,9 @@ def _gathered(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor):
         return local.bfloat16()
     part = local.bfloat16().to(param.device_mesh.device_type)  # parameters may be in host memory
-    return made_sharded(part, param.device_mesh, param.placements, param.shape, param.stride()).full_tensor()
+    return made_sharded(
+        part, param.device_mesh, param.placements, param.shape, param.stride()
+    ).full_tensor()
 
 
 def _sent(param: torch.Tensor, update: torch.Tensor | None, source: int) -> torch.Tensor:

@@ -35,7 +35,9 @@ _KINDS: dict[str, type[torch.optim.Optimizer]] = {
 
 
 def optimizer_for(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer over the trained parameters of a model that FSDP2 has sharded. Raises as `hidden_matrices`."""
+    """The optimizer over the trained parameters of a model that FSDP2 has sharded. Raises as
+    `hidden_matrices`.
+    """
     trained = (param for param in model.parameters() if param.requires_grad)
     return build_optimizer(trained, config, hidden_matrices(model) if config.type == "muon" else ())
 
@@ -43,10 +45,16 @@ def optimizer_for(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opti
 def build_optimizer(
     params: Iterable[nn.Parameter], config: OptimizerConfig, matrices: Collection[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer of ``config.type`` over all ``params``. ``matrices`` are those that `Muon` orthogonalizes."""
+    """The optimizer of ``config.type`` over all ``params``. ``matrices`` are those that `Muon`
+    orthogonalizes.
+    """
     params, choice = list(params), config.implementation
     kind: Any = _KINDS[config.type]
-    if choice == "auto" and issubclass(kind, torch.optim.AdamW) and all(param.is_cuda for param in params):
+    if (
+        choice == "auto"
+        and issubclass(kind, torch.optim.AdamW)
+        and all(param.is_cuda for param in params)
+    ):
         choice = "fused"
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     options |= {} if issubclass(kind, AdamBF16) else _IMPLEMENTATIONS[choice]
@@ -60,11 +68,14 @@ def build_optimizer(
     return (on_host(kind) if config.offload else kind)(params, **options)
 
 
-def lr_factor(step: int, *, shape: str, warmup_steps: int, total_steps: int = 0, min_lr_ratio: float = 0.0) -> float:
+def lr_factor(
+    step: int, *, shape: str, warmup_steps: int, total_steps: int = 0, min_lr_ratio: float = 0.0
+) -> float:
     """Share of the peak rate at ``step``: linear warm-up, then constant, linear or cosine decay.
 
-    A warm-up of n steps runs at 1 / (n + 1) to n / (n + 1), because a step at rate 0 would train nothing. The cosine is
-    from Loshchilov & Hutter, "SGDR", 2017, without restarts. From ``total_steps`` on it stays at ``min_lr_ratio``.
+    A warm-up of n steps runs at 1 / (n + 1) to n / (n + 1), because a step at rate 0 would train
+    nothing. The cosine is from Loshchilov & Hutter, "SGDR", 2017, without restarts. From
+    ``total_steps`` on it stays at ``min_lr_ratio``.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -76,7 +87,9 @@ def lr_factor(step: int, *, shape: str, warmup_steps: int, total_steps: int = 0,
 
 
 def schedule_of(config: OptimizerConfig, total_steps: int) -> partial[float]:
-    """`lr_factor` with the arguments of a config. Two runs with equal arguments have the same rates."""
+    """`lr_factor` with the arguments of a config. Two runs with equal arguments have the same
+    rates.
+    """
     warmup = config.warmup_steps
     if warmup is None:
         warmup = int(config.warmup_steps_proportion * total_steps)
@@ -91,29 +104,36 @@ def schedule_of(config: OptimizerConfig, total_steps: int) -> partial[float]:
     )
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int) -> LambdaLR:
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int
+) -> LambdaLR:
     """The schedule of `lr_factor`. Build it before any load, or it starts from the wrong base rate."""
     return LambdaLR(optimizer, schedule_of(config, total_steps))
 
 
 @normal_tensors()
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every trainable parameter the state from which its first step would start, without taking a step.
+    """Give every trainable parameter the state from which its first step would start, without
+    taking a step.
 
-    torch optimizers create their state in the first ``step``, but a checkpoint of a fresh engine and a load into one
-    need it earlier. This knows the optimizers of `build_optimizer`, and Adam. For others, and for subclasses that step
-    in another way, it does nothing: their state exists after the first step, and a load creates it from the checkpoint.
+    torch optimizers create their state in the first ``step``, but a checkpoint of a fresh engine
+    and a load into one need it earlier. This knows the optimizers of `build_optimizer`, and Adam.
+    For others, and for subclasses that step in another way, it does nothing: their state exists
+    after the first step, and a load creates it from the checkpoint.
     """
     made_by = optimizer.made_by if isinstance(optimizer, UnsteppedOptimizer) else optimizer
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.requires_grad and not optimizer.state.get(param):
                 state = _initial_state(made_by, group, param)
-                optimizer.state[param].update(to_host(state) if isinstance(made_by, StateOnHost) else state)
+                optimizer.state[param].update(
+                    to_host(state) if isinstance(made_by, StateOnHost) else state
+                )
 
 
 class UnsteppedOptimizer(torch.optim.Optimizer):
-    """An optimizer as it was before its first step, over other tensors, for `materialize_state`. It cannot step.
+    """An optimizer as it was before its first step, over other tensors, for `materialize_state`. It
+    cannot step.
 
     ``twins`` has the other tensor for each parameter, by id.
     """
@@ -129,15 +149,20 @@ class UnsteppedOptimizer(torch.optim.Optimizer):
 
 
 def _steps_as(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether ``optimizer`` is a ``kind`` that does not step in its own way, and so has the state of that class."""
+    """Whether ``optimizer`` is a ``kind`` that does not step in its own way, and so has the state
+    of that class.
+    """
     own = optimizer.device_class if isinstance(optimizer, StateOnHost) else type(optimizer)
     makers = ("step", "_init_group")
     return issubclass(own, kind) and all(
-        inspect.unwrap(getattr(own, maker)) is inspect.unwrap(getattr(kind, maker)) for maker in makers
+        inspect.unwrap(getattr(own, maker)) is inspect.unwrap(getattr(kind, maker))
+        for maker in makers
     )
 
 
-def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Parameter) -> dict[str, torch.Tensor]:
+def _initial_state(
+    optimizer: torch.optim.Optimizer, group: dict, param: nn.Parameter
+) -> dict[str, torch.Tensor]:
     match optimizer:
         case AdamBF16():
             return optimizer.initial_state(param)
@@ -146,15 +171,20 @@ def _initial_state(optimizer: torch.optim.Optimizer, group: dict, param: nn.Para
         case torch.optim.Adam() if _steps_as(optimizer, torch.optim.Adam):  # AdamW too
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
             on_device = group["capturable"] or group["fused"]
-            is_double = torch.get_default_dtype() == torch.float64 and not group["fused"]  # as torch does
+            is_double = (
+                torch.get_default_dtype() == torch.float64 and not group["fused"]
+            )  # as torch does
             dtype = torch.float64 if is_double else torch.float32
             step = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
             zeros = {
-                n: torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False) for n in names
+                n: torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
+                for n in names
             }
             return {"step": step, **zeros}
         case torch.optim.SGD() if (
-            group["momentum"] != 0 and group["dampening"] == 0 and _steps_as(optimizer, torch.optim.SGD)
+            group["momentum"] != 0
+            and group["dampening"] == 0
+            and _steps_as(optimizer, torch.optim.SGD)
         ):
             # The first step copies the gradient, which equals momentum * 0 + gradient.
             return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}

@@ -20,8 +20,8 @@ from .tensor_parallel import sum_partial_gradients
 logger = get_logger(__name__)
 
 NO_GRADIENT = (
-    "no loss of any rank depends on the model, so that there is no gradient for a step; compute the loss from the "
-    "output of the model, and do not detach it"
+    "no loss of any rank depends on the model, so that there is no gradient for a step; compute "
+    "the loss from the output of the model, and do not detach it"
 )
 """Message of a step without a gradient."""
 
@@ -39,11 +39,12 @@ def clip_and_step(
 ) -> dict[str, float]:
     """Clip the gradients, update, and count it. See `clip_grad_norm` for the arguments.
 
-    ``more`` are scalars on the device, the same on all ranks, which are read together with the norm and returned.
+    ``more`` are scalars on the device, the same on all ranks, which are read together with the norm
+    and returned.
 
-    Parameters that no rank reached are not updated, as without sharding. Returns ``loss`` (over all ranks),
-    ``grad_norm`` (before clipping), ``lr`` (for this step), ``update_skipped`` (0 or 1) and its complement
-    ``update_successful``.
+    Parameters that no rank reached are not updated, as without sharding. Returns ``loss`` (over all
+    ranks), ``grad_norm`` (before clipping), ``lr`` (for this step), ``update_skipped`` (0 or 1) and
+    its complement ``update_successful``.
 
     Raises:
         BatchError: on all ranks. No loss of any rank depends on the model. Nothing was changed.
@@ -71,7 +72,9 @@ def clip_and_step(
     skipped = not math.isfinite(grad_norm)
     if skipped:
         counters.skipped_steps += 1
-        logger.warning("gradient norm is %s: update skipped (%d so far)", grad_norm, counters.skipped_steps)
+        logger.warning(
+            "gradient norm is %s: update skipped (%d so far)", grad_norm, counters.skipped_steps
+        )
     else:
         optimizer.step()
         counters.optimizer_steps += 1
@@ -92,20 +95,22 @@ def clip_grad_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Scale the gradient down if its L2 norm over all ranks exceeds ``max_norm``. Nothing here waits for the device.
+    """Scale the gradient down if its L2 norm over all ranks exceeds ``max_norm``. Nothing here
+    waits for the device.
 
-    ``loss`` is this rank's part of the loss, a scalar on the device. ``weight`` is the divisor of loss and gradient,
-    the same on every rank, and ``correction`` its excess on this rank (see `WeighedBatch`). ``n_losses`` is the number
-    of losses on this rank that depend on the model. One all-reduce carries everything. Norms are combined as in torch's
-    ``clip_grad_norm_``. With ``fsdp.offload_params`` gradients are in host memory, and this waits for the device.
+    ``loss`` is this rank's part of the loss, a scalar on the device. ``weight`` is the divisor of
+    loss and gradient, the same on every rank, and ``correction`` its excess on this rank (see
+    `WeighedBatch`). ``n_losses`` is the number of losses on this rank that depend on the model. One
+    all-reduce carries everything. Norms are combined as in torch's ``clip_grad_norm_``. With
+    ``fsdp.offload_params`` gradients are in host memory, and this waits for the device.
 
-    In the dtype of the gradients the squares of a norm above 1.8e19 are infinite. The gradients then stay as they are.
-    ``dtype`` float64 clips them, in several times the time.
+    In the dtype of the gradients the squares of a norm above 1.8e19 are infinite. The gradients
+    then stay as they are. ``dtype`` float64 clips them, in several times the time.
 
     Returns:
-        ``[3 + n]`` float64 on the device. They are the loss over all ranks, the gradient norm before clipping, the
-        number of losses on all ranks, and for each of the n parameters that are `parameters_without_gradient` here the
-        number of ranks that did not reach it.
+        ``[3 + n]`` float64 on the device. They are the loss over all ranks, the gradient norm
+        before clipping, the number of losses on all ranks, and for each of the n parameters that
+        are `parameters_without_gradient` here the number of ranks that did not reach it.
 
     Raises:
         BatchError: no parameter has a gradient. Without a backward there is none on any rank.
@@ -114,9 +119,10 @@ def clip_grad_norm(
     if not params:
         raise BatchError(NO_GRADIENT)
     grads = [param.grad for param in params]
-    assert all(isinstance(grad, DTensor) and not any(cut.is_partial() for cut in grad.placements) for grad in grads), (
-        "a gradient was not reduced; after an error in a backward, call initialize again"
-    )
+    assert all(
+        isinstance(grad, DTensor) and not any(cut.is_partial() for cut in grad.placements)
+        for grad in grads
+    ), "a gradient was not reduced; after an error in a backward, call initialize again"
     local = [grad.to_local() for grad in grads]  # type: ignore[union-attr]
     zero = local[0].new_zeros((), dtype=dtype)
     counted = [counts_here(grad) for grad in grads]  # type: ignore[arg-type]
@@ -128,7 +134,10 @@ def clip_grad_norm(
     n_without = norms.new_zeros(n_grads, dtype=torch.float64)
     for index in missing:  # one write each, because a copy from the host would wait
         n_without[index] = 1.0
-    numbers = [loss.double()[None], *(loss.new_full((1,), each).double() for each in (n_losses, correction))]
+    numbers = [
+        loss.double()[None],
+        *(loss.new_full((1,), each).double() for each in (n_losses, correction)),
+    ]
     sums = torch.cat([norms.square().double(), n_without, *numbers])
     dist.all_reduce(sums)
     factor = weight / (weight + sums[-1])  # exactly 1 without a correction
@@ -136,7 +145,9 @@ def clip_grad_norm(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) * factor.to(norms.dtype)
     scale = torch.where(norm.isfinite(), scale, 1.0).to(local[0].device)
     foreach_mul_(local, scale)
-    return torch.stack([sums[-3] * factor, norm.double(), sums[-2], *(sums[n_grads + index] for index in missing)])
+    return torch.stack(
+        [sums[-3] * factor, norm.double(), sums[-2], *(sums[n_grads + index] for index in missing)]
+    )
 
 
 def parameters_without_gradient(model: nn.Module) -> list[nn.Parameter]:

@@ -1,4 +1,6 @@
-"""Keys of `FSDPConfig` that let collectives of FSDP2 overlap more with computation. Their speed was never measured."""
+"""Keys of `FSDPConfig` that let collectives of FSDP2 overlap more with computation. Their speed was
+never measured.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +14,8 @@ _GROUP = "set_separate_reduce_scatter_group"
 
 
 def set_overlap(model: nn.Module, config: FSDPConfig) -> None:
-    """Set what the keys say for a sharded model whose blocks run in the order of its modules, each in every forward.
+    """Set what the keys say for a sharded model whose blocks run in the order of its modules, each
+    in every forward.
 
     Collective with ``separate_reduce_scatter_group``.
 
@@ -27,12 +30,15 @@ def set_overlap(model: nn.Module, config: FSDPConfig) -> None:
     if config.separate_reduce_scatter_group:
         if not hasattr(root, _GROUP):
             raise ConfigError(
-                f"config key 'fsdp.separate_reduce_scatter_group' is True, but FSDPModule.{_GROUP} does not exist in "
-                "this torch; set it to false, or install a newer torch"
+                "config key 'fsdp.separate_reduce_scatter_group' is True, but "
+                f"FSDPModule.{_GROUP} does not exist in this torch; set it to false, or install a "
+                "newer torch"
             )
         getattr(root, _GROUP)()
 
 
-def _with_following(modules: Sequence[FSDPModule], count: int) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
+def _with_following(
+    modules: Sequence[FSDPModule], count: int
+) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
     for number, module in enumerate(modules if count else []):
         yield module, list(modules[number + 1 : number + 1 + count])

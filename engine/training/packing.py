@@ -1,12 +1,14 @@
 """Check that packing is safe for a model.
 
-A transformers model sees sequence starts only in ``position_ids``, and only without a cache. Our attention
-(`attention`) gets the boundaries. A model that ignores both lets sequences see each other without an error. One that
-cuts windows by positions in the row (chunks, top-k of all tokens) is wrong although nothing leaks. So `check_packing`
-tests the architecture: a sequence behind another one must give the same output as alone.
+A transformers model sees sequence starts only in ``position_ids``, and only without a cache. Our
+attention (`attention`) gets the boundaries. A model that ignores both lets sequences see each other
+without an error. One that cuts windows by positions in the row (chunks, top-k of all tokens) is
+wrong although nothing leaks. So `check_packing` tests the architecture: a sequence behind another
+one must give the same output as alone.
 
-The test runs on a twin (`twin_of`) with windows of a few tokens, because the weights of the run may hide a leak.
-Measured on 160 architectures: packed ones differ by at most 3e-7 (relative), all others by 3e-3 and more.
+The test runs on a twin (`twin_of`) with windows of a few tokens, because the weights of the run may
+hide a leak. Measured on 160 architectures: packed ones differ by at most 3e-7 (relative), all
+others by 3e-3 and more.
 """
 
 import copy
@@ -26,7 +28,14 @@ from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
 from .microbatch import pack_rows
-from .probe_model import NOT_UNDERSTOOD, probe_tokens, reason_of, smaller_config, twin_dtype, twin_of
+from .probe_model import (
+    NOT_UNDERSTOOD,
+    probe_tokens,
+    reason_of,
+    smaller_config,
+    twin_dtype,
+    twin_of,
+)
 from .rank_parts import gather_parts, own_part
 from .rotary import length_boundaries, move_boundary
 from .unsharded import unsharded_class
@@ -37,12 +46,15 @@ logger = get_logger(__name__)
 _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative difference (root mean square) that counts as rounding, by compute dtype."""
 
-_WINDOW = re.compile(r"window(_size)?$|^attention_chunk_size$|^local_attention$|^index_(topk|block_size)")
+_WINDOW = re.compile(
+    r"window(_size)?$|^attention_chunk_size$|^local_attention$|^index_(topk|block_size)"
+)
 """Config keys for the number of tokens that an attention sees, or into which it cuts the row."""
 _WINDOW_TOKENS = 8
 _LENGTHS = (11, 24, 6)
-"""Tokens of the sequences in a row: the first is no multiple of a window, the second has several windows, the last less
-than one. The last two are compared with themselves alone."""
+"""Tokens of the sequences in a row: the first is no multiple of a window, the second has several
+windows, the last less than one. The last two are compared with themselves alone.
+"""
 
 
 def prepare_packing(
@@ -54,11 +66,13 @@ def prepare_packing(
     sequence: dist.ProcessGroup | None = None,
     sees: bool = False,
 ) -> None:
-    """Replace ``sdpa`` by our attention if the model supports it and ``attn_impl`` is None, then `check_packing`.
+    """Replace ``sdpa`` by our attention if the model supports it and ``attn_impl`` is None, then
+    `check_packing`.
 
-    This changes the attention in the model's configs, which is not part of ``config.json``. If the ranks of
-    ``sequence`` share rows, the model must support our attention, and compute a row in parts as it computes it whole.
-    If the model ``sees``, the sequences of the check have 1, 0 and 2 images.
+    This changes the attention in the model's configs, which is not part of ``config.json``. If the
+    ranks of ``sequence`` share rows, the model must support our attention, and compute a row in
+    parts as it computes it whole. If the model ``sees``, the sequences of the check have 1, 0 and 2
+    images.
 
     Raises:
         ConfigError: see `check_packing`. Or ranks share rows, and the model does not support it.
@@ -94,7 +108,9 @@ def _why_not_ours(
         reason = str(error).partition(";")[0]
     set_attention(model, "sdpa", instead_of=PACKED_ATTENTION)
     if get_rank(group) == 0:
-        logger.info("attention %r is not for this model, which keeps 'sdpa': %s", PACKED_ATTENTION, reason)
+        logger.info(
+            "attention %r is not for this model, which keeps 'sdpa': %s", PACKED_ATTENTION, reason
+        )
     return reason
 
 
@@ -105,8 +121,9 @@ def _require_parts(
     group: dist.ProcessGroup | None,
     sequence: dist.ProcessGroup,
 ) -> None:
-    """Raise ConfigError unless the ranks of ``sequence`` can share rows: our attention is used (no ``reason``), and a
-    twin computes the parts of a row as it computes each sequence alone."""
+    """Raise ConfigError unless the ranks of ``sequence`` can share rows: our attention is used (no
+    ``reason``), and a twin computes the parts of a row as it computes each sequence alone.
+    """
     if reason is None:
         try:
             if _comes_out_alike(model, _windows(model.config), device, group, sequence):
@@ -127,33 +144,45 @@ def check_packing(
     max_row_tokens: int | None = None,
     sees: bool = False,
 ) -> None:
-    """Raise ConfigError unless this architecture computes packed sequences as it computes them alone.
+    """Raise ConfigError unless this architecture computes packed sequences as it computes them
+    alone.
 
-    Collective over the ranks of the model's mesh. It takes three short forwards and the memory of a float32 shard of a
-    model with a layer of each kind. A model that does not pass is tested again with all layers. The parameters are not
-    read, and neither the model nor torch's generators change. A model that cuts windows by positions in the row works
-    with rows of at most its smallest window
-    (``max_row_tokens``).
+    Collective over the ranks of the model's mesh. It takes three short forwards and the memory of a
+    float32 shard of a model with a layer of each kind. A model that does not pass is tested again
+    with all layers. The parameters are not read, and neither the model nor torch's generators
+    change. A model that cuts windows by positions in the row works with rows of at most its
+    smallest window (``max_row_tokens``).
     """
     windows = _windows(model.config)
     if _comes_out_alike(model, windows, device, group, sees=sees):
         return
     name, switch = unsharded_class(model).__name__, "train_vision" if sees else "pack_sequences"
     if not windows or not _comes_out_alike(model, (), device, group, sees=sees):
-        raise ConfigError(f"{name} lets packed sequences see each other; set config key {switch!r} to false")
-    cut_the_row = [key for key in windows if not _comes_out_alike(model, (key,), device, group, sees=sees)]
+        raise ConfigError(
+            f"{name} lets packed sequences see each other; set config key {switch!r} to false"
+        )
+    cut_the_row = [
+        key for key in windows if not _comes_out_alike(model, (key,), device, group, sees=sees)
+    ]
     key = min(cut_the_row or windows, key=windows.__getitem__)
     if max_row_tokens is None or max_row_tokens > windows[key]:
         other_way = "" if key in length_boundaries(model.config) else f", or {switch!r} to false"
         raise ConfigError(
-            f"{name} computes packed sequences wrongly in rows of more than {windows[key]} tokens (its {key!r}); set "
-            f"config key 'mb_spec.max_tokens_per_mb' to {windows[key]} or less{other_way}"
+            f"{name} computes packed sequences wrongly in rows of more than {windows[key]} tokens "
+            f"(its {key!r}); set config key 'mb_spec.max_tokens_per_mb' to {windows[key]} or "
+            f"less{other_way}"
         )
 
 
 def _windows(config: PretrainedConfig) -> dict[str, int]:
-    """Windows, and lengths beyond which rotary frequencies change, by config key. Only those larger than in a twin."""
-    lengths = {key: value for key, value in vars(_text(config)).items() if _WINDOW.search(key) and type(value) is int}
+    """Windows, and lengths beyond which rotary frequencies change, by config key. Only those larger
+    than in a twin.
+    """
+    lengths = {
+        key: value
+        for key, value in vars(_text(config)).items()
+        if _WINDOW.search(key) and type(value) is int
+    }
     lengths |= length_boundaries(config)
     return {key: value for key, value in lengths.items() if value > _WINDOW_TOKENS}
 
@@ -170,8 +199,9 @@ def _comes_out_alike(
     sequence: dist.ProcessGroup | None = None,
     sees: bool = False,
 ) -> bool:
-    """Whether a twin with the windows ``small`` shortened computes a sequence behind another one as it does alone, in a
-    row that the ranks of ``sequence`` share."""
+    """Whether a twin with the windows ``small`` shortened computes a sequence behind another one as
+    it does alone, in a row that the ranks of ``sequence`` share.
+    """
     if (few := smaller_config(model)) is not None:
         with suppress(ConfigError):  # then all layers decide
             if _is_alike(model, few, small, device, group, sequence, sees):
@@ -220,16 +250,27 @@ def _difference_is_small(
         try:
             own = {name: own_part(row[name], sequence, 1) for name in ("input_ids", "position_ids")}
             with _row_of(*lengths, device=device, group=sequence):
-                logits = gather_parts(twin(**row | own, use_cache=False).logits[0].float(), sequence)
+                logits = gather_parts(
+                    twin(**row | own, use_cache=False).logits[0].float(), sequence
+                )
             for inputs, behind in list(zip(alone, logits.split(lengths), strict=True))[1:]:
-                # In float32 ours is compared with transformers', in bfloat16 with itself, because rounding differs.
-                with nullcontext() if dtype == torch.float32 else _row_of(len(behind), device=device):
-                    expected = twin(**inputs, use_cache=False).logits[0].float()  # at positions from 0
-                differences.append(float((behind - expected).square().mean().sqrt() / expected.square().mean().sqrt()))
+                # In float32 ours is compared with transformers', in bfloat16 with itself, because
+                # rounding differs.
+                with (
+                    nullcontext() if dtype == torch.float32 else _row_of(len(behind), device=device)
+                ):
+                    expected = (
+                        twin(**inputs, use_cache=False).logits[0].float()
+                    )  # at positions from 0
+                differences.append(
+                    float(
+                        (behind - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+                    )
+                )
         except NOT_UNDERSTOOD as error:
             raise ConfigError(
-                f"{unsharded_class(model).__name__} fails at a packed row ({reason_of(error)}); set config key "
-                f"{'train_vision' if sees else 'pack_sequences'!r} to false"
+                f"{unsharded_class(model).__name__} fails at a packed row ({reason_of(error)}); "
+                f"set config key {'train_vision' if sees else 'pack_sequences'!r} to false"
             ) from error
     return all_agree(all(difference <= _LIMITS[dtype] for difference in differences), group)
 
@@ -237,21 +278,31 @@ def _difference_is_small(
 def _probe_rows(
     text: Sequence[torch.Tensor], device: torch.device, vision: Vision | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[int]]:
-    """Inputs of a model for sequences in one row, and for each alone without positions, and the lengths."""
+    """Inputs of a model for sequences in one row, and for each alone without positions, and the
+    lengths.
+    """
     lengths = [len(ids) for ids in text]
     if vision is None:
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        row = {"input_ids": torch.cat(list(text))[None].to(device), "position_ids": positions.to(device)}
+        row = {
+            "input_ids": torch.cat(list(text))[None].to(device),
+            "position_ids": positions.to(device),
+        }
         return row, [{"input_ids": ids[None].to(device)} for ids in text], lengths
     batch, lengths = vision.probe(text)
     batch, pixels, _ = vision.prepare(batch, lengths)
     numbers = range(len(lengths))
     packed, *alone = (
-        pack_rows(batch, rows, lengths, 0, vision, pixels).to(device) for rows in (numbers, *([n] for n in numbers))
+        pack_rows(batch, rows, lengths, 0, vision, pixels).to(device)
+        for rows in (numbers, *([n] for n in numbers))
     )
     row = {"input_ids": packed.data["input_ids"][None], "position_ids": packed.position_ids[None]}
     row |= vision.inputs(packed)
-    return row, [{"input_ids": mb.data["input_ids"][None]} | vision.images(mb) for mb in alone], lengths
+    return (
+        row,
+        [{"input_ids": mb.data["input_ids"][None]} | vision.images(mb) for mb in alone],
+        lengths,
+    )
 
 
 def _row_of(

@@ -1,7 +1,8 @@
 """Open and close the process groups of an engine.
 
-There are two groups because they fail differently. The default group (gloo on CPU, NCCL on CUDA) carries tensors. A
-separate gloo group carries control messages, so that they never wait behind a tensor collective or deadlock with one.
+There are two groups because they fail differently. The default group (gloo on CPU, NCCL on CUDA)
+carries tensors. A separate gloo group carries control messages, so that they never wait behind a
+tensor collective or deadlock with one.
 """
 
 import json
@@ -37,8 +38,9 @@ GLOO_PATIENCE_S = 1.0
 
 @dataclass
 class ProcessGroups:
-    """The engine's gloo group for agreement, whether the engine owns the default group, the device of this rank, and
-    the meshes."""
+    """The engine's gloo group for agreement, whether the engine owns the default group, the device
+    of this rank, and the meshes.
+    """
 
     control: dist.ProcessGroup
     owns_default: bool
@@ -46,14 +48,18 @@ class ProcessGroups:
     meshes: Meshes
 
 
-def open_process_groups(strategy: ParallelStrategy, device_type: str, timeout_s: float) -> ProcessGroups:
+def open_process_groups(
+    strategy: ParallelStrategy, device_type: str, timeout_s: float
+) -> ProcessGroups:
     """Join the default group, or create it from torchrun's environment (a world of one without it).
 
-    ``device_type`` is `TrainEngineConfig.device`. ``timeout_s`` limits the collectives of groups created here.
+    ``device_type`` is `TrainEngineConfig.device`. ``timeout_s`` limits the collectives of groups
+    created here.
 
     Raises:
-        ConfigError: the world has another size than ``strategy`` says (see `ParallelStrategy.for_world`), the devices
-            of the ranks do not match (see `agree_on_device`), or the port of rank 0 is in use.
+        ConfigError: the world has another size than ``strategy`` says (see
+            `ParallelStrategy.for_world`), the devices of the ranks do not match (see
+            `agree_on_device`), or the port of rank 0 is in use.
         PeerError: other ranks have no usable device.
     """
     timeout = timedelta(seconds=timeout_s)
@@ -65,14 +71,18 @@ def open_process_groups(strategy: ParallelStrategy, device_type: str, timeout_s:
         strategy.for_world(dist.get_world_size())
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
-        device = agree_on_device(partial(device_here, device_type), partial(gather_objects, group=control))
+        device = agree_on_device(
+            partial(device_here, device_type), partial(gather_objects, group=control)
+        )
         _use(device)
     assert isinstance(control, dist.ProcessGroup)
     meshes = open_meshes(strategy.for_world(dist.get_world_size()), device, timeout)
     return ProcessGroups(control, owns_default, device, meshes)
 
 
-def _make_default_group(device_type: str, strategy: ParallelStrategy, timeout: timedelta) -> torch.device:
+def _make_default_group(
+    device_type: str, strategy: ParallelStrategy, timeout: timedelta
+) -> torch.device:
     """Agree on devices through the store first, because the backend depends on them."""
     if "RANK" in os.environ:
         store, rank, world_size = _meet(timeout)
@@ -83,7 +93,8 @@ def _make_default_group(device_type: str, strategy: ParallelStrategy, timeout: t
     number = (store.add("holdfast/groups", 1) - 1) // world_size
     store = dist.PrefixStore(f"holdfast/{number}", store)
     device = agree_on_device(
-        partial(device_here, device_type), partial(_gather_through, store, rank=rank, world_size=world_size)
+        partial(device_here, device_type),
+        partial(_gather_through, store, rank=rank, world_size=world_size),
     )
     cuda = device if device.type == "cuda" else None
     _use(device)
@@ -107,18 +118,25 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
             raise
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
-            f"rank 0 cannot listen at {address} (MASTER_ADDR and MASTER_PORT), because another process has the port, "
-            "perhaps another job; choose a free one, or start with torchrun --standalone, which finds one"
+            f"rank 0 cannot listen at {address} (MASTER_ADDR and MASTER_PORT), because another "
+            "process has the port, perhaps another job; choose a free one, or start with torchrun "
+            "--standalone, which finds one"
         ) from error
 
 
-def _gather_through(store: dist.Store, report: DeviceReport, *, rank: int, world_size: int) -> list[DeviceReport]:
+def _gather_through(
+    store: dist.Store, report: DeviceReport, *, rank: int, world_size: int
+) -> list[DeviceReport]:
     store.set(f"device/{rank}", json.dumps(asdict(report)))
-    reports = [DeviceReport(**json.loads(store.get(f"device/{other}"))) for other in range(world_size)]
+    reports = [
+        DeviceReport(**json.loads(store.get(f"device/{other}"))) for other in range(world_size)
+    ]
     if store.add("device/readers", 1) == world_size:
         store.set("device/read", "")
     if rank == 0:
-        store.get("device/read")  # rank 0 may serve the store, so it must not end before the others have read
+        store.get(
+            "device/read"
+        )  # rank 0 may serve the store, so it must not end before the others have read
     return reports
 
 
@@ -130,7 +148,9 @@ def _use(device: torch.device) -> None:
 
 
 def close_process_groups(groups: ProcessGroups) -> None:
-    """Leave the groups without waiting for a peer that may be dead. With NCCL this waits up to `LEAVE_TOGETHER_S`."""
+    """Leave the groups without waiting for a peer that may be dead. With NCCL this waits up to
+    `LEAVE_TOGETHER_S`.
+    """
     if not dist.is_initialized():
         return
     together = not groups.owns_default or groups.device.type == "cpu" or _all_leave(groups.control)
@@ -144,12 +164,15 @@ def close_process_groups(groups: ProcessGroups) -> None:
 
 
 def _all_leave(control: dist.ProcessGroup) -> bool:
-    """Whether every rank is here. NCCL flushes pending work and waits for the other ranks of the host, without limit if
-    one of them is dead."""
+    """Whether every rank is here. NCCL flushes pending work and waits for the other ranks of the
+    host, without limit if one of them is dead.
+    """
     try:
         dist.monitored_barrier(control, timeout=timedelta(seconds=LEAVE_TOGETHER_S))
     except RuntimeError as error:
-        logger.warning("not all ranks leave together, so NCCL is aborted: %s", str(error).splitlines()[0])
+        logger.warning(
+            "not all ranks leave together, so NCCL is aborted: %s", str(error).splitlines()[0]
+        )
         return False
     return True
 
@@ -160,17 +183,20 @@ def _abort() -> None:
     thread.start()
     thread.join(ABORT_S)
     if thread.is_alive():
-        logger.error("NCCL has not let go within %g s of the abort; its memory is freed when the process ends", ABORT_S)
+        logger.error(
+            "NCCL has not let go within %g s of the abort; its memory is freed when the process ends",
+            ABORT_S,
+        )
 
 
 def _let_gloo_finish() -> None:
     """Wait until gloo's threads have released the tensors of completed collectives.
 
-    A thread needs the interpreter for that. If it gets its turn after interpreter shutdown has begun, it calls
-    `std::terminate`, and a job that has done all its work exits with SIGABRT (5 of 128 jobs with four ranks a core,
-    pytorch#179291). Destroying a group joins its threads only if nothing else holds the group, but DTensor's caches
-    hold the mesh, which holds its group. A thread that slept while this one slept, with the interpreter free, is not
-    waiting for it.
+    A thread needs the interpreter for that. If it gets its turn after interpreter shutdown has
+    begun, it calls `std::terminate`, and a job that has done all its work exits with SIGABRT (5 of
+    128 jobs with four ranks a core, pytorch#179291). Destroying a group joins its threads only if
+    nothing else holds the group, but DTensor's caches hold the mesh, which holds its group. A
+    thread that slept while this one slept, with the interpreter free, is not waiting for it.
     """
     deadline = time.monotonic() + GLOO_PATIENCE_S
     before = _gloo_threads()
@@ -191,5 +217,11 @@ def _gloo_threads() -> list[list[str]]:
         except OSError:
             continue  # the thread has just ended
         if "pt_gloo_runloop" in status:
-            threads.append([line for line in status.splitlines() if line.startswith(("State", "Pid", "voluntary"))])
+            threads.append(
+                [
+                    line
+                    for line in status.splitlines()
+                    if line.startswith(("State", "Pid", "voluntary"))
+                ]
+            )
     return threads

@@ -11,13 +11,19 @@ Group = dist.ProcessGroup | None
 
 def own_part(whole: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
     """This rank's part of a tensor that is cut evenly along ``dim``."""
-    return whole if group is None else whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+    return (
+        whole
+        if group is None
+        else whole.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+    )
 
 
 def gather_parts(part: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """Gather the parts of a tensor along ``dim``, on every rank of the group. A gradient goes to the own part alone.
+    """Gather the parts of a tensor along ``dim``, on every rank of the group. A gradient goes to
+    the own part alone.
 
-    Every rank computes the same loss of the whole tensor, so a sum over the ranks would be too large.
+    Every rank computes the same loss of the whole tensor, so a sum over the ranks would be too
+    large.
     """
     return part if group is None else _Gather.apply(part, group, dim)
 

@@ -1,17 +1,22 @@
-"""Rotary frequencies fixed by the configuration, so that a sequence never depends on its neighbours.
+"""Rotary frequencies fixed by the configuration, so that a sequence never depends on its
+neighbours.
 
-Two kinds of scaling choose frequencies by length. transformers uses the longest sequence of a packed row or padded
-batch, so a short sequence next to a long one gets other log-probabilities than alone:
+Two kinds of scaling choose frequencies by length. transformers uses the longest sequence of a
+packed row or padded batch, so a short sequence next to a long one gets other log-probabilities than
+alone:
 
-- ``longrope`` has short factors up to ``original_max_position_embeddings`` tokens and long factors beyond.
+- ``longrope`` has short factors up to ``original_max_position_embeddings`` tokens and long factors
+  beyond.
 - ``dynamic`` raises the base for sequences beyond ``max_position_embeddings``.
 
-Inference servers cannot change frequencies under their cache, so they choose once, at startup. `fix_frequencies` makes
-the same choice as vLLM:
+Inference servers cannot change frequencies under their cache, so they choose once, at startup.
+`fix_frequencies` makes the same choice as vLLM:
 
-- ``longrope``: the long factors if ``max_model_len`` exceeds the original length, else the short ones.
-- ``dynamic``: the unchanged base up to ``max_position_embeddings`` tokens. If ``max_model_len`` exceeds that, vLLM has
-  no frequencies, so the base for ``factor * max_position_embeddings`` tokens is used, as in SGLang.
+- ``longrope``: the long factors if ``max_model_len`` exceeds the original length, else the short
+  ones.
+- ``dynamic``: the unchanged base up to ``max_position_embeddings`` tokens. If ``max_model_len``
+  exceeds that, vLLM has no frequencies, so the base for ``factor * max_position_embeddings`` tokens
+  is used, as in SGLang.
 
 Without ``max_model_len`` the original length is the limit.
 """
@@ -30,13 +35,14 @@ _ORIGINAL, _MOST = "original_max_position_embeddings", "max_position_embeddings"
 
 
 def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
-    """Give every rotary module of ``model``, on meta, one set of frequencies for all lengths up to ``max_model_len``.
+    """Give every rotary module of ``model``, on meta, one set of frequencies for all lengths up to
+    ``max_model_len``.
 
     The modules get their own configs. ``model.config``, which is exported, does not change.
 
     Raises:
-        ConfigError: custom code of the model chooses frequencies by length, and ``max_model_len`` exceeds the length up
-            to which the choice is the same for all sequences.
+        ConfigError: custom code of the model chooses frequencies by length, and ``max_model_len``
+            exceeds the length up to which the choice is the same for all sequences.
     """
     modules = list(_rotary_modules(model))
     for module in modules:
@@ -46,14 +52,16 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
     for key, boundary in boundaries.items():
         if max_model_len is not None and max_model_len > boundary:
             raise ConfigError(
-                f"config key 'max_model_len' is {max_model_len}, but the code of {type(model).__name__} chooses its "
-                f"rotary frequencies by the longest sequence of a micro-batch, beyond {boundary} tokens (its {key!r}); "
-                f"set 'max_model_len' to {boundary} or less"
+                f"config key 'max_model_len' is {max_model_len}, but the code of "
+                f"{type(model).__name__} chooses its rotary frequencies by the longest sequence "
+                f"of a micro-batch, beyond {boundary} tokens (its {key!r}); set 'max_model_len' "
+                f"to {boundary} or less"
             )
 
 
 def longest_sequence(model: PreTrainedModel, max_model_len: int | None) -> int | None:
-    """Most tokens of a sequence: ``max_model_len``, or without it the length limit of the frequencies (None: no limit).
+    """Most tokens of a sequence: ``max_model_len``, or without it the length limit of the
+    frequencies (None: no limit).
 
     Call it after `fix_frequencies`.
     """
@@ -72,12 +80,16 @@ def longest_sequence(model: PreTrainedModel, max_model_len: int | None) -> int |
 
 
 def length_boundaries(config: PretrainedConfig) -> dict[str, int]:
-    """Config keys with the length beyond which transformers changes frequencies. Empty for most models."""
+    """Config keys with the length beyond which transformers changes frequencies. Empty for most
+    models.
+    """
     text = config.get_text_config(decoder=True)
     found = {}
     for scaling in _scalings(text):
         key = _ORIGINAL if _kind(scaling) in _LONGROPE else _MOST
-        if (length := getattr(text, key, None) or scaling.get(key) or getattr(text, _MOST, None)) is not None:
+        if (
+            length := getattr(text, key, None) or scaling.get(key) or getattr(text, _MOST, None)
+        ) is not None:
             found[key] = int(length)
     return found
 
@@ -96,7 +108,9 @@ def move_boundary(config: PretrainedConfig, key: str, length: int) -> None:
 def _rotary_modules(model: nn.Module) -> Iterator[Any]:
     """Modules that choose their frequencies with transformers' ``dynamic_rope_update``."""
     for module in model.modules():
-        if hasattr(module, "rope_type") and isinstance(getattr(module, "config", None), PretrainedConfig):
+        if hasattr(module, "rope_type") and isinstance(
+            getattr(module, "config", None), PretrainedConfig
+        ):
             yield module
 
 
@@ -117,8 +131,12 @@ def _fix(module: Any, max_model_len: int | None) -> None:
         parameters = _parameters(module.config, layer_type)
         if kind not in _LONGROPE:
             buffer = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
-            _describe_as_longrope(parameters, getattr(module, buffer).shape[-1], module.config.max_position_embeddings)
-            module.rope_type = "longrope" if layer_type is None else {**_kinds(module), layer_type: "longrope"}
+            _describe_as_longrope(
+                parameters, getattr(module, buffer).shape[-1], module.config.max_position_embeddings
+            )
+            module.rope_type = (
+                "longrope" if layer_type is None else {**_kinds(module), layer_type: "longrope"}
+            )
         is_long = max_model_len is not None and max_model_len > parameters[_ORIGINAL]
         _take_one_of_both(parameters, "long" if is_long else "short")
 
@@ -126,11 +144,14 @@ def _fix(module: Any, max_model_len: int | None) -> None:
 def _take_one_of_both(parameters: dict[str, Any], chosen: str) -> None:
     for what in ("factor", "mscale"):  # the latter in PhiMoE alone
         if f"{chosen}_{what}" in parameters:
-            parameters[f"short_{what}"] = parameters[f"long_{what}"] = parameters[f"{chosen}_{what}"]
+            parameters[f"short_{what}"] = parameters[f"long_{what}"] = parameters[
+                f"{chosen}_{what}"
+            ]
 
 
 def _describe_as_longrope(parameters: dict[str, Any], n_frequencies: int, original: int) -> None:
-    # ``dynamic`` divides frequency i by a power of the stretch. Its base stays: some models look modules up by it.
+    # ``dynamic`` divides frequency i by a power of the stretch. Its base stays: some models look
+    # modules up by it.
     factor, dim = parameters["factor"], 2 * n_frequencies
     stretch = (factor * factor - (factor - 1)) ** (dim / (dim - 2))
     parameters |= {

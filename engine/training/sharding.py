@@ -17,18 +17,24 @@ from .model import COMPUTE_DTYPES
 from .overlap import set_overlap
 
 zero_filled: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = WeakKeyDictionary()
-"""Parameters of each sharded model whose gradient on this rank is all zeros. See `fill_missing_gradients`."""
+"""Parameters of each sharded model whose gradient on this rank is all zeros. See
+`fill_missing_gradients`.
+"""
 
 
 def shard_model(
-    model: PreTrainedModel, config: TrainEngineConfig, blocks: tuple[type[nn.Module], ...], mesh: DeviceMesh
+    model: PreTrainedModel,
+    config: TrainEngineConfig,
+    blocks: tuple[type[nn.Module], ...],
+    mesh: DeviceMesh,
 ) -> None:
-    """Shard in place with FSDP2 over `Meshes.fsdp`: one parameter group per block, and one for the rest (embedding,
-    norm, head).
+    """Shard in place with FSDP2 over `Meshes.fsdp`: one parameter group per block, and one for the
+    rest (embedding, norm, head).
 
-    Parameters stay float32. Each group is gathered and computed in ``config.dtype``, and its gradient is summed in
-    ``config.grad_reduce_dtype``. A parameter that only some ranks reach in a backward (an expert, a vision tower) gets
-    their gradients, if all ranks run forward and backward through the same blocks.
+    Parameters stay float32. Each group is gathered and computed in ``config.dtype``, and its
+    gradient is summed in ``config.grad_reduce_dtype``. A parameter that only some ranks reach in a
+    backward (an expert, a vision tower) gets their gradients, if all ranks run forward and backward
+    through the same blocks.
     """
     options = fsdp_options(config, mesh)
     for module in reversed(list(model.modules())):  # inner blocks first, as fully_shard requires
@@ -44,13 +50,20 @@ def shard_model(
 
 
 def fsdp_options(config: TrainEngineConfig, mesh: DeviceMesh) -> dict[str, Any]:
-    """Arguments of ``fully_shard``: compute in ``config.dtype``, sum gradients in ``config.grad_reduce_dtype``."""
+    """Arguments of ``fully_shard``: compute in ``config.dtype``, sum gradients in
+    ``config.grad_reduce_dtype``.
+    """
     precision = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPES[config.dtype],
         reduce_dtype=COMPUTE_DTYPES[config.grad_reduce_dtype],
-        cast_forward_inputs=False,  # some blocks need float32 inputs: rotary angles, a residual stream
+        # some blocks need float32 inputs: rotary angles, a residual stream
+        cast_forward_inputs=False,
     )
-    options = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": config.fsdp.reshard_after_forward}
+    options = {
+        "mesh": mesh,
+        "mp_policy": precision,
+        "reshard_after_forward": config.fsdp.reshard_after_forward,
+    }
     if config.fsdp.offload_params:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     return options
@@ -59,7 +72,8 @@ def fsdp_options(config: TrainEngineConfig, mesh: DeviceMesh) -> dict[str, Any]:
 def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type[nn.Module], ...]:
     """Classes of the repeated blocks: the named ones, or those that transformers does not split.
 
-    Without names, blocks with a tied weight are left out, because FSDP cannot shard a weight in two groups.
+    Without names, blocks with a tied weight are left out, because FSDP cannot shard a weight in two
+    groups.
 
     Raises:
         ConfigError: a named class does not occur in the model.
@@ -68,8 +82,9 @@ def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type
     found = {type(module).__name__: type(module) for module in model.modules()}
     if names and (unknown := sorted(wanted - found.keys())):
         raise ConfigError(
-            f"config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names {unknown[0]!r}, which "
-            f"{type(model).__name__} does not contain; it contains {', '.join(sorted(found))}"
+            f"config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names {unknown[0]!r}, "
+            f"which {type(model).__name__} does not contain; it contains "
+            f"{', '.join(sorted(found))}"
         )
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     if not names:

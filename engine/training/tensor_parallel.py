@@ -1,13 +1,15 @@
-"""Tensor parallelism: matrices cut over the ranks of `Meshes.tensor`, as the plan of transformers says.
+"""Tensor parallelism: matrices cut over the ranks of `Meshes.tensor`, as the plan of transformers
+says.
 
-The plan of an architecture names layers whose weights are cut by rows or by columns, and their collectives. Three parts
-of it are replaced:
+The plan of an architecture names layers whose weights are cut by rows or by columns, and their
+collectives. Three parts of it are replaced:
 
-- Experts stay whole on every rank, because each would hold several runs of rows of cut ones. Expert parallelism divides
-  them.
+- Experts stay whole on every rank, because each would hold several runs of rows of cut ones. Expert
+  parallelism divides them.
 - The head is cut by words. It returns whole logits, or scores without them (see `head`).
-- Norms of single heads (``q_norm``) have a part of their gradient on each rank. `sum_partial_gradients` adds the parts
-  once a step. The plan would add them in each backward, and so several times if gradients accumulate.
+- Norms of single heads (``q_norm``) have a part of their gradient on each rank.
+  `sum_partial_gradients` adds the parts once a step. The plan would add them in each backward, and
+  so several times if gradients accumulate.
 
 All other weights are whole on every rank, and have equal gradients there.
 """
@@ -38,7 +40,15 @@ _ROWS, _EMBEDDING = "colwise", "embedding_rowwise"
 _BY_ROWS = (_ROWS, "colwise_rep", "colwise_gather_output")
 _KNOWN = (
     *(*_BY_ROWS, "rowwise", "rowwise_rep", "rowwise_split_input"),
-    *(_EMBEDDING, "embedding_colwise", _PARTIAL, "replicate", "all_reduce", "mla_kv_a_proj", "local_params"),
+    *(
+        _EMBEDDING,
+        "embedding_colwise",
+        _PARTIAL,
+        "replicate",
+        "all_reduce",
+        "mla_kv_a_proj",
+        "local_params",
+    ),
 )
 
 
@@ -52,27 +62,37 @@ _cuts: WeakKeyDictionary[nn.Module, _Cut] = WeakKeyDictionary()
 
 
 def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cut the matrices of ``model``, on the meta device and not sharded yet, over the ranks of `Meshes.tensor`.
+    """Cut the matrices of ``model``, on the meta device and not sharded yet, over the ranks of
+    `Meshes.tensor`.
 
     Raises:
-        ConfigError: transformers has no plan for the architecture, or one that is not supported, or the number of ranks
-            does not divide rows, columns or heads.
+        ConfigError: transformers has no plan for the architecture, or one that is not supported, or
+            the number of ranks does not divide rows, columns or heads.
     """
     size, name, head = mesh.size(), type(model).__name__, plain_head(model)
     modules: dict[str, nn.Module] = dict(model.named_modules())
     parameters = dict(model.named_parameters())  # a tied weight has one name
     plan = tensor_parallel_plan(model, size)
     experts = [name for name, style in plan.items() if style in _EXPERTS]
-    plan = {name: style for name, style in plan.items() if not any(_is_in(name, expert) for expert in experts)}
+    plan = {
+        name: style
+        for name, style in plan.items()
+        if not any(_is_in(name, expert) for expert in experts)
+    }
     norms = {name for name, style in plan.items() if style == _PARTIAL and name in modules}
     plan = {name: style for name, style in plan.items() if style != _PARTIAL}
     norms |= {name for name in _norms_of_heads(modules, plan) if name not in plan}
-    if not any(modules.get(layer) not in (None, head, model.get_input_embeddings()) for layer in plan):
+    if not any(
+        modules.get(layer) not in (None, head, model.get_input_embeddings()) for layer in plan
+    ):
         raise _refusal(size, f"but transformers has no plan for the layers of {name}")
     if unknown := next((name for name, style in plan.items() if style not in _KNOWN), None):
         raise _refusal(size, f"but transformers plans {plan[unknown]!r} for {unknown!r} of {name}")
     if head is not None:
-        names, embedding = {module: name for name, module in modules.items()}, model.get_input_embeddings()
+        names, embedding = (
+            {module: name for name, module in modules.items()},
+            model.get_input_embeddings(),
+        )
         plan |= {f"{names[head]}.{key}": _ROWS for key, _ in head.named_parameters()}
         plan.pop(names[head], None)
         if head.weight is embedding.weight:
@@ -80,7 +100,10 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     plan = {name: style for name, style in plan.items() if name in parameters or name in modules}
     heads = dict(_heads(modules, plan))
     apply_parallel_plan(model, mesh, plan)
-    _share_inputs([modules[name] for name, style in plan.items() if style in _BY_ROWS and name in modules], mesh)
+    _share_inputs(
+        [modules[name] for name, style in plan.items() if style in _BY_ROWS and name in modules],
+        mesh,
+    )
     model.tie_weights()
     _require_even(heads | dict(_cut_sizes(model)), size)
     _cuts[model] = _Cut(mesh, sorted(norms))
@@ -89,11 +112,17 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _share_inputs(layers: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Let layers with the same input (q, k and v) sum its gradient over the ranks once, instead of once for each."""
-    last: list[torch.Tensor] = []  # the input of the layers before, and its DTensor, until its gradient is there
+    """Let layers with the same input (q, k and v) sum its gradient over the ranks once, instead of
+    once for each.
+    """
+    last: list[
+        torch.Tensor
+    ] = []  # the input of the layers before, and its DTensor, until its gradient is there
 
     def shared(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        if isinstance(hidden := args[0], DTensor) or not (torch.is_grad_enabled() and hidden.requires_grad):
+        if isinstance(hidden := args[0], DTensor) or not (
+            torch.is_grad_enabled() and hidden.requires_grad
+        ):
             return None
         if not last or last[0] is not hidden:
             last[:] = hidden, DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
@@ -131,7 +160,9 @@ def _norms_of_heads(modules: dict[str, nn.Module], plan: dict[str, str]) -> Iter
                 yield f"{attention}.{key}"
 
 
-def _projections(modules: dict[str, nn.Module], plan: dict[str, str]) -> Iterator[tuple[str, str, int]]:
+def _projections(
+    modules: dict[str, nn.Module], plan: dict[str, str]
+) -> Iterator[tuple[str, str, int]]:
     """Yield each layer that is cut by heads, the attention that it is in, and the size of a head."""
     for name, style in plan.items():
         attention = name.rpartition(".")[0]
@@ -152,13 +183,17 @@ def _require_even(sizes: dict[str, int], ranks: int) -> None:
     for what, number in sizes.items():
         if number % ranks:
             fitting = divisors(math.gcd(*sizes.values()))
-            raise _refusal(ranks, f"which does not divide the {number} {what}; expected one of {fitting}", "")
+            raise _refusal(
+                ranks, f"which does not divide the {number} {what}; expected one of {fitting}", ""
+            )
 
 
 def _refusal(
     size: int, problem: str, instead: str = "; set it to 1, so that FSDP2 alone shards the model"
 ) -> ConfigError:
-    return ConfigError(f"tensor_parallel_size (t in config key 'backend') is {size}, {problem}{instead}")
+    return ConfigError(
+        f"tensor_parallel_size (t in config key 'backend') is {size}, {problem}{instead}"
+    )
 
 
 def require_cuttable(config: TrainEngineConfig, model: PreTrainedModel, size: int) -> None:
@@ -166,7 +201,9 @@ def require_cuttable(config: TrainEngineConfig, model: PreTrainedModel, size: in
     if config.use_lora:
         raise _refusal(size, "with config key 'use_lora' true: adapters are not cut")
     if config.compile:
-        raise _refusal(size, "with config key 'compile' true, which cannot compile matrices that are cut")
+        raise _refusal(
+            size, "with config key 'compile' true, which cannot compile matrices that are cut"
+        )
 
 
 def tensor_mesh_of(model: nn.Module) -> DeviceMesh | None:
@@ -180,8 +217,12 @@ def has_own_forward(head: nn.Linear) -> bool:
     return forward is not None and getattr(forward, "func", None) is not _whole_logits
 
 
-def words_of(head: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None, int, dist.ProcessGroup | None]:
-    """Weight and bias of this rank's words inside the head's forward, the first word, and the group with all words."""
+def words_of(
+    head: nn.Linear,
+) -> tuple[torch.Tensor, torch.Tensor | None, int, dist.ProcessGroup | None]:
+    """Weight and bias of this rank's words inside the head's forward, the first word, and the group
+    with all words.
+    """
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
         return weight, bias, 0, None
@@ -201,13 +242,21 @@ def _whole_logits(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module) -> None:
-    """Sum the gradients of which each rank of `Meshes.tensor` has a part. One all-reduce, of sharded gradients."""
+    """Sum the gradients of which each rank of `Meshes.tensor` has a part. One all-reduce, of
+    sharded gradients.
+    """
     if (cut := _cuts.get(model)) is None:
         return
-    params = [param for name in cut.partial for param in model.get_submodule(name).parameters(recurse=False)]
+    params = [
+        param
+        for name in cut.partial
+        for param in model.get_submodule(name).parameters(recurse=False)
+    ]
     parts = [param.grad.to_local() for param in params if isinstance(param.grad, DTensor)]
     if parts:
-        whole = torch.cat([part.flatten() for part in parts]).to(cut.mesh.device_type)  # from `fsdp.offload_params`
+        whole = torch.cat([part.flatten() for part in parts]).to(
+            cut.mesh.device_type
+        )  # from `fsdp.offload_params`
         dist.all_reduce(whole, group=cut.mesh.get_group())
         for part, values in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
             part.copy_(values.view_as(part))

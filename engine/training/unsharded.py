@@ -12,24 +12,31 @@ M = TypeVar("M", bound=nn.Module)
 def unsharded_class(model: nn.Module) -> type[nn.Module]:
     """The class of a module before `fully_shard` or `replicate` gave it a generated subclass.
 
-    torch generates ``FSDPLinear(FSDPModule, Linear)``, ``DDPLinear(DDP, Linear)`` or ``ReplicateLinear(ReplicateModule,
-    Linear)``: the first base is a mixin of torch.distributed that is not a module itself.
+    torch generates ``FSDPLinear(FSDPModule, Linear)``, ``DDPLinear(DDP, Linear)`` or
+    ``ReplicateLinear(ReplicateModule, Linear)``: the first base is a mixin of torch.distributed
+    that is not a module itself.
     """
     cls = type(model)
-    while cls.__bases__[0].__module__.startswith("torch.distributed.") and not issubclass(cls.__bases__[0], nn.Module):
+    while cls.__bases__[0].__module__.startswith("torch.distributed.") and not issubclass(
+        cls.__bases__[0], nn.Module
+    ):
         cls = cls.__bases__[-1]
     return cls
 
 
 def unsharded_view(model: M) -> M:
-    """The same modules, parameters and attributes under their classes from before `fully_shard` or `replicate`.
+    """The same modules, parameters and attributes under their classes from before `fully_shard` or
+    `replicate`.
 
-    transformers looks conversions up by class name and module. Use the view only to inspect the model. Do not call or
-    change it.
+    transformers looks conversions up by class name and module. Use the view only to inspect the
+    model. Do not call or change it.
     """
     views = {module: object.__new__(unsharded_class(module)) for module in model.modules()}
     for module, view in views.items():
         view.__dict__.update(module.__dict__)
-        children = {name: None if child is None else views[child] for name, child in children_of(module).items()}
+        children = {
+            name: None if child is None else views[child]
+            for name, child in children_of(module).items()
+        }
         replace_members(view, children=children)
     return views[model]  # type: ignore[return-value]

@@ -1,7 +1,8 @@
-"""A value head on the body of a causal language model, for models without token classification in transformers.
+"""A value head on the body of a causal language model, for models without token classification in
+transformers.
 
-Two thirds of its causal language models have none. Their body is used under its own name, so that folders of either
-kind fit, with a linear layer on the last hidden states.
+Two thirds of its causal language models have none. Their body is used under its own name, so that
+folders of either kind fit, with a linear layer on the last hidden states.
 """
 
 import inspect
@@ -13,14 +14,21 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from ...utils.compat.transformers_private import build_from_config, class_with_head, convert_like, loading_rules
+from ...utils.compat.transformers_private import (
+    build_from_config,
+    class_with_head,
+    convert_like,
+    loading_rules,
+)
 
 
 def value_model_class(config: PretrainedConfig, factory: type[Any] = AutoModelForCausalLM) -> Any:
-    """Model class with a ``score`` layer on the body. None if there is no causal language model either.
+    """Model class with a ``score`` layer on the body. None if there is no causal language model
+    either.
 
     Args:
-        config: config of the causal model, or of a multimodal one, from which the text part is used.
+        config: config of the causal model, or of a multimodal one, from which the text part is
+            used.
         factory: auto class of the model with the body.
     """
     causal = class_with_head(factory, config)
@@ -31,25 +39,40 @@ def value_model_class(config: PretrainedConfig, factory: type[Any] = AutoModelFo
 
 
 def build_value_model(
-    config: PretrainedConfig, dtype: torch.dtype, factory: type[Any] = AutoModelForCausalLM, **options: Any
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    factory: type[Any] = AutoModelForCausalLM,
+    **options: Any,
 ) -> PreTrainedModel:
-    """Build a model of `value_model_class` with new weights on the default device. ``options`` go to transformers."""
+    """Build a model of `value_model_class` with new weights on the default device. ``options`` go
+    to transformers.
+    """
     cls: Any = value_model_class(config, factory)
-    text_only = cls.config_class is not type(config) and cls.config_class is config.sub_configs.get("text_config")
-    return build_from_config(cls, config.get_text_config() if text_only else config, dtype, **options)
+    text_only = cls.config_class is not type(config) and cls.config_class is config.sub_configs.get(
+        "text_config"
+    )
+    return build_from_config(
+        cls, config.get_text_config() if text_only else config, dtype, **options
+    )
 
 
 def body_name(model: PreTrainedModel) -> str:
-    """Attribute of the module below a model's head (``"model"``). It may differ from ``base_model_prefix``."""
+    """Attribute of the module below a model's head (``"model"``). It may differ from
+    ``base_model_prefix``.
+    """
     bodies = (name for name, child in model.named_children() if isinstance(child, PreTrainedModel))
     return next(bodies, model.base_model_prefix)
 
 
 @cache
 def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
-    """Create one class per causal class, so that modules of an engine and its twins have the same class."""
+    """Create one class per causal class, so that modules of an engine and its twins have the same
+    class.
+    """
     parents = causal.__mro__
-    parent = parents[parents.index(PreTrainedModel) - 1]  # LlamaPreTrainedModel: how weights are drawn and sharded
+    parent = parents[
+        parents.index(PreTrainedModel) - 1
+    ]  # LlamaPreTrainedModel: how weights are drawn and sharded
     if parent is causal:
         return None
 
@@ -66,11 +89,21 @@ def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
         known = inspect.signature(body.forward).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             # Recurrent models lack some inputs, which may be dropped unless they describe padding.
-            inputs = {name: value for name, value in inputs.items() if name in known or name == "attention_mask"}
-        return TokenClassifierOutput(logits=self.score(body(input_ids=input_ids, **inputs).last_hidden_state))
+            inputs = {
+                name: value
+                for name, value in inputs.items()
+                if name in known or name == "attention_mask"
+            }
+        return TokenClassifierOutput(
+            logits=self.score(body(input_ids=input_ids, **inputs).last_hidden_state)
+        )
 
     # A folder is read like the causal model's, with the name rules for that class and its module.
-    members = {**loading_rules(causal), "__module__": causal.__module__, "config_class": causal.config_class}
+    members = {
+        **loading_rules(causal),
+        "__module__": causal.__module__,
+        "config_class": causal.config_class,
+    }
     name = causal.__name__.partition("For")[0] + "ForTokenClassification"
     cls: Any = type(name, (parent,), {**members, "__init__": __init__, "forward": forward})
     return cls

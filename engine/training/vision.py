@@ -1,15 +1,17 @@
-"""Images in batches: checks, per-token entries, inputs of the model, and the dummy image of a row without images.
+"""Images in batches: checks, per-token entries, inputs of the model, and the dummy image of a row
+without images.
 
 Two families of models are understood:
 
-- Grid: images have any size. ``pixel_values`` is ``[patches, channels * t * p * p]`` and ``image_grid_thw`` ``[images,
-  3]``. Positions come from the model's ``get_rope_index`` (Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V).
-- Fixed: all images have one size and one number of tokens. ``pixel_values`` is ``[images, channels, height, width]``
-  (Gemma 3, InternVL, LLaVA).
+- Grid: images have any size. ``pixel_values`` is ``[patches, channels * t * p * p]`` and
+  ``image_grid_thw`` ``[images, 3]``. Positions come from the model's ``get_rope_index`` (Qwen2-VL,
+  Qwen2.5-VL, Qwen3-VL, GLM-4V).
+- Fixed: all images have one size and one number of tokens. ``pixel_values`` is ``[images, channels,
+  height, width]`` (Gemma 3, InternVL, LLaVA).
 
-Every row of a micro-batch reaches the vision tower, if need be with a dummy image. The blocks of the tower are FSDP
-groups, so a rank without an image would not meet the collectives of its peers. And a tower that some batches do not
-reach would be decayed or not depending on the batch.
+Every row of a micro-batch reaches the vision tower, if need be with a dummy image. The blocks of
+the tower are FSDP groups, so a rank without an image would not meet the collectives of its peers.
+And a tower that some batches do not reach would be decayed or not depending on the batch.
 """
 
 import inspect
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
 TOKEN_TYPES = "mm_token_type_ids"
 """Per-token entry of a batch: 1 for tokens of an image, else 0."""
 ROPE_POSITIONS = "rope_position_ids"
-"""Per-token entry ``[..., 3]``: temporal, vertical and horizontal position of a token. Only in grid models."""
+"""Per-token entry ``[..., 3]``: temporal, vertical and horizontal position of a token. Only in grid
+models.
+"""
 
 _PIXELS, _GRID = "pixel_values", "image_grid_thw"
 _TYPE_ARGUMENTS = (TOKEN_TYPES, "token_type_ids")
@@ -42,13 +46,18 @@ _IN_IMAGE = (RuntimeError, ValueError, TypeError, LookupError, StopIteration)
 
 
 def require_whole_rows(strategy: ParallelStrategy) -> None:
-    """Raise ConfigError if ranks share rows or matrices, which no model with a vision tower supports."""
-    for letter, key, size in (("c", "context", strategy.cp_size), ("t", "tensor", strategy.tp_size)):
+    """Raise ConfigError if ranks share rows or matrices, which no model with a vision tower
+    supports.
+    """
+    for letter, key, size in (
+        ("c", "context", strategy.cp_size),
+        ("t", "tensor", strategy.tp_size),
+    ):
         if size > 1:
             raise ConfigError(
-                f"config key 'train_vision' is true, but {key}_parallel_size is {size}: how ranks share the rows or "
-                f"matrices of a model with a vision tower is not supported; leave {letter!r} out of config key "
-                "'backend'"
+                f"config key 'train_vision' is true, but {key}_parallel_size is {size}: how ranks "
+                "share the rows or matrices of a model with a vision tower is not supported; "
+                f"leave {letter!r} out of config key 'backend'"
             )
 
 
@@ -68,16 +77,23 @@ class Vision:
         self._body: Any = body
         self._text = config.get_text_config(decoder=True)
         self._has_grid = hasattr(body, "get_rope_index")
-        vision, token = getattr(config, "vision_config", None), getattr(config, "image_token_id", None)
+        vision, token = (
+            getattr(config, "vision_config", None),
+            getattr(config, "image_token_id", None),
+        )
         n_tokens = 1 if self._has_grid else _tokens_of_fixed(config)
         if vision is None or token is None or n_tokens is None:
             raise ConfigError(
-                f"config key 'train_vision' is true, but how {type(model).__name__} takes images is not known: its "
-                "config needs vision_config and image_token_id, and its body get_rope_index or a fixed number of "
-                "tokens for each image; set it to false to train on text, if the model has a text-only form"
+                f"config key 'train_vision' is true, but how {type(model).__name__} takes images "
+                "is not known: its config needs vision_config and image_token_id, and its body "
+                "get_rope_index or a fixed number of tokens for each image; set it to false to "
+                "train on text, if the model has a text-only form"
             )
         self.image_token, self.image_tokens = int(token), int(n_tokens)
-        patch, channels = _sides(vision.patch_size), getattr(vision, "in_channels", None) or vision.num_channels
+        patch, channels = (
+            _sides(vision.patch_size),
+            getattr(vision, "in_channels", None) or vision.num_channels,
+        )
         if self._has_grid:
             self._merge = int(vision.spatial_merge_size)
             self._shape = (channels * vision.temporal_patch_size * patch[0] * patch[1],)
@@ -91,9 +107,11 @@ class Vision:
     def prepare(
         self, batch: Batch, lengths: Sequence[int], most: int | None = None
     ) -> tuple[Batch, list[Batch], list[int]]:
-        """Check the images of a batch. Return it with `TOKEN_TYPES` and `ROPE_POSITIONS`, pixels and cost of each row.
+        """Check the images of a batch. Return it with `TOKEN_TYPES` and `ROPE_POSITIONS`, pixels
+        and cost of each row.
 
-        The cost is a number of tokens. Tokens of images count twice, for the tower and for the language model.
+        The cost is a number of tokens. Tokens of images count twice, for the tower and for the
+        language model.
 
         Args:
             batch: padded, as `validate_batch` accepts it. It may lack `TOKEN_TYPES`.
@@ -106,11 +124,14 @@ class Vision:
         ids = batch["input_ids"].cpu()
         pixels = images_of(batch) or [{} for _ in lengths]
         types = (ids == self.image_token).long() * batch["attention_mask"].cpu().long()
-        if (given := batch.get(TOKEN_TYPES)) is not None and not torch.equal(given.cpu().long(), types):
+        if (given := batch.get(TOKEN_TYPES)) is not None and not torch.equal(
+            given.cpu().long(), types
+        ):
             rows = (given.cpu().long() != types).flatten(1).any(1).nonzero().flatten().tolist()
             raise BatchError(
-                f"batch[{TOKEN_TYPES!r}] of row(s) {rows[:8]} is not 1 at image tokens (id {self.image_token}) and 0 "
-                "elsewhere; leave it out, or take the processor's. Videos are not supported"
+                f"batch[{TOKEN_TYPES!r}] of row(s) {rows[:8]} is not 1 at image tokens (id "
+                f"{self.image_token}) and 0 elsewhere; leave it out, or take the processor's. "
+                "Videos are not supported"
             )
         positions = []
         for row, (own, length) in enumerate(zip(pixels, lengths, strict=True)):
@@ -118,7 +139,9 @@ class Vision:
             if self._has_grid:
                 positions.append(self._positions(row, ids[row, :length], types[row, :length], own))
         device = batch["input_ids"].device
-        prepared = {key: tensor for key, tensor in batch.items() if key != IMAGES} | {TOKEN_TYPES: types.to(device)}
+        prepared = {key: tensor for key, tensor in batch.items() if key != IMAGES} | {
+            TOKEN_TYPES: types.to(device)
+        }
         if self._has_grid:
             padded = [F.pad(each, (0, 0, 0, ids.shape[1] - len(each))) for each in positions]
             prepared[ROPE_POSITIONS] = torch.stack(padded).to(device)
@@ -131,17 +154,21 @@ class Vision:
         if sum(sizes) != n_tokens:
             missing = f"; batch[{IMAGES!r}][{row}] has no pixels" if not pixels else ""
             raise BatchError(
-                f"row {row} of the batch has {n_tokens} image tokens (id {self.image_token}), but its {len(sizes)} "
-                f"images take {sum(sizes)}{missing}. The images must be those that the processor expanded the prompt "
-                "with, and image tokens must not be sampled"
+                f"row {row} of the batch has {n_tokens} image tokens (id {self.image_token}), but "
+                f"its {len(sizes)} images take {sum(sizes)}{missing}. The images must be those "
+                "that the processor expanded the prompt with, and image tokens must not be sampled"
             )
         runs = [len(list(group)) for kind, group in groupby(types.tolist()) if kind]
         if self._has_grid and runs != sizes:
-            raise BatchError(f"row {row} of the batch has runs of {runs} image tokens; its images take {sizes}, each")
+            raise BatchError(
+                f"row {row} of the batch has runs of {runs} image tokens; its images take "
+                f"{sizes}, each"
+            )
         if most is not None and max(sizes, default=0) > most:
             raise BatchError(
-                f"row {row} of the batch has an image of {max(sizes)} tokens, more than config key "
-                f"'mb_spec.max_tokens_per_mb' ({most}); raise that, or give the processor a smaller limit of pixels"
+                f"row {row} of the batch has an image of {max(sizes)} tokens, more than config "
+                f"key 'mb_spec.max_tokens_per_mb' ({most}); raise that, or give the processor a "
+                "smaller limit of pixels"
             )
 
     def _tokens_of_images(self, row: int, pixels: Batch) -> list[int]:
@@ -149,7 +176,11 @@ class Vision:
         names = {_PIXELS, _GRID} if self._has_grid else {_PIXELS}
         where = f"batch[{IMAGES!r}][{row}]"
         if pixels and pixels.keys() != names:
-            videos = ". Videos are not supported" if any("video" in name or "second" in name for name in pixels) else ""
+            videos = (
+                ". Videos are not supported"
+                if any("video" in name or "second" in name for name in pixels)
+                else ""
+            )
             expected = f"expected {sorted(names)}, or none without images{videos}"
             raise BatchError(f"{where} has the keys {sorted(pixels)}; {expected}")
         if not pixels:
@@ -157,27 +188,35 @@ class Vision:
         values = pixels[_PIXELS]
         if not values.is_floating_point() or values.shape[1:] != self._shape or not len(values):
             raise BatchError(
-                f"{where}[{_PIXELS!r}] is {values.dtype} of shape {list(values.shape)}; the model takes floating-point "
-                f"numbers of shape [{'patches' if self._has_grid else 'images'}, {', '.join(map(str, self._shape))}]"
+                f"{where}[{_PIXELS!r}] is {values.dtype} of shape {list(values.shape)}; the model "
+                "takes floating-point numbers of shape "
+                f"[{'patches' if self._has_grid else 'images'}, "
+                f"{', '.join(map(str, self._shape))}]"
             )
         if not self._has_grid:
             return [self.image_tokens] * len(values)
         grid = pixels[_GRID]
         if grid.is_floating_point() or grid.dim() != 2 or grid.shape[1] != 3:
             raise BatchError(
-                f"{where}[{_GRID!r}] is {grid.dtype} of shape {list(grid.shape)}; expected integers [images, 3]"
+                f"{where}[{_GRID!r}] is {grid.dtype} of shape {list(grid.shape)}; expected "
+                "integers [images, 3]"
             )
         grids = grid.tolist()
         if any(t != 1 or h < 1 or w < 1 or h % self._merge or w % self._merge for t, h, w in grids):
             raise BatchError(
-                f"{where}[{_GRID!r}] is {grids}; expected [1, height, width] in patches for each image, both multiples "
-                f"of {self._merge}"
+                f"{where}[{_GRID!r}] is {grids}; expected [1, height, width] in patches for each "
+                f"image, both multiples of {self._merge}"
             )
         if (n_patches := sum(h * w for _, h, w in grids)) != len(values):
-            raise BatchError(f"{where} has {len(values)} patches in {_PIXELS!r}; {_GRID!r} {grids} has {n_patches}")
+            raise BatchError(
+                f"{where} has {len(values)} patches in {_PIXELS!r}; {_GRID!r} {grids} has "
+                f"{n_patches}"
+            )
         return [h * w // self._merge**2 for _, h, w in grids]
 
-    def _positions(self, row: int, ids: torch.Tensor, types: torch.Tensor, pixels: Batch) -> torch.Tensor:
+    def _positions(
+        self, row: int, ids: torch.Tensor, types: torch.Tensor, pixels: Batch
+    ) -> torch.Tensor:
         """``[T, 3]`` positions of one sequence."""
         grid = pixels[_GRID].cpu() if pixels else None
         try:
@@ -186,7 +225,8 @@ class Vision:
             )
         except _IN_IMAGE as error:
             raise BatchError(
-                f"the model finds no positions for row {row} of the batch: {type(error).__name__}: {error}"
+                f"the model finds no positions for row {row} of the batch: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return positions[:, 0].T
 
@@ -196,9 +236,16 @@ class Vision:
         """Per-token entries of a sequence with nothing but an image, and its pixels (zeros)."""
         tokens = torch.arange(self.image_tokens, device=device)
         ones, pixels = torch.ones_like(tokens), self._blank(1, 1, device)
-        data = {"input_ids": ones * self.image_token, "attention_mask": ones, "position_ids": tokens, TOKEN_TYPES: ones}
+        data = {
+            "input_ids": ones * self.image_token,
+            "attention_mask": ones,
+            "position_ids": tokens,
+            TOKEN_TYPES: ones,
+        }
         if self._has_grid:
-            data[ROPE_POSITIONS] = torch.zeros(self.image_tokens, 3, dtype=torch.int64, device=device)
+            data[ROPE_POSITIONS] = torch.zeros(
+                self.image_tokens, 3, dtype=torch.int64, device=device
+            )
         return data, pixels
 
     def _blank(self, height: int, width: int, device: torch.device | str = "cpu") -> Batch:
@@ -210,26 +257,41 @@ class Vision:
         return {_PIXELS: pixels, _GRID: torch.tensor([grid], device=device)}
 
     def images(self, row: "MicroBatch") -> dict[str, Any]:
-        """Arguments of the model's forward with the images of a row: pixels, and which tokens they are."""
-        types = {} if self._type_argument is None else {self._type_argument: row.data[TOKEN_TYPES][None]}
+        """Arguments of the model's forward with the images of a row: pixels, and which tokens they
+        are.
+        """
+        types = (
+            {}
+            if self._type_argument is None
+            else {self._type_argument: row.data[TOKEN_TYPES][None]}
+        )
         return row.pixels | types
 
     def inputs(self, row: "MicroBatch") -> dict[str, Any]:
-        """`images` of a row of `MicroBatch.row`, with positions and masks that keep its sequences apart."""
+        """`images` of a row of `MicroBatch.row`, with positions and masks that keep its sequences
+        apart.
+        """
         inputs = self.images(row)
         if self._type_argument == "token_type_ids":
             inputs["attention_mask"] = self._masks(row)
-        if self._has_grid:  # the first of four is the position in the sequence, in which the model sees boundaries
+        if (
+            self._has_grid
+        ):  # the first of four is the position in the sequence, in which the model sees boundaries
             positions = torch.cat([row.position_ids[None], row.data[ROPE_POSITIONS].T])
             inputs["position_ids"] = positions[:, None]
         return inputs
 
     def _masks(self, row: "MicroBatch") -> dict[str, torch.Tensor]:
-        """``[1, 1, T, T]`` bool for each kind of layer, in which the tokens of an image see each other (Gemma 3).
+        """``[1, 1, T, T]`` bool for each kind of layer, in which the tokens of an image see each
+        other (Gemma 3).
 
-        transformers (5.23) looks the images of every sequence up in the first sequence of a packed row.
+        transformers (5.23) looks the images of every sequence up in the first sequence of a packed
+        row.
         """
-        types, tokens = row.data[TOKEN_TYPES].bool(), torch.arange(row.n_tokens, device=row.position_ids.device)
+        types, tokens = (
+            row.data[TOKEN_TYPES].bool(),
+            torch.arange(row.n_tokens, device=row.position_ids.device),
+        )
         rows = row.rows
         starts = types & (~types.roll(1) | (rows != rows.roll(1)) | (tokens == 0))
         images = torch.where(types, starts.cumsum(0), -1)
@@ -242,9 +304,11 @@ class Vision:
     # Test rows
 
     def probe(self, text: Sequence[torch.Tensor]) -> tuple[Batch, list[int]]:
-        """A batch of sequences with 1, 0, 2, 1, 0, 2 ... random images, for tests of the architecture, and the lengths.
+        """A batch of sequences with 1, 0, 2, 1, 0, 2 ... random images, for tests of the
+        architecture, and the lengths.
 
-        ``text`` are token ids. An image comes after the first token of a sequence, another before the last.
+        ``text`` are token ids. An image comes after the first token of a sequence, another before
+        the last.
         """
         generator, sizes = torch.Generator().manual_seed(0), ((1, 2), (2, 1), (2, 2))
         rows, pixels = [], []

@@ -1,11 +1,12 @@
 """Allocate memory for a sharded model, and draw its weights from a seed.
 
-A seeded draw goes block by block over a second model without memory (the skeleton): one block at a time exists on the
-CPU, and its values depend only on the seed and the block's name, never on the number of ranks.
+A seeded draw goes block by block over a second model without memory (the skeleton): one block at a
+time exists on the CPU, and its values depend only on the seed and the block's name, never on the
+number of ranks.
 
-After ``to_empty``, non-persistent buffers (rotary frequencies) are garbage. The model's own ``_init_weights`` computes
-them again, once over zeros and once over ones. A buffer that it does not write differs between the two, which is an
-error instead of a silent wrong answer.
+After ``to_empty``, non-persistent buffers (rotary frequencies) are garbage. The model's own
+``_init_weights`` computes them again, once over zeros and once over ones. A buffer that it does not
+write differs between the two, which is an error instead of a silent wrong answer.
 """
 
 from collections.abc import Callable
@@ -24,13 +25,17 @@ from .unsharded import unsharded_class
 
 
 def give_memory(
-    model: PreTrainedModel, skeleton: PreTrainedModel, device: torch.device, params_on: torch.device | None = None
+    model: PreTrainedModel,
+    skeleton: PreTrainedModel,
+    device: torch.device,
+    params_on: torch.device | None = None,
 ) -> list[str]:
-    """Allocate this rank's shard (uninitialised) on ``params_on``, or on ``device`` with the buffers, and compute every
-    buffer that the model's code can compute.
+    """Allocate this rank's shard (uninitialised) on ``params_on``, or on ``device`` with the
+    buffers, and compute every buffer that the model's code can compute.
 
-    ``model`` is on meta and sharded. ``skeleton``, the same model unsharded, has its buffers overwritten. Returns the
-    names of persistent buffers that only a checkpoint can fill. They are NaN or 0.
+    ``model`` is on meta and sharded. ``skeleton``, the same model unsharded, has its buffers
+    overwritten. Returns the names of persistent buffers that only a checkpoint can fill. They are
+    NaN or 0.
 
     Raises:
         ConfigError: nothing computes a non-persistent buffer.
@@ -39,7 +44,9 @@ def give_memory(
     model.tie_weights()  # _apply may have untied weights
     for module in model.modules() if params_on not in (None, device) else ():
         members = buffers_of(module)
-        members.update({key: None if held is None else held.to(device) for key, held in members.items()})
+        members.update(
+            {key: None if held is None else held.to(device) for key, held in members.items()}
+        )
     first, second = (_initialized_buffers(skeleton, garbage) for garbage in (0, 1))
     unfilled = []
     for name, module in model.named_modules():
@@ -51,9 +58,9 @@ def give_memory(
                 buffer.copy_(first[full])
             elif not is_persistent(module, key):
                 raise ConfigError(
-                    f"{unsharded_class(module).__name__} at {name!r} does not compute its buffer {key!r} in "
-                    "_init_weights, so the model cannot be built on the meta device; upgrade transformers or report "
-                    "the architecture"
+                    f"{unsharded_class(module).__name__} at {name!r} does not compute its buffer "
+                    f"{key!r} in _init_weights, so the model cannot be built on the meta device; "
+                    "upgrade transformers or report the architecture"
                 )
             else:
                 buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
@@ -63,14 +70,17 @@ def give_memory(
 
 @torch.no_grad()
 def _initialized_buffers(skeleton: PreTrainedModel, garbage: int) -> dict[str, torch.Tensor]:
-    """All buffers, on the CPU, after the modules have initialised themselves over ``garbage``. Parameters stay on meta.
+    """All buffers, on the CPU, after the modules have initialised themselves over ``garbage``.
+    Parameters stay on meta.
 
     Modules may compute buffers of their children (Falcon-H1), so parents are initialised last.
     """
     for module in skeleton.modules():
         for key, buffer in buffers_of(module).items():
             if buffer is not None:
-                buffers_of(module)[key] = torch.full(buffer.shape, garbage, dtype=buffer.dtype, device="cpu")
+                buffers_of(module)[key] = torch.full(
+                    buffer.shape, garbage, dtype=buffer.dtype, device="cpu"
+                )
     with torch.random.fork_rng(devices=[]):
         for module, initialize in reversed(_initializers(skeleton)):
             initialize(module)
@@ -78,7 +88,8 @@ def _initialized_buffers(skeleton: PreTrainedModel, garbage: int) -> dict[str, t
 
 
 def _initializers(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[[nn.Module], None]]]:
-    """Every module, parents before children, with the ``_init_weights`` of the innermost model around it.
+    """Every module, parents before children, with the ``_init_weights`` of the innermost model
+    around it.
 
     transformers does the same: a vision tower initialises its own modules.
     """
@@ -97,13 +108,18 @@ def _initializers(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[[nn.
 
 @torch.no_grad()
 def draw_weights(
-    model: PreTrainedModel, skeleton: PreTrainedModel, seed: int, blocks: tuple[type[nn.Module], ...]
+    model: PreTrainedModel,
+    skeleton: PreTrainedModel,
+    seed: int,
+    blocks: tuple[type[nn.Module], ...],
 ) -> list[str]:
-    """Draw every parameter as transformers would, one block at a time, with the same values at every world size.
+    """Draw every parameter as transformers would, one block at a time, with the same values at
+    every world size.
 
-    Each block is drawn from ``seed`` and the block's name, over the unsharded ``skeleton``. Modules of the classes
-    ``blocks`` are drawn whole, because some models scale a block's inner weights. Each rank keeps its own rows. Returns
-    the names of parameters that only a checkpoint can fill. They are NaN.
+    Each block is drawn from ``seed`` and the block's name, over the unsharded ``skeleton``. Modules
+    of the classes ``blocks`` are drawn whole, because some models scale a block's inner weights.
+    Each rank keeps its own rows. Returns the names of parameters that only a checkpoint can fill.
+    They are NaN.
     """
     initializers, undrawn = dict(_initializers(skeleton)), []
     for name, unit in _draw_units(skeleton, blocks):
@@ -112,7 +128,9 @@ def draw_weights(
             drawn.fill_(float("nan"))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) >> 1)
-            for module in reversed(list(unit.modules())):  # children before parents, as transformers does
+            for module in reversed(
+                list(unit.modules())
+            ):  # children before parents, as transformers does
                 initializers[module](module)
         for key, drawn in unit.named_parameters(prefix=name):
             if drawn.isnan().any():
@@ -122,19 +140,27 @@ def draw_weights(
     return undrawn
 
 
-def _draw_units(skeleton: nn.Module, blocks: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Module]]:
-    """The outermost blocks, and the outermost other modules that own parameters. Together they have every parameter."""
+def _draw_units(
+    skeleton: nn.Module, blocks: tuple[type[nn.Module], ...]
+) -> list[tuple[str, nn.Module]]:
+    """The outermost blocks, and the outermost other modules that own parameters. Together they have
+    every parameter.
+    """
     units: list[tuple[str, nn.Module]] = []
     for name, module in skeleton.named_modules():
         inside = any(f"{name}.".startswith(f"{unit}." if unit else "") for unit, _ in units)
-        if not inside and (isinstance(module, blocks) or next(module.parameters(recurse=False), None) is not None):
+        if not inside and (
+            isinstance(module, blocks) or next(module.parameters(recurse=False), None) is not None
+        ):
             units.append((name, module))
     return units
 
 
 @torch.no_grad()
 def keep_own_shard(param: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy this rank's part of ``full`` (the whole tensor, equal on all ranks) into ``param``. No communication."""
+    """Copy this rank's part of ``full`` (the whole tensor, equal on all ranks) into ``param``. No
+    communication.
+    """
     if isinstance(param, DTensor):
         full = distribute_tensor(
             full.to(param.device), param.device_mesh, param.placements, src_data_rank=None

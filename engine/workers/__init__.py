@@ -4,5 +4,6 @@ from importlib.util import find_spec
 
 if find_spec("ray") is None:
     raise ModuleNotFoundError(
-        "worker groups and the supervisor need the package ray: pip install 'holdfast[ray]'", name="ray"
+        "worker groups and the supervisor need the package ray: pip install 'holdfast[ray]'",
+        name="ray",
     )

@@ -20,7 +20,9 @@ from ...utils.heartbeat import beat, seconds_since_beat
 from ...utils.processes import Lease, ProcessId, die_with_parent, thread_cpu_s
 
 COMPUTES = 0.01
-"""Share of its time that a thread must spend computing to count as busy. A thread that waits and polls uses less."""
+"""Share of its time that a thread must spend computing to count as busy. A thread that waits and
+polls uses less.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Process of a rank: its id, the address and Ray's name of its node, and torch's index of its GPU."""
+    """Process of a rank: its id, the address and Ray's name of its node, and torch's index of its
+    GPU.
+    """
 
     id: ProcessId
     host: str
@@ -44,9 +48,11 @@ class RankProcess:
 
 
 def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
-    """Torch's index for the first of ``gpus`` (Ray's names), where ``visible`` is CUDA_VISIBLE_DEVICES or AMD's HIP_...
+    """Torch's index for the first of ``gpus`` (Ray's names), where ``visible`` is
+    CUDA_VISIBLE_DEVICES or AMD's HIP_...
 
-    0 if Ray narrowed that variable to them (unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set).
+    0 if Ray narrowed that variable to them (unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is
+    set).
     """
     names = [str(gpu) for gpu in gpus]
     if visible is None:
@@ -55,12 +61,13 @@ def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
 
 
 class RankActor:
-    """One rank. Training runs on one thread, where the thread-local state of torch is. `ping` and background work have
-    their own threads."""
+    """One rank. Training runs on one thread, where the thread-local state of torch is. `ping` and
+    background work have their own threads.
+    """
 
     def __init__(self) -> None:
-        # The raylet, our parent, dies with a killed driver. Without this a worker would notice after 2-3 s, and
-        # meanwhile write files while the restarted job does the same.
+        # The raylet, our parent, dies with a killed driver. Without this a worker would notice
+        # after 2-3 s, and meanwhile write files while the restarted job does the same.
         die_with_parent()
         self._worker: Any = None
         self._store: dist.TCPStore | None = None
@@ -74,13 +81,20 @@ class RankActor:
         host, gpus = ray.util.get_node_ip_address(), ray.get_gpu_ids()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
         device = device_index(gpus, visible) if gpus else None
-        if serve_store:  # at a port that the kernel chooses: to search for one and bind it later would be a race
+        if (
+            serve_store
+        ):  # at a port that the kernel chooses: to search for one and bind it later would be a race
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        where = RankProcess(ProcessId.current(), host, ray.get_runtime_context().get_node_id(), device)
+        where = RankProcess(
+            ProcessId.current(), host, ray.get_runtime_context().get_node_id(), device
+        )
         return where, 0 if self._store is None else self._store.port
 
-    def join(self, env: dict[str, str], threads: int, gpus: float, rendezvous: Rendezvous | None) -> None:
-        """Become rank ``env["RANK"]``, in a process group if there is a rendezvous. ConfigError if torch sees no GPU.
+    def join(
+        self, env: dict[str, str], threads: int, gpus: float, rendezvous: Rendezvous | None
+    ) -> None:
+        """Become rank ``env["RANK"]``, in a process group if there is a rendezvous. ConfigError if
+        torch sees no GPU.
 
         CUDA has not been used yet, so a CUDA_VISIBLE_DEVICES in ``env`` still takes effect.
         """
@@ -94,18 +108,23 @@ class RankActor:
             return
         if gpus and self._device is None:
             raise ConfigError(
-                f"rank {env['RANK']} was given {gpus:g} GPU(s) on {socket.gethostname()}, where torch "
-                f"{torch.__version__} sees no CUDA device; check the driver and torch.version.cuda, or ask for gpus=0"
+                f"rank {env['RANK']} was given {gpus:g} GPU(s) on {socket.gethostname()}, where "
+                f"torch {torch.__version__} sees no CUDA device; check the driver and "
+                "torch.version.cuda, or ask for gpus=0"
             )
         timeout = timedelta(seconds=rendezvous.timeout_s)
-        store = self._store or dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+        store = self._store or dist.TCPStore(
+            rendezvous.host, rendezvous.port, is_master=False, timeout=timeout
+        )
         dist.init_process_group(
             CUDA_BACKEND if gpus else "gloo",
             store=dist.PrefixStore(rendezvous.generation, store),
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
             timeout=timeout,
-            device_id=self._device if gpus >= 1 else None,  # ranks that share a GPU use gloo, because NCCL refuses them
+            device_id=self._device
+            if gpus >= 1
+            else None,  # ranks that share a GPU use gloo, because NCCL refuses them
         )
 
     def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -119,7 +138,9 @@ class RankActor:
             return getattr(self._worker, method)(*args, **kwargs)
 
     def run(self, fn: Callable[..., Any], args: tuple) -> Any:
-        """Call ``fn(worker, *args)`` on any thread. CUDA's current device is thread-local, so it is set first."""
+        """Call ``fn(worker, *args)`` on any thread. CUDA's current device is thread-local, so it is
+        set first.
+        """
         if self._device is not None:
             torch.cuda.set_device(self._device)
         with self._beating():
@@ -132,17 +153,20 @@ class RankActor:
                 self._worker.destroy()
 
     def ping(self) -> float:
-        """Seconds since the last `beat`. Answers as long as the process can run Python, even if the worker is busy.
+        """Seconds since the last `beat`. Answers as long as the process can run Python, even if the
+        worker is busy.
 
-        Computing counts as progress only without a process group: in one, a rank that computes forever, or waits for
-        NCCL (which uses processor time), blocks the others.
+        Computing counts as progress only without a process group: in one, a rank that computes
+        forever, or waits for NCCL (which uses processor time), blocks the others.
         """
         if self._alone and any(call.computes() for call in list(self._calls)):
             beat()
         return seconds_since_beat()
 
     def renew_lease(self, stamp: float | None, lease_s: float) -> float:
-        """Live for ``lease_s`` after ``stamp``, a return value of this method. Return the stamp for the next call."""
+        """Live for ``lease_s`` after ``stamp``, a return value of this method. Return the stamp for
+        the next call.
+        """
         self._lease = self._lease or Lease()
         if stamp is not None:
             self._lease.put_off(stamp + lease_s)

@@ -1,19 +1,21 @@
-"""One Ray actor per rank on a placement group, called as one. The death of any rank is one `WorkerLost`.
+"""One Ray actor per rank on a placement group, called as one. The death of any rank is one
+`WorkerLost`.
 
-This file starts the ranks (rendezvous without a port race), calls a method on all of them, and decides what a failure
-means:
+This file starts the ranks (rendezvous without a port race), calls a method on all of them, and
+decides what a failure means:
 
 - A process died, or missed the deadline: every survivor is killed, then `WorkerLost` is raised.
 - A process is stopped, or makes no progress (an endless loop): the same. See `answers`.
 - A collective timed out on some ranks: the ranks with a pending call hang, so the same.
-- A rank raised another error: it is raised, ``from`` Ray's, which has the worker's traceback. gloo neighbours of a dead
-  rank fail before Ray reports the death, so an error is believed only after `ERROR_GRACE_S`. Neighbours of a stopped
-  rank fail when their collective times out, so ranks with a pending call are pinged then. If they are well (they wait
-  in a collective for the failed rank), all are killed, because ranks out of step cannot continue. If every rank has
-  answered, the group stays usable.
+- A rank raised another error: it is raised, ``from`` Ray's, which has the worker's traceback. gloo
+  neighbours of a dead rank fail before Ray reports the death, so an error is believed only after
+  `ERROR_GRACE_S`. Neighbours of a stopped rank fail when their collective times out, so ranks with
+  a pending call are pinged then. If they are well (they wait in a collective for the failed rank),
+  all are killed, because ranks out of step cannot continue. If every rank has answered, the group
+  stays usable.
 
-A call costs about a millisecond more than the method. Ray never restarts or repeats anything: a repeated method could
-apply an update twice, and a restarted actor has no process group.
+A call costs about a millisecond more than the method. Ray never restarts or repeats anything: a
+repeated method could apply an update twice, and a restarted actor has no process group.
 """
 
 import reprlib
@@ -32,7 +34,17 @@ from ...utils.processes import ProcessId
 from .actor import RankActor, RankProcess, Rendezvous
 from .nodes import ended_nodes
 from .placement import Placement, PlacementRequest, WorkerResources, place
-from .rank_answers import Answers, Patience, cause_of, culprit, headline, ping, raise_cause, require_ray, wait_watching
+from .rank_answers import (
+    Answers,
+    Patience,
+    cause_of,
+    culprit,
+    headline,
+    ping,
+    raise_cause,
+    require_ray,
+    wait_watching,
+)
 from .remote_server import RemoteServer
 from .termination import LeaseKeeper, end_on_nodes
 
@@ -50,10 +62,11 @@ class WorkerGroup:
         stats = group.call_all("train_step", batch)
         group.shutdown()
 
-    Every method may raise `WorkerLost`. After that the group is dead, and every later call raises it again at once.
-    Several threads may each use their own group at the same time. A group is used by one thread at a time, with two
-    exceptions: `run_in_background`, and `kill`, which also interrupts the start. A waiting call then raises
-    `WorkerLost`.
+    Every method may raise `WorkerLost`. After that the group is dead, and every later call raises
+    it again at once. Several threads may each use their own group at the same time. A group is used
+    by one thread at a time, with two
+    exceptions: `run_in_background`, and `kill`, which also interrupts the start. A waiting call
+    then raises `WorkerLost`.
 
     Attributes:
         name: name in errors and logs.
@@ -84,53 +97,65 @@ class WorkerGroup:
         env: Mapping[str, str] | None = None,
         **unknown: Any,
     ) -> None:
-        """Start the ranks and construct ``worker_cls(*args, **kwargs)`` on each, inside the default process group.
+        """Start the ranks and construct ``worker_cls(*args, **kwargs)`` on each, inside the default
+        process group.
 
         Args:
-            worker_cls: class to construct on each rank. `shutdown` calls its optional ``destroy()``.
+            worker_cls: class to construct on each rank. `shutdown` calls its optional
+                ``destroy()``.
             args: positional arguments of ``worker_cls``, the same on every rank.
             kwargs: keyword arguments of ``worker_cls``, the same on every rank.
             world_size: number of ranks.
             name: name in errors and logs.
             placement: a bundle for each rank. None: created here, and removed by `shutdown`.
-            resources: resources of each rank. None: one CPU. Ranks without GPUs get an empty CUDA_VISIBLE_DEVICES,
-                unless ``env`` sets it, so that they compute on the CPU.
-            process_group: join the ranks with torch.distributed (gloo, and nccl with GPUs). RANK, WORLD_SIZE,
-                LOCAL_RANK and LOCAL_WORLD_SIZE are set in either case.
+            resources: resources of each rank. None: one CPU. Ranks without GPUs get an empty
+                CUDA_VISIBLE_DEVICES, unless ``env`` sets it, so that they compute on the CPU.
+            process_group: join the ranks with torch.distributed (gloo, and nccl with GPUs). RANK,
+                WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set in either case.
             process_group_timeout_s: time limit for a collective.
-            start_timeout_s: time limit for each of: placing the group, starting its processes, and their rendezvous.
+            start_timeout_s: time limit for each of: placing the group, starting its processes, and
+                their rendezvous.
             build_timeout_s: time limit for the constructors, which may load a large model.
-            hang_timeout_s: a rank that does not answer a ping for this time is lost. A rank on another node that has
-                not heard from this process for this time ends itself. None: no pings, no leases, and
-                ``stall_timeout_s`` has no effect. Does not apply while the group starts.
-            stall_timeout_s: if none of the ranks with a pending call has made progress for this time, they are lost. A
-                longer call must call ``holdfast.utils.heartbeat.beat()`` now and then, as the engine does for every
-                micro-batch. Without a process group computing is also progress (an hour of sampling is fine), but
-                waiting, for example for a server, is not. None: no limit.
-            kill_timeout_s: time limit for killed processes to disappear. SIGKILL waits until the kernel has freed
-                pinned memory and GPU resources. Processes that take longer end the job.
-            on_created: called with the group before its first process starts. An error in it ends the start.
+            hang_timeout_s: a rank that does not answer a ping for this time is lost. A rank on
+                another node that has not heard from this process for this time ends itself. None:
+                no pings, no leases, and ``stall_timeout_s`` has no effect. Does not apply while the
+                group starts.
+            stall_timeout_s: if none of the ranks with a pending call has made progress for this
+                time, they are lost. A longer call must call ``holdfast.utils.heartbeat.beat()`` now
+                and then, as the engine does for every micro-batch. Without a process group
+                computing is also progress (an hour of sampling is fine), but waiting, for example
+                for a server, is not. None: no limit.
+            kill_timeout_s: time limit for killed processes to disappear. SIGKILL waits until the
+                kernel has freed pinned memory and GPU resources. Processes that take longer end the
+                job.
+            on_created: called with the group before its first process starts. An error in it ends
+                the start.
             env: environment variables, set before the processes start.
-            misplaced: must be empty, like ``unknown``. The error says how to pass arguments of ``worker_cls``.
+            misplaced: must be empty, like ``unknown``. The error says how to pass arguments of
+                ``worker_cls``.
             unknown: see ``misplaced``.
 
         Raises:
-            ConfigError: an unknown argument, Ray is not initialised, or it can never provide the resources.
+            ConfigError: an unknown argument, Ray is not initialised, or it can never provide the
+                resources.
             ResourcesUnavailable: Ray did not provide the resources in time.
             WorkerLost: a rank died or did not start in time.
         """
         if misplaced or unknown:
             found = ", ".join([*map(reprlib.repr, misplaced), *(f"{key}=..." for key in unknown)])
             raise ConfigError(
-                f"a WorkerGroup takes no {found}; what the workers are constructed with goes apart: "
-                f"WorkerGroup({getattr(worker_cls, '__name__', worker_cls)}, args=(...), kwargs={{...}}, ...)"
+                f"a WorkerGroup takes no {found}; what the workers are constructed with goes "
+                f"apart: WorkerGroup({getattr(worker_cls, '__name__', worker_cls)}, args=(...), "
+                f"kwargs={{...}}, ...)"
             )
         require_ray()
         self.name, self.world_size = name, world_size
         self._resources = resources or WorkerResources()
         self._node_id = ray.get_runtime_context().get_node_id()
         self._owns_placement = placement is None
-        self.placement = placement or place(PlacementRequest(name, world_size, self._resources), start_timeout_s)
+        self.placement = placement or place(
+            PlacementRequest(name, world_size, self._resources), start_timeout_s
+        )
         self._processes: list[RankProcess] = []
         self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
@@ -141,16 +166,26 @@ class WorkerGroup:
         self._hang_timeout_s, self._kill_timeout_s = hang_timeout_s, kill_timeout_s
         self._ended: set[ProcessId] = set()
         self._leases: LeaseKeeper | None = None
-        self._patience = Patience(None)  # no pings yet: importing torch may hold the interpreter too long
+        self._patience = Patience(
+            None
+        )  # no pings yet: importing torch may hold the interpreter too long
         try:
             if on_created is not None:
                 on_created(self)
             self._start(process_group, process_group_timeout_s, start_timeout_s, dict(env or {}))
-            built = [actor.build.remote(worker_cls, tuple(args), dict(kwargs or {})) for actor in self._actors]
+            built = [
+                actor.build.remote(worker_cls, tuple(args), dict(kwargs or {}))
+                for actor in self._actors
+            ]
             self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
             self._patience, self._came_up = Patience(hang_timeout_s, stall_timeout_s), True
-            # Ranks on this node end with its raylet, which ends with the driver. Others may be cut off from both.
-            elsewhere = {r: self._actors[r] for r, at in enumerate(self._processes) if at.node_id != self._node_id}
+            # Ranks on this node end with its raylet, which ends with the driver. Others may be cut
+            # off from both.
+            elsewhere = {
+                r: self._actors[r]
+                for r, at in enumerate(self._processes)
+                if at.node_id != self._node_id
+            }
             if elsewhere and hang_timeout_s is not None:
                 self._leases = LeaseKeeper(elsewhere, hang_timeout_s)
         except BaseException:
@@ -171,32 +206,54 @@ class WorkerGroup:
         )(RankActor).remote()
 
     def _start(
-        self, process_group: bool, process_group_timeout_s: float, start_timeout_s: float, env: dict[str, str]
+        self,
+        process_group: bool,
+        process_group_timeout_s: float,
+        start_timeout_s: float,
+        env: dict[str, str],
     ) -> None:
         began = time.monotonic()
         for rank in range(self.world_size):
             self._actors.append(self._create_actor(rank, env))
-            self._check_usable()  # after the append, so that either `kill` sees the actor or this sees the kill
-        started = [actor.start.remote(process_group and rank == 0) for rank, actor in enumerate(self._actors)]
+            # after the append, so that either `kill` sees the actor or this sees the kill
+            self._check_usable()
+        started = [
+            actor.start.remote(process_group and rank == 0)
+            for rank, actor in enumerate(self._actors)
+        ]
         answers = self._gather("its start", dict(enumerate(started)), start_timeout_s)
         started_s = time.monotonic() - began
         self._processes = [process for process, _ in answers]
         host, port = self._processes[0].host, answers[0][1]
         generation = f"{self.name}-{uuid.uuid4().hex[:8]}"
         gpus = self._resources.gpus
-        rendezvous = Rendezvous(host, port, generation, process_group_timeout_s) if process_group else None
+        rendezvous = (
+            Rendezvous(host, port, generation, process_group_timeout_s) if process_group else None
+        )
         nodes = [process.node_id for process in self._processes]
         joined = {}
-        hidden = {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}  # Ray does not hide GPUs
+        hidden = (
+            {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}
+        )  # Ray does not hide GPUs
         for rank, actor in enumerate(self._actors):
             device = self._processes[rank].device
             local_rank = nodes[:rank].count(nodes[rank]) if device is None else device
-            counts = {"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank]))}
+            counts = {
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+            }
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), **counts}
-            joined[rank] = actor.join.remote(hidden | ranks, max(1, int(self._resources.cpus)), gpus, rendezvous)
+            joined[rank] = actor.join.remote(
+                hidden | ranks, max(1, int(self._resources.cpus)), gpus, rendezvous
+            )
         self._gather("the rendezvous", joined, start_timeout_s)
         joined_s = time.monotonic() - began - started_s
-        logger.info("worker group %r: started in %.2f s, rendezvous in %.2f s", self.name, started_s, joined_s)
+        logger.info(
+            "worker group %r: started in %.2f s, rendezvous in %.2f s",
+            self.name,
+            started_s,
+            joined_s,
+        )
 
     def call_all(
         self,
@@ -206,41 +263,56 @@ class WorkerGroup:
         deadline: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``worker.method(*args, *per_rank[rank], **kwargs)`` on every rank. Results are in rank order.
+        """Call ``worker.method(*args, *per_rank[rank], **kwargs)`` on every rank. Results are in
+        rank order.
 
         Args:
             method: name of the worker's method.
             args: arguments that are the same on every rank.
             per_rank: further positional arguments, a tuple for each rank.
-            deadline: seconds after which a rank without an answer is lost. None: wait while all live and answer pings.
+            deadline: seconds after which a rank without an answer is lost. None: wait while all
+                live and answer pings.
             kwargs: keyword arguments that are the same on every rank.
 
         Raises:
-            WorkerLost: a rank died or missed the deadline, or itself raised a `WorkerLost` of another group.
-            Exception: the worker raised it. If several ranks failed, an error that is not just a `PeerError`.
+            WorkerLost: a rank died or missed the deadline, or itself raised a `WorkerLost` of
+                another group.
+            Exception: the worker raised it. If several ranks failed, an error that is not just a
+                `PeerError`.
         """
         return self._call_each(
-            method, per_rank, lambda actor, share: actor.call.remote(method, (*args, *share), kwargs), deadline
+            method,
+            per_rank,
+            lambda actor, share: actor.call.remote(method, (*args, *share), kwargs),
+            deadline,
         )
 
-    def call(self, rank: int, method: str, *args: Any, deadline: float | None = None, **kwargs: Any) -> Any:
+    def call(
+        self, rank: int, method: str, *args: Any, deadline: float | None = None, **kwargs: Any
+    ) -> Any:
         """Call ``worker.method(*args, **kwargs)`` on one rank. Raises like `call_all`."""
         self._check_usable()
         ref = self._actors[rank].call.remote(method, args, kwargs)
         return self._gather(f"{method}()", {rank: ref}, deadline)[0]
 
-    def run_all(self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[tuple] | None = None) -> list[Any]:
+    def run_all(
+        self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[tuple] | None = None
+    ) -> list[Any]:
         """Call the top-level ``fn(worker, *args, *per_rank[rank])`` on every rank, like `call_all`."""
-        return self._call_each(fn, per_rank, lambda actor, share: actor.run.remote(fn, (*args, *share)))
+        return self._call_each(
+            fn, per_rank, lambda actor, share: actor.run.remote(fn, (*args, *share))
+        )
 
     def run_in_background(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`run_all` on a separate thread in every worker, while other calls continue.
 
-        May be called from another thread, one at a time. Collectives in ``fn`` need their own process group. If the
-        group is lost meanwhile, both callers get the error.
+        May be called from another thread, one at a time. Collectives in ``fn`` need their own
+        process group. If the group is lost meanwhile, both callers get the error.
         """
         in_background = {"concurrency_group": "background"}
-        return self._call_each(fn, None, lambda actor, _: actor.run.options(**in_background).remote(fn, args))
+        return self._call_each(
+            fn, None, lambda actor, _: actor.run.options(**in_background).remote(fn, args)
+        )
 
     def ping(self, timeout_s: float = 1.0) -> list[int]:
         """Ranks that are dead or do not answer in time. A busy worker does not delay the answer."""
@@ -256,19 +328,22 @@ class WorkerGroup:
         return {process.node_id for process in self._processes}
 
     def server(self, timeout_s: float = 240.0) -> RemoteServer:
-        """A picklable `InferenceServer` in front of the worker of rank 0, for workers of other groups.
+        """A picklable `InferenceServer` in front of the worker of rank 0, for workers of other
+        groups.
 
         Args:
-            timeout_s: time limit for an answer. Must be less than `WeightUpdateMeta.timeout_s`, after which the
-                publisher would report an error of the server instead of a loss.
+            timeout_s: time limit for an answer. Must be less than `WeightUpdateMeta.timeout_s`,
+                after which the publisher would report an error of the server instead of a loss.
         """
         return RemoteServer(self._actors[0], self.name, 0, timeout_s, self._hang_timeout_s)
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
-        """Call each worker's ``destroy()`` if it has one, end the processes, and remove a placement created here.
+        """Call each worker's ``destroy()`` if it has one, end the processes, and remove a placement
+        created here.
 
-        A second call does nothing. On a lost group it only removes the placement. After an interrupted call (Ctrl-C)
-        the ranks are out of step, so they are killed without ``destroy()``.
+        A second call does nothing. On a lost group it only removes the placement. After an
+        interrupted call (Ctrl-C) the ranks are out of step, so they are killed without
+        ``destroy()``.
 
         Raises:
             Exception: error of ``destroy()``, raised after everything has ended.
@@ -290,7 +365,9 @@ class WorkerGroup:
         HoldfastError if a process still runs ``kill_timeout_s`` after SIGKILL.
         """
         if self._loss is None:
-            self._loss = WorkerLost(self.name, range(self.world_size), "the group was killed on request")
+            self._loss = WorkerLost(
+                self.name, range(self.world_size), "the group was killed on request"
+            )
         if self._leases is not None:
             self._leases.stop()
         left = [at for at in self._processes if at.id not in self._ended]
@@ -306,10 +383,14 @@ class WorkerGroup:
         self._ended.update(at.id for at in left)
 
     def _lease_ends(self) -> dict[str, float]:
-        """Time at which the leases of all ranks on a node have ended, for nodes where all ranks have one."""
+        """Time at which the leases of all ranks on a node have ended, for nodes where all ranks
+        have one.
+        """
         ends: dict[str, list[float | None]] = {}
         for rank, at in enumerate(self._processes):
-            ends.setdefault(at.node_id, []).append(None if self._leases is None else self._leases.end_of(rank))
+            ends.setdefault(at.node_id, []).append(
+                None if self._leases is None else self._leases.end_of(rank)
+            )
         return {node: max(filter(None, found)) for node, found in ends.items() if None not in found}
 
     def _close(self) -> None:
@@ -331,7 +412,9 @@ class WorkerGroup:
     ) -> list[Any]:
         shares = [()] * self.world_size if per_rank is None else per_rank
         if len(shares) != self.world_size:
-            raise ConfigError(f"per_rank has {len(shares)} entries; {self.name!r} has {self.world_size} ranks")
+            raise ConfigError(
+                f"per_rank has {len(shares)} entries; {self.name!r} has {self.world_size} ranks"
+            )
         self._check_usable()
         refs = {rank: send(actor, shares[rank]) for rank, actor in enumerate(self._actors)}
         return self._gather(f"{getattr(called, '__name__', called)}()", refs, deadline)
@@ -340,7 +423,9 @@ class WorkerGroup:
         answers = Answers({ref: rank for rank, ref in refs.items()})
         with self._lock:
             self._n_calls += 1
-        hung = wait_watching(answers, dict(enumerate(self._actors)), self._patience, deadline, self._on_ended_nodes)
+        hung = wait_watching(
+            answers, dict(enumerate(self._actors)), self._patience, deadline, self._on_ended_nodes
+        )
         with self._lock:
             self._n_calls -= 1
         if self._loss is not None:  # another thread has killed the group, or is doing so
@@ -348,7 +433,11 @@ class WorkerGroup:
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]
         lost = {*answers.lost, *(self._on_ended_nodes() if answers.pending else ())}
-        lost |= {r for r, at in enumerate(self._processes) if at.node_id == self._node_id and not at.id.alive()}
+        lost |= {
+            r
+            for r, at in enumerate(self._processes)
+            if at.node_id == self._node_id and not at.id.alive()
+        }
         if lost:
             error = next(iter(answers.lost.values()), None)
             raise self._lose(lost, f"died during {what} ({headline(error)})") from error
@@ -365,22 +454,29 @@ class WorkerGroup:
             symptom = f"{who} a collective of {what} ({headline(cause_of(error))})"
             raise self._lose(waiting or list(answers.errors), symptom) from error
         if waiting:
-            self._lose(waiting, f"killed in {what}, where they waited for rank {rank}, which failed")
+            self._lose(
+                waiting, f"killed in {what}, where they waited for rank {rank}, which failed"
+            )
         raise_cause(error)
 
     def _lose(self, ranks: Sequence[int] | set[int], cause: str) -> WorkerLost:
         """Kill the group, and return the loss to raise from now on.
 
-        If two threads see a loss, the first one decides, because the second may only see the ranks that the first one
-        killed.
+        If two threads see a loss, the first one decides, because the second may only see the ranks
+        that the first one killed.
         """
         with self._lock:
-            first, loss = self._loss is None, self._loss or WorkerLost(self.name, sorted(ranks), cause)
+            first, loss = (
+                self._loss is None,
+                self._loss or WorkerLost(self.name, sorted(ranks), cause),
+            )
             self._loss = loss
         start = time.monotonic()
         self.kill()
         if first:
-            logger.warning("%s; every process was gone %.3f s later", loss, time.monotonic() - start)
+            logger.warning(
+                "%s; every process was gone %.3f s later", loss, time.monotonic() - start
+            )
         return WorkerLost(*loss.args)
 
     def _on_ended_nodes(self) -> list[int]:

@@ -1,13 +1,14 @@
 """Nodes of the cluster: which of them can be given work, and tasks on several nodes.
 
-Ray takes 15 s or more to notice a dead node: its control process checks every raylet (the process that represents a
-node) every 3 s and believes the fifth failure. Until then Ray places ranks there, and they fail. So this module
-contacts the raylets itself before something is placed or ended. A raylet is a gRPC server, which answers an HTTP/2
-greeting:
+Ray takes 15 s or more to notice a dead node: its control process checks every raylet (the process
+that represents a node) every 3 s and believes the fifth failure. Until then Ray places ranks there,
+and they fail. So this module contacts the raylets itself before something is placed or ended. A
+raylet is a gRPC server, which answers an HTTP/2 greeting:
 
-- A refused connection: the raylet has ended, and so have its workers, which the kernel kills with their parent (see
-  `RankActor`).
-- Silence: the raylet is stopped, or the node is cut off or without power. Its workers may still run.
+- A refused connection: the raylet has ended, and so have its workers, which the kernel kills with
+  their parent (see `RankActor`).
+- Silence: the raylet is stopped, or the node is cut off or without power. Its workers may still
+  run.
 """
 
 import socket
@@ -27,7 +28,9 @@ from ...utils.logging import get_logger
 from .rank_answers import headline
 
 PROBE_S = 2.0
-"""Seconds after which the node of an unanswering raylet counts as silent. A healthy raylet takes a millisecond."""
+"""Seconds after which the node of an unanswering raylet counts as silent. A healthy raylet takes a
+millisecond.
+"""
 PROBES_AT_A_TIME = 64
 """Number of raylets contacted in parallel."""
 _NODES_EVERY_S = 1.0  # seconds between checks for dead nodes while waiting for their tasks
@@ -55,10 +58,15 @@ def ask_raylets(nodes: Iterable[str]) -> dict[str, Raylet]:
 
 
 def ended_nodes(nodes: Iterable[str]) -> set[str]:
-    """The nodes whose raylet has ended with its workers, which Ray reports two seconds later. Empty if Ray is away."""
+    """The nodes whose raylet has ended with its workers, which Ray reports two seconds later. Empty
+    if Ray is away.
+    """
     try:
         return {node for node, state in ask_raylets(nodes).items() if state is Raylet.ENDED}
-    except (RayError, RuntimeError) as error:  # RuntimeError: the interpreter is ending and starts no threads
+    except (
+        RayError,
+        RuntimeError,
+    ) as error:  # RuntimeError: the interpreter is ending and starts no threads
         logger.warning("the nodes could not be asked whether they have ended: %s", headline(error))
         return set()
 
@@ -81,7 +89,9 @@ def _ask(node: Mapping[str, Any]) -> Raylet:
 
 
 def nodes_to_avoid() -> dict[str, str]:
-    """Nodes that Ray considers alive but that must get no work: node -> reason. Takes milliseconds if all are well."""
+    """Nodes that Ray considers alive but that must get no work: node -> reason. Takes milliseconds
+    if all are well.
+    """
     alive = alive_nodes()
     states = ask_raylets(alive)
     avoided = {node: state.value for node, state in states.items() if state is not Raylet.WELL}
@@ -94,7 +104,9 @@ def alive_nodes() -> dict[str, Mapping[str, float]]:
 
 
 def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:
-    """Nodes that Ray is draining: node id -> unix time of their end, None if unknown. Empty if Ray cannot say."""
+    """Nodes that Ray is draining: node id -> unix time of their end, None if unknown. Empty if Ray
+    cannot say.
+    """
     try:
         deadlines = draining_deadlines(timeout_s)
     except RayError as error:
@@ -108,11 +120,16 @@ def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:
 
 @cache
 def _warn_of_no_drain_notices() -> None:
-    logger.warning("Ray %s does not say which nodes are drained; its notices will not stop the run", ray.__version__)
+    logger.warning(
+        "Ray %s does not say which nodes are drained; its notices will not stop the run",
+        ray.__version__,
+    )
 
 
 class NodeTasks:
-    """One call of ``fn`` on each of several nodes, in tasks without resources. ``args`` are by Ray's name of a node."""
+    """One call of ``fn`` on each of several nodes, in tasks without resources. ``args`` are by
+    Ray's name of a node.
+    """
 
     def __init__(self, fn: Callable[..., Any], args: Mapping[str, tuple]) -> None:
         self._refs: dict[Any, str] = {}
@@ -130,7 +147,9 @@ class NodeTasks:
             for ref, node in list(self._refs.items()):
                 if waited_s >= limits_s[node]:
                     silent[self._refs.pop(ref)] = f"no answer within {limits_s[node]:.0f} s"
-            ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=_NODES_EVERY_S)
+            ready, _ = ray.wait(
+                list(self._refs), num_returns=len(self._refs), timeout=_NODES_EVERY_S
+            )
             for ref in ready:
                 node = self._refs.pop(ref)
                 try:
@@ -143,5 +162,7 @@ class NodeTasks:
         alive, states, dead = alive_nodes(), ask_raylets(self._refs.values()), {}
         for ref, node in list(self._refs.items()):
             if node not in alive or states.get(node) is Raylet.ENDED:
-                dead[self._refs.pop(ref)] = "Ray says that it is dead" if node not in alive else Raylet.ENDED.value
+                dead[self._refs.pop(ref)] = (
+                    "Ray says that it is dead" if node not in alive else Raylet.ENDED.value
+                )
         return dead

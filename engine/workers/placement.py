@@ -1,11 +1,13 @@
-"""Reserve bundles of the cluster for the ranks of a worker group, wait for them, and give them back.
+"""Reserve bundles of the cluster for the ranks of a worker group, wait for them, and give them
+back.
 
-A waiting request is a pending placement group in Ray, which autoscalers can see. Nodes that are draining or do not
-answer are excluded by label, although Ray may still consider them alive (see `nodes`). If this Ray does not support
-labels, a group placed on such a node is given back and requested again.
+A waiting request is a pending placement group in Ray, which autoscalers can see. Nodes that are
+draining or do not answer are excluded by label, although Ray may still consider them alive (see
+`nodes`). If this Ray does not support labels, a group placed on such a node is given back and
+requested again.
 
-A request may accept fewer ranks. The rest stays pending while the placed ranks start. Once Ray has reserved the rest
-too, a new group can use both.
+A request may accept fewer ranks. The rest stays pending while the placed ranks start. Once Ray has
+reserved the rest too, a new group can use both.
 """
 
 import contextlib
@@ -18,7 +20,12 @@ from dataclasses import dataclass, field
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ...utils.compat.ray_private import free_by_node, started_here
@@ -29,10 +36,15 @@ from .nodes import alive_nodes, nodes_to_avoid
 from .rank_answers import headline
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""Ray's strategies: as few nodes as possible, as many as possible, all on one node, each on its own node."""
-_ROUND_S = 2  # Seconds to wait for Ray before checking nodes and limits again. Ray needs whole seconds.
+"""Ray's strategies: as few nodes as possible, as many as possible, all on one node, each on its own
+node.
+"""
+_ROUND_S = (
+    2  # Seconds to wait for Ray before checking nodes and limits again. Ray needs whole seconds.
+)
 _LOCAL_WAIT_S = 30.0
-"""Seconds to wait in a cluster that no node can join. Busy resources there are free soon, or never."""
+"""Seconds to wait in a cluster that no node can join. Busy resources there are free soon, or never.
+"""
 _RETRY_S = 1.0  # seconds before retrying after a group was placed on a bad node
 _REPORT_EVERY_S = 30.0  # seconds between log messages about missing resources
 _KNOWS_LABELS = "bundle_label_selector" in inspect.signature(placement_group).parameters
@@ -42,7 +54,8 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class WorkerResources:
-    """Resources that Ray reserves for one rank. ``cpus`` is also the rank's number of torch threads.
+    """Resources that Ray reserves for one rank. ``cpus`` is also the rank's number of torch
+    threads.
 
     ``custom`` maps names of your own resources to amounts: ``{"ssd": 1}``.
     """
@@ -53,16 +66,19 @@ class WorkerResources:
 
     def bundle(self) -> dict[str, float]:
         """The placement group bundle of one rank."""
-        return {name: n for name, n in {"CPU": self.cpus, "GPU": self.gpus, **self.custom}.items() if n}
+        return {
+            name: n for name, n in {"CPU": self.cpus, "GPU": self.gpus, **self.custom}.items() if n
+        }
 
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """Request of a worker group to the cluster: a bundle with ``resources`` for each of ``world_size`` ranks.
+    """Request of a worker group to the cluster: a bundle with ``resources`` for each of
+    ``world_size`` ranks.
 
-    ``strategy`` is one of `STRATEGIES`. With ``min_world_size`` (None: all ranks) fewer ranks are acceptable, in
-    multiples of ``multiple_of``, unless the strategy places all or none. ConfigError if the request is empty or
-    impossible.
+    ``strategy`` is one of `STRATEGIES`. With ``min_world_size`` (None: all ranks) fewer ranks are
+    acceptable, in multiples of ``multiple_of``, unless the strategy places all or none. ConfigError
+    if the request is empty or impossible.
     """
 
     name: str
@@ -76,23 +92,23 @@ class PlacementRequest:
         require_choice("strategy", self.strategy, STRATEGIES)
         if self.world_size < 1 or not self.resources.bundle():
             raise ConfigError(
-                f"worker group {self.name!r} asks for {self.world_size} rank(s) of {self.resources}; expected at least "
-                "one"
+                f"worker group {self.name!r} asks for {self.world_size} rank(s) of "
+                f"{self.resources}; expected at least one"
             )
         if not 1 <= self.least <= self.world_size:
             raise ConfigError(
-                f"worker group {self.name!r} has min_world_size {self.min_world_size}; expected 1 to world_size, "
-                f"{self.world_size}"
+                f"worker group {self.name!r} has min_world_size {self.min_world_size}; expected 1 "
+                f"to world_size, {self.world_size}"
             )
         if self.multiple_of < 1 or self.world_size % self.multiple_of:
             raise ConfigError(
-                f"worker group {self.name!r} asks for {self.world_size} rank(s); expected a multiple of multiple_of, "
-                f"{self.multiple_of}"
+                f"worker group {self.name!r} asks for {self.world_size} rank(s); expected a "
+                f"multiple of multiple_of, {self.multiple_of}"
             )
         if self.least < self.world_size and self.strategy.startswith("STRICT"):
             raise ConfigError(
-                f"worker group {self.name!r} has min_world_size {self.min_world_size} and strategy {self.strategy}, "
-                "which places all ranks at once; use PACK or SPREAD"
+                f"worker group {self.name!r} has min_world_size {self.min_world_size} and "
+                f"strategy {self.strategy}, which places all ranks at once; use PACK or SPREAD"
             )
 
     @property
@@ -105,13 +121,18 @@ class PlacementRequest:
 
 
 class Placement:
-    """Bundles reserved in Ray, one per rank of a worker group. Several groups can be built on them in turn.
+    """Bundles reserved in Ray, one per rank of a worker group. Several groups can be built on them
+    in turn.
 
-    ``groups`` are reserved for the ranks that can start. ``rest``, for the other ranks, is only requested.
+    ``groups`` are reserved for the ranks that can start. ``rest``, for the other ranks, is only
+    requested.
     """
 
     def __init__(
-        self, request: PlacementRequest, groups: Sequence[PlacementGroup], rest: PlacementGroup | None = None
+        self,
+        request: PlacementRequest,
+        groups: Sequence[PlacementGroup],
+        rest: PlacementGroup | None = None,
     ) -> None:
         self.request, self._groups, self._rest = request, list(groups), rest
 
@@ -126,7 +147,9 @@ class Placement:
             if rank < group.bundle_count:
                 return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
             rank -= group.bundle_count
-        raise ConfigError(f"worker group {self.request.name!r} has more ranks than the {self.world_size} placed")
+        raise ConfigError(
+            f"worker group {self.request.name!r} has more ranks than the {self.world_size} placed"
+        )
 
     def ids(self) -> list[str]:
         """Ray's names of the placement groups in use."""
@@ -170,7 +193,8 @@ def place(
         stop: set to give up.
 
     Raises:
-        ConfigError: this process has started the cluster, which no node will join, and it is too small.
+        ConfigError: this process has started the cluster, which no node will join, and it is too
+            small.
         ResourcesUnavailable: there was not enough within ``timeout_s``.
         WorkerLost: ``stop`` was set.
     """
@@ -203,10 +227,11 @@ def place(
                     return placement
             if waited_s >= timeout_s:
                 raise ResourcesUnavailable(
-                    f"worker group {request.name!r} needs {request}, which Ray could not reserve within {timeout_s:g} "
-                    f"s: {_shortage(request, avoided)}. Ask for less, bring nodes, or wait for longer "
-                    "(recover.node_wait_s, without a Supervisor start_timeout_s); checkpoints are intact, and the same "
-                    "command resumes from the newest"
+                    f"worker group {request.name!r} needs {request}, which Ray could not reserve "
+                    f"within {timeout_s:g} s: {_shortage(request, avoided)}. Ask for less, bring "
+                    "nodes, or wait for longer (recover.node_wait_s, without a Supervisor "
+                    "start_timeout_s); checkpoints are intact, and the same command resumes from "
+                    "the newest"
                 )
             if waited_s - reported_s >= _REPORT_EVERY_S:
                 reported_s = waited_s
@@ -220,37 +245,52 @@ def place(
 
 
 def _fits_here(request: PlacementRequest) -> bool:
-    """Whether a cluster that no node can join has room for all ranks. ConfigError if it never has room for enough."""
+    """Whether a cluster that no node can join has room for all ranks. ConfigError if it never has
+    room for enough.
+    """
     room = _room(request, alive_nodes())
     if room < request.least:
         raise ConfigError(
-            f"worker group {request.name!r} needs {request}, more than this Ray has, which the job itself has started: "
-            f"{_shortage(request, {})}. Ask for less, or start Ray with more"
+            f"worker group {request.name!r} needs {request}, more than this Ray has, which the "
+            f"job itself has started: {_shortage(request, {})}. Ask for less, or start Ray with "
+            "more"
         )
     return room >= request.world_size
 
 
 def _place_fewer(request: PlacementRequest, avoided: Mapping[str, str]) -> Placement | None:
-    """Place as many ranks as there is room for now, if that is acceptable. The others stay requested."""
+    """Place as many ranks as there is room for now, if that is acceptable. The others stay
+    requested.
+    """
     free, usable = free_by_node(), alive_nodes().keys() - avoided.keys()
-    most = min(_room(request, {node: free.get(node, {}) for node in usable}), request.world_size - 1)
-    for world_size in range(most - most % request.multiple_of, request.least - 1, -request.multiple_of):
+    most = min(
+        _room(request, {node: free.get(node, {}) for node in usable}), request.world_size - 1
+    )
+    for world_size in range(
+        most - most % request.multiple_of, request.least - 1, -request.multiple_of
+    ):
         group = _reserve(request, world_size, avoided)
         if group.wait(_ROUND_S) and _on_good_nodes([group]):
             logger.warning(
                 "worker group %r goes on with %d of %d ranks, %s: %s",
                 request.name, world_size, request.world_size, request, _shortage(request, avoided),
             )  # fmt: skip
-            return Placement(request, [group], _reserve(request, request.world_size - world_size, {}))
+            return Placement(
+                request, [group], _reserve(request, request.world_size - world_size, {})
+            )
         _give_back(group)
     return None
 
 
-def _reserve(request: PlacementRequest, world_size: int, avoided: Mapping[str, str]) -> PlacementGroup:
+def _reserve(
+    request: PlacementRequest, world_size: int, avoided: Mapping[str, str]
+) -> PlacementGroup:
     bundles = [request.resources.bundle()] * world_size
     options = {}
     if avoided and _KNOWS_LABELS:
-        options["bundle_label_selector"] = [{"ray.io/node-id": f"!in({','.join(sorted(avoided))})"}] * world_size
+        options["bundle_label_selector"] = [
+            {"ray.io/node-id": f"!in({','.join(sorted(avoided))})"}
+        ] * world_size
     return placement_group(bundles, strategy=request.strategy, **options)
 
 
@@ -259,7 +299,9 @@ def _give_back(group: PlacementGroup | None) -> None:
         try:
             remove_placement_group(group)
         except RayError as error:  # its control process was restarted and does not know the group
-            logger.warning("Ray does not take back the resources of a worker group: %s", headline(error))
+            logger.warning(
+                "Ray does not take back the resources of a worker group: %s", headline(error)
+            )
 
 
 def _on_good_nodes(groups: Sequence[PlacementGroup]) -> bool:
@@ -272,21 +314,32 @@ def _on_good_nodes(groups: Sequence[PlacementGroup]) -> bool:
 
 def _room(request: PlacementRequest, nodes: Mapping[str, Mapping[str, float]]) -> int:
     bundle = request.resources.bundle()
-    ranks = [min(int(has.get(name, 0.0) / n + 1e-6) for name, n in bundle.items()) for has in nodes.values()]
+    ranks = [
+        min(int(has.get(name, 0.0) / n + 1e-6) for name, n in bundle.items())
+        for has in nodes.values()
+    ]
     if request.strategy == "STRICT_PACK":
         return max(ranks, default=0)
     return sum(min(1, n) if request.strategy == "STRICT_SPREAD" else n for n in ranks)
 
 
 def _shortage(request: PlacementRequest, avoided: Mapping[str, str]) -> str:
-    there, free_now = {node: has for node, has in alive_nodes().items() if node not in avoided}, free_by_node()
+    there, free_now = (
+        {node: has for node, has in alive_nodes().items() if node not in avoided},
+        free_by_node(),
+    )
     free = {node: free_now.get(node, {}) for node in there}
     sums = [
-        {name: sum(has.get(name, 0.0) for has in nodes.values()) for name in request.resources.bundle()}
+        {
+            name: sum(has.get(name, 0.0) for has in nodes.values())
+            for name in request.resources.bundle()
+        }
         for nodes in (there, free)
     ]
-    passed_over = "".join(f"; node {node} is given nothing, because {why}" for node, why in avoided.items())
+    passed_over = "".join(
+        f"; node {node} is given nothing, because {why}" for node, why in avoided.items()
+    )
     return (
-        f"{len(there)} node(s) have {sums[0]}, room for {_room(request, there)} rank(s); free are {sums[1]}, room for "
-        f"{_room(request, free)}{passed_over}"
+        f"{len(there)} node(s) have {sums[0]}, room for {_room(request, there)} rank(s); free are "
+        f"{sums[1]}, room for {_room(request, free)}{passed_over}"
     )

@@ -1,12 +1,14 @@
-"""Answers of ranks to one call: results, errors of the code, deaths of processes, and ranks that will never answer.
+"""Answers of ranks to one call: results, errors of the code, deaths of processes, and ranks that
+will never answer.
 
-Ranks with a pending call are pinged every `PING_EVERY_S`. A separate thread answers, even if the worker is busy, unless
-C code holds the interpreter, and says how long ago the process made progress (`holdfast.utils.heartbeat`). A process
-counts as
+Ranks with a pending call are pinged every `PING_EVERY_S`. A separate thread answers, even if the
+worker is busy, unless C code holds the interpreter, and says how long ago the process made progress
+(`holdfast.utils.heartbeat`). A process counts as
 
 - stopped, if it does not answer a ping for ``hang_s``.
-- stalled (an endless loop, a collective that nobody else joins), if it answers but neither it nor any other rank with a
-  pending call made progress for ``stall_s``. While one rank still does, the others may just wait for it.
+- stalled (an endless loop, a collective that nobody else joins), if it answers but neither it nor
+  any other rank with a pending call made progress for ``stall_s``. While one rank still does, the
+  others may just wait for it.
 """
 
 import math
@@ -34,13 +36,23 @@ ERROR_GRACE_S = 1.0
 """Seconds after a rank's error in which other ranks may still answer or turn out to be dead."""
 LOSS_GRACE_S = 0.2
 """Seconds to wait after a death for reports of others that died with it, so that all are named."""
-LOST = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError, ObjectLostError, LocalRayletDiedError)
+LOST = (
+    RayActorError,
+    WorkerCrashedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    ObjectLostError,
+    LocalRayletDiedError,
+)
 """Errors that Ray raises for a call whose process is gone."""
 _TOGETHER_S = 0.02
-"""Answers within this time of another are collected with it. The cost of each `ray.wait` grows with the number of
-pending calls, so one wait per rank would grow with its square."""
+"""Answers within this time of another are collected with it. The cost of each `ray.wait` grows with
+the number of pending calls, so one wait per rank would grow with its square.
+"""
 PING_EVERY_S = 5.0
-"""Seconds between pings of the ranks with a pending call, and the possible delay in noticing a hang."""
+"""Seconds between pings of the ranks with a pending call, and the possible delay in noticing a
+hang.
+"""
 
 
 @dataclass
@@ -53,9 +65,11 @@ class Answers:
     lost: dict[int, RayError] = field(default_factory=dict)
 
     def collect(self, timeout_s: float | None, dead: Callable[[], Collection[int]] = tuple) -> None:
-        """Wait until all have answered or ``timeout_s`` is over. After the first failure its grace period counts.
+        """Wait until all have answered or ``timeout_s`` is over. After the first failure its grace
+        period counts.
 
-        ``dead`` is called after an error and returns the ranks known to be dead, even if Ray has not reported them yet.
+        ``dead`` is called after an error and returns the ranks known to be dead, even if Ray has
+        not reported them yet.
         """
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.pending:
@@ -84,18 +98,26 @@ class Answers:
 def require_ray() -> None:
     """Raise ConfigError unless Ray is initialised in this process."""
     if not ray.is_initialized():
-        raise ConfigError("Ray is not initialised in this process; call ray.init() before making worker groups")
+        raise ConfigError(
+            "Ray is not initialised in this process; call ray.init() before making worker groups"
+        )
 
 
 def culprit(errors: Mapping[int, RayError]) -> tuple[RayError, int]:
     """The error that explains the others, and its rank.
 
-    In order: a lost worker of another group, a bug, a collective that broke, and a peer's report about another rank.
+    In order: a lost worker of another group, a bug, a collective that broke, and a peer's report
+    about another rank.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool, int]:
         cause = cause_of(errors[rank])
-        return not isinstance(cause, WorkerLost), isinstance(cause, PeerError), collective_broke(cause), rank
+        return (
+            not isinstance(cause, WorkerLost),
+            isinstance(cause, PeerError),
+            collective_broke(cause),
+            rank,
+        )
 
     rank = min(errors, key=order)
     return errors[rank], rank
@@ -130,7 +152,9 @@ class Patience:
 
 @dataclass(frozen=True)
 class Hung:
-    """Ranks that live but will not answer. If ``stalled``, they answer pings, so they may just be slow."""
+    """Ranks that live but will not answer. If ``stalled``, they answer pings, so they may just be
+    slow.
+    """
 
     ranks: list[int]
     symptom: str
@@ -144,11 +168,12 @@ def wait_watching(
     deadline_s: float | None,
     dead: Callable[[], Collection[int]] = tuple,
 ) -> Hung | None:
-    """Fill ``answers`` until all are there, a rank died, failed or hangs, or ``deadline_s`` is over.
+    """Fill ``answers`` until all are there, a rank died, failed or hangs, or ``deadline_s`` is
+    over.
 
-    Returns the hung ranks. After an error only stopped ones count, because the others wait for the failed one. ``dead``
-    is called then and returns ranks known to be dead, which are not pinged: Ray needs two seconds to report a dead
-    node.
+    Returns the hung ranks. After an error only stopped ones count, because the others wait for the
+    failed one. ``dead`` is called then and returns ranks known to be dead, which are not pinged:
+    Ray needs two seconds to report a dead node.
     """
     if patience.hang_s is None:
         answers.collect(deadline_s, dead)
@@ -177,8 +202,13 @@ def wait_watching(
 
 
 def ping(actors: Mapping[int, Any], timeout_s: float) -> dict[int, float]:
-    """Seconds since the last progress of each rank whose process answers in time, even if its worker is busy."""
-    refs = {actor.ping.options(concurrency_group="health").remote(): rank for rank, actor in actors.items()}
+    """Seconds since the last progress of each rank whose process answers in time, even if its
+    worker is busy.
+    """
+    refs = {
+        actor.ping.options(concurrency_group="health").remote(): rank
+        for rank, actor in actors.items()
+    }
     answers = Answers(refs)
     answers.collect(timeout_s)
     return answers.values

@@ -9,7 +9,8 @@ from .rank_answers import Answers, Patience, headline, raise_cause, wait_watchin
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """An `InferenceServer` in front of one rank of a `WorkerGroup`. Picklable, so that a trainer's rank can hold it.
+    """An `InferenceServer` in front of one rank of a `WorkerGroup`. Picklable, so that a trainer's
+    rank can hold it.
 
     An answer may take ``timeout_s``. Meanwhile pings may take ``hang_timeout_s`` (None: no pings).
     """
@@ -26,16 +27,22 @@ class RemoteServer:
         return f"rank {self.rank} of worker group {self.group!r}"
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Let the worker load the folder ``path``. Raises its errors, and WorkerLost if it dies, hangs, or is late."""
+        """Let the worker load the folder ``path``. Raises its errors, and WorkerLost if it dies,
+        hangs, or is late.
+        """
         call = self.actor.call.remote("update_weights_from_disk", (path, version), {})
         answers = Answers({call: self.rank})
-        hung = wait_watching(answers, {self.rank: self.actor}, Patience(self.hang_timeout_s), self.timeout_s)
+        hung = wait_watching(
+            answers, {self.rank: self.actor}, Patience(self.hang_timeout_s), self.timeout_s
+        )
         if self.rank in answers.values:
             return answers.values[self.rank]
         if self.rank in answers.errors:
             raise_cause(answers.errors[self.rank])
         if self.rank in answers.lost:
             error = answers.lost[self.rank]
-            raise WorkerLost(self.group, [self.rank], f"died during the update ({headline(error)})") from error
+            raise WorkerLost(
+                self.group, [self.rank], f"died during the update ({headline(error)})"
+            ) from error
         symptom = hung.symptom if hung else f"no answer within {self.timeout_s:g} s"
         raise WorkerLost(self.group, [self.rank], f"{symptom} during update_weights_from_disk()")

@@ -1,6 +1,8 @@
-"""A script with Accelerate: ``python examples/integrations/accelerate_sft.py runs/accelerate``, again after a kill.
+"""A script with Accelerate: ``python examples/integrations/accelerate_sft.py runs/accelerate``,
+again after a kill.
 
-With more ranks: ``torchrun --nproc-per-node 2 examples/integrations/accelerate_sft.py runs/accelerate``.
+With more ranks: ``torchrun --nproc-per-node 2 examples/integrations/accelerate_sft.py
+runs/accelerate``.
 """
 
 import sys
@@ -29,7 +31,10 @@ def main(folder: Path, epochs: int = 4) -> None:
     loader = DataLoader(rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    loader, trained = recoverable(loader, gradient_accumulation_steps=2), (model, optimizer, scheduler)
+    loader, trained = (
+        recoverable(loader, gradient_accumulation_steps=2),
+        (model, optimizer, scheduler),
+    )
     config = RecoverConfig(fileroot=str(folder), freq_steps=3)
     with RecoverHandler(config, FinetuneSpec(epochs, loader.steps_per_epoch, 1)) as handler:
         handler.load(trained, dataloader=loader)

@@ -1,5 +1,5 @@
-"""A training loop with ``fully_shard``, like torchtitan's:
-``torchrun --nproc-per-node 2 examples/integrations/fsdp2_script.py runs/fsdp2``, again after a kill.
+"""A training loop with ``fully_shard``, like torchtitan's: ``torchrun --nproc-per-node 2
+examples/integrations/fsdp2_script.py runs/fsdp2``, again after a kill.
 """
 
 import sys

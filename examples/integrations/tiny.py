@@ -13,7 +13,8 @@ VOCABULARY = [*SPECIAL_TOKENS, *"0123456789+="]
 
 
 def tiny_model(kind: Any = AutoModelForCausalLM, **options: Any) -> PreTrainedModel:
-    """Build a Qwen3 of some thousand parameters, with dropout: losing one random draw changes its final weights.
+    """Build a Qwen3 of some thousand parameters, with dropout: losing one random draw changes its
+    final weights.
 
     Args:
         kind: class of transformers that builds the model.
@@ -41,7 +42,9 @@ def sums(count: int) -> list[str]:
 
 def token_rows(count: int) -> list[torch.Tensor]:
     """Return `sums` as int64 ``[10]`` token ids."""
-    return [torch.tensor([VOCABULARY.index(character) for character in text]) for text in sums(count)]
+    return [
+        torch.tensor([VOCABULARY.index(character) for character in text]) for text in sums(count)
+    ]
 
 
 def digest(model: torch.nn.Module, optimizer: Any) -> str:
@@ -49,12 +52,21 @@ def digest(model: torch.nn.Module, optimizer: Any) -> str:
     optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap Accelerate's optimizer
     sha = hashlib.sha256()
     for param in _params(optimizer):
-        for tensor in (param, *(value for value in optimizer.state[param].values() if isinstance(value, torch.Tensor))):
+        for tensor in (
+            param,
+            *(
+                value
+                for value in optimizer.state[param].values()
+                if isinstance(value, torch.Tensor)
+            ),
+        ):
             whole: Any = tensor.detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
             sha.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
     trained = (param for param in model.parameters() if param.requires_grad)
-    assert sum(param.numel() for param in trained) == sum(param.numel() for param in _params(optimizer))
+    assert sum(param.numel() for param in trained) == sum(
+        param.numel() for param in _params(optimizer)
+    )
     return sha.hexdigest()
 
 

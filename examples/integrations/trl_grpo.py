@@ -1,6 +1,8 @@
-"""GRPO with TRL, two lines from plain TRL: ``python examples/integrations/trl_grpo.py runs/trl``, again after a kill.
+"""GRPO with TRL, two lines from plain TRL: ``python examples/integrations/trl_grpo.py runs/trl``,
+again after a kill.
 
-Plain TRL, killed inside a generation buffer, samples the same prompts again and reaches the end of the run late.
+Plain TRL, killed inside a generation buffer, samples the same prompts again and reaches the end of
+the run late.
 """
 
 import sys
@@ -19,7 +21,10 @@ from holdfast.recover import RecoverConfig
 
 def reward(completions: list[str], **_: Any) -> list[float]:
     """Reward short completions with even digits."""
-    return [sum(character in "02468" for character in text) / 4 - 0.1 * len(text) for text in completions]
+    return [
+        sum(character in "02468" for character in text) / 4 - 0.1 * len(text)
+        for text in completions
+    ]
 
 
 def main(folder: Path) -> None:

@@ -20,7 +20,11 @@ from examples.integrations.tiny import digest, tiny_model, tiny_tokenizer, token
 
 
 def main(
-    folder: Path, plain: bool = False, n_keep: int = 2, steps: int = 12, at: Callable[[str], Any] = lambda _: None
+    folder: Path,
+    plain: bool = False,
+    n_keep: int = 2,
+    steps: int = 12,
+    at: Callable[[str], Any] = lambda _: None,
 ) -> None:
     """Train, and save after every step like verl's trainer.
 
@@ -47,7 +51,9 @@ def main(
     )  # fmt: skip
     torch.manual_seed(dist.get_rank())
     latest = find_latest_ckpt_path(str(folder))
-    manager.load_checkpoint(None if latest is None else f"{latest}/actor", del_local_after_load=False)
+    manager.load_checkpoint(
+        None if latest is None else f"{latest}/actor", del_local_after_load=False
+    )
     for step in range(0 if latest is None else int(latest.rpartition("_")[2]) + 1, steps):
         batch = torch.stack(token_rows(40))[torch.randint(40, (4,))]
         model(input_ids=batch, labels=batch).loss.backward()

@@ -4,8 +4,10 @@ Read at AReaL cbff54d (August 2026). A key has one of four fates:
 
 - ``same``: the key of that name here means the same.
 - ``renamed``: another key here means the same.
-- ``ignored``: the key changes neither the result nor whether the job fits into memory, or the caller does what it says.
-- ``refused``: the key changes one of them, and Holdfast has nothing like it. A value without effect is accepted.
+- ``ignored``: the key changes neither the result nor whether the job fits into memory, or the
+  caller does what it says.
+- ``refused``: the key changes one of them, and Holdfast has nothing like it. A value without effect
+  is accepted.
 
 docs/areal.md shows this table, and `load_areal` reads by it.
 """
@@ -25,9 +27,14 @@ class Fate:
     kind: str  # ``same``, ``renamed``, ``ignored`` or ``refused``
     why: str = ""  # a remark. For an ignored or refused key: the reason
     to: str = ""  # the key here, for a renamed key
-    value: Any = NOTHING  # value of ``to`` when the AReaL key is true. `NOTHING` copies the value of the AReaL key
-    neutral: tuple[Any, ...] = ()  # values without an effect, which are neither refused nor worth a warning
-    absent: Any = NOTHING  # AReaL's default for an absent key, where it differs and the result depends on it
+    # value of ``to`` when the AReaL key is true. `NOTHING` copies the value of the AReaL key
+    value: Any = NOTHING
+    neutral: tuple[
+        Any, ...
+    ] = ()  # values without an effect, which are neither refused nor worth a warning
+    absent: Any = (
+        NOTHING  # AReaL's default for an absent key, where it differs and the result depends on it
+    )
     of: str = ""  # for a refused or ignored key outside of a section: the class that it is for
 
 
@@ -42,8 +49,8 @@ def _refused(why: str, *neutral: Any, of: str = "") -> Fate:
 SAME = Fate("same")
 PLACEMENT = "placement and workers are the caller's (`WorkerGroup`, torchrun)"
 COLOCATION = (
-    "placement is the caller's. On GPUs of the servers (`type: colocation`) your loop takes turns with them: "
-    "`colocated(engine, fleet).rollout()`"
+    "placement is the caller's. On GPUs of the servers (`type: colocation`) your loop takes turns "
+    "with them: `colocated(engine, fleet).rollout()`"
 )
 MEGATRON = "trained with FSDP2, in `dtype`"
 PUBLISHING = "weights go to servers as `WeightUpdateMeta` says"
@@ -58,7 +65,9 @@ SERVERS = "servers, workers and workflows are the caller's"
 SAMPLING = "there is nothing like it here"
 
 _ENGINE = {
-    **dict.fromkeys(("experiment_name", "trial_name", "init_from_scratch", "is_critic", "temperature"), SAME),
+    **dict.fromkeys(
+        ("experiment_name", "trial_name", "init_from_scratch", "is_critic", "temperature"), SAME
+    ),
     **dict.fromkeys(("gradient_checkpointing", "grad_reduce_dtype"), SAME),
     "path": Fate("same", "code that comes with a model runs only with `trust_remote_code: true`"),
     "attn_impl": Fate("same", "when absent, what transformers takes, not `flash_attention_2`"),
@@ -69,26 +78,42 @@ _ENGINE = {
     "mb_spec.n_mbs": Fate("same", "null is 1"),
     "mb_spec.granularity": SAME,
     "mb_spec.n_mbs_divisor": SAME,
-    "mb_spec.max_tokens_per_mb": Fate("same", "when absent 8192, not unlimited. The gradient is the same"),
+    "mb_spec.max_tokens_per_mb": Fate(
+        "same", "when absent 8192, not unlimited. The gradient is the same"
+    ),
     "mb_spec.packing_algorithm": SAME,
     "optimizer": Fate("same", "null: the engine does not train", absent=None),
-    "optimizer.type": Fate("same", "the moments of `adam_bf16` are rounded at random, not to the nearest"),
-    **dict.fromkeys((f"optimizer.{key}" for key in ("lr", "weight_decay", "beta1", "beta2", "eps")), SAME),
-    **dict.fromkeys((f"optimizer.{key}" for key in ("lr_scheduler_type", "min_lr_ratio", "gradient_clipping")), SAME),
-    "optimizer.warmup_steps": Fate("same", "the first step is at 1 / (n + 1) of the rate, AReaL's at 0"),
+    "optimizer.type": Fate(
+        "same", "the moments of `adam_bf16` are rounded at random, not to the nearest"
+    ),
+    **dict.fromkeys(
+        (f"optimizer.{key}" for key in ("lr", "weight_decay", "beta1", "beta2", "eps")), SAME
+    ),
+    **dict.fromkeys(
+        (f"optimizer.{key}" for key in ("lr_scheduler_type", "min_lr_ratio", "gradient_clipping")),
+        SAME,
+    ),
+    "optimizer.warmup_steps": Fate(
+        "same", "the first step is at 1 / (n + 1) of the rate, AReaL's at 0"
+    ),
     "optimizer.warmup_steps_proportion": Fate("same", "same as for `warmup_steps`"),
     "optimizer.initial_loss_scale": _ignored(FLOAT16, 2**32),
     "optimizer.min_loss_scale": _ignored(FLOAT16, 1.0),
     "optimizer.loss_scale_window": _ignored(FLOAT16, 5),
     "optimizer.hysteresis": _ignored(FLOAT16, 2),
     "optimizer_dtype": _refused(
-        "parameters are float32 here. For moments in bfloat16 there is `adam_bf16`", "float32", "fp32"
+        "parameters are float32 here. For moments in bfloat16 there is `adam_bf16`",
+        "float32",
+        "fp32",
     ),
     "fsdp.wrap_policy": _ignored("null: the model's own blocks, as here", None),
     "fsdp.wrap_policy.transformer_layer_cls_to_wrap": SAME,
     "fsdp.offload_params": SAME,
     "fsdp.per_layer_optim_step": Fate(
-        "renamed", "any optimizer. Not together with `fsdp.offload_params`", to="optimizer.offload", value=True
+        "renamed",
+        "any optimizer. Not together with `fsdp.offload_params`",
+        to="optimizer.offload",
+        value=True,
     ),
     "offload": _refused("`fsdp.offload_params` or `optimizer.offload` says it here", False),
     "fsdp.memory_efficient_load": _ignored("weights are always read shard by shard", False),
@@ -104,7 +129,9 @@ _ENGINE = {
         "`megatron:` and `archon:` are read like `fsdp:`. `p` must be 1, and `e` or `t`. The job must have d c t ranks",
     ),
     "megatron.enable_mtp": _refused("multi-token prediction is not trained here", False),
-    "megatron.moe_router_bias_update_rate": _refused("the bias of routers is not updated here", 0.0),
+    "megatron.moe_router_bias_update_rate": _refused(
+        "the bias of routers is not updated here", 0.0
+    ),
     "megatron.moe_z_loss_coeff": _refused("there is no z-loss here", None),
     "megatron.moe_router_dtype": _refused(ROUTER, None),
     "megatron.fp8_config": _refused(FP8, None),
@@ -121,7 +148,9 @@ _ENGINE = {
     "archon.fp8_config.mode": _refused(FP8, "disabled"),
     "archon.moe_router_dtype": _refused(ROUTER, None),
     "archon": _ignored(MEGATRON),
-    "weight_update_mode": _ignored("`WeightUpdateMeta.type` says it here: `disk` or `xccl`. There is no `awex`"),
+    "weight_update_mode": _ignored(
+        "`WeightUpdateMeta.type` says it here: `disk` or `xccl`. There is no `awex`"
+    ),
     "enable_delta_weight_update": _ignored("`WeightUpdateMeta.delta` says it"),
     "weight_update_anchor_interval": _ignored("`WeightUpdateMeta.anchor_interval` says it"),
     "weight_update_delta_method": _ignored("new values are written, and bits are compared"),
@@ -135,29 +164,45 @@ _NORM = {
     **dict.fromkeys(("mean_level", "mean_leave1out", "std_level", "std_unbiased", "eps"), SAME),
     "group_size": Fate("same", "when absent, the actor's `group_size`"),
 }
-_REMOVED = _refused("AReaL has removed it: `rejection_sampling: {metric: ratio, upper: ...}` says it now")
+_REMOVED = _refused(
+    "AReaL has removed it: `rejection_sampling: {metric: ratio, upper: ...}` says it now"
+)
 
 _ACTOR = {
-    **dict.fromkeys(("ppo_n_minibatches", "eps_clip", "eps_clip_higher", "c_clip", "reward_scaling"), SAME),
-    **dict.fromkeys(("reward_bias", "reward_clip", "discount", "recompute_logprob", "use_decoupled_loss"), SAME),
-    **dict.fromkeys(("importance_sampling_level", "prox_logp_method", "sapo_tau_pos", "sapo_tau_neg"), SAME),
-    **dict.fromkeys(("overlong_reward_penalty", "overlong_tokens", "overlong_penalty_factor"), SAME),
+    **dict.fromkeys(
+        ("ppo_n_minibatches", "eps_clip", "eps_clip_higher", "c_clip", "reward_scaling"), SAME
+    ),
+    **dict.fromkeys(
+        ("reward_bias", "reward_clip", "discount", "recompute_logprob", "use_decoupled_loss"), SAME
+    ),
+    **dict.fromkeys(
+        ("importance_sampling_level", "prox_logp_method", "sapo_tau_pos", "sapo_tau_neg"), SAME
+    ),
+    **dict.fromkeys(
+        ("overlong_reward_penalty", "overlong_tokens", "overlong_penalty_factor"), SAME
+    ),
     "max_new_tokens": Fate("same", absent=1024),
     "reward_norm": SAME,
     "adv_norm": SAME,
-    **{f"{norm}.{key}": fate for norm in ("reward_norm", "adv_norm") for key, fate in _NORM.items()},
+    **{
+        f"{norm}.{key}": fate for norm in ("reward_norm", "adv_norm") for key, fate in _NORM.items()
+    },
     "kl_ctl": Fate("same", "`PPOActorConfig` without a file has 0", absent=0.1),
     "kl_estimator": Fate("same", "here also the estimator of `kl_loss_coef`"),
     "use_sapo_loss": Fate("renamed", to="policy_loss", value="sapo"),
     "use_cispo_loss": Fate("renamed", to="policy_loss", value="cispo"),
     "rejection_sampling": SAME,
-    **dict.fromkeys((f"rejection_sampling.{k}" for k in ("level", "action", "metric", "agg", "upper", "lower")), SAME),
+    **dict.fromkeys(
+        (f"rejection_sampling.{k}" for k in ("level", "action", "metric", "agg", "upper", "lower")),
+        SAME,
+    ),
     "gae_lambda": Fate("same", "a number, no path of a function"),
     "gae_lambda_kwargs": _refused("`gae_lambda` is a number here", {}),
     "gae_timestep_unit": _refused("advantages are of tokens here, not of turns", "token"),
     "m2_threshold": _refused("there is no M2PO here", None),
     "mask_no_eos_with_zero": _refused(
-        "it takes the reward of answers that were cut off, and `mask_truncated_completions` takes their tokens", False
+        "it takes the reward of answers that were cut off, and `mask_truncated_completions` takes their tokens",
+        False,
     ),
     "behave_imp_weight_cap": _REMOVED,
     "behave_imp_weight_mode": _REMOVED,
@@ -176,7 +221,9 @@ _CRITIC = {
 _DPO = {"beta": SAME, "loss_type": SAME}
 
 _TIMER = ("experiment_name", "trial_name", "fileroot", "freq_epochs", "freq_steps", "freq_secs")
-_OPTIM = _ignored("snapshots hold the optimizer: a resumed run goes on as if it had not stopped", False)
+_OPTIM = _ignored(
+    "snapshots hold the optimizer: a resumed run goes on as if it had not stopped", False
+)
 
 _RECOVER = {
     **dict.fromkeys(_TIMER, SAME),
@@ -197,24 +244,41 @@ _SAVER = {
 _ROLLOUT = {
     **dict.fromkeys(("max_head_offpolicyness", "max_concurrent_rollouts"), SAME),
     "request_timeout": Fate("renamed", "seconds", to="request_timeout_s"),
-    "request_retries": Fate("renamed", "either counts the first request too", to="request_attempts"),
+    "request_retries": Fate(
+        "renamed", "either counts the first request too", to="request_attempts"
+    ),
     "return_routed_experts": _refused("routing is not replayed here", False),
     "deterministic_sampling": _ignored("each sample has the seed of its ticket", False),
-    **dict.fromkeys(("consumer_batch_size", "queue_size"), _ignored("a step takes the batch of the loader")),
+    **dict.fromkeys(
+        ("consumer_batch_size", "queue_size"), _ignored("a step takes the batch of the loader")
+    ),
     **dict.fromkeys(("backend", "scheduling_spec", "agent"), _ignored(SERVERS)),
     "scheduling_strategy": _ignored(COLOCATION),
-    **dict.fromkeys(("experiment_name", "trial_name", "fileroot", "tokenizer_path"), _ignored(SERVERS)),
-    **dict.fromkeys(("setup_timeout", "workers_ready_timeout", "pause_grace_period"), _ignored(SERVERS)),
-    **dict.fromkeys(("_version", "admin_api_key", "model", "routing_strategy", "poll_interval"), _ignored(SERVERS)),
+    **dict.fromkeys(
+        ("experiment_name", "trial_name", "fileroot", "tokenizer_path"), _ignored(SERVERS)
+    ),
+    **dict.fromkeys(
+        ("setup_timeout", "workers_ready_timeout", "pause_grace_period"), _ignored(SERVERS)
+    ),
+    **dict.fromkeys(
+        ("_version", "admin_api_key", "model", "routing_strategy", "poll_interval"),
+        _ignored(SERVERS),
+    ),
     **dict.fromkeys(("api_url", "provider_api_key", "serialize_group_samples"), _ignored(SERVERS)),
     **dict.fromkeys(("use_lora", "lora_name"), _ignored(PUBLISHING)),
-    **dict.fromkeys(("enable_rollout_tracing", "check_trajectory_format", "dump_to_file"), _ignored(STATISTICS)),
+    **dict.fromkeys(
+        ("enable_rollout_tracing", "check_trajectory_format", "dump_to_file"), _ignored(STATISTICS)
+    ),
 }
 
 _GCONFIG = {
-    **dict.fromkeys(("n_samples", "max_new_tokens", "min_new_tokens", "temperature", "top_p"), SAME),
+    **dict.fromkeys(
+        ("n_samples", "max_new_tokens", "min_new_tokens", "temperature", "top_p"), SAME
+    ),
     "top_k": Fate("same", "when absent 0, every token, as AReaL's 100,000,000"),
-    "stop_token_ids": Fate("same", "AReaL's workflows add the tokenizer's end and pad tokens. Here you list them"),
+    "stop_token_ids": Fate(
+        "same", "AReaL's workflows add the tokenizer's end and pad tokens. Here you list them"
+    ),
     "greedy": _refused("`temperature: 0` says it here", False),
     "max_tokens": _refused("there is no limit for prompt and completion together here", 32768),
     **dict.fromkeys(("ignore_eos", "use_beam_search"), _refused(SAMPLING, False)),
@@ -237,9 +301,10 @@ KEYS: Mapping[str, Mapping[str, Fate]] = {
     "RecoverConfig": _RECOVER,
     "saver": _SAVER,
 }
-"""By the class that a section becomes, which also has the keys of its base. ``saver`` is the section that
-`RecoverConfig` takes exports from. ``a.b`` is key b of section a. A key whose sections have no rows of their own is
-``same``, ``ignored`` or ``refused`` with all of them."""
+"""By the class that a section becomes, which also has the keys of its base. ``saver`` is the
+section that `RecoverConfig` takes exports from. ``a.b`` is key b of section a. A key whose sections
+have no rows of their own is ``same``, ``ignored`` or ``refused`` with all of them.
+"""
 
 SECTIONS: Mapping[str, str] = {
     "TrainEngineConfig": "actor",
@@ -253,9 +318,15 @@ SECTIONS: Mapping[str, str] = {
 """The section of a file that a class is read from unless the caller names another."""
 
 FILE: Mapping[str, Fate] = {
-    "seed": Fate("renamed", "in each engine's section and in `rollout`, unless it has one", to="seed"),
-    "gconfig.n_samples": Fate("renamed", "in the actor's section, unless it has one", to="group_size"),
-    "allocation_mode": Fate("renamed", "in each engine's section, unless it has one: the part after `+`", to="backend"),
+    "seed": Fate(
+        "renamed", "in each engine's section and in `rollout`, unless it has one", to="seed"
+    ),
+    "gconfig.n_samples": Fate(
+        "renamed", "in the actor's section, unless it has one", to="group_size"
+    ),
+    "allocation_mode": Fate(
+        "renamed", "in each engine's section, unless it has one: the part after `+`", to="backend"
+    ),
     "enable_offload": Fate(
         "ignored",
         "your loop calls `engine.offload()` before rollouts and `engine.onload()` after them, or "
@@ -264,9 +335,13 @@ FILE: Mapping[str, Fate] = {
         of="TrainEngineConfig",
     ),
     "defaults": _refused(
-        "the files that it names are not read here. Write all keys into one file", ["_self_"], of="TrainEngineConfig"
+        "the files that it names are not read here. Write all keys into one file",
+        ["_self_"],
+        of="TrainEngineConfig",
     ),
-    "gconfig.reward_normalization": _refused("rewards are normalised by `reward_norm`", False, of="PPOActorConfig"),
+    "gconfig.reward_normalization": _refused(
+        "rewards are normalised by `reward_norm`", False, of="PPOActorConfig"
+    ),
     "teacher": _refused("there is no loss of distillation here", None, of="PPOActorConfig"),
 }
 """Keys outside of a section that decide about one."""
@@ -276,4 +351,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "rollout": {"use_lora": False},
     "cluster": {"fileroot": "/tmp/areal/"},
 }
-"""AReaL's values of what the sections refer to (``${gconfig.temperature}``) and the file does not have."""
+"""AReaL's values of what the sections refer to (``${gconfig.temperature}``) and the file does not
+have.
+"""

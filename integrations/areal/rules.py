@@ -1,7 +1,8 @@
-"""Keys of an AReaL file that mean something together. Each rule changes the translated keys, or refuses them.
+"""Keys of an AReaL file that mean something together. Each rule changes the translated keys, or
+refuses them.
 
-A rule takes the translated keys and the section as the file has it. It returns remarks for the warning. The first lines
-of these docstrings are a table of docs/areal.md.
+A rule takes the translated keys and the section as the file has it. It returns remarks for the
+warning. The first lines of these docstrings are a table of docs/areal.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,17 +24,22 @@ def mesh_of_this_engine(keys: dict[str, Any], found: Mapping[str, Any]) -> list[
 
 
 def weights_of_one(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`use_decoupled_loss` without `rejection_sampling`: AReaL's weights are 1, so `recompute_logprob` alone."""
+    """`use_decoupled_loss` without `rejection_sampling`: AReaL's weights are 1, so
+    `recompute_logprob` alone.
+    """
     if not keys.get("use_decoupled_loss") or keys.get("rejection_sampling"):
         return []
     if (method := keys.get("prox_logp_method", "recompute")) not in ("recompute", "metrics"):
         raise ConfigError(
-            f"config key 'prox_logp_method' is {method!r} without 'rejection_sampling': AReaL's weights are 1 then, "
-            "which here goes with a recomputed policy alone; set rejection_sampling"
+            f"config key 'prox_logp_method' is {method!r} without 'rejection_sampling': AReaL's "
+            "weights are 1 then, which here goes with a recomputed policy alone; set "
+            "rejection_sampling"
         )
     keys["use_decoupled_loss"], keys["recompute_logprob"] = False, True
     keys.pop("prox_logp_method", None)
-    return ["use_decoupled_loss without rejection_sampling is recompute_logprob, for AReaL's weights are 1 then"]
+    return [
+        "use_decoupled_loss without rejection_sampling is recompute_logprob, for AReaL's weights are 1 then"
+    ]
 
 
 def bounds_of_nothing(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -45,7 +51,9 @@ def bounds_of_nothing(keys: dict[str, Any], found: Mapping[str, Any]) -> list[st
 
 
 def one_minibatch(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`reuse_train_logp` as `prox_logp_method`, with several `ppo_n_minibatches`: one, as AReaL does."""
+    """`reuse_train_logp` as `prox_logp_method`, with several `ppo_n_minibatches`: one, as AReaL
+    does.
+    """
     if keys.get("prox_logp_method") != "reuse_train_logp" or keys.get("ppo_n_minibatches") == 1:
         return []
     keys["ppo_n_minibatches"] = 1
@@ -53,21 +61,31 @@ def one_minibatch(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
 
 
 def deviation(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`std_level` batch with `mean_level` group, or one level with `mean_leave1out`: not AReaL's, with a remark."""
+    """`std_level` batch with `mean_level` group, or one level with `mean_leave1out`: not AReaL's,
+    with a remark.
+    """
     remarks = []
     for name in ("reward_norm", "adv_norm"):
         norm = keys.get(name) or {}
         mean, std = norm.get("mean_level", "batch"), norm.get("std_level", "batch")
-        if (mean, std) == ("group", "batch") or (std is not None and mean == std and norm.get("mean_leave1out")):
-            remarks.append(f"the standard deviation of {name} is not AReaL's: see docs/algorithms.md")
+        if (mean, std) == ("group", "batch") or (
+            std is not None and mean == std and norm.get("mean_leave1out")
+        ):
+            remarks.append(
+                f"the standard deviation of {name} is not AReaL's: see docs/algorithms.md"
+            )
     return remarks
 
 
 def nothing_saved(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`mode` that is `off` or `disabled`: no exports either, although AReaL's `saver` goes on, with a remark."""
+    """`mode` that is `off` or `disabled`: no exports either, although AReaL's `saver` goes on, with
+    a remark.
+    """
     if keys.get("mode") not in ("disabled", "off", False):
         return []
-    return ["the mode is off, so neither snapshots nor exports are made: set recover.mode=auto for both"]
+    return [
+        "the mode is off, so neither snapshots nor exports are made: set recover.mode=auto for both"
+    ]
 
 
 _OF_MEGATRON = {
@@ -79,7 +97,9 @@ _OF_MEGATRON = {
 
 
 def megatron_layers(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`target_modules` with Megatron's names (`linear_qkv`): translated to transformers' layers, with a remark."""
+    """`target_modules` with Megatron's names (`linear_qkv`): translated to transformers' layers,
+    with a remark.
+    """
     names = keys.get("target_modules") or []
     if not keys.get("use_lora") or not any(name in _OF_MEGATRON for name in names):
         return []

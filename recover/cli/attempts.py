@@ -40,14 +40,22 @@ class AttemptRecord:
     given_up: str | None = None  # why the supervisor began no other attempt
     losses: int = 0  # number of worker losses during the attempt
     redone: int = 0  # steps that an earlier attempt had trained already
-    gone_s: float | None = None  # seconds from the last step of the previous attempt to the first step of this one
+    gone_s: float | None = (
+        None  # seconds from the last step of the previous attempt to the first step of this one
+    )
 
     def verdict(self, is_last: bool, in_use: bool | None) -> str:
         """Describe how the attempt ended. ``in_use`` is `Use.known` of the run."""
         if self.ended is None and is_last and in_use is not False:
             goes_on = "goes on" if self.loaded else "begins: its workers start, or it loads"
-            return goes_on if in_use else f"{goes_on}, or was killed: the lock of the run cannot tell"
-        ending = "the handler was closed" if self.closed else "the process ended without closing the handler"
+            return (
+                goes_on if in_use else f"{goes_on}, or was killed: the lock of the run cannot tell"
+            )
+        ending = (
+            "the handler was closed"
+            if self.closed
+            else "the process ended without closing the handler"
+        )
         if self.ended is None:
             ending = "killed, or its machine was lost: nothing was noted"
         elif self.stop is not None:
@@ -59,23 +67,30 @@ class AttemptRecord:
 
 
 def read_attempts(trial_root: Path) -> list[AttemptRecord]:
-    """The attempts of a run, oldest first. Raises `CheckpointNotFoundError` if the run has no journal."""
+    """The attempts of a run, oldest first. Raises `CheckpointNotFoundError` if the run has no
+    journal.
+    """
     if not (path := trial_root / JOURNAL_NAME).exists():
         raise CheckpointNotFoundError(
-            f"there is no {path}: nothing is known of the attempts of this run, which an older version has written"
+            f"there is no {path}: nothing is known of the attempts of this run, which an older "
+            "version has written"
         )
     return list_attempts(read_journal(trial_root, (*_BOUNDS, "step"), ends_of="step"))
 
 
 def last_attempt(trial_root: Path) -> AttemptRecord | None:
-    """The last attempt in a journal, without its steps. Its number counts from the last attempt that has loaded."""
+    """The last attempt in a journal, without its steps. Its number counts from the last attempt
+    that has loaded.
+    """
     begin = last_start(trial_root)
     events = read_journal(trial_root, _BOUNDS, since=0 if begin is None else begin[0])
     return next(reversed(list_attempts(events)), None)
 
 
 def list_attempts(events: Iterable[dict[str, Any]]) -> list[AttemptRecord]:
-    """Group the events of a journal into attempts. An attempt that ended well before it loaded is left out."""
+    """Group the events of a journal into attempts. An attempt that ended well before it loaded is
+    left out.
+    """
     attempts: list[AttemptRecord] = []
     begins = False  # whether the last attempt has only its beginning so far
     for event in events:

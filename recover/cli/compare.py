@@ -24,7 +24,8 @@ class Difference:
     """Difference between two tensors of the same name."""
 
     name: str
-    # values, bits (equal in float64, for example 0 and -0), shape, dtype (equal values), only in A, only in B
+    # values, bits (equal in float64, for example 0 and -0), shape, dtype (equal values), only in A,
+    # only in B
     kind: str
     elements: int = 0  # number of elements that differ
     of: int = 0  # number of elements
@@ -34,13 +35,15 @@ class Difference:
 
 
 def compare_folders(a: Folder, b: Folder, engine: str | None) -> tuple[list[Difference], int]:
-    """Compare two generations or exports. Only the weights of ``engine`` are compared if it is given.
+    """Compare two generations or exports. Only the weights of ``engine`` are compared if it is
+    given.
 
     Returns:
         the differences, and the number of tensors that are equal.
 
     Raises:
-        ConfigError: ``engine`` is None, an export is compared with a generation, and that has several engines.
+        ConfigError: ``engine`` is None, an export is compared with a generation, and that has
+            several engines.
         CheckpointNotFoundError: there is no such engine.
     """
     with ExitStack() as files:
@@ -69,10 +72,14 @@ def _engine_names(path: Path) -> list[str]:
 
 
 def _read_generation(path: Path, engine: str | None) -> dict[str, LazyTensor]:
-    """All tensors as ``<engine>/model.<parameter>`` ..., or the parameters and buffers of ``engine`` by their names."""
+    """All tensors as ``<engine>/model.<parameter>`` ..., or the parameters and buffers of
+    ``engine`` by their names.
+    """
     names = _engine_names(path)
     if engine not in (None, *names):
-        raise CheckpointNotFoundError(f"{path} has no engine {engine!r}; there are: {', '.join(names)}")
+        raise CheckpointNotFoundError(
+            f"{path} has no engine {engine!r}; there are: {', '.join(names)}"
+        )
     found = {}
     for name in names if engine is None else [engine]:
         layout = read_layout(path / name)
@@ -117,7 +124,9 @@ def _compare_tensor(name: str, a: LazyTensor, b: LazyTensor) -> Difference | Non
     if not elements and not dtypes:
         return Difference(name, "bits", in_bits, a.numel) if in_bits else None
     relative = math.sqrt(squares / norm) if norm else math.inf if squares else 0.0
-    return Difference(name, "values" if elements else "dtype", elements, a.numel, largest, relative, dtypes)
+    return Difference(
+        name, "values" if elements else "dtype", elements, a.numel, largest, relative, dtypes
+    )
 
 
 def _row_blocks(tensor: LazyTensor) -> Iterator[tuple[int, int]]:
@@ -128,5 +137,7 @@ def _row_blocks(tensor: LazyTensor) -> Iterator[tuple[int, int]]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of a tensor, one row per element. As bytes, equal NaNs are equal, while 0 and -0 differ."""
+    """Bytes of a tensor, one row per element. As bytes, equal NaNs are equal, while 0 and -0
+    differ.
+    """
     return tensor.contiguous().reshape(-1, 1).view(torch.uint8)

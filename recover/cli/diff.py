@@ -24,20 +24,30 @@ T = TypeVar("T")
 @click.option("--exit-code", is_flag=True, help="Exit with 1 if anything differs.")
 @json_option
 @click.pass_context
-def diff_command(ctx: click.Context, a: str, b: str, engine: str | None, exit_code: bool, as_json: bool) -> None:
-    """Compare two checkpoints A and B tensor by tensor. Each is a generation or a Hugging Face folder.
+def diff_command(
+    ctx: click.Context, a: str, b: str, engine: str | None, exit_code: bool, as_json: bool
+) -> None:
+    """Compare two checkpoints A and B tensor by tensor. Each is a generation or a Hugging Face
+    folder.
 
-    Tensors are equal if all their bits are. The size of a difference is computed in float64. Digests are not checked
-    (see `holdfast verify`), except when a copy at a URL is fetched into the temporary folder (TMPDIR).
+    Tensors are equal if all their bits are. The size of a difference is computed in float64.
+    Digests are not checked (see `holdfast verify`), except when a copy at a URL is fetched into the
+    temporary folder (TMPDIR).
     """
     from .compare import compare_folders
 
     found, same = _read(a, lambda one: _read(b, lambda other: compare_folders(one, other, engine)))
     if as_json:
-        print_json({"a": a, "b": b, "equal_tensors": same, "differences": [asdict(one) for one in found]})
+        print_json(
+            {"a": a, "b": b, "equal_tensors": same, "differences": [asdict(one) for one in found]}
+        )
     elif found:
         title = f"{len(found)} of {same + len(found)} tensors differ: A is {a}, B is {b}"
-        print_table(("tensor", "what", "elements>", "largest>", "relative>"), [_row(one) for one in found], title)
+        print_table(
+            ("tensor", "what", "elements>", "largest>", "relative>"),
+            [_row(one) for one in found],
+            title,
+        )
     else:
         click.echo(f"all {same} tensors are equal to the bit")
     if found and exit_code:

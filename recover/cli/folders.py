@@ -80,7 +80,9 @@ class Folder:
         return Folder(self._here / name)
 
     def manifest(self) -> dict[str, Any]:
-        """Read the manifest, and compare it with the names and sizes of the files. Raises as `check_listing`."""
+        """Read the manifest, and compare it with the names and sizes of the files. Raises as
+        `check_listing`.
+        """
         manifest = self.read_manifest()
         compare_listing(self.sizes(), manifest, self.where)
         return manifest
@@ -145,7 +147,9 @@ class UrlFolder(Folder):
         try:
             yield
         except FileNotFoundError as error:
-            raise CheckpointCorruptError(f"{self.where}/{name} is missing, or was removed while it was read") from error
+            raise CheckpointCorruptError(
+                f"{self.where}/{name} is missing, or was removed while it was read"
+            ) from error
 
 
 def open_mirror(url: str) -> "Mirror":
@@ -157,10 +161,16 @@ def open_mirror(url: str) -> "Mirror":
 
 @contextmanager
 def local_copy(folder: Folder) -> Iterator[Path]:
-    """Yield a generation as a folder on this machine. A copy at a URL is fetched, verified, and removed afterwards."""
+    """Yield a generation as a folder on this machine. A copy at a URL is fetched, verified, and
+    removed afterwards.
+    """
     if folder.path is not None:
         yield folder.path
         return
     root, _, name = folder.where.rpartition("/")
     with tempfile.TemporaryDirectory(prefix="holdfast-") as temporary:
-        yield open_mirror(root).fetch(int(name.rpartition("_")[2]), GenerationStore(Path(temporary))).path
+        yield (
+            open_mirror(root)
+            .fetch(int(name.rpartition("_")[2]), GenerationStore(Path(temporary)))
+            .path
+        )

@@ -1,8 +1,9 @@
 """Whether a job uses a run now, and the lock for commands that must not meet one.
 
-The lock of a run does not always tell whether a job uses it. A file system without locks says nothing. On some file
-systems (NFS with ``nolock``, some FUSE ones) a lock stays on its node, so another node sees it as free. `use_of`
-therefore reads the journal too: if a job on another node wrote to it recently and noted no end, the use is unknown.
+The lock of a run does not always tell whether a job uses it. A file system without locks says
+nothing. On some file systems (NFS with ``nolock``, some FUSE ones) a lock stays on its node, so
+another node sees it as free. `use_of` therefore reads the journal too: if a job on another node
+wrote to it recently and noted no end, the use is unknown.
 """
 
 import os
@@ -23,10 +24,14 @@ from .attempts import AttemptRecord, last_attempt
 from .output import seconds_text
 
 FRESH_S = 900.0
-"""A job on another node counts as gone after writing nothing for this long. One step may take several minutes."""
+"""A job on another node counts as gone after writing nothing for this long. One step may take
+several minutes.
+"""
 
 no_job_option = click.option(
-    "--no-job", is_flag=True, help="Confirm that no job uses the run. Needed where the lock of the run cannot tell."
+    "--no-job",
+    is_flag=True,
+    help="Confirm that no job uses the run. Needed where the lock of the run cannot tell.",
 )
 
 
@@ -52,7 +57,11 @@ def use_of(trial_root: Path, last: AttemptRecord | None = None) -> Use:
         return Use(True)
     no_locks = locked is None
     last = last or last_attempt(trial_root)
-    where = f"the lock in {trial_root} cannot be asked" if no_locks else f"the lock in {trial_root} is free"
+    where = (
+        f"the lock in {trial_root} cannot be asked"
+        if no_locks
+        else f"the lock in {trial_root} is free"
+    )
     if last is None:
         unknown = no_locks and not (trial_root / JOURNAL_NAME).exists()
         return Use(False, f"{where}, and there is no journal" if unknown else None)
@@ -60,7 +69,9 @@ def use_of(trial_root: Path, last: AttemptRecord | None = None) -> Use:
         return Use(False)
     if last.host == socket.gethostname():
         if no_locks and _runs(last.pid):
-            return Use(True, f"{where}, and pid {last.pid}, that of the last job, runs on this node")
+            return Use(
+                True, f"{where}, and pid {last.pid}, that of the last job, runs on this node"
+            )
         return Use(False)
     age_s = time.time() - (trial_root / JOURNAL_NAME).stat().st_mtime
     if not no_locks and age_s > FRESH_S:
@@ -74,9 +85,14 @@ def use_of(trial_root: Path, last: AttemptRecord | None = None) -> Use:
 
 
 def require_unused(trial_root: Path, no_job: bool) -> None:
-    """Raise `ConfigError` if it is unknown whether a job uses the run, unless the user confirms that none does."""
+    """Raise `ConfigError` if it is unknown whether a job uses the run, unless the user confirms
+    that none does.
+    """
     if not no_job and (doubt := use_of(trial_root).doubt) is not None:
-        raise ConfigError(f"whether a job uses the run cannot be known: {doubt}. If none does, say so with --no-job")
+        raise ConfigError(
+            f"whether a job uses the run cannot be known: {doubt}. If none does, say so with "
+            "--no-job"
+        )
 
 
 @contextmanager

@@ -11,7 +11,17 @@ from ..storage.journal import last_start
 from .output import json_option, print_json, print_table, size_text, time_text
 from .runs import Run, run_argument
 
-_COLUMNS = ("step>", "epoch, step>", "written", "size>", "ranks>", "metrics", "kept", "mirror", "problem")
+_COLUMNS = (
+    "step>",
+    "epoch, step>",
+    "written",
+    "size>",
+    "ranks>",
+    "metrics",
+    "kept",
+    "mirror",
+    "problem",
+)
 _MOST_METRICS = 2
 
 
@@ -23,10 +33,11 @@ _MOST_METRICS = 2
 def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
     """List the generations of RUN, newest first.
 
-    Names and sizes of the files are compared with the manifests. To compare every byte, use `holdfast verify`.
+    Names and sizes of the files are compared with the manifests. To compare every byte, use
+    `holdfast verify`.
 
-    The column "kept" names the retention rules that keep a generation, as configured at the last start of the run. A
-    generation kept "by no rule" is deleted at the next commit.
+    The column "kept" names the retention rules that keep a generation, as configured at the last
+    start of the run. A generation kept "by no rule" is deleted at the next commit.
     """
     place = Run(run)
     entries = [entry for step in place.steps() if (entry := _describe(place, step)) is not None]
@@ -34,7 +45,9 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
         _explain_retention(place.store, entries)
     if mirror is not None:
         there = place.open_mirror(None if mirror == "recorded" else mirror)
-        copies = dict.fromkeys(there.steps(damaged=True), "damaged") | dict.fromkeys(there.steps(), "copied")
+        copies = dict.fromkeys(there.steps(damaged=True), "damaged") | dict.fromkeys(
+            there.steps(), "copied"
+        )
         for entry in entries:
             entry["mirror"] = copies.get(entry["step"], "no copy")
     others = _others(place)
@@ -70,7 +83,11 @@ def _describe(place: Run, step: int) -> dict[str, Any] | None:
         folder.manifest()
         info = folder.info()
         last = info.last_step_info
-        entry |= {"epoch": last.epoch, "epoch_step": last.epoch_step, "steps_per_epoch": last.steps_per_epoch}
+        entry |= {
+            "epoch": last.epoch,
+            "epoch_step": last.epoch_step,
+            "steps_per_epoch": last.steps_per_epoch,
+        }
         entry["metrics"] = info.metrics
     except MirrorError:
         raise
@@ -87,7 +104,9 @@ def _explain_retention(store: GenerationStore, entries: list[dict[str, Any]]) ->
     sound = {entry["step"]: entry["metrics"] for entry in entries if entry["problem"] is None}
     reasons: dict[int, list[str]] = {step: [] for step in sound}
     if start is not None:
-        with contextlib.suppress(TypeError, KeyError, ValueError):  # another version wrote the journal
+        with contextlib.suppress(
+            TypeError, KeyError, ValueError
+        ):  # another version wrote the journal
             reasons = reasons_to_keep(sound, RetentionRules(**start[1]["keep"]))
     for entry in entries:
         step = entry["step"]
@@ -109,19 +128,25 @@ def _others(place: Run) -> dict[str, Any]:
 
 def _row(entry: dict[str, Any]) -> list[str]:
     metrics = entry.get("metrics", {})
-    first = sorted(metrics, key=lambda name: name not in ("reward", "loss"))  # the others keep their order
+    first = sorted(
+        metrics, key=lambda name: name not in ("reward", "loss")
+    )  # the others keep their order
     shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in first[:_MOST_METRICS])
     kept = ", ".join(entry.get("kept", []))
     if not kept and entry.get("rules_known") and entry["problem"] is None:
         kept = "by no rule"
     return [
         str(entry["step"]),
-        f"{entry['epoch']}, {entry['epoch_step']}/{entry['steps_per_epoch']}" if "epoch" in entry else "",
+        f"{entry['epoch']}, {entry['epoch_step']}/{entry['steps_per_epoch']}"
+        if "epoch" in entry
+        else "",
         time_text(entry["written"]) if "written" in entry else "",
         size_text(entry["bytes"]) if "bytes" in entry else "",
         str(entry.get("world_size") or ""),
         shown + (f" (+{len(first) - _MOST_METRICS})" if len(first) > _MOST_METRICS else ""),
         kept,
         entry.get("mirror", ""),
-        "" if entry["problem"] is None else entry["problem"].replace(entry["where"], "").lstrip(": /"),
+        ""
+        if entry["problem"] is None
+        else entry["problem"].replace(entry["where"], "").lstrip(": /"),
     ]

@@ -1,7 +1,7 @@
 """The command group, and how errors end a command.
 
-A command's module is imported when the command is called or listed. A command imports torch inside its function, and
-only if it needs torch.
+A command's module is imported when the command is called or listed. A command imports torch inside
+its function, and only if it needs torch.
 """
 
 import importlib
@@ -18,10 +18,26 @@ from ...utils.errors import CheckpointCorruptError, HoldfastError
 from .output import DAMAGED, FAILED, INTERRUPTED
 
 _COMMANDS = {
-    **{name: name for name in ("convert", "diff", "export", "ls", "mirror", "plan", "show", "top", "verify", "why")},
+    **{
+        name: name
+        for name in (
+            "convert",
+            "diff",
+            "export",
+            "ls",
+            "mirror",
+            "plan",
+            "show",
+            "top",
+            "verify",
+            "why",
+        )
+    },
     **dict.fromkeys(("pin", "resume-from", "rm", "unpin"), "manage"),
 }
-"""Name of a command -> its module in this package. The function of ``resume-from`` is ``resume_from_command``."""
+"""Name of a command -> its module in this package. The function of ``resume-from`` is
+``resume_from_command``.
+"""
 
 
 class _Commands(click.Group):
@@ -45,7 +61,9 @@ class _Commands(click.Group):
             return 0
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
-        """Run a command and end the process, without a traceback for errors of users, files or networks."""
+        """Run a command and end the process, without a traceback for errors of users, files or
+        networks.
+        """
         options["standalone_mode"] = False
         try:
             code = super().main(args, *rest, **options)
@@ -76,8 +94,8 @@ def cli(verbose: bool) -> None:
     RUN is the folder of a run, <fileroot>/<experiment>/<trial>, or the URL of its mirror,
     s3://bucket/experiment/trial.
 
-    GEN is one generation, that is one committed checkpoint: RUN@120, RUN@newest, or the folder or URL that ends with
-    global_step_120.
+    GEN is one generation, that is one committed checkpoint: RUN@120, RUN@newest, or the folder or
+    URL that ends with global_step_120.
 
     No command executes anything that it reads: neither pickles nor the code of a model.
     """

@@ -1,4 +1,6 @@
-"""``holdfast rm``, ``pin``, ``unpin`` and ``resume-from``: choose which generations stay, and which one resumes."""
+"""``holdfast rm``, ``pin``, ``unpin`` and ``resume-from``: choose which generations stay, and which
+one resumes.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,9 +20,9 @@ from .runs import Run, find_generation, find_step, generation_argument
 from .verify import find_damage
 
 _THEN = (
-    "Then, at that start, the newer ones are renamed to .rejected-global_step_... and kept for you, and their "
-    "copies at the mirror are removed. Leave the setting in place: with it a restart goes on from what the run "
-    "has written since, not from this generation again."
+    "Then, at that start, the newer ones are renamed to .rejected-global_step_... and kept for "
+    "you, and their copies at the mirror are removed. Leave the setting in place: with it a "
+    "restart goes on from what the run has written since, not from this generation again."
 )
 _END_IT = {
     True: "A job uses the run: end it, and ",
@@ -34,23 +36,33 @@ _generations = click.argument("generations", metavar="GEN...", nargs=-1, require
 @click.command("rm", short_help="Delete generations.")
 @_generations
 @click.option(
-    "--force", is_flag=True, help="Also delete the newest sound generation, which a restart would resume from."
+    "--force",
+    is_flag=True,
+    help="Also delete the newest sound generation, which a restart would resume from.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Check the generations that stay by names and sizes only, without reading them."
+    "--quick",
+    is_flag=True,
+    help="Check the generations that stay by names and sizes only, without reading them.",
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @no_job_option
 @json_option
-def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool, no_job: bool, as_json: bool) -> None:
+def rm_command(
+    generations: tuple[str, ...], force: bool, quick: bool, yes: bool, no_job: bool, as_json: bool
+) -> None:
     """Delete generations. Name each by its folder or as RUN@STEP. Copies at the mirror stay.
 
-    A pinned generation is never deleted. The newest sound generation, which a restart resumes from, is deleted only
-    with --force, and not while a job uses the run or may use it. Before anything is deleted, the generation that stays
-    is compared with its digests, byte by byte (except with --quick).
+    A pinned generation is never deleted. The newest sound generation, which a restart resumes from,
+    is deleted only with --force, and not while a job uses the run or may use it. Before anything is
+    deleted, the generation that stays is compared with its digests, byte by byte (except with
+    --quick).
     """
     found = [find_step(text) for text in generations]
-    steps = {root: [step for store, step in found if store.root == root] for root in {store.root for store, _ in found}}
+    steps = {
+        root: [step for store, step in found if store.root == root]
+        for root in {store.root for store, _ in found}
+    }
     damage_of = (lambda path: None) if quick else cache(_damage_of)  # reads every byte once
     for root, gone in steps.items():
         if force:
@@ -83,7 +95,8 @@ def rm_command(generations: tuple[str, ...], force: bool, quick: bool, yes: bool
 def pin_command(generations: tuple[str, ...], as_json: bool) -> None:
     """Keep generations regardless of the retention rules. Name each by its folder or as RUN@STEP.
 
-    A running job respects the pin from its next commit on. Copies at the mirror stay as well. Pins exist only in this
+    A running job respects the pin from its next commit on. Copies at the mirror stay as well. Pins
+    exist only in this
     folder: a run that was restored from its mirror on a new machine has none.
     """
     _mark(generations, GenerationStore.pin, "pinned", as_json)
@@ -108,8 +121,12 @@ def _mark(generations: tuple[str, ...], mark: Any, done: str, as_json: bool) -> 
         click.echo(f"{done} {', '.join(paths)}")
 
 
-def _check(store: GenerationStore, steps: list[int], force: bool, damage_of: Callable[[Path], str | None]) -> None:
-    """Raise `ConfigError` if a step is pinned, or, without ``force``, if the newest sound generation would go."""
+def _check(
+    store: GenerationStore, steps: list[int], force: bool, damage_of: Callable[[Path], str | None]
+) -> None:
+    """Raise `ConfigError` if a step is pinned, or, without ``force``, if the newest sound
+    generation would go.
+    """
     if pinned := sorted(store.pins().intersection(steps)):
         raise ConfigError(f"step {pinned[0]} of {store.root} is pinned; `holdfast unpin` it first")
     if force:
@@ -127,8 +144,8 @@ def _check(store: GenerationStore, steps: list[int], force: bool, damage_of: Cal
         if problem is None:
             found = f" ({'; '.join(damage)})" if damage else ""
             raise ConfigError(
-                f"step {generation.step} is the newest sound generation of {store.root}{found}, which a restart "
-                "resumes from; --force deletes it unless a job uses the run"
+                f"step {generation.step} is the newest sound generation of {store.root}{found}, "
+                "which a restart resumes from; --force deletes it unless a job uses the run"
             )
         damage.append(f"step {generation.step} is damaged: {problem}")
 
@@ -149,7 +166,8 @@ def _bytes(store: GenerationStore, step: int) -> int:
 @generation_argument
 @json_option
 def resume_from_command(generation: str, as_json: bool) -> None:
-    """Print what to set so that the run resumes from GEN instead of its newest generation. Nothing is changed.
+    """Print what to set so that the run resumes from GEN instead of its newest generation. Nothing
+    is changed.
 
     Every byte of GEN is compared with its digest first.
     """
@@ -166,15 +184,25 @@ def resume_from_command(generation: str, as_json: bool) -> None:
         newer = [other for other in run.steps() if other > step]
         mirror, in_use = run.recorded_mirror(), use_of(run.trial_root).known
     if as_json:
-        found = {"where": folder.where, "step": step, "next_step": step + 1, "newer": newer, "mirror": mirror}
+        found = {
+            "where": folder.where,
+            "step": step,
+            "next_step": step + 1,
+            "newer": newer,
+            "mirror": mirror,
+        }
         print_json(found | {"setting": setting, "first": first, "in_use": in_use})
         return
     click.echo(f"{folder.where} is sound: a run that resumes from it goes on with step {step + 1}.")
     if first is None and not newer and mirror is None:
-        click.echo("It is the newest: the same command as ever resumes from it, there is nothing to set.")
+        click.echo(
+            "It is the newest: the same command as ever resumes from it, there is nothing to set."
+        )
         return
     if first is not None:
-        click.echo(f"It is at a URL. End the job, fetch it, with the run's folder for RUN,\n\n  {first}\n")
+        click.echo(
+            f"It is at a URL. End the job, fetch it, with the run's folder for RUN,\n\n  {first}\n"
+        )
         click.echo("and start the same command with\n")
     else:
         if newer:

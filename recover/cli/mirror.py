@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, MirrorError
+from ...utils.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigError,
+    MirrorError,
+)
 from ...utils.manifest import require_outside_commits
 from ..storage.generations import Generation, GenerationStore, stored_bytes
 from .folders import open_mirror
@@ -21,15 +26,18 @@ if TYPE_CHECKING:
 
 _LONGEST_S = 7 * 86400.0
 
-_to = click.option("--url", help="URL of the copies.  [default: the mirror in the last start of the run]")
+_to = click.option(
+    "--url", help="URL of the copies.  [default: the mirror in the last start of the run]"
+)
 
 
 @click.group("mirror", short_help="List, make and fetch copies of generations at a URL.")
 def mirror_command() -> None:
-    """List, make and fetch copies of generations at an fsspec URL, for the case that the folder of a run is lost.
+    """List, make and fetch copies of generations at an fsspec URL, for the case that the folder of
+    a run is lost.
 
-    A run with recover.mirror_url makes its copies by itself, and fetches them when it starts. These commands do the
-    same by hand.
+    A run with recover.mirror_url makes its copies by itself, and fetches them when it starts. These
+    commands do the same by hand.
     """
 
 
@@ -67,8 +75,9 @@ def mirror_push(
 ) -> None:
     """Copy generations of RUN to its mirror, or to another URL. Nothing is deleted there.
 
-    Use a separate URL for each run. If the URL has a different generation of the same step, nothing is copied. A job
-    copies to its own mirror by itself, so copying there is refused while a job uses the run or may use it.
+    Use a separate URL for each run. If the URL has a different generation of the same step, nothing
+    is copied. A job copies to its own mirror by itself, so copying there is refused while a job
+    uses the run or may use it.
     """
     place = Run(run)
     store, there = place.require_store(), place.open_mirror(url)
@@ -89,24 +98,29 @@ def mirror_push(
     _tell(done, "copied", there.url, as_json)
 
 
-@mirror_command.command("pull", short_help="Fetch a generation from a mirror into the folder of RUN.")
+@mirror_command.command(
+    "pull", short_help="Fetch a generation from a mirror into the folder of RUN."
+)
 @click.argument("source", metavar="URL")
 @click.argument("target", metavar="RUN", type=click.Path(file_okay=False))
 @click.option("--step", type=int, help="Step to fetch.  [default: the newest sound one]")
 @no_job_option
 @json_option
 def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_json: bool) -> None:
-    """Fetch a generation from the mirror at URL into the folder of RUN, which is created if it is missing.
+    """Fetch a generation from the mirror at URL into the folder of RUN, which is created if it is
+    missing.
 
-    Every byte is compared with its digest. The generation appears in RUN only when it is complete and sound. A
-    generation of another run is refused, unless RUN never held one.
+    Every byte is compared with its digest. The generation appears in RUN only when it is complete
+    and sound. A generation of another run is refused, unless RUN never held one.
     """
     require_outside_commits(local_path(target))
     there = open_mirror(source)
     if step is None:
         step = next(iter(there.steps()), None)
     if step is None or step not in there.traces():
-        raise CheckpointNotFoundError(f"{there.url} has no complete copy{'' if step is None else f' of step {step}'}")
+        raise CheckpointNotFoundError(
+            f"{there.url} has no complete copy{'' if step is None else f' of step {step}'}"
+        )
     started, store = time.monotonic(), GenerationStore(_root_to_fill(local_path(target)))
     require_unused(store.root.parent, no_job)
     with lock_run(store.root.parent):
@@ -116,7 +130,9 @@ def mirror_pull(source: str, target: str, step: int | None, no_job: bool, as_jso
 
 
 def _root_to_fill(target: Path) -> Path:
-    """Folder of generations of RUN, which may be missing. RUN may also name the folder of generations itself."""
+    """Folder of generations of RUN, which may be missing. RUN may also name the folder of
+    generations itself.
+    """
     try:
         return recover_root(target)
     except CheckpointNotFoundError:
@@ -130,8 +146,9 @@ def _refuse_run_folder(there: "Mirror") -> None:
     require_outside_commits(folder)
     if holds_run(folder):
         raise ConfigError(
-            f"{there.url} is where the run in {folder.parent} keeps its own generations: a copy there would become one "
-            "of them. Choose another --url; `holdfast mirror pull` brings a copy into the folder of a run"
+            f"{there.url} is where the run in {folder.parent} keeps its own generations: a copy "
+            "there would become one of them. Choose another --url; `holdfast mirror pull` brings "
+            "a copy into the folder of a run"
         )
 
 
@@ -140,9 +157,10 @@ def _refuse_to_replace(there: "Mirror", generation: Generation) -> None:
         other = there.has_other(generation)
     if other:
         raise ConfigError(
-            f"{there.url} has a copy of step {generation.step} that is of another generation than {generation.path}: "
-            "of another run, or from before this one went back. Nothing was copied; choose another --url, as "
-            "s3://bucket/backup/experiment/trial, or delete that copy yourself"
+            f"{there.url} has a copy of step {generation.step} that is of another generation than "
+            f"{generation.path}: of another run, or from before this one went back. Nothing was "
+            "copied; choose another --url, as s3://bucket/backup/experiment/trial, or delete that "
+            "copy yourself"
         )
 
 
@@ -161,15 +179,17 @@ def _push(there: "Mirror", generation: Generation) -> dict[str, Any]:
 
 @contextmanager
 def _unless_gone(generation: Generation, there: "Mirror") -> Iterator[None]:
-    """Raise `CheckpointNotFoundError` if the block fails because the run has removed the generation."""
+    """Raise `CheckpointNotFoundError` if the block fails because the run has removed the
+    generation.
+    """
     try:
         yield
     except (FileNotFoundError, CheckpointCorruptError):
         if generation.path.is_dir():
             raise
         raise CheckpointNotFoundError(
-            f"no copy of {generation.path} at {there.url}: the run removed it meanwhile; `holdfast pin` keeps one for "
-            "as long as it takes"
+            f"no copy of {generation.path} at {there.url}: the run removed it meanwhile; "
+            "`holdfast pin` keeps one for as long as it takes"
         ) from None
 
 
@@ -182,4 +202,7 @@ def _tell(done: list[dict[str, Any]], verb: str, where: str, as_json: bool) -> N
         print_json({verb: done, "where": where})
         return
     for one in done:
-        click.echo(f"{verb} step {one['step']} to {where}: {size_text(one['bytes'])} in {seconds_text(one['seconds'])}")
+        click.echo(
+            f"{verb} step {one['step']} to {where}: {size_text(one['bytes'])} in "
+            f"{seconds_text(one['seconds'])}"
+        )

@@ -27,7 +27,9 @@ def dtype_option(default: str) -> Callable[[F], F]:
     """Add the option ``--dtype``, for a command that writes weights."""
     names = ("float32", "bfloat16", "float16")  # `EXPORT_DTYPES`, whose module imports torch
     return click.option(
-        "--dtype", type=click.Choice(names), help=f"Dtype of floating-point weights.  [default: {default}]"
+        "--dtype",
+        type=click.Choice(names),
+        help=f"Dtype of floating-point weights.  [default: {default}]",
     )
 
 
@@ -44,11 +46,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None
+) -> None:
     """Print a table and a blank line. Columns without any value are left out.
 
     Args:
-        columns: names of the columns, all empty for a table without a head. ``>`` at the end aligns to the right.
+        columns: names of the columns, all empty for a table without a head. ``>`` at the end aligns
+            to the right.
         rows: cells as text.
         title: line before the table.
     """
@@ -70,7 +75,9 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
         right = column.endswith(">")
         short = all(len(str(row[at])) <= _WRAPPED_FROM for row in rows)
         justify = "right" if right else "left"
-        table.add_column(column.removesuffix(">"), justify=justify, overflow="fold", no_wrap=right or short)
+        table.add_column(
+            column.removesuffix(">"), justify=justify, overflow="fold", no_wrap=right or short
+        )
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return table

@@ -16,10 +16,20 @@ if TYPE_CHECKING:
     from ...engine.config import TrainEngineConfig
     from ...engine.model.memory_plan import MemoryPlan, ModelSizes
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+_UNITS = {
+    "": 1,
+    "K": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "KI": 1 << 10,
+    "MI": 1 << 20,
+    "GI": 1 << 30,
+}
 CONTEXT_BYTES = 2 * 10**9
-"""Taken for the CUDA context, libraries and NCCL's buffers of a process: 1.4 GB for one rank on an H200. A process that
-sleeps keeps them."""
+"""Taken for the CUDA context, libraries and NCCL's buffers of a process: 1.4 GB for one rank on an
+H200. A process that sleeps keeps them.
+"""
 _PARTS = {
     "weights": "shard of the weights",
     "gradients": "gradients",
@@ -44,48 +54,82 @@ class _Bytes(click.ParamType):
 class _Share(click.ParamType):
     name = "server:share"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
         match = re.fullmatch(r"(?:vllm|sglang):(0?\.[0-9]+)", str(value))
         if match is None:
             self.fail(
-                f"{value!r} is no server with its share of the memory; expected for instance vllm:0.4", param, ctx
+                f"{value!r} is no server with its share of the memory; expected for instance vllm:0.4",
+                param,
+                ctx,
             )
         return float(match[1])
 
 
 @click.command("plan", short_help="Compute the memory of a training step.")
 @click.argument("model")
-@click.option("--backend", default="fsdp", show_default=True, help="The mesh: fsdp, fsdp:d8, fsdp:d4c2 ...")
-@click.option("--replicate", default=1, show_default=True, help="Copies of the sharded model (HSDP).")
-@click.option("--gpus", default=8, show_default=True, type=click.IntRange(1), help="Number of GPUs, one rank on each.")
-@click.option("--gpus-per-node", default=8, show_default=True, type=click.IntRange(1), help="GPUs of a node.")
+@click.option(
+    "--backend", default="fsdp", show_default=True, help="The mesh: fsdp, fsdp:d8, fsdp:d4c2 ..."
+)
+@click.option(
+    "--replicate", default=1, show_default=True, help="Copies of the sharded model (HSDP)."
+)
+@click.option(
+    "--gpus",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Number of GPUs, one rank on each.",
+)
+@click.option(
+    "--gpus-per-node", default=8, show_default=True, type=click.IntRange(1), help="GPUs of a node."
+)
 @click.option("--memory", default="80GB", show_default=True, type=_Bytes(), help="Memory of a GPU.")
-@click.option("--tokens", default=16384, show_default=True, type=click.IntRange(1), help="Tokens of a micro-batch.")
+@click.option(
+    "--tokens",
+    default=16384,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Tokens of a micro-batch.",
+)
 @click.option("--optimizer", default="adam", show_default=True, help="As optimizer.type.",
               type=click.Choice(("adam", "adam_bf16", "adam8bit", "muon", "sgd")))  # fmt: skip
-@click.option("--checkpointing", is_flag=True, help="Recompute activations (gradient_checkpointing: true).")
-@click.option("--selective", is_flag=True, help="Recompute some of them (gradient_checkpointing: selective).")
+@click.option(
+    "--checkpointing", is_flag=True, help="Recompute activations (gradient_checkpointing: true)."
+)
+@click.option(
+    "--selective", is_flag=True, help="Recompute some of them (gradient_checkpointing: selective)."
+)
 @click.option("--lora", type=click.IntRange(1), help="Train adapters of this rank.")
 @click.option("--vision", is_flag=True, help="Train on images and text (train_vision).")
 @click.option("--offload", type=click.Choice(("optimizer", "params")),
               help="Keep state in host memory: optimizer.offload or fsdp.offload_params.")  # fmt: skip
 @click.option("--colocate", type=_Share(), help="A server that takes turns with training on the same GPUs, with this "
               "share of their memory: vllm:0.4")  # fmt: skip
-@click.option("--bandwidth", default="2GB/s", show_default=True, type=_Bytes(), help="Of all nodes' disk together.")
+@click.option(
+    "--bandwidth",
+    default="2GB/s",
+    show_default=True,
+    type=_Bytes(),
+    help="Of all nodes' disk together.",
+)
 @json_option
 def plan_command(model: str, as_json: bool, **asked: Any) -> None:
     """Compute the memory that training MODEL takes on each GPU, in hosts and on disk.
 
-    MODEL is a folder with a config.json, or a model on the hub, of which only this file is fetched. No weights are
-    read. Activations are those of a forward on tensors without memory. If the step does not fit, a list of changes
-    follows that makes it fit.
+    MODEL is a folder with a config.json, or a model on the hub, of which only this file is fetched.
+    No weights are read. Activations are those of a forward on tensors without memory. If the step
+    does not fit, a list of changes follows that makes it fit.
     """
     from ...engine.config import FSDPConfig, OptimizerConfig, TrainEngineConfig
 
     config = TrainEngineConfig(
         path=_folder_of(model),
         backend=asked["backend"],
-        fsdp=FSDPConfig(replicate_size=asked["replicate"], offload_params=asked["offload"] == "params"),
+        fsdp=FSDPConfig(
+            replicate_size=asked["replicate"], offload_params=asked["offload"] == "params"
+        ),
         optimizer=OptimizerConfig(type=asked["optimizer"], offload=asked["offload"] == "optimizer"),
         gradient_checkpointing="selective" if asked["selective"] else asked["checkpointing"],
         train_vision=asked["vision"],
@@ -94,7 +138,14 @@ def plan_command(model: str, as_json: bool, **asked: Any) -> None:
     )
     share, left = asked["colocate"], asked["memory"] - CONTEXT_BYTES
     usable = left if share is None else left - CONTEXT_BYTES  # the server sleeps
-    case = _Case(config, asked["gpus"], asked["gpus_per_node"], asked["tokens"], asked["memory"], share is not None)
+    case = _Case(
+        config,
+        asked["gpus"],
+        asked["gpus_per_node"],
+        asked["tokens"],
+        asked["memory"],
+        share is not None,
+    )
     changes = _changes_until_it_fits(case, usable)
     found = _found(case, usable, changes, asked["bandwidth"])
     if share is not None:
@@ -123,12 +174,16 @@ class _Case:
 
         self.strategy = self.config.parallel_strategy.for_world(self.gpus)
         self.sizes = self.sizes or measure_model(self.config, self.tokens)
-        self.step: MemoryPlan = plan_step(self.sizes, self.config, self.strategy, self.tokens, self.memory)
+        self.step: MemoryPlan = plan_step(
+            self.sizes, self.config, self.strategy, self.tokens, self.memory
+        )
 
     @property
     def staged(self) -> int:
         """Bytes of copies in the host memory of a node, for snapshots and `FSDPEngine.offload`."""
-        moved = self.step.weights + self.step.moments if self.leaves else 0  # adapters are staged without their base
+        moved = (
+            self.step.weights + self.step.moments if self.leaves else 0
+        )  # adapters are staged without their base
         return self.on_node * max(self.step.staged, moved)
 
     @property
@@ -142,7 +197,9 @@ class _Case:
         return min(self.gpus, self.gpus_per_node)
 
     def changed(self, **changes: Any) -> "_Case":
-        """The same with other settings of the config. Raises ConfigError if they do not fit the GPUs."""
+        """The same with other settings of the config. Raises ConfigError if they do not fit the
+        GPUs.
+        """
         return replace(self, config=replace(self.config, **changes))
 
 
@@ -178,13 +235,20 @@ def _options(case: _Case) -> Iterator[tuple[str, _Case]]:
     if config.gradient_checkpointing is not True:
         yield "gradient_checkpointing: true", case.changed(gradient_checkpointing=True)
     if config.optimizer.type == "adam" and not config.use_lora:
-        yield "optimizer.type: adam_bf16", case.changed(optimizer=replace(config.optimizer, type="adam_bf16"))
+        yield (
+            "optimizer.type: adam_bf16",
+            case.changed(optimizer=replace(config.optimizer, type="adam_bf16")),
+        )
     for name in "cte":
         larger = strategy.sizes | {name: 2 * strategy.sizes[name]}
         ranks = larger["c"] * larger["t"]
         if name == "e" and not any(unit.experts for unit in sizes.blocks):
             continue
-        if (config.use_lora and name != "c") or case.gpus % ranks or (name != "e" and sizes.key_value_heads % ranks):
+        if (
+            (config.use_lora and name != "c")
+            or case.gpus % ranks
+            or (name != "e" and sizes.key_value_heads % ranks)
+        ):
             continue
         shape = "".join(f"{key}{larger[key]}" for key in "cte" if larger[key] > 1)
         backend = f"fsdp:d{case.gpus // ranks}{shape}"
@@ -197,7 +261,10 @@ def _offloads(case: _Case) -> Iterator[tuple[str, _Case]]:
     config = case.config
     assert config.optimizer is not None
     if not config.parts_on_host:
-        yield "optimizer.offload: true", case.changed(optimizer=replace(config.optimizer, offload=True))
+        yield (
+            "optimizer.offload: true",
+            case.changed(optimizer=replace(config.optimizer, offload=True)),
+        )
     if not config.fsdp.offload_params:
         instead = ", optimizer.offload: false" * config.optimizer.offload
         stays = replace(config.optimizer, offload=False)  # the params take the optimizer along
@@ -205,7 +272,9 @@ def _offloads(case: _Case) -> Iterator[tuple[str, _Case]]:
         yield f"fsdp.offload_params: true{instead}", case.changed(fsdp=fsdp, optimizer=stays)
 
 
-def _found(case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth: int) -> dict[str, Any]:
+def _found(
+    case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth: int
+) -> dict[str, Any]:
     """The whole answer as one JSON document."""
     from ...engine.model.memory_plan import UNCOUNTED, moment_bytes
 
@@ -223,7 +292,11 @@ def _found(case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth
         "uncounted": [UNCOUNTED] if case.config.train_vision else [],
         "fits": step.peak <= usable,
         "changes": [
-            {"change": change, "peak_bytes": other.step.peak, "host_bytes_per_node": other.on_host + other.staged}
+            {
+                "change": change,
+                "peak_bytes": other.step.peak,
+                "host_bytes_per_node": other.on_host + other.staged,
+            }
             for change, other in changes
         ],
         "fits_after_changes": bool(changes) and changes[-1][1].step.peak <= usable,
@@ -235,10 +308,14 @@ def _found(case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth
 
 def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
     per_gpu, disk, seconds = found["bytes_per_gpu"], found["bytes_on_disk"], found["seconds"]
-    mesh = "".join(f"{name}{size}" for name, size in found["mesh"].items() if size > 1 or name == "d")
+    mesh = "".join(
+        f"{name}{size}" for name, size in found["mesh"].items() if size > 1 or name == "d"
+    )
     rows = [(text, size_text(per_gpu[name])) for name, text in _PARTS.items() if per_gpu[name]]
     verdict = "fits" if found["fits"] else "does not fit"
-    rows.append(("peak", f"{size_text(per_gpu['peak'])} of {size_text(per_gpu['usable'])}: {verdict}"))
+    rows.append(
+        ("peak", f"{size_text(per_gpu['peak'])} of {size_text(per_gpu['usable'])}: {verdict}")
+    )
     if server := found.get("bytes_for_server"):
         verdict = "fits" if server["asked"] <= server["usable"] else "does not fit"
         text = f"{size_text(server['asked'])} of {size_text(server['usable'])}: {verdict}"
@@ -254,18 +331,26 @@ def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
         lines.append((change["change"], *map(size_text, sizes)))
         before = change["peak_bytes"]
     if lines:
-        print_table(("change, one after the other", "saves>", "peak>", "host memory of a node>"), lines)
+        print_table(
+            ("change, one after the other", "saves>", "peak>", "host memory of a node>"), lines
+        )
     if not (found["fits"] or found["fits_after_changes"]):
         click.echo(
-            "No change of the mesh, the optimizer, checkpointing or offload is enough: use more GPUs, fewer tokens or "
-            "LoRA.\n"
+            "No change of the mesh, the optimizer, checkpointing or offload is enough: use more "
+            "GPUs, fewer tokens or LoRA.\n"
         )
     host = found["bytes_in_host_memory_per_node"]
     rows = [
         *([("host memory of a node for state", size_text(host["state"]))] if host["state"] else []),
         ("host memory of a node for snapshots", size_text(host["snapshots"])),
-        ("disk for a generation", f"{size_text(disk['generation'])}, {seconds_text(seconds['snapshot'])}"),
-        ("disk for a publication", f"{size_text(disk['export'])}, {seconds_text(seconds['publication'])}"),
+        (
+            "disk for a generation",
+            f"{size_text(disk['generation'])}, {seconds_text(seconds['snapshot'])}",
+        ),
+        (
+            "disk for a publication",
+            f"{size_text(disk['export'])}, {seconds_text(seconds['publication'])}",
+        ),
     ]
     print_table(("", ""), rows)
 

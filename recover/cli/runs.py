@@ -1,4 +1,6 @@
-"""The arguments RUN and GEN: find the run or generation that they name, on this machine or at a mirror."""
+"""The arguments RUN and GEN: find the run or generation that they name, on this machine or at a
+mirror.
+"""
 
 import os
 import re
@@ -57,11 +59,16 @@ class Run:
     def require_store(self) -> GenerationStore:
         """Generations on this machine. Raises `ConfigError` at a URL."""
         if self.store is None:
-            raise ConfigError(f"{self.where} is a copy at a URL; this command needs the run's folder on this machine")
+            raise ConfigError(
+                f"{self.where} is a copy at a URL; this command needs the run's folder on this "
+                "machine"
+            )
         return self.store
 
     def steps(self) -> list[int]:
-        """Steps of the generations, newest first. At a mirror, incomplete and damaged copies are left out."""
+        """Steps of the generations, newest first. At a mirror, incomplete and damaged copies are
+        left out.
+        """
         if self.store is None:
             return self._mirror.steps()
         return [generation.step for generation in self.store.generations()]
@@ -76,11 +83,16 @@ class Run:
         return None if start is None else start[1].get("mirror")
 
     def open_mirror(self, url: str | None) -> "Mirror":
-        """Open the mirror at ``url``, or the mirror of the run. Raises `ConfigError` if the run has none."""
+        """Open the mirror at ``url``, or the mirror of the run. Raises `ConfigError` if the run has
+        none.
+        """
         if url is None:
             url = self.where if self.store is None else self.recorded_mirror()
         if url is None:
-            raise ConfigError(f"{self.where}: no mirror was set when the run was last started; name one with --url")
+            raise ConfigError(
+                f"{self.where}: no mirror was set when the run was last started; name one with "
+                "--url"
+            )
         return open_mirror(url)
 
     def folder(self, step: int) -> Folder:
@@ -92,11 +104,15 @@ class Run:
             if step in self._traces:
                 return UrlFolder(f"{self._mirror.url}/global_step_{step}")
         there = ", ".join(map(str, self.steps())) or "none"
-        raise CheckpointNotFoundError(f"{self.where} has no generation of step {step}; there are: {there}")
+        raise CheckpointNotFoundError(
+            f"{self.where} has no generation of step {step}; there are: {there}"
+        )
 
     def newest(self) -> Folder:
         """The newest generation. Raises `CheckpointNotFoundError` if there is none."""
-        while steps := self.steps() or self.steps():  # a run may replace its only one while the folder is listed
+        while (
+            steps := self.steps() or self.steps()
+        ):  # a run may replace its only one while the folder is listed
             try:
                 return self.folder(steps[0])
             except CheckpointNotFoundError:
@@ -125,7 +141,8 @@ def find_generation(text: str) -> Folder:
 
 
 def read_generation(text: str, read: Callable[[Folder], T]) -> T:
-    """Call ``read`` with the generation that GEN names. If a run deletes it meanwhile, look GEN up again.
+    """Call ``read`` with the generation that GEN names. If a run deletes it meanwhile, look GEN up
+    again.
 
     Raises:
         CheckpointNotFoundError: there is no such generation, or it is gone.
@@ -157,23 +174,29 @@ def _is_generation(text: str) -> bool:
 
 
 def find_step(text: str) -> tuple[GenerationStore, int]:
-    """Store and step of a generation on this machine that a command will change. GEN must name the generation itself.
+    """Store and step of a generation on this machine that a command will change. GEN must name the
+    generation itself.
 
     Raises:
-        ConfigError: GEN names a run, is a URL, or is a folder that Holdfast did not write as a generation.
+        ConfigError: GEN names a run, is a URL, or is a folder that Holdfast did not write as a
+            generation.
         CheckpointNotFoundError: there is no such generation.
     """
     if is_url(text):
         raise ConfigError(f"{text} is at a URL; this command changes runs on this machine only")
     if not names_generation(text):
-        raise ConfigError(f"{text} is no generation: name one, as {text}@120 or the folder global_step_120")
+        raise ConfigError(
+            f"{text} is no generation: name one, as {text}@120 or the folder global_step_120"
+        )
     folder = find_generation(text)
     if folder.path is None or (match := _STEP.fullmatch(folder.name)) is None:
         raise ConfigError(f"{folder.where} is no generation of a run on this machine")
-    # Exports and the checkpoints of other trainers have the same folder names. A damaged generation has one of these.
+    # Exports and the checkpoints of other trainers have the same folder names. A damaged generation
+    # has one of these.
     if not any((folder.path / name).exists() for name in (MANIFEST_NAME, INFO_NAME)):
         raise ConfigError(
-            f"{folder.where} has neither {MANIFEST_NAME} nor {INFO_NAME}: it is no generation of Holdfast"
+            f"{folder.where} has neither {MANIFEST_NAME} nor {INFO_NAME}: it is no generation of "
+            "Holdfast"
         )
     return GenerationStore(folder.path.parent), int(match[1])
 
@@ -191,14 +214,20 @@ def local_path(text: str) -> Path:
 def holds_run(folder: Path) -> bool:
     """Whether a run keeps its generations in this folder. A run that has just started counts."""
     real = Path(os.path.realpath(folder))
-    return real.name == "recover" and ((real / TRACKER_NAME).exists() or (real.parent / LOCK_NAME).exists())
+    return real.name == "recover" and (
+        (real / TRACKER_NAME).exists() or (real.parent / LOCK_NAME).exists()
+    )
 
 
 def recover_root(path: Path) -> Path:
-    """Folder of generations that RUN names. Raises `CheckpointNotFoundError` if RUN is not the folder of a run."""
+    """Folder of generations that RUN names. Raises `CheckpointNotFoundError` if RUN is not the
+    folder of a run.
+    """
     if not path.is_dir():
         raise CheckpointNotFoundError(f"there is no folder {path}")
-    if (path / LOCK_NAME).exists() or _holds_generations(path / "recover"):  # the lock: a run that has just started
+    if (path / LOCK_NAME).exists() or _holds_generations(
+        path / "recover"
+    ):  # the lock: a run that has just started
         return path / "recover"
     has_steps = any(_STEP.fullmatch(child.name) for child in path.iterdir())
     if has_steps or (path.name == "recover" and _holds_generations(path)):
@@ -207,7 +236,8 @@ def recover_root(path: Path) -> Path:
     below = sorted({found.parent for found in nested if _holds_generations(found)})
     hint = f"; runs below it: {', '.join(map(str, below[:8]))}" if below else ""
     raise CheckpointNotFoundError(
-        f"{path} is not the folder of a run: it has neither generations nor a recover/ for them{hint}"
+        f"{path} is not the folder of a run: it has neither generations nor a recover/ for "
+        f"them{hint}"
     )
 
 
@@ -215,4 +245,8 @@ def _holds_generations(root: Path) -> bool:
     """Whether a ``recover`` folder belongs to a run. A Python package may have the same name."""
     if not root.is_dir():
         return False
-    return (root.parent / LOCK_NAME).exists() or not (names := os.listdir(root)) or any(map(_IN_A_STORE.match, names))
+    return (
+        (root.parent / LOCK_NAME).exists()
+        or not (names := os.listdir(root))
+        or any(map(_IN_A_STORE.match, names))
+    )

@@ -27,25 +27,38 @@ _OF_PROCESS = re.compile(r"state/(rank_\d+|driver)\.pt")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @json_option
 def show_command(generation: str, tensors: bool, as_json: bool) -> None:
-    """Show the contents of GEN: step, engines, tensors, parameter groups, learning rates, generators, data position.
+    """Show the contents of GEN: step, engines, tensors, parameter groups, learning rates,
+    generators, data position.
 
-    Only small parts are read, also at a URL. Files that are read as a whole are compared with their digests. Parameter
-    groups, scheduler and counters are parts of the tensor files, whose bytes only `holdfast verify` compares.
+    Only small parts are read, also at a URL. Files that are read as a whole are compared with their
+    digests. Parameter groups, scheduler and counters are parts of the tensor files, whose bytes
+    only `holdfast verify` compares.
     """
     found = read_generation(generation, partial(describe, list_tensors=tensors))
     if as_json:
         print_json(found)
         return
-    facts = [(key, _fact(value)) for key, value in found["generation"].items() if value not in (None, {}, [])]
+    facts = [
+        (key, _fact(value))
+        for key, value in found["generation"].items()
+        if value not in (None, {}, [])
+    ]
     print_table(("", ""), facts, found["where"])
     for name, engine in found["engines"].items():
         _print_engine(name, engine)
     rows = [
-        (process, part["generators"] or "", ", ".join(part["objects"])) for process, part in found["processes"].items()
+        (process, part["generators"] or "", ", ".join(part["objects"]))
+        for process, part in found["processes"].items()
     ]
-    print_table(("process", "digest of its generators", "objects of the user"), rows, "Generators and objects")
+    print_table(
+        ("process", "digest of its generators", "objects of the user"),
+        rows,
+        "Generators and objects",
+    )
     if found["data"] is not None:
-        places = [(f"loader {at}", _fact(state)) for at, state in enumerate(found["data"]["states"])]
+        places = [
+            (f"loader {at}", _fact(state)) for at, state in enumerate(found["data"]["states"])
+        ]
         print_table(("", "place"), places, "Data")
 
 
@@ -56,7 +69,10 @@ def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
     small = _SmallFiles(folder, files)
     small.read(INFO_NAME)
     names = sorted(name.removesuffix(_METADATA) for name in files if name.endswith(_METADATA))
-    processes = {process: {"generators": digest, "objects": []} for process, digest in sorted(info.rng.items())}
+    processes = {
+        process: {"generators": digest, "objects": []}
+        for process, digest in sorted(info.rng.items())
+    }
     for name in filter(_OF_PROCESS.fullmatch, files):
         state = small.load(name)
         user = state.get("user") if isinstance(state, dict) else None
@@ -71,7 +87,8 @@ def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
             "run_id": info.run_id,
             "world_size": info.world_size,
             "mesh": {
-                name: "".join(f"{dim}{size}" for dim, size in sizes.items()) for name, sizes in info.meshes.items()
+                name: "".join(f"{dim}{size}" for dim, size in sizes.items())
+                for name, sizes in info.meshes.items()
             },
             "bytes": sum(entry["bytes"] for entry in files.values()),
             "files": len(files),
@@ -81,7 +98,10 @@ def describe(folder: Folder, list_tensors: bool) -> dict[str, Any]:
             "resume_path": info.resume_path,
             "libraries": manifest.get("libraries", {}),
         },
-        "engines": {name: _describe_engine(small, name, info.engines.get(name), list_tensors) for name in names},
+        "engines": {
+            name: _describe_engine(small, name, info.engines.get(name), list_tensors)
+            for name in names
+        },
         "processes": processes,
         "data": _describe_data(small.load("data.pt")) if "data.pt" in files else None,
     }
@@ -96,7 +116,9 @@ class _SmallFiles:
     def read(self, name: str) -> bytes:
         data = self.folder.read(name)
         if bytes_digest(data) != self._files[name]["digest"]:
-            raise CheckpointCorruptError(f"{self.folder.where}: {name} is not what the manifest says")
+            raise CheckpointCorruptError(
+                f"{self.folder.where}: {name} is not what the manifest says"
+            )
         return data
 
     def load(self, name: str) -> Any:
@@ -105,20 +127,29 @@ class _SmallFiles:
         return unpack_plain(self.read(name), f"{self.folder.where}/{name}")
 
 
-def _describe_engine(small: _SmallFiles, engine: str, facts: Any, list_tensors: bool) -> dict[str, Any]:
+def _describe_engine(
+    small: _SmallFiles, engine: str, facts: Any, list_tensors: bool
+) -> dict[str, Any]:
     from ...engine.dcp.format import parse_metadata
     from ...engine.dcp.state import PACKED, ROOT
 
     layout = parse_metadata(small.read(f"{engine}{_METADATA}"))
     kinds: dict[str, dict[str, int]] = {}
-    weights = (key.removeprefix(f"{ROOT}.model.") for key in layout.tensors if key.startswith(f"{ROOT}.model."))
+    weights = (
+        key.removeprefix(f"{ROOT}.model.")
+        for key in layout.tensors
+        if key.startswith(f"{ROOT}.model.")
+    )
     body = next((name.partition(_TEXT)[0] for name in weights if _TEXT in name), "")
     for key, stored in layout.tensors.items():
         name = key.removeprefix(f"{ROOT}.")
         part, _, rest = name.partition(".")
         # The kind of ``optim.state.layers.0.weight.exp_avg`` is ``optim exp_avg``.
         kind = f"optim {rest.rpartition('.')[2]}" if name.startswith("optim.state.") else part
-        if body and part in ("model", "optim"):  # a multimodal model: tell its tower and its language model apart
+        if body and part in (
+            "model",
+            "optim",
+        ):  # a multimodal model: tell its tower and its language model apart
             inner = rest.removeprefix("state.").removeprefix(f"{body}.")
             kind += f", {inner.partition('.')[0]}" if "." in inner else ""
         sums = kinds.setdefault(kind, {"tensors": 0, "elements": 0, "bytes": 0})
@@ -126,7 +157,9 @@ def _describe_engine(small: _SmallFiles, engine: str, facts: Any, list_tensors: 
         sums["tensors"] += 1
         sums["elements"] += elements
         sums["bytes"] += elements * stored.dtype.itemsize
-    found: dict[str, Any] = {key: getattr(facts, key, None) for key in ("optimizer_steps", "lr", "schedule_step")}
+    found: dict[str, Any] = {
+        key: getattr(facts, key, None) for key in ("optimizer_steps", "lr", "schedule_step")
+    }
     found["kinds"] = kinds
     for key in PACKED:
         if f"{ROOT}.{key}" in layout.tensors:
@@ -152,7 +185,9 @@ def _read_packed(folder: Folder, engine: str, layout: Any, key: str) -> Any:
     if len(stored.files) != 1:
         raise CheckpointCorruptError(f"{name} is stored in {len(stored.files)} parts; expected one")
     file, begin, length = (int(part[0]) for part in (stored.files, stored.begins, stored.lengths))
-    tensor = load_plain(io.BytesIO(folder.read_range(f"{engine}/{list(layout.files)[file]}", begin, length)), name)
+    tensor = load_plain(
+        io.BytesIO(folder.read_range(f"{engine}/{list(layout.files)[file]}", begin, length)), name
+    )
     return unpack_json(tensor, name)
 
 
@@ -174,14 +209,18 @@ def _fact(value: Any) -> str:
 
 
 def _tells(key: str, value: Any) -> bool:
-    """Whether a value of a scheduler or counter is for people. torch's own attributes begin with an underscore."""
+    """Whether a value of a scheduler or counter is for people. torch's own attributes begin with an
+    underscore.
+    """
     is_empty = isinstance(value, list) and all(item in (None, {}) for item in value)
     return not (key.startswith("_") or isinstance(value, dict) or is_empty)
 
 
 def _print_engine(name: str, engine: dict[str, Any]) -> None:
     kinds = engine["kinds"].items()
-    rows = [(kind, str(n["tensors"]), f"{n['elements']:,}", size_text(n["bytes"])) for kind, n in kinds]
+    rows = [
+        (kind, str(n["tensors"]), f"{n['elements']:,}", size_text(n["bytes"])) for kind, n in kinds
+    ]
     title = f"Engine {name}"
     if engine["optimizer_steps"] is not None:
         lr, at = number_text(engine["lr"]), number_text(engine["schedule_step"])
@@ -191,15 +230,28 @@ def _print_engine(name: str, engine: dict[str, Any]) -> None:
     if groups:
         count = Counter(key for group in groups for key in group)
         keys = [key for key in count if key not in ("params", "initial_lr")]
-        rows = [[str(len(g.get("params", []))), *(number_text(g.get(key, "")) for key in keys)] for g in groups]
+        rows = [
+            [str(len(g.get("params", []))), *(number_text(g.get(key, "")) for key in keys)]
+            for g in groups
+        ]
         print_table(("parameters>", *keys), rows, "Parameter groups")
     for part in ("scheduler", "counters"):
         if engine.get(part):
-            rows = [(key, number_text(value)) for key, value in engine[part].items() if _tells(key, value)]
+            rows = [
+                (key, number_text(value))
+                for key, value in engine[part].items()
+                if _tells(key, value)
+            ]
             print_table(("", ""), rows, part.capitalize())
     if "tensors" in engine:
         rows = [
-            (t["name"], t["dtype"], "x".join(map(str, t["shape"])) or "scalar", size_text(t["bytes"]), str(t["shards"]))
+            (
+                t["name"],
+                t["dtype"],
+                "x".join(map(str, t["shape"])) or "scalar",
+                size_text(t["bytes"]),
+                str(t["shards"]),
+            )
             for t in engine["tensors"]
         ]
         print_table(("tensor", "dtype", "shape>", "size>", "shards>"), rows)

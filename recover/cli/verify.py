@@ -33,9 +33,10 @@ _CHANGES = f"{DELTA_NAME}/{MANIFEST_NAME}"
 def verify_command(ctx: click.Context, where: str, threads: int | None, as_json: bool) -> None:
     """Check a generation GEN, all generations of RUN, or a Hugging Face folder HF for damage.
 
-    Generations and published weights hold a digest of every file, and every byte is compared with it. This includes
-    versions that hold only the changes from the one before. Other Hugging Face folders have no digests: only the
-    headers of the weight files are compared with the files and the index.
+    Generations and published weights hold a digest of every file, and every byte is compared with
+    it. This includes versions that hold only the changes from the one before. Other Hugging Face
+    folders have no digests: only the headers of the weight files are compared with the files and
+    the index.
 
     The exit code is 1 if anything is damaged.
     """
@@ -45,7 +46,9 @@ def verify_command(ctx: click.Context, where: str, threads: int | None, as_json:
     else:
         parent = reports[0]["where"].rpartition("/")[0] if reports else ""
         print_table(
-            ("folder", "files>", "size>", "rate>", "verdict"), [_row(report) for report in reports], parent or None
+            ("folder", "files>", "size>", "rate>", "verdict"),
+            [_row(report) for report in reports],
+            parent or None,
         )
     if any(report["problems"] for report in reports):
         ctx.exit(DAMAGED)
@@ -71,7 +74,13 @@ def _reports(where: str, threads: int | None) -> list[dict[str, Any]]:
 def _verify(folder: Folder, threads: int | None) -> dict[str, Any]:
     """Report on one folder. Raises `CheckpointNotFoundError` if the run has deleted it meanwhile."""
     started = time.monotonic()
-    report: dict[str, Any] = {"where": folder.where, "files": 0, "bytes": 0, "digests": True, "problems": []}
+    report: dict[str, Any] = {
+        "where": folder.where,
+        "files": 0,
+        "bytes": 0,
+        "digests": True,
+        "problems": [],
+    }
     try:
         if folder.has(MANIFEST_NAME) or not folder.has(CONFIG):
             _verify_digests(folder, threads, report)
@@ -79,23 +88,38 @@ def _verify(folder: Folder, threads: int | None) -> dict[str, Any]:
             _verify_export(folder, report)
     except (MirrorError, ConfigError):
         raise
-    except (CheckpointError, OSError) as error:  # a disk that cannot read one file may well read the others
+    except (
+        CheckpointError,
+        OSError,
+    ) as error:  # a disk that cannot read one file may well read the others
         if folder.path is not None and not folder.path.is_dir():
-            raise CheckpointNotFoundError(f"{folder.where} was deleted while it was read") from error
+            raise CheckpointNotFoundError(
+                f"{folder.where} was deleted while it was read"
+            ) from error
         report["problems"].append(str(error).replace(f"{folder.where}: ", ""))
     report["seconds"] = round(time.monotonic() - started, 4)
     return report
 
 
 def find_damage(folder: Folder, files: Mapping[str, Any], threads: int | None = None) -> list[str]:
-    """Compare every byte of the files in a manifest with their digests. Return the problems as text."""
-    by_size = sorted(files, key=lambda name: -files[name]["bytes"])  # largest first, so that no thread ends with it
+    """Compare every byte of the files in a manifest with their digests. Return the problems as
+    text.
+    """
+    by_size = sorted(
+        files, key=lambda name: -files[name]["bytes"]
+    )  # largest first, so that no thread ends with it
 
     def check(name: str) -> str | None:
         found = folder.digest(name, files[name])
-        return None if found == files[name]["digest"] else f"{name} has digest {found}, not {files[name]['digest']}"
+        return (
+            None
+            if found == files[name]["digest"]
+            else f"{name} has digest {found}, not {files[name]['digest']}"
+        )
 
-    with ThreadPoolExecutor(threads or min(len(os.sched_getaffinity(0)), MOST_READING_THREADS)) as pool:
+    with ThreadPoolExecutor(
+        threads or min(len(os.sched_getaffinity(0)), MOST_READING_THREADS)
+    ) as pool:
         return [problem for problem in pool.map(check, by_size) if problem is not None]
 
 
@@ -117,7 +141,9 @@ def _verify_digests(folder: Folder, threads: int | None, report: dict[str, Any])
             report["problems"].append(f"it was renamed: it holds step {step}")
 
 
-def _compare(folder: Folder, files: Mapping[str, Any], threads: int | None, report: dict[str, Any]) -> list[str]:
+def _compare(
+    folder: Folder, files: Mapping[str, Any], threads: int | None, report: dict[str, Any]
+) -> list[str]:
     report["files"] += len(files)
     report["bytes"] += sum(entry["bytes"] for entry in files.values())
     return find_damage(folder, files, threads)
@@ -128,7 +154,8 @@ def _verify_export(folder: Folder, report: dict[str, Any]) -> None:
 
     if folder.path is None:
         raise ConfigError(
-            f"{folder.where} has no digests to verify; {FETCH_FIRST}, then what its files say is compared"
+            f"{folder.where} has no digests to verify; {FETCH_FIRST}, then what its files say is "
+            "compared"
         )
     with WeightReader(folder.path) as weights:
         weights.layout()
@@ -141,7 +168,10 @@ def _row(report: dict[str, Any]) -> list[str]:
     sound = "sound" if report["digests"] else "whole (it has no digests)"
     if base := report.get("changes_from"):
         sound += f", holds the changes from version {base.partition('-')[0]}"
-    problems = [re.sub(r" has digest .*", " is not what was written", problem) for problem in report["problems"]]
+    problems = [
+        re.sub(r" has digest .*", " is not what was written", problem)
+        for problem in report["problems"]
+    ]
     return [
         report["where"].rpartition("/")[2],
         str(report["files"]),

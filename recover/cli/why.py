@@ -17,10 +17,12 @@ _WIDTH, _MOST_ROWS = 64, 24
 @run_argument
 @json_option
 def why_command(run: str, as_json: bool) -> None:
-    """Show how each attempt of RUN ended, how long recovery took, and how many steps were trained again.
+    """Show how each attempt of RUN ended, how long recovery took, and how many steps were trained
+    again.
 
-    "back after" is the time from the last step of the previous attempt to the first step of this one. The column "load"
-    is the part that the restore took. The command reads journal.jsonl in the folder of the run.
+    "back after" is the time from the last step of the previous attempt to the first step of this
+    one. The column "load" is the part that the restore took. The command reads journal.jsonl in the
+    folder of the run.
     """
     place = Run(run)
     attempts = read_attempts(place.trial_root)
@@ -28,16 +30,35 @@ def why_command(run: str, as_json: bool) -> None:
     verdicts = [one.verdict(one is attempts[-1], in_use) for one in attempts]
     redone, gone_s = sum(one.redone for one in attempts), sum(one.gone_s or 0.0 for one in attempts)
     if as_json:
-        rows = [vars(one) | {"verdict": verdict} for one, verdict in zip(attempts, verdicts, strict=True)]
-        print_json({"run": place.where, "attempts": rows, "redone": redone, "gone_s": round(gone_s, 3)})
+        rows = [
+            vars(one) | {"verdict": verdict}
+            for one, verdict in zip(attempts, verdicts, strict=True)
+        ]
+        print_json(
+            {"run": place.where, "attempts": rows, "redone": redone, "gone_s": round(gone_s, 3)}
+        )
         return
-    columns = ("", "began", "ranks>", "from>", "to>", "redone>", "load>", "back after>", "what ended it")
-    print_table(columns, [_row(one, verdict) for one, verdict in zip(attempts, verdicts, strict=True)], place.where)
+    columns = (
+        "",
+        "began",
+        "ranks>",
+        "from>",
+        "to>",
+        "redone>",
+        "load>",
+        "back after>",
+        "what ended it",
+    )
+    print_table(
+        columns,
+        [_row(one, verdict) for one, verdict in zip(attempts, verdicts, strict=True)],
+        place.where,
+    )
     print_rich(_picture(attempts))
     steps = max((one.last + 1 for one in attempts if one.last is not None), default=0)
     click.echo(
-        f"\n{len(attempts)} attempt{'s' * (len(attempts) != 1)}, {steps} steps; {redone} were trained again, and "
-        f"{seconds_text(gone_s)} went by between attempts"
+        f"\n{len(attempts)} attempt{'s' * (len(attempts) != 1)}, {steps} steps; {redone} were "
+        f"trained again, and {seconds_text(gone_s)} went by between attempts"
     )
 
 
@@ -71,7 +92,8 @@ def _picture(attempts: list[AttemptRecord]) -> Any:
         again, reached = min(reached + 1, last + 1), max(reached, last)
         if one not in shown:
             continue
-        # Both kinds of steps get at least one character, also where a character stands for several steps.
+        # Both kinds of steps get at least one character, also where a character stands for several
+        # steps.
         left = int((first - begin) / scale)
         middle = max(int((again - begin) / scale), left + (again > first))
         right = max(math.ceil((last + 1 - begin) / scale), middle + (last >= again))

@@ -1,4 +1,6 @@
-"""Convert checkpoints of other trainers, and of Holdfast, from format to format. See `conversion.convert`."""
+"""Convert checkpoints of other trainers, and of Holdfast, from format to format. See
+`conversion.convert`.
+"""
 
 import lazy_loader
 

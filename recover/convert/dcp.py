@@ -1,8 +1,10 @@
-"""Read torch.distributed.checkpoint folders with any root, and generations, which hold one such folder per engine.
+"""Read torch.distributed.checkpoint folders with any root, and generations, which hold one such
+folder per engine.
 
-Optimizer state is read only from folders of Holdfast and AReaL, both with parameter names below ``dcp.optim``.
-Hyperparameters are JSON in tensors (Holdfast), or ``torch.save`` objects that are read with an allow-list (AReaL). From
-all other folders only the weights are read, and the other contents are reported.
+Optimizer state is read only from folders of Holdfast and AReaL, both with parameter names below
+``dcp.optim``. Hyperparameters are JSON in tensors (Holdfast), or ``torch.save`` objects that are
+read with an allow-list (AReaL). From all other folders only the weights are read, and the other
+contents are reported.
 """
 
 from pathlib import Path
@@ -34,7 +36,9 @@ def recognises(folder: Path) -> bool:
 
 
 def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Read the model below one root, as ``default``, with its optimizer if Holdfast or AReaL wrote it."""
+    """Read the model below one root, as ``default``, with its optimizer if Holdfast or AReaL wrote
+    it.
+    """
     return {"default": _read_folder(folder, options)}
 
 
@@ -44,9 +48,13 @@ def is_generation(folder: Path) -> bool:
 
 
 def read_generation(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
-    """Read all engines of a generation, or the engine in ``options``, with step and generators. See `read`."""
+    """Read all engines of a generation, or the engine in ``options``, with step and generators. See
+    `read`.
+    """
     info, engines = RecoverInfo.read(folder), _engines(folder)
-    asked = [path for path in engines if path.name == options.engine]  # the others may be of another base
+    asked = [
+        path for path in engines if path.name == options.engine
+    ]  # the others may be of another base
     found = {path.name: _read_folder(path, options) for path in asked or engines}
     beside = [name for name in ("data.pt",) if (folder / name).is_file()]
     if any(folder.glob("state/*.pt")):
@@ -60,7 +68,8 @@ def read_generation(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]
 
 
 def engine_folder(folder: Path, engine: str | None) -> Path:
-    """Folder of one engine of a generation. A folder that holds tensors itself is returned unchanged.
+    """Folder of one engine of a generation. A folder that holds tensors itself is returned
+    unchanged.
 
     Raises:
         ConfigError: ``engine`` is unknown, or None while the generation has several engines.
@@ -103,7 +112,9 @@ def read_weights(folder: Path, root: str, architecture: Architecture | None) -> 
 
 def _beside(layout: FolderLayout, root: Root) -> list[str]:
     prefix = f"{root.name}." if root.name else ""
-    others = (name for name in layout.names() if not root.canonical(name).startswith(f"{ROOT}.model."))
+    others = (
+        name for name in layout.names() if not root.canonical(name).startswith(f"{ROOT}.model.")
+    )
     return sorted({name.removeprefix(prefix).partition(".")[0] for name in others})
 
 
@@ -111,25 +122,36 @@ def _optimizer_state(folder: Path, layout: FolderLayout) -> dict[str, dict[str, 
     """Parameter -> entry -> value, as stored below ``dcp.optim.state``."""
     state: dict[str, dict[str, Any]] = {}
     prefix = f"{_OPTIM}state."
-    for name in (*layout.tensors, *layout.objects):  # as stored: `names` is a set, whose order differs by process
+    for name in (
+        *layout.tensors,
+        *layout.objects,
+    ):  # as stored: `names` is a set, whose order differs by process
         if name.startswith(prefix):
             of, _, key = name.removeprefix(prefix).rpartition(".")
             stored = (
-                stored_tensor(folder, layout, name) if name in layout.tensors else read_object(folder, layout, name)
+                stored_tensor(folder, layout, name)
+                if name in layout.tensors
+                else read_object(folder, layout, name)
             )
             state.setdefault(of, {})[key] = stored
     return state
 
 
 def _add_areal(found: Checkpoint, folder: Path, layout: FolderLayout) -> bool:
-    """Add the optimizer under the names of torch's ``get_state_dict``, as AReaL saves it. False if the names differ."""
+    """Add the optimizer under the names of torch's ``get_state_dict``, as AReaL saves it. False if
+    the names differ.
+    """
     prefix, groups = f"{_OPTIM}param_groups.", dict[str, dict[str, Any]]()
     for name in (*layout.tensors, *layout.objects):
         if name.startswith(prefix):
             number, _, key = name.removeprefix(prefix).partition(".")
             groups.setdefault(number, {})[key] = _value(folder, layout, name)
     state = _optimizer_state(folder, layout)
-    if not groups or not all(number.isdigit() for number in groups) or any(name.isdigit() for name in state):
+    if (
+        not groups
+        or not all(number.isdigit() for number in groups)
+        or any(name.isdigit() for name in state)
+    ):
         return False
     listed = [groups[number] for number in sorted(groups, key=int)]
     if not all(isinstance(group.get("params"), list) for group in listed):
@@ -138,7 +160,9 @@ def _add_areal(found: Checkpoint, folder: Path, layout: FolderLayout) -> bool:
     return True
 
 
-def _root(folder: Path, layout: FolderLayout, name: str | None, architecture: Architecture | None) -> Root:
+def _root(
+    folder: Path, layout: FolderLayout, name: str | None, architecture: Architecture | None
+) -> Root:
     names = layout.names()
     roots = find_roots(names)
     if name is None:
@@ -153,11 +177,14 @@ def _root(folder: Path, layout: FolderLayout, name: str | None, architecture: Ar
         raise CheckpointMismatchError(f"{folder}: {error}") from error
 
 
-def _with_base(folder: Path, layout: FolderLayout, root: Root, left_out: LeftOut, options: ReadOptions) -> Checkpoint:
+def _with_base(
+    folder: Path, layout: FolderLayout, root: Root, left_out: LeftOut, options: ReadOptions
+) -> Checkpoint:
     if not options.merge:
         raise ConfigError(
-            f"{folder} holds what was trained of a partly frozen model (LoRA adapters, say) without its base: "
-            "`holdfast export` makes a model or a folder of PEFT of it. Or load it in the run, and use engine.save"
+            f"{folder} holds what was trained of a partly frozen model (LoRA adapters, say) "
+            "without its base: `holdfast export` makes a model or a folder of PEFT of it. Or load "
+            "it in the run, and use engine.save"
         )
     found = _model_of(folder, layout, root, None)
     adapters = StoredAdapters(folder, found.model, left_out)
@@ -168,7 +195,9 @@ def _with_base(folder: Path, layout: FolderLayout, root: Root, left_out: LeftOut
 
 
 def stored_adapters(folder: Path) -> StoredAdapters | None:
-    """Adapters of a folder that holds them without their base. None if the folder holds all weights."""
+    """Adapters of a folder that holds them without their base. None if the folder holds all
+    weights.
+    """
     layout = read_layout(folder)
     if (found := _left_out(folder, layout)) is None:
         return None
@@ -177,23 +206,35 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
 
 
 def _left_out(folder: Path, layout: FolderLayout) -> tuple[Root, LeftOut] | None:
-    """Root of the trained parameters, and the description of the frozen ones. None if the folder holds all of them."""
+    """Root of the trained parameters, and the description of the frozen ones. None if the folder
+    holds all of them.
+    """
     for name in (name for name in layout.tensors if name.rpartition(".")[2] == BASE):
         prefix = name.removesuffix(BASE)
-        if shares := [other for other in layout.tensors if other.startswith(f"{prefix}{BASE_SAMPLE}.")]:
-            description, *values = (read_whole(stored_tensor(folder, layout, each)) for each in (name, *shares))
+        if shares := [
+            other for other in layout.tensors if other.startswith(f"{prefix}{BASE_SAMPLE}.")
+        ]:
+            description, *values = (
+                read_whole(stored_tensor(folder, layout, each)) for each in (name, *shares)
+            )
             root = Root(prefix.removesuffix("."), f"{prefix}model.", None)
             return root, LeftOut(unpack_json(description, BASE), base_fingerprint(values))
     return None
 
 
-def _model_of(folder: Path, layout: FolderLayout, root: Root, architecture: Architecture | None) -> Checkpoint:
+def _model_of(
+    folder: Path, layout: FolderLayout, root: Root, architecture: Architecture | None
+) -> Checkpoint:
     canonical, tensors = f"{ROOT}.model.", {}
     for name in layout.tensors:
         if (own := root.canonical(name)).startswith(canonical):
             tensors[own.removeprefix(canonical)] = stored_tensor(folder, layout, name)
-    model, aliases = without_tied_copies(strip_module(tensors), {} if architecture is None else architecture.aliases)
-    return Checkpoint("DCP", model, aliases=aliases, architecture=architecture, ranks=max(1, len(layout.files)))
+    model, aliases = without_tied_copies(
+        strip_module(tensors), {} if architecture is None else architecture.aliases
+    )
+    return Checkpoint(
+        "DCP", model, aliases=aliases, architecture=architecture, ranks=max(1, len(layout.files))
+    )
 
 
 def _value(folder: Path, layout: FolderLayout, name: str) -> Any:
@@ -206,14 +247,19 @@ def _value(folder: Path, layout: FolderLayout, name: str) -> Any:
 
 
 def _add_own(found: Checkpoint, folder: Path, layout: FolderLayout) -> None:
-    """Add the contents that Holdfast stores: optimizer, hyperparameters and schedule as JSON, generators."""
+    """Add the contents that Holdfast stores: optimizer, hyperparameters and schedule as JSON,
+    generators.
+    """
     packed = {
         key: unpack_json(read_whole(stored_tensor(folder, layout, f"{ROOT}.{key}")), key)
         for key in ("param_groups", "optim_plain", "optim_local", "scheduler")
         if f"{ROOT}.{key}" in layout.tensors
     }
     if "optim_local" in packed:
-        raise ConfigError(f"{folder} holds an optimizer that works on each rank's shard; only Holdfast can load it")
+        raise ConfigError(
+            f"{folder} holds an optimizer that works on each rank's shard; only Holdfast can load "
+            "it"
+        )
     found.groups, optimizer = packed["param_groups"], _optimizer_state(folder, layout)
     for name, entries in packed.get("optim_plain", {}).items():
         optimizer.setdefault(name, {}).update(entries)

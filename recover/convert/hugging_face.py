@@ -1,8 +1,10 @@
-"""Read weights from folders of transformers, Trainer, TRL (``checkpoint-<N>``) and Accelerate (``save_state``).
+"""Read weights from folders of transformers, Trainer, TRL (``checkpoint-<N>``) and Accelerate
+(``save_state``).
 
-Weights are in ``model.safetensors`` or its index, a ``.bin`` file, or DCP data in ``pytorch_model_fsdp_0/``. Other
-files (optimizers, schedules, generators, data positions) are reported as not converted, and never opened. Accelerate
-and FSDP use the names of ``model.state_dict()``. Model folders use the names of their architecture's file format.
+Weights are in ``model.safetensors`` or its index, a ``.bin`` file, or DCP data in
+``pytorch_model_fsdp_0/``. Other files (optimizers, schedules, generators, data positions) are
+reported as not converted, and never opened. Accelerate and FSDP use the names of
+``model.state_dict()``. Model folders use the names of their architecture's file format.
 """
 
 import re
@@ -39,19 +41,20 @@ def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
     names = {path.name for path in folder.iterdir()}
     if "adapter_config.json" in names and "config.json" not in names:
         raise ConfigError(
-            f"{folder} holds an adapter (LoRA), not a model: merge it into its base (PeftModel.merge_and_unload, "
-            "save_pretrained) and convert that, or load it with PEFT"
+            f"{folder} holds an adapter (LoRA), not a model: merge it into its base "
+            "(PeftModel.merge_and_unload, save_pretrained) and convert that, or load it with PEFT"
         )
     found = [name for name in (*_SAFE, *_BINS) if name in names]
     if _SHARDED in names and found:
         raise ConfigError(
-            f"{folder} holds weights twice, {_SHARDED} and {found[0]}: move away those that are not meant"
+            f"{folder} holds weights twice, {_SHARDED} and {found[0]}: move away those that are "
+            "not meant"
         )
     if _SHARDED not in names and not found:
         ranked = sorted(name for name in names if _RANKED.fullmatch(name))
         raise ConfigError(
-            f"{folder} holds {ranked[0]}: a file of each rank, which only Accelerate on as many ranks reads; save it "
-            "with use_dcp=True, or as FULL_STATE_DICT"
+            f"{folder} holds {ranked[0]}: a file of each rank, which only Accelerate on as many "
+            "ranks reads; save it with use_dcp=True, or as FULL_STATE_DICT"
             if ranked
             else f"{folder} holds a training state without weights"
         )
@@ -62,13 +65,24 @@ def read(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]:
     else:
         own_names = accelerate and _TRAINER not in names
         checkpoint = _read_files(folder, found[0], options, architecture, own_names=own_names)
-    checkpoint.format = "transformers Trainer" if _TRAINER in names else "Accelerate" if accelerate else "Hugging Face"
+    checkpoint.format = (
+        "transformers Trainer"
+        if _TRAINER in names
+        else "Accelerate"
+        if accelerate
+        else "Hugging Face"
+    )
     checkpoint.ignored = sorted(found[1:] + [name for name in names if _TRAINING.fullmatch(name)])
     return {"default": checkpoint}
 
 
 def _read_files(
-    folder: Path, name: str, options: ReadOptions, architecture: Architecture | None, *, own_names: bool
+    folder: Path,
+    name: str,
+    options: ReadOptions,
+    architecture: Architecture | None,
+    *,
+    own_names: bool,
 ) -> Checkpoint:
     tied: dict[str, str] = {}
     if name in _BINS:
@@ -77,8 +91,13 @@ def _read_files(
         tensors = stored_safetensors(folder, options.files)
     else:
         tensors = read_model_folder(folder, architecture, options.files)
-    tied = {alias.removeprefix("module."): first.removeprefix("module.") for alias, first in tied.items()}
-    model, aliases = without_tied_copies(strip_module(tensors), tied if architecture is None else architecture.aliases)
+    tied = {
+        alias.removeprefix("module."): first.removeprefix("module.")
+        for alias, first in tied.items()
+    }
+    model, aliases = without_tied_copies(
+        strip_module(tensors), tied if architecture is None else architecture.aliases
+    )
     if own_names and architecture is not None:
         if strangers := sorted(model.keys() - architecture.model.state_dict().keys()):
             found = f"{strangers[0]!r}, which its model does not ({len(strangers)} such)"

@@ -26,7 +26,9 @@ def stored_tensor(folder: Path, layout: FolderLayout, name: str) -> LazyTensor:
         return values
 
     planned = torch.empty(shape, dtype=stored.dtype, device="meta")
-    if TensorReader(folder, layout, {name: Destination(Box((0,) * len(shape), shape), planned)}).names:
+    if TensorReader(
+        folder, layout, {name: Destination(Box((0,) * len(shape), shape), planned)}
+    ).names:
         return LazyTensor(shape, stored.dtype, read)
     return LazyTensor.read_at_once(shape, stored.dtype, lambda: read(0, shape[0] if shape else 1))
 
@@ -37,7 +39,9 @@ def read_whole(tensor: LazyTensor) -> torch.Tensor:
 
 
 def stored_safetensors(folder: Path, files: ExitStack) -> dict[str, LazyTensor]:
-    """Tensors of ``model.safetensors``, or of the files in its index, under their names in the files."""
+    """Tensors of ``model.safetensors``, or of the files in its index, under their names in the
+    files.
+    """
     reader = files.enter_context(WeightReader(folder))
     return {name: slot_tensor(reader, slot) for name, slot in reader.layout().items()}
 
@@ -46,7 +50,9 @@ def slot_tensor(reader: WeightReader, slot: TensorSlot) -> LazyTensor:
     """A tensor of a safetensors file that ``reader`` has found."""
 
     def rows(first: int, last: int) -> torch.Tensor:
-        values = torch.empty((last - first, *slot.shape[1:]) if slot.shape else (), dtype=slot.dtype)
+        values = torch.empty(
+            (last - first, *slot.shape[1:]) if slot.shape else (), dtype=slot.dtype
+        )
         reader.read(slot, first * tensor.row_elements if slot.shape else 0, values)
         return values
 

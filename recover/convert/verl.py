@@ -1,11 +1,14 @@
-"""Read checkpoints of verl's FSDP workers: files of each rank for model, optimizer, and schedule with generators.
+"""Read checkpoints of verl's FSDP workers: files of each rank for model, optimizer, and schedule
+with generators.
 
-``model_world_size_<N>_rank_<r>.pt`` is ``model.state_dict()`` of DTensors. ``optim_...`` is ``optimizer.state_dict()``
-by number, in the order of ``model.parameters()``. ``extra_state_...`` holds ``lr_scheduler`` and ``rng``. The config is
-in ``huggingface/``. verl counts steps from 1: ``global_step_8`` is the state after 8 steps.
+``model_world_size_<N>_rank_<r>.pt`` is ``model.state_dict()`` of DTensors. ``optim_...`` is
+``optimizer.state_dict()`` by number, in the order of ``model.parameters()``. ``extra_state_...``
+holds ``lr_scheduler`` and ``rng``. The config is in ``huggingface/``. verl counts steps from 1:
+``global_step_8`` is the state after 8 steps.
 
-The file name says which rank wrote the file, and a wrong name would put its rows in the wrong place. So the coordinate
-in each DTensor's mesh is compared with the rank in the name, and each shard's size with the size that FSDP cuts.
+The file name says which rank wrote the file, and a wrong name would put its rows in the wrong
+place. So the coordinate in each DTensor's mesh is compared with the rank in the name, and each
+shard's size with the size that FSDP cuts.
 """
 
 import json
@@ -50,7 +53,9 @@ def _workers(folder: Path) -> dict[str, Path]:
 
 def _ranks(folder: Path) -> list[tuple[int, int]]:
     """World size and rank of every model file. None of a folder that does not exist."""
-    paths = folder.iterdir() if folder.is_dir() else ()  # glob would hide a folder that cannot be read
+    paths = (
+        folder.iterdir() if folder.is_dir() else ()
+    )  # glob would hide a folder that cannot be read
     found = (_MODEL.fullmatch(path.name) for path in paths)
     return sorted((int(match[1]), int(match[2])) for match in found if match)
 
@@ -65,11 +70,17 @@ def _read_worker(folder: Path, options: ReadOptions) -> Checkpoint:
     if not names:
         raise CheckpointCorruptError(f"{_file(folder, 'model', world_size, 0)} holds no tensors")
     if any(list(state) != names for state in states):
-        raise CheckpointCorruptError(f"{folder}: the model files of the ranks do not have the same tensors")
+        raise CheckpointCorruptError(
+            f"{folder}: the model files of the ranks do not have the same tensors"
+        )
     tied = shared_names(states[0])
     found = Checkpoint(
         f"verl, {world_size} ranks",
-        {name: from_ranks(name, [state[name] for state in states]) for name in names if name not in tied},
+        {
+            name: from_ranks(name, [state[name] for state in states])
+            for name in names
+            if name not in tied
+        },
         aliases=tied,
         ranks=world_size,
         architecture=Architecture.find(options.config, folder / "huggingface"),
@@ -92,7 +103,9 @@ def _world_size(folder: Path) -> int:
     ranks = _ranks(folder)
     sizes = sorted({size for size, _ in ranks})
     if len(sizes) > 1:
-        raise ConfigError(f"{folder} holds the files of runs on {sizes} ranks; move those away that are not meant")
+        raise ConfigError(
+            f"{folder} holds the files of runs on {sizes} ranks; move those away that are not meant"
+        )
     (size,) = sizes
     if missing := sorted(set(range(size)) - {rank for _, rank in ranks}):
         raise CheckpointCorruptError(
@@ -119,10 +132,14 @@ def _schedule(path: Path, state: Any) -> dict[str, Any] | None:
     if state is None:
         return None
     if not isinstance(state, dict):
-        raise CheckpointCorruptError(f"{path}: lr_scheduler is {brief(state)}; expected the state_dict of a schedule")
+        raise CheckpointCorruptError(
+            f"{path}: lr_scheduler is {brief(state)}; expected the state_dict of a schedule"
+        )
     step = state.get("last_epoch", 0)
     if not isinstance(step, int):
-        raise CheckpointCorruptError(f"{path}: last_epoch of lr_scheduler is {brief(step)}; expected a whole number")
+        raise CheckpointCorruptError(
+            f"{path}: last_epoch of lr_scheduler is {brief(step)}; expected a whole number"
+        )
     _require_plain(path, "lr_scheduler", state)
     return state
 
@@ -136,7 +153,9 @@ def _require_plain(path: str | Path, name: str, value: Any) -> None:
 
 def _step(folder: Path) -> int | None:
     """Last step, counted from 0, from the name that verl gives to the folder of a step."""
-    here = Path(os.path.abspath(folder))  # not resolved: a link may lead to a folder of another name
+    here = Path(
+        os.path.abspath(folder)
+    )  # not resolved: a link may lead to a folder of another name
     matches = (re.fullmatch(r"global_step_(\d+)", part) for part in (here.name, here.parent.name))
     return next((int(match[1]) - 1 for match in matches if match), None)
 
@@ -144,8 +163,9 @@ def _step(folder: Path) -> int | None:
 def _add_optimizer(found: Checkpoint, folder: Path, world_size: int) -> None:
     if _fsdp_version(folder) == 1:
         raise CheckpointMismatchError(
-            f"{folder} is of FSDP1 (fsdp_config.json), whose optimizer keeps flat shards that do not say which "
-            "parameters they are of; convert --to hf, or train with strategy fsdp2 (verl: actor.strategy=fsdp2)"
+            f"{folder} is of FSDP1 (fsdp_config.json), whose optimizer keeps flat shards that do "
+            "not say which parameters they are of; convert --to hf, or train with strategy fsdp2 "
+            "(verl: actor.strategy=fsdp2)"
         )
     what = f"{folder}/optim_world_size_{world_size}_rank_*.pt"
     states = _files(folder, "optim", world_size)
@@ -155,7 +175,9 @@ def _add_optimizer(found: Checkpoint, folder: Path, world_size: int) -> None:
     state: dict[str, dict[str, Any]] = {}
     for number, entries in states[0]["state"].items():
         if number not in names:
-            raise CheckpointMismatchError(f"{what} has state for parameter {number!r}, which is in none of its groups")
+            raise CheckpointMismatchError(
+                f"{what} has state for parameter {number!r}, which is in none of its groups"
+            )
         state[names[number]] = assembled = dict(entries)
         for key, value in entries.items():
             if isinstance(value, torch.Tensor):
@@ -172,14 +194,18 @@ def _add_optimizer(found: Checkpoint, folder: Path, world_size: int) -> None:
 
 
 def _names(what: str, groups: Sequence[Mapping[str, Any]], found: Checkpoint) -> dict[Any, str]:
-    """Number of a parameter -> name. verl passes ``model.parameters()`` to its optimizer as one group."""
+    """Number of a parameter -> name. verl passes ``model.parameters()`` to its optimizer as one
+    group.
+    """
     numbers = [number for group in groups for number in group["params"]]
     orders = [found.architecture.parameters] if found.architecture is not None else []
     order = next((each for each in (*orders, list(found.model)) if len(each) == len(numbers)), None)
     if len(groups) != 1 or order is None:
         raise ConfigError(
-            f"{what} numbers its parameters, in groups of {[len(group['params']) for group in groups]}; expected one "
-            f"group of the {len(found.model)} parameters of the model. Which they are is not known: convert --to hf"
+            f"{what} numbers its parameters, in groups of "
+            f"{[len(group['params']) for group in groups]}; expected one group of the "
+            f"{len(found.model)} parameters of the model. Which they are is not known: convert "
+            "--to hf"
         )
     return dict(zip(numbers, order, strict=True))
 
@@ -193,28 +219,38 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_alike(folder: Path, states: list[dict[str, Any]]) -> None:
-    """Check that each rank has the state of the same parameters, in the form of an optimizer's ``state_dict``."""
+    """Check that each rank has the state of the same parameters, in the form of an optimizer's
+    ``state_dict``.
+    """
     for rank, state in enumerate(states):
         path = _file(folder, "optim", len(states), rank)
-        if not isinstance(state.get("state"), dict) or not isinstance(state.get("param_groups"), list):
+        if not isinstance(state.get("state"), dict) or not isinstance(
+            state.get("param_groups"), list
+        ):
             raise CheckpointCorruptError(
                 f"{folder}: the optim file of rank {rank} has {sorted(map(str, state))[:4]}, "
                 "expected 'state' and 'param_groups'"
             )
         for number, group in enumerate(state["param_groups"]):
             if not isinstance(group, dict):
-                raise CheckpointCorruptError(f"{path}: param_groups[{number}] is {brief(group)}; expected a dict")
-            params = group.get("params")
-            if not isinstance(params, list) or not all(isinstance(param, int | str) for param in params):
                 raise CheckpointCorruptError(
-                    f"{path}: params of param_groups[{number}] is {brief(params)}; expected a list of numbers"
+                    f"{path}: param_groups[{number}] is {brief(group)}; expected a dict"
+                )
+            params = group.get("params")
+            if not isinstance(params, list) or not all(
+                isinstance(param, int | str) for param in params
+            ):
+                raise CheckpointCorruptError(
+                    f"{path}: params of param_groups[{number}] is {brief(params)}; expected a "
+                    "list of numbers"
                 )
         for number, entries in state["state"].items():
             _require_entries(path, number, entries)
         for number, entries in states[0]["state"].items():
             if set(state["state"].get(number, ())) != set(entries):
                 raise CheckpointCorruptError(
-                    f"{folder}: the optim files of ranks 0 and {rank} differ in what they hold of parameter {number}"
+                    f"{folder}: the optim files of ranks 0 and {rank} differ in what they hold of "
+                    f"parameter {number}"
                 )
 
 
@@ -222,7 +258,8 @@ def _require_entries(path: Path, number: Any, entries: Any) -> None:
     """Check the state of one parameter: tensors and plain values by name."""
     if not isinstance(entries, dict):
         raise CheckpointCorruptError(
-            f"{path}: the state of parameter {number} is {brief(entries)}; expected a dict of its entries"
+            f"{path}: the state of parameter {number} is {brief(entries)}; expected a dict of its "
+            "entries"
         )
     for key, value in entries.items():
         if isinstance(value, torch.Tensor) or not isinstance(key, str):
@@ -239,7 +276,9 @@ def _fsdp_version(folder: Path) -> int | None:
 
 
 def _generators(saved: Any, rank: int, source: str) -> RngState:
-    """Generators of a rank as a generation stores them, from the states that Python, numpy and torch return."""
+    """Generators of a rank as a generation stores them, from the states that Python, numpy and
+    torch return.
+    """
     try:
         _, words, gauss = saved["random"]
         kind, key, position, has_gauss, cached = saved["numpy"]
@@ -247,9 +286,13 @@ def _generators(saved: Any, rank: int, source: str) -> RngState:
             raise ValueError(f"numpy's generator is {kind}")
         state = {
             "python": torch.tensor(words, dtype=torch.int64),
-            "python_gauss": torch.tensor([0.0, 0.0] if gauss is None else [1.0, gauss], dtype=torch.float64),
+            "python_gauss": torch.tensor(
+                [0.0, 0.0] if gauss is None else [1.0, gauss], dtype=torch.float64
+            ),
             "numpy": torch.from_numpy(np.append(np.asarray(key).astype(np.int64), int(position))),
-            "numpy_gauss": torch.tensor([1.0, float(cached)] if has_gauss else [0.0, 0.0], dtype=torch.float64),
+            "numpy_gauss": torch.tensor(
+                [1.0, float(cached)] if has_gauss else [0.0, 0.0], dtype=torch.float64
+            ),
             "torch": saved["cpu"].clone(),
         }
         cuda = saved.get("cuda")
@@ -259,18 +302,23 @@ def _generators(saved: Any, rank: int, source: str) -> RngState:
             state["cuda"] = torch.stack([*devices[own:], *devices[:own]])
         check_rng(state)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointCorruptError(f"{source} does not hold the state of random generators: {error}") from error
+        raise CheckpointCorruptError(
+            f"{source} does not hold the state of random generators: {error}"
+        ) from error
     return state
 
 
 def from_ranks(name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
-    """Assemble a tensor from the parts of all ranks: DTensors on a mesh, or the same plain tensor everywhere.
+    """Assemble a tensor from the parts of all ranks: DTensors on a mesh, or the same plain tensor
+    everywhere.
 
     ``name`` is for messages. ``parts`` are in the order of the ranks in the file names.
 
     Raises:
-        CheckpointCorruptError: a part belongs to another rank, or does not have the size that FSDP cuts.
-        CheckpointMismatchError: the parts are cut in a way that cannot be assembled without process groups.
+        CheckpointCorruptError: a part belongs to another rank, or does not have the size that FSDP
+            cuts.
+        CheckpointMismatchError: the parts are cut in a way that cannot be assembled without process
+            groups.
     """
     first, sharded = parts[0], [part for part in parts if isinstance(part, DTensor)]
     if len(sharded) == len(parts):
@@ -278,69 +326,96 @@ def from_ranks(name: str, parts: Sequence[torch.Tensor]) -> LazyTensor:
             return _from_shards(name, sharded)
         except AttributeError as error:  # a mesh as another version of torch pickles it
             raise CheckpointMismatchError(
-                f"{name} was saved by a version of torch whose DTensors torch {torch.__version__} cannot read: {error}"
+                f"{name} was saved by a version of torch whose DTensors torch {torch.__version__} "
+                f"cannot read: {error}"
             ) from error
     if sharded:
         raise CheckpointCorruptError(f"{name} is a DTensor on some ranks only")
     whole = LazyTensor.of(first)
     if not all(same_values(whole, LazyTensor.of(part)) for part in parts[1:]):
         raise CheckpointMismatchError(
-            f"{name} is a plain tensor {list(first.shape)} that differs by rank: flat shards, as FSDP1 keeps them, "
-            "say nothing of which parameter they are of. Save it with FSDP2, or as a full state dict"
+            f"{name} is a plain tensor {list(first.shape)} that differs by rank: flat shards, as "
+            "FSDP1 keeps them, say nothing of which parameter they are of. Save it with FSDP2, or "
+            "as a full state dict"
         )
     return whole
 
 
 def _from_shards(name: str, parts: Sequence[DTensor]) -> LazyTensor:
-    """Assemble a grid of blocks, one per coordinate along each sharded dim. Of replicas the first is used."""
+    """Assemble a grid of blocks, one per coordinate along each sharded dim. Of replicas the first
+    is used.
+    """
     first = parts[0]
     shape, placements, mesh = tuple(first.shape), first.placements, first.device_mesh.mesh
     dims = [placement.dim for placement in placements if type(placement) is Shard]
-    if any(type(placement) not in (Shard, Replicate) for placement in placements) or len(set(dims)) < len(dims):
+    if any(type(placement) not in (Shard, Replicate) for placement in placements) or len(
+        set(dims)
+    ) < len(dims):
         raise CheckpointMismatchError(
-            f"{name} is placed as {placements}; expected shards of different dims, and replicas. Save it as a full "
-            "state dict, or in torch.distributed.checkpoint's format"
+            f"{name} is placed as {placements}; expected shards of different dims, and replicas. "
+            "Save it as a full state dict, or in torch.distributed.checkpoint's format"
         )
     if sorted(mesh.flatten().tolist()) != list(range(len(parts))):
-        raise CheckpointMismatchError(f"{name} is on a mesh of {mesh.numel()} ranks; {len(parts)} ranks saved theirs")
-    cuts = {p.dim: _cuts(shape[p.dim], n) for n, p in zip(mesh.shape, placements, strict=True) if isinstance(p, Shard)}
+        raise CheckpointMismatchError(
+            f"{name} is on a mesh of {mesh.numel()} ranks; {len(parts)} ranks saved theirs"
+        )
+    cuts = {
+        p.dim: _cuts(shape[p.dim], n)
+        for n, p in zip(mesh.shape, placements, strict=True)
+        if isinstance(p, Shard)
+    }
     blocks: dict[tuple[int, ...], torch.Tensor] = {}
     for coordinate in product(*(range(size) for size in mesh.shape)):
         rank = int(mesh[coordinate])
         part = parts[rank]
         _require_own(name, rank, part, first, coordinate)
-        place = {p.dim: at for p, at in zip(placements, coordinate, strict=True) if isinstance(p, Shard)}
-        ends = [cuts[dim][place[dim] : place[dim] + 2] if dim in cuts else (0, shape[dim]) for dim in range(len(shape))]
+        place = {
+            p.dim: at for p, at in zip(placements, coordinate, strict=True) if isinstance(p, Shard)
+        }
+        ends = [
+            cuts[dim][place[dim] : place[dim] + 2] if dim in cuts else (0, shape[dim])
+            for dim in range(len(shape))
+        ]
         local, expected = part.to_local(), [last - begin for begin, last in ends]
         if list(local.shape) != expected or local.dtype != first.dtype:
             raise CheckpointCorruptError(
-                f"the shard of rank {rank} of {name} is {list(local.shape)} {local.dtype}; expected {expected} "
-                f"{first.dtype}, as FSDP cuts {list(shape)}. Were files of ranks renamed?"
+                f"the shard of rank {rank} of {name} is {list(local.shape)} {local.dtype}; "
+                f"expected {expected} {first.dtype}, as FSDP cuts {list(shape)}. Were files of "
+                "ranks renamed?"
             )
         blocks.setdefault(tuple(begin for begin, _ in ends), local)
     return _from_blocks(shape, first.dtype, blocks)
 
 
 def _cuts(length: int, count: int) -> list[int]:
-    """Boundaries of ``count`` shards from ``torch.chunk``, as FSDP2 makes them. The last shards may be empty."""
+    """Boundaries of ``count`` shards from ``torch.chunk``, as FSDP2 makes them. The last shards may
+    be empty.
+    """
     chunk = -(-length // count)
     return [min(number * chunk, length) for number in range(count + 1)]
 
 
-def _require_own(name: str, rank: int, part: DTensor, first: DTensor, coordinate: tuple[int, ...]) -> None:
+def _require_own(
+    name: str, rank: int, part: DTensor, first: DTensor, coordinate: tuple[int, ...]
+) -> None:
     """Refuse a part of another tensor than on rank 0, or of another rank according to its mesh."""
     same_mesh = torch.equal(part.device_mesh.mesh, first.device_mesh.mesh)
     if (part.shape, part.placements) != (first.shape, first.placements) or not same_mesh:
-        raise CheckpointCorruptError(f"ranks 0 and {rank} do not have parts of the same tensor {name}")
+        raise CheckpointCorruptError(
+            f"ranks 0 and {rank} do not have parts of the same tensor {name}"
+        )
     own = part.device_mesh.get_coordinate()
     if own is not None and tuple(own) != coordinate:
         raise CheckpointCorruptError(
-            f"the file of rank {rank} holds {name} of rank {int(part.device_mesh.mesh[tuple(own)])}: its name is not "
-            "the one that verl gave it. Put the files of the ranks back under their names"
+            f"the file of rank {rank} holds {name} of rank "
+            f"{int(part.device_mesh.mesh[tuple(own)])}: its name is not the one that verl gave "
+            "it. Put the files of the ranks back under their names"
         )
 
 
-def _from_blocks(shape: tuple[int, ...], dtype: torch.dtype, blocks: dict[tuple[int, ...], torch.Tensor]) -> LazyTensor:
+def _from_blocks(
+    shape: tuple[int, ...], dtype: torch.dtype, blocks: dict[tuple[int, ...], torch.Tensor]
+) -> LazyTensor:
     """A tensor of adjacent blocks, given by their first indices."""
 
     def rows(first: int, last: int) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Read tensors of weight files one by one: safetensors, ``torch.save`` files, parameters built from several pieces."""
+"""Read tensors of weight files one by one: safetensors, ``torch.save`` files, parameters built from
+several pieces.
+"""
 
 import codecs
 import logging
@@ -35,7 +37,8 @@ def read_file(path: Path) -> Any:
     """Map a ``torch.save`` file of tensors, DTensors, numbers, strings, arrays and containers.
 
     Raises:
-        CheckpointCorruptError: the file is missing, damaged, or asks for a type that could run code, which is named.
+        CheckpointCorruptError: the file is missing, damaged, or asks for a type that could run
+            code, which is named.
     """
     try:
         with _quiet_meshes():
@@ -57,11 +60,15 @@ def _quiet_meshes() -> Iterator[None]:
 
 
 def require_tensor(where: str | Path, name: Any, value: Any) -> None:
-    """Raise `CheckpointCorruptError` unless ``value``, called ``name`` in the file ``where``, is a tensor of rows."""
+    """Raise `CheckpointCorruptError` unless ``value``, called ``name`` in the file ``where``, is a
+    tensor of rows.
+    """
     if not isinstance(name, str):
         raise CheckpointCorruptError(f"{where}: an entry is called {name!r}; expected a string")
     if not isinstance(value, torch.Tensor):
-        raise CheckpointCorruptError(f"{where}: {name} is a {type(value).__name__}; expected a tensor")
+        raise CheckpointCorruptError(
+            f"{where}: {name} is a {type(value).__name__}; expected a tensor"
+        )
     local = value.to_local() if isinstance(value, DTensor) else value
     kind = "quantized tensor" if local.is_quantized else "tensor on the meta device, without values"
     if local.layout is not torch.strided:
@@ -72,12 +79,19 @@ def require_tensor(where: str | Path, name: Any, value: Any) -> None:
 
 
 def shared_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Name of a tensor -> earlier name of a tensor in the same memory, so that tied tensors are stored once."""
+    """Name of a tensor -> earlier name of a tensor in the same memory, so that tied tensors are
+    stored once.
+    """
     first: dict[Any, str] = {}
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        key = local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride()
+        key = (
+            local.untyped_storage().data_ptr(),
+            local.storage_offset(),
+            tuple(local.shape),
+            local.stride(),
+        )
         if local.numel() and first.setdefault(key, name) != name:
             found[name] = first[key]
     return found
@@ -94,8 +108,12 @@ def read_bin(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     return {name: LazyTensor.of(tensor) for name, tensor in state.items() if name not in tied}, tied
 
 
-def read_model_folder(folder: Path, architecture: Architecture, files: ExitStack) -> dict[str, LazyTensor]:
-    """Tensors of a Hugging Face folder under the names of the model's ``state_dict``, as ``from_pretrained`` does."""
+def read_model_folder(
+    folder: Path, architecture: Architecture, files: ExitStack
+) -> dict[str, LazyTensor]:
+    """Tensors of a Hugging Face folder under the names of the model's ``state_dict``, as
+    ``from_pretrained`` does.
+    """
     reader = files.enter_context(WeightReader(folder))
     slots = reader.layout()
     refuse_quantized(folder, slots)
@@ -106,8 +124,12 @@ def read_model_folder(folder: Path, architecture: Architecture, files: ExitStack
         raise CheckpointMismatchError(f"{folder} lacks {missing[0]!r} ({len(missing)} missing)")
     if plan.unexpected:
         name = sorted(plan.unexpected)[0]
-        raise CheckpointMismatchError(f"{folder} has {name!r}, which its model does not ({len(plan.unexpected)} such)")
-    return {key: _filled(reader, architecture, slots, key, fill) for key, fill in plan.filled.items()}
+        raise CheckpointMismatchError(
+            f"{folder} has {name!r}, which its model does not ({len(plan.unexpected)} such)"
+        )
+    return {
+        key: _filled(reader, architecture, slots, key, fill) for key, fill in plan.filled.items()
+    }
 
 
 def strip_module(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -119,7 +141,8 @@ def strip_module(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
 def without_tied_copies(
     tensors: Mapping[str, LazyTensor], aliases: Mapping[str, str]
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Tied tensors under their first names, and the pairs of ``aliases`` (alias -> first name) that occur.
+    """Tied tensors under their first names, and the pairs of ``aliases`` (alias -> first name) that
+    occur.
 
     Raises:
         CheckpointMismatchError: the copies of a tied tensor have different values.
@@ -129,7 +152,8 @@ def without_tied_copies(
     for alias, name in aliases.items():
         if alias in tensors and name in tensors and not same_values(tensors[alias], tensors[name]):
             raise CheckpointMismatchError(
-                f"{alias} and {name} have different values, but the config ties them; set tie_word_embeddings to false"
+                f"{alias} and {name} have different values, but the config ties them; set "
+                "tie_word_embeddings to false"
             )
     return found, {alias: name for alias, name in aliases.items() if name in found}
 
@@ -139,11 +163,18 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     pairs = zip(one.blocks(), other.blocks(), strict=True)
-    return all(torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for (_, a), (_, b) in pairs)
+    return all(
+        torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+        for (_, a), (_, b) in pairs
+    )
 
 
 def _filled(
-    reader: WeightReader, architecture: Architecture, slots: Mapping[str, TensorSlot], key: str, fill: FileTensor
+    reader: WeightReader,
+    architecture: Architecture,
+    slots: Mapping[str, TensorSlot],
+    key: str,
+    fill: FileTensor,
 ) -> LazyTensor:
     """Source of a tensor of the model: one tensor of the folder as it is, or pieces of several."""
     parts = {source: slot_tensor(reader, slots[source]) for source in fill.sources}
@@ -151,11 +182,19 @@ def _filled(
     if fill.spans is not None and len(fill.spans) == 1:
         (span,) = fill.spans
         part = parts[span.source]
-        if span.contiguous and span.offset == 0 and part.numel == span.numel and part.shape == fill.shape:
+        if (
+            span.contiguous
+            and span.offset == 0
+            and part.numel == span.numel
+            and part.shape == fill.shape
+        ):
             return part
 
     def assemble() -> torch.Tensor:
-        whole = {name: torch.cat([values.reshape(-1) for _, values in part.blocks()]) for name, part in parts.items()}
+        whole = {
+            name: torch.cat([values.reshape(-1) for _, values in part.blocks()])
+            for name, part in parts.items()
+        }
         if fill.spans is None:
             shapes = {name: part.shape for name, part in parts.items()}
             elements = loaded_elements(architecture.model, shapes, [key])[key]

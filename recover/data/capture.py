@@ -1,10 +1,12 @@
-"""Capture the position of the dataloader of each process: its state, and the origin of its epoch's order.
+"""Capture the position of the dataloader of each process: its state, and the origin of its epoch's
+order.
 
-A sampler makes the order from its seed and the epoch given to ``set_epoch``, or draws it from a generator (torch's
-``RandomSampler``, ``SubsetRandomSampler``, ``WeightedRandomSampler``). The state of torchdata's ``StatefulDataLoader``
-includes none of these. In the middle of an epoch it is too late to ask for them: the generator has drawn, and a sampler
-may have moved on to the next epoch while batches were prefetched. So `note_order` makes the sampler's ``__iter__``
-write an `OrderNote` when the epoch begins.
+A sampler makes the order from its seed and the epoch given to ``set_epoch``, or draws it from a
+generator (torch's ``RandomSampler``, ``SubsetRandomSampler``, ``WeightedRandomSampler``). The state
+of torchdata's ``StatefulDataLoader`` includes none of these. In the middle of an epoch it is too
+late to ask for them: the generator has drawn, and a sampler may have moved on to the next epoch
+while batches were prefetched. So `note_order` makes the sampler's ``__iter__`` write an `OrderNote`
+when the epoch begins.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +30,9 @@ _NOTE = "_holdfast_order_note"
 
 @runtime_checkable
 class EpochSampler(Protocol):
-    """A sampler or dataset with an order that depends on its epoch, such as torch's ``DistributedSampler``."""
+    """A sampler or dataset with an order that depends on its epoch, such as torch's
+    ``DistributedSampler``.
+    """
 
     epoch: int
 
@@ -41,16 +45,24 @@ class EpochSampler(Protocol):
 class EpochOrder:
     """Origin of the order of the current epoch. Between two epochs, of the next one."""
 
-    epoch: int | None = None  # epoch of the sampler. None if the order does not depend on it, or it is unknown
-    generator: torch.Tensor | None = None  # state before the first draw, uint8. None if there is none, or it is unknown
-    draws: dict[str, Any] = field(default_factory=dict)  # seeds and generators of other names and kinds (`draws_of`)
+    epoch: int | None = (
+        None  # epoch of the sampler. None if the order does not depend on it, or it is unknown
+    )
+    generator: torch.Tensor | None = (
+        None  # state before the first draw, uint8. None if there is none, or it is unknown
+    )
+    draws: dict[str, Any] = field(
+        default_factory=dict
+    )  # seeds and generators of other names and kinds (`draws_of`)
 
 
 def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
-    """Capture the contents of `DATA_STATE`: the state and epoch order of the loader of every caller with its own data.
+    """Capture the contents of `DATA_STATE`: the state and epoch order of the loader of every caller
+    with its own data.
 
-    Only the first one is captured if any number of callers can resume its state. Collective over the callers. Raises
-    `ConfigError` if a state could not be resumed, or only some have a dataloader.
+    Only the first one is captured if any number of callers can resume its state. Collective over
+    the callers. Raises `ConfigError` if a state could not be resumed, or only some have a
+    dataloader.
     """
     found = ranks.here(lambda: None if dataloader is None else _capture_loader(dataloader))
     of_heads = {rank: found[rank] for rank in range(0, len(found), ranks.ranks_with_same_data)}
@@ -58,7 +70,9 @@ def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
     if not captured:
         return None
     if len(captured) < len(of_heads):
-        raise ConfigError(f"rank(s) {[i for i, each in of_heads.items() if each is None]} passed no dataloader")
+        raise ConfigError(
+            f"rank(s) {[i for i, each in of_heads.items() if each is None]} passed no dataloader"
+        )
     rank_independent = getattr(dataloader, "rank_independent", False)
     saved = captured[:1] if rank_independent else captured
     data = {
@@ -79,13 +93,19 @@ def _capture_loader(dataloader: Stateful) -> tuple[bytes, EpochOrder]:
 
 
 class OrderNote:
-    """Origin of the order of a sampler, written when the loader, and only the loader, iterates over it."""
+    """Origin of the order of a sampler, written when the loader, and only the loader, iterates over
+    it.
+    """
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.order: EpochOrder | None = None  # of the current epoch, from its first sample on
-        self.advanced = False  # the sampler moved on to another epoch by itself after the last sample
-        self.resumed: torch.Tensor | None = None  # after a restore: draw the next order from this state
+        self.advanced = (
+            False  # the sampler moved on to another epoch by itself after the last sample
+        )
+        self.resumed: torch.Tensor | None = (
+            None  # after a restore: draw the next order from this state
+        )
         self._begin = type(sampler).__iter__
 
     def next_order(self) -> EpochOrder:
@@ -96,7 +116,9 @@ class OrderNote:
         if self.resumed is not None:
             return EpochOrder(generator=self.resumed, draws=draws)
         generator = _generator(self.sampler)
-        return EpochOrder(generator=None if generator is None else generator.get_state(), draws=draws)
+        return EpochOrder(
+            generator=None if generator is None else generator.get_state(), draws=draws
+        )
 
     def iterate(self) -> Iterator[Any]:
         """Iterate over the sampler as its own ``__iter__`` does, and note the order."""
@@ -120,10 +142,11 @@ class OrderNote:
 
 
 def note_order(loader: Any) -> OrderNote | None:
-    """Note the order of the loader's sampler, from its next iterator on. Returns None if there is nothing to note.
+    """Note the order of the loader's sampler, from its next iterator on. Returns None if there is
+    nothing to note.
 
-    For a batch sampler without a ``sampler``, the batch sampler itself is noted. Samplers whose state the loader saves
-    are left alone.
+    For a batch sampler without a ``sampler``, the batch sampler itself is noted. Samplers whose
+    state the loader saves are left alone.
     """
     if not isinstance(loader, DataLoader):
         return None
@@ -144,10 +167,17 @@ def note_order(loader: Any) -> OrderNote | None:
 
 
 def epoch_sampler(loader: Any) -> EpochSampler | None:
-    """Return the loader's sampler, else its dataset, if its order depends on an epoch (``set_epoch``), else None."""
+    """Return the loader's sampler, else its dataset, if its order depends on an epoch
+    (``set_epoch``), else None.
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
-    for found in (getattr(loader, "sampler", None), batch_sampler, inner, getattr(loader, "dataset", None)):
+    for found in (
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        inner,
+        getattr(loader, "dataset", None),
+    ):
         if _epoch(found) is not None:
             return found
     return None
@@ -161,10 +191,16 @@ def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
     """
     note, sampler = note_order(loader), epoch_sampler(loader)
     order = EpochOrder() if note is None else note.order or note.next_order()
-    if note is not None and note.order is None and order.generator is not None and batches_given(state_dict):
+    if (
+        note is not None
+        and note.order is None
+        and order.generator is not None
+        and batches_given(state_dict)
+    ):
         raise ConfigError(
-            f"{type(note.sampler).__name__} drew the order of this epoch before load had seen the dataloader: it could "
-            "not be resumed. Pass the dataloader to load too, and begin to iterate over it after that"
+            f"{type(note.sampler).__name__} drew the order of this epoch before load had seen the "
+            "dataloader: it could not be resumed. Pass the dataloader to load too, and begin to "
+            "iterate over it after that"
         )
     if sampler is None or (note is not None and note.sampler is sampler):
         return order
@@ -172,7 +208,9 @@ def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
 
 
 def batches_given(state_dict: Any) -> int | None:
-    """Batches of the epoch that a ``StatefulDataLoader`` has yielded. None for the state of another loader."""
+    """Batches of the epoch that a ``StatefulDataLoader`` has yielded. None for the state of another
+    loader.
+    """
     if not isinstance(state_dict, Mapping):
         return None
     if isinstance(snapshot := state_dict.get("_snapshot"), Mapping):
@@ -181,7 +219,11 @@ def batches_given(state_dict: Any) -> int | None:
 
 
 def _epoch(sampler: Any) -> int | None:
-    return int(sampler.epoch) if isinstance(sampler, EpochSampler) and getattr(sampler, "shuffle", True) else None
+    return (
+        int(sampler.epoch)
+        if isinstance(sampler, EpochSampler) and getattr(sampler, "shuffle", True)
+        else None
+    )
 
 
 def _is_torchdatas(sampler: Any) -> bool:

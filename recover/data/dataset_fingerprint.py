@@ -1,9 +1,10 @@
 """Recognise a dataset in any process and on any machine.
 
-A fingerprint is the number of samples and a digest of up to 64 samples, spread evenly from the first to the last. It
-detects another dataset, tokenizer, template, filter or order. It may miss an edit of a few samples among many. It does
-not depend on ``hash()``, pickle, paths or file times. Hugging Face's ``_fingerprint`` does (it is random after a
-``map`` that cannot be hashed), so it is not used.
+A fingerprint is the number of samples and a digest of up to 64 samples, spread evenly from the
+first to the last. It detects another dataset, tokenizer, template, filter or order. It may miss an
+edit of a few samples among many. It does not depend on ``hash()``, pickle, paths or file times.
+Hugging Face's ``_fingerprint`` does (it is random after a ``map`` that cannot be hashed), so it is
+not used.
 """
 
 import random
@@ -28,7 +29,9 @@ _SAMPLES_PROBED = 8
 
 
 class MapDataset(Sized, Protocol):
-    """A dataset with a length and samples by index: a list, a torch dataset or a Hugging Face dataset."""
+    """A dataset with a length and samples by index: a list, a torch dataset or a Hugging Face
+    dataset.
+    """
 
     def __getitem__(self, index: int, /) -> Any:
         """Sample at ``index``."""
@@ -41,8 +44,8 @@ def dataset_fingerprint(dataset: MapDataset, samples_read: int = _SAMPLES_READ) 
     If the dataset has a string attribute ``fingerprint``, that replaces the digest.
 
     Raises:
-        ConfigError: the dataset is empty, or a sample has no canonical bytes, for example an image object. Such a
-            dataset needs a ``fingerprint`` attribute.
+        ConfigError: the dataset is empty, or a sample has no canonical bytes, for example an image
+            object. Such a dataset needs a ``fingerprint`` attribute.
     """
     count = len(dataset)
     if not count:
@@ -57,19 +60,23 @@ def dataset_fingerprint(dataset: MapDataset, samples_read: int = _SAMPLES_READ) 
 
 
 def sample_digest(sample: Any) -> str:
-    """Digest of one sample or batch. Raises ConfigError if it holds an object without canonical bytes."""
+    """Digest of one sample or batch. Raises ConfigError if it holds an object without canonical
+    bytes.
+    """
     digest = xxhash.xxh3_128()
     _feed(digest, sample)
     return digest.hexdigest()
 
 
 def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
-    """Fingerprint of up to 8 samples. Returns "" with a warning if it would differ in another process.
+    """Fingerprint of up to 8 samples. Returns "" with a warning if it would differ in another
+    process.
 
-    The samples are read twice, both times with the same state of the process's generators, so that an augmentation that
-    draws from them gives the same sample. If the two readings differ, the dataset draws from elsewhere. All generators
-    of the process and of the dataset's attributes are restored afterwards. With workers, only datasets without open
-    files are read here, because a forked worker shares the open files of its parent.
+    The samples are read twice, both times with the same state of the process's generators, so that
+    an augmentation that draws from them gives the same sample. If the two readings differ, the
+    dataset draws from elsewhere. All generators of the process and of the dataset's attributes are
+    restored afterwards. With workers, only datasets without open files are read here, because a
+    forked worker shares the open files of its parent.
     """
     try:
         if isinstance(getattr(dataset, "fingerprint", None), str):
@@ -82,11 +89,14 @@ def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
             if len(readings) == 1:
                 return readings.pop()
             reason = "two readings of a sample differ"
-    except Exception as error:  # any error of the user's dataset, which may not even be indexed by numbers
+    except (
+        Exception
+    ) as error:  # any error of the user's dataset, which may not even be indexed by numbers
         reason = f"{type(error).__name__}: {error}"
     logger.warning(
-        "a resumed run cannot see whether its %s has the samples of the run in the same order (%s): make sure that it "
-        "does, or give it a `fingerprint` attribute, a string that changes with its contents",
+        "a resumed run cannot see whether its %s has the samples of the run in the same order "
+        "(%s): make sure that it does, or give it a `fingerprint` attribute, a string that "
+        "changes with its contents",
         type(dataset).__name__, reason,
     )  # fmt: skip
     return ""
@@ -98,7 +108,9 @@ def _read_twice(dataset: Any) -> set[str]:
         for _ in range(2):
             random.seed(0)
             np.random.seed(0)
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed CUDA too, even if it is unused
+            torch.default_generator.manual_seed(
+                0
+            )  # torch.manual_seed would seed CUDA too, even if it is unused
             readings.add(dataset_fingerprint(dataset, _SAMPLES_PROBED))
     finally:
         restore_rng(before)
@@ -107,7 +119,9 @@ def _read_twice(dataset: Any) -> set[str]:
 
 
 def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
-    """Hash a tag with the type and size of ``value``, then its contents, so that different values differ in bytes."""
+    """Hash a tag with the type and size of ``value``, then its contents, so that different values
+    differ in bytes.
+    """
     match value:
         case np.ndarray() | np.generic() if value.dtype != object:
             _feed_bytes(digest, f"numpy.{value.dtype}{list(value.shape)}", value.tobytes())
@@ -131,8 +145,10 @@ def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
             _feed(digest, {field.name: getattr(value, field.name) for field in fields(value)})
         case _:
             raise ConfigError(
-                f"a sample of the dataset holds a {type(value).__module__}.{type(value).__qualname__}, which has no "
-                f"canonical bytes; give the dataset a `fingerprint` attribute, a string that changes with its contents"
+                "a sample of the dataset holds a "
+                f"{type(value).__module__}.{type(value).__qualname__}, which has no canonical "
+                "bytes; give the dataset a `fingerprint` attribute, a string that changes with "
+                "its contents"
             )
 
 

@@ -1,16 +1,20 @@
-"""Batches of a map-style dataset with one global cursor, so that a run can resume at any world size.
+"""Batches of a map-style dataset with one global cursor, so that a run can resume at any world
+size.
 
-All ranks walk the same permutation and the same global batches, and each takes its own contiguous share of every batch.
-So a step trains on the same samples at any number of ranks, and the state is the same few plain values on all of them.
+All ranks walk the same permutation and the same global batches, and each takes its own contiguous
+share of every batch. So a step trains on the same samples at any number of ranks, and the state is
+the same few plain values on all of them.
 
-The cursor counts *samples handed out*, and nothing is prefetched, so a state taken after training on a batch says
-exactly which samples were trained. Samples are read in the caller's thread. If they are slow to read, use torchdata's
-``StatefulDataLoader`` instead, which `RecoverHandler` takes too (see `capture` and `restore`). Do not give that
-loader ``shuffle=True, generator=g``: with one generator for the loader and torchdata's own sampler, the order differs
-from the epoch after the resumed one on (torchdata 0.11).
+The cursor counts *samples handed out*, and nothing is prefetched, so a state taken after training
+on a batch says exactly which samples were trained. Samples are read in the caller's thread. If they
+are slow to read, use torchdata's ``StatefulDataLoader`` instead, which `RecoverHandler` takes too
+(see `capture` and `restore`). Do not give that loader ``shuffle=True, generator=g``: with one
+generator for the loader and torchdata's own sampler, the order differs from the epoch after the
+resumed one on (torchdata 0.11).
 
-A permutation costs 8 bytes per sample and comes from numpy's ``RandomState``, whose streams are frozen (NEP 19), so a
-newer library cannot change the order in the middle of an epoch. No global generator is used.
+A permutation costs 8 bytes per sample and comes from numpy's ``RandomState``, whose streams are
+frozen (NEP 19), so a newer library cannot change the order in the middle of an epoch. No global
+generator is used.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,23 +35,25 @@ _EPOCHS = 2**32  # an epoch is a part of a seed of numpy's RandomState, which ha
 
 
 class ResumableDataLoader:
-    """Iterates over the batches of an epoch from its current position. The next iteration is the next epoch.
+    """Iterates over the batches of an epoch from its current position. The next iteration is the
+    next epoch.
 
     If a ``for`` loop ends early, the next loop continues in the same epoch with the next batch.
 
     Example:
 
-        loader = ResumableDataLoader(prompts, batch_size=256, seed=0, rank=rank, world_size=world_size)
-        info = handler.load(engine, dataloader=loader)
-        for batch in loader.batches():
+        loader = ResumableDataLoader(prompts, batch_size=256, seed=0, rank=rank,
+        world_size=world_size) info = handler.load(engine, dataloader=loader) for batch in
+        loader.batches():
             train(batch)
             handler.dump(engine, step_info, dataloader=loader)
 
     Attributes:
         dataset: the dataset.
         batch_size: samples of a global batch.
-        rank_independent: True, because the state is the same on every rank and can be resumed by any number of them. A
-            loader without this attribute (torchdata's) can only be resumed by as many processes as saved it.
+        rank_independent: True, because the state is the same on every rank and can be resumed by
+            any number of them. A loader without this attribute (torchdata's) can only be resumed by
+            as many processes as saved it.
     """
 
     rank_independent = True
@@ -68,18 +74,20 @@ class ResumableDataLoader:
 
         Args:
             dataset: map-style dataset. Reading a sample twice must give the same sample.
-            batch_size: samples of a *global* batch. If it has n samples, rank r of w gets samples ``r * n // w`` to
-                ``(r + 1) * n // w``. The shares differ by at most one sample.
+            batch_size: samples of a *global* batch. If it has n samples, rank r of w gets samples
+                ``r * n // w`` to ``(r + 1) * n // w``. The shares differ by at most one sample.
             seed: seed of the permutations, together with the epoch. From 0 to 2**32 - 1.
             shuffle: use a new order in each epoch instead of the dataset's order.
             drop_last: leave out the samples after the last whole batch of an epoch.
             rank: number of this process among those that share a batch.
-            world_size: number of processes that share a batch. A Ray driver uses 1 and gets whole batches.
+            world_size: number of processes that share a batch. A Ray driver uses 1 and gets whole
+                batches.
             collate_fn: makes a batch from a list of samples. None returns the list.
 
         Raises:
-            ConfigError: the dataset is empty or has no whole batch, a rank would get no sample, a value is out of
-                range, or the dataset has no fingerprint (see `dataset_fingerprint`).
+            ConfigError: the dataset is empty or has no whole batch, a rank would get no sample, a
+                value is out of range, or the dataset has no fingerprint (see
+                `dataset_fingerprint`).
         """
         require_range("batch_size", batch_size, low=1)
         require_range("seed", seed, low=0, high=2**32 - 1)
@@ -89,11 +97,16 @@ class ResumableDataLoader:
         self._fingerprint = self._fingerprint_of_epoch = dataset_fingerprint(dataset)
         if drop_last and self._samples < batch_size:
             raise ConfigError(
-                f"batch_size {batch_size} is larger than the dataset of {self._samples} samples, so an epoch would "
-                f"have no batch; use a smaller batch_size or drop_last=False"
+                f"batch_size {batch_size} is larger than the dataset of {self._samples} samples, "
+                "so an epoch would have no batch; use a smaller batch_size or drop_last=False"
             )
         self.dataset, self._collate = dataset, collate_fn
-        self.batch_size, self._seed, self._shuffle, self._drop_last = batch_size, seed, shuffle, drop_last
+        self.batch_size, self._seed, self._shuffle, self._drop_last = (
+            batch_size,
+            seed,
+            shuffle,
+            drop_last,
+        )
         self._rank, self._world_size = rank, world_size
         self._require_shares(self._samples)
         self._epoch = self._cursor = 0
@@ -127,7 +140,9 @@ class ResumableDataLoader:
             yield from self
 
     def index_batches(self) -> Iterator[list[int]]:
-        """Yield batches of dataset indices, for callers that read the samples (`holdfast.engine.rollouts`)."""
+        """Yield batches of dataset indices, for callers that read the samples
+        (`holdfast.engine.rollouts`).
+        """
         while True:
             if not self._has_batch():
                 self._begin_next_epoch()
@@ -135,7 +150,8 @@ class ResumableDataLoader:
             yield indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the loader, the same on every rank. ``cursor`` counts samples of ``epoch`` over all ranks.
+        """Position of the loader, the same on every rank. ``cursor`` counts samples of ``epoch``
+        over all ranks.
 
         The last batch counts as consumed, so call this after training on it.
         """
@@ -153,38 +169,45 @@ class ResumableDataLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``. The next batch is the one after its last batch.
 
-        The world size may differ. Dataset (`DatasetMismatchError`), seed, shuffle, batch_size and drop_last
-        (`ConfigError`) must be the same, because they decide which samples are in which batch. Only samples at the
-        end of the dataset may be new: they are read from the next epoch on. After an error the loader has not moved.
+        The world size may differ. Dataset (`DatasetMismatchError`), seed, shuffle, batch_size and
+        drop_last (`ConfigError`) must be the same, because they decide which samples are in which
+        batch. Only samples at the end of the dataset may be new: they are read from the next epoch
+        on. After an error the loader has not moved.
         """
         ours = self.state_dict()
         if not isinstance(state_dict, dict):
-            raise CheckpointMismatchError(f"a dataloader state is a {type(state_dict).__name__}; expected a dict")
+            raise CheckpointMismatchError(
+                f"a dataloader state is a {type(state_dict).__name__}; expected a dict"
+            )
         if state_dict.keys() != ours.keys() or state_dict["version"] != _STATE_VERSION:
             raise CheckpointMismatchError(
-                f"a dataloader state with {sorted(map(str, state_dict))} (version {state_dict.get('version')}) is not "
-                f"one of ResumableDataLoader; expected {sorted(ours)} (version {_STATE_VERSION})"
+                f"a dataloader state with {sorted(map(str, state_dict))} (version "
+                f"{state_dict.get('version')}) is not one of ResumableDataLoader; expected "
+                f"{sorted(ours)} (version {_STATE_VERSION})"
             )
         for key, own in ours.items():
             kind, found = type(own), state_dict[key]
             if not isinstance(found, kind) or isinstance(found, bool) != (kind is bool):
                 raise CheckpointMismatchError(
-                    f"a dataloader state has {key} {found!r}, a {type(found).__name__}; expected a {kind.__name__}"
+                    f"a dataloader state has {key} {found!r}, a {type(found).__name__}; expected "
+                    f"a {kind.__name__}"
                 )
         for key in ("seed", "shuffle", "batch_size", "drop_last"):
             if state_dict[key] != ours[key]:
                 raise ConfigError(
-                    f"dataloader {key} is {ours[key]!r}, but the run was saved with {state_dict[key]!r}; samples "
-                    f"would be lost or repeated. Resume with {key}={state_dict[key]!r}"
+                    f"dataloader {key} is {ours[key]!r}, but the run was saved with "
+                    f"{state_dict[key]!r}; samples would be lost or repeated. Resume with "
+                    f"{key}={state_dict[key]!r}"
                 )
         epoch, cursor = state_dict["epoch"], state_dict["cursor"]
         samples = self._samples_saved(state_dict["dataset_fingerprint"])
         at_a_batch = cursor % self.batch_size == 0 or (cursor == samples and not self._drop_last)
         if not (0 <= epoch < _EPOCHS and 0 <= cursor <= samples and at_a_batch):
             raise CheckpointMismatchError(
-                f"a dataloader state has epoch {epoch} and cursor {cursor}, which no loader of {samples} samples in "
-                f"batches of {self.batch_size} reaches; expected an epoch from 0 to {_EPOCHS - 1}, and a cursor at the "
-                "end of a batch. The state is damaged: resume from another generation"
+                f"a dataloader state has epoch {epoch} and cursor {cursor}, which no loader of "
+                f"{samples} samples in batches of {self.batch_size} reaches; expected an epoch "
+                f"from 0 to {_EPOCHS - 1}, and a cursor at the end of a batch. The state is "
+                "damaged: resume from another generation"
             )
         if samples != self._samples:
             self._require_shares(samples)
@@ -195,7 +218,9 @@ class ResumableDataLoader:
         self._seek(epoch, cursor, samples, state_dict["dataset_fingerprint"])
 
     def _samples_saved(self, saved: str) -> int:
-        """Return the number of samples of a saved epoch, which are all of the dataset's, or its first ones."""
+        """Return the number of samples of a saved epoch, which are all of the dataset's, or its
+        first ones.
+        """
         if saved == self._fingerprint:
             return self._samples
         count = saved.partition(" ")[0]
@@ -204,8 +229,9 @@ class ResumableDataLoader:
             if dataset_fingerprint(first) == saved:
                 return int(count)
         raise DatasetMismatchError(
-            f"the data cursor was saved for a dataset of {saved}, this one has {self._fingerprint}; resume with the "
-            "dataset of the run (samples may be added at its end only), or start a new run"
+            f"the data cursor was saved for a dataset of {saved}, this one has "
+            f"{self._fingerprint}; resume with the dataset of the run (samples may be added at "
+            "its end only), or start a new run"
         )
 
     def _require_shares(self, samples: int) -> None:
@@ -216,7 +242,8 @@ class ResumableDataLoader:
             raise ConfigError(
                 f"a batch of {smallest} samples cannot be shared by {self._world_size} ranks "
                 f"(batch_size {self.batch_size}, drop_last {self._drop_last}, {samples} samples); "
-                f"use fewer ranks or another batch_size (or, but not in the middle of a run, drop_last=True)"
+                "use fewer ranks or another batch_size (or, but not in the middle of a run, "
+                "drop_last=True)"
             )
 
     def _has_batch(self) -> bool:
@@ -226,7 +253,9 @@ class ResumableDataLoader:
         # Indices of this rank's share of the next batch, and the cursor after it.
         end = min(self._cursor + self.batch_size, self._of_epoch)
         indices = self._order[self._cursor : end].tolist()
-        first, last = (len(indices) * share // self._world_size for share in (self._rank, self._rank + 1))
+        first, last = (
+            len(indices) * share // self._world_size for share in (self._rank, self._rank + 1)
+        )
         return indices[first:last], end
 
     def _begin_next_epoch(self) -> None:

@@ -1,17 +1,20 @@
-"""Restore a dataloader to its position: the same batches, in the order of the same epoch, without an extra random draw.
+"""Restore a dataloader to its position: the same batches, in the order of the same epoch, without
+an extra random draw.
 
 ``load_state_dict`` alone is not enough for torchdata's ``StatefulDataLoader``:
 
-- It builds its iterator when the next loop begins, and draws from torch's global generator for that. Every later draw
-  would then differ from a run that was never killed. So the iterator is built here, before the generators are restored.
-- The iterator uses the order of the epoch that the sampler was given last (``DistributedSampler.set_epoch``), or an
-  order that the sampler draws from its generator (``RandomSampler``). The loader's state includes neither. So a
-  snapshot holds the origin of the order (see `capture`), and the sampler is restored first.
-- Restored to the end of an epoch, its first loop has no batch, and a script that loops over epochs would skip one. So a
-  finished epoch is ended here.
+- It builds its iterator when the next loop begins, and draws from torch's global generator for
+  that. Every later draw would then differ from a run that was never killed. So the iterator is
+  built here, before the generators are restored.
+- The iterator uses the order of the epoch that the sampler was given last
+  (``DistributedSampler.set_epoch``), or an order that the sampler draws from its generator
+  (``RandomSampler``). The loader's state includes neither. So a snapshot holds the origin of the
+  order (see `capture`), and the sampler is restored first.
+- Restored to the end of an epoch, its first loop has no batch, and a script that loops over epochs
+  would skip one. So a finished epoch is ended here.
 
-Afterwards two mistakes are refused: a loader that reports another position than was saved, and a script that starts in
-another epoch than the one being read.
+Afterwards two mistakes are refused: a loader that reports another position than was saved, and a
+script that starts in another epoch than the one being read.
 """
 
 from collections import deque
@@ -28,9 +31,22 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...engine.api import Stateful, StepInfo
 from ...engine.memory.tensors import bytes_of
 from ...utils.compat.torch_private import count_skipped_once
-from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError, HoldfastError
+from ...utils.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    ConfigError,
+    HoldfastError,
+)
 from ...utils.plain_values import read_plain, unpack_plain
-from .capture import DATA_STATE, EpochOrder, EpochSampler, OrderNote, batches_given, epoch_sampler, note_order
+from .capture import (
+    DATA_STATE,
+    EpochOrder,
+    EpochSampler,
+    OrderNote,
+    batches_given,
+    epoch_sampler,
+    note_order,
+)
 from .samplers import replace_iter, restore_draws
 from .trial import check_first_batches, is_of_datasets
 
@@ -40,11 +56,13 @@ _END = object()
 def restore_data(
     generation: Path, dataloader: Stateful | None, caller: int, n_callers: int, last_step: StepInfo
 ) -> "RestoredEpoch | None":
-    """Restore the dataloader of the ``caller``-th of ``n_callers`` with different data. Returns the rest of its epoch.
+    """Restore the dataloader of the ``caller``-th of ``n_callers`` with different data. Returns the
+    rest of its epoch.
 
     Raises:
-        CheckpointMismatchError: there is a state and no dataloader or the reverse, another number of callers saved the
-            state and it cannot be shared, or the loader did not take it (see `restore_dataloader`).
+        CheckpointMismatchError: there is a state and no dataloader or the reverse, another number
+            of callers saved the state and it cannot be shared, or the loader did not take it (see
+            `restore_dataloader`).
         CheckpointCorruptError: the file cannot be read.
     """
     path = generation / DATA_STATE
@@ -55,26 +73,34 @@ def restore_data(
     if dataloader is None:
         return None
     if not path.exists():
-        raise CheckpointMismatchError(f"{generation} holds no dataloader state; was it saved without a dataloader?")
+        raise CheckpointMismatchError(
+            f"{generation} holds no dataloader state; was it saved without a dataloader?"
+        )
     states, orders, rank_independent = _read(path)
     if len(states) != n_callers and not rank_independent:
         raise CheckpointMismatchError(
-            f"{generation} holds dataloader states of {len(states)} ranks with different data, now there are "
-            f"{n_callers}; only a dataloader that is rank_independent, as ResumableDataLoader, can change their number"
+            f"{generation} holds dataloader states of {len(states)} ranks with different data, "
+            f"now there are {n_callers}; only a dataloader that is rank_independent, as "
+            "ResumableDataLoader, can change their number"
         )
     own = 0 if rank_independent else caller
     return restore_dataloader(dataloader, unpack_plain(states[own], path), orders[own], last_step)
 
 
 def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
-    # States, orders (unknown in files of older versions), and whether any number of processes may use them.
+    # States, orders (unknown in files of older versions), and whether any number of processes may
+    # use them.
     match read_plain(path):
         case {"states": [_, *_] as states, "rank_independent": rank_independent, **more}:
             unknown = [None] * len(states)
-            epochs, generators = (more.get(key, unknown) for key in ("sampler_epochs", "sampler_generators"))
+            epochs, generators = (
+                more.get(key, unknown) for key in ("sampler_epochs", "sampler_generators")
+            )
             draws = more.get("sampler_draws", [{}] * len(states))
             return list(states), list(map(EpochOrder, epochs, generators, draws)), rank_independent
-    raise CheckpointCorruptError(f"{path} is no dataloader's state; expected 'states' and 'rank_independent'")
+    raise CheckpointCorruptError(
+        f"{path} is no dataloader's state; expected 'states' and 'rank_independent'"
+    )
 
 
 def restore_dataloader(
@@ -82,14 +108,15 @@ def restore_dataloader(
 ) -> "RestoredEpoch | None":
     """Restore a loader completely. Call this before the random generators are restored.
 
-    The order is unknown in generations of older versions: then the sampler's epoch is taken from ``last_step``, and its
-    generator is taken to be in its first state, in the first epoch.
+    The order is unknown in generations of older versions: then the sampler's epoch is taken from
+    ``last_step``, and its generator is taken to be in its first state, in the first epoch.
 
     Returns:
         the rest of an epoch whose order depends on the sampler's epoch. None if there is none.
 
     Raises:
-        CheckpointMismatchError: the loader did not return to its position, or its order cannot be made again.
+        CheckpointMismatchError: the loader did not return to its position, or its order cannot be
+            made again.
     """
     check_first_batches(loader, order.draws)
     _resume_once(loader)
@@ -112,16 +139,20 @@ def restore_dataloader(
     if sampler is None or found is None:
         return None
     if order.epoch is None and int(sampler.epoch) == built_as:
-        # The epoch is unknown, so the script must set it. `RestoredEpoch.check` finds a script that never does.
+        # The epoch is unknown, so the script must set it. `RestoredEpoch.check` finds a script that
+        # never does.
         sampler.set_epoch(found)
     if over:
         return None
     if advanced and (note is None or note.sampler is not sampler):
         raise CheckpointMismatchError(
-            f"{type(sampler).__name__} went on from epoch {built_as} by itself while batches were read ahead: which "
-            "epoch they are of was not saved. Use a sampler that changes its epoch in set_epoch only, or num_workers=0"
+            f"{type(sampler).__name__} went on from epoch {built_as} by itself while batches were "
+            "read ahead: which epoch they are of was not saved. Use a sampler that changes its "
+            "epoch in set_epoch only, or num_workers=0"
         )
-    return RestoredEpoch(loader, sampler, note, built_as, last_step.next().epoch, known=order.epoch is not None)
+    return RestoredEpoch(
+        loader, sampler, note, built_as, last_step.next().epoch, known=order.epoch is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -144,35 +175,44 @@ class RestoredEpoch:
         told = int(self.sampler.epoch)
         if self.note is not None and self.note.advanced and told == self.epoch + 1:
             return
-        if told == self.epoch or step.epoch != self.run_epoch or _is_over(self.loader, self.loader.state_dict()):
+        if (
+            told == self.epoch
+            or step.epoch != self.run_epoch
+            or _is_over(self.loader, self.loader.state_dict())
+        ):
             return
         unsaid = (
-            ". (An older version saved no epoch: if the script never calls set_epoch, set the sampler's set_epoch to "
-            "None before load, for the rest of the run)"
+            ". (An older version saved no epoch: if the script never calls set_epoch, set the "
+            "sampler's set_epoch to None before load, for the rest of the run)"
         )
         raise ConfigError(
-            f"the sampler is at epoch {told} after the first step since load, but the rest of the epoch that was "
-            f"resumed is read in the order of epoch {self.epoch}: samples would be lost or repeated. Begin the loop "
-            "over epochs, and set_epoch, with the epoch of last_step_info.next() of what load returned; start again"
+            f"the sampler is at epoch {told} after the first step since load, but the rest of the "
+            f"epoch that was resumed is read in the order of epoch {self.epoch}: samples would be "
+            "lost or repeated. Begin the loop over epochs, and set_epoch, with the epoch of "
+            "last_step_info.next() of what load returned; start again"
             + ("" if self.known else unsaid)
         )
 
 
-def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) -> torch.Tensor | None:
+def _drawn_from(
+    note: OrderNote | None, order: EpochOrder, last_step: StepInfo
+) -> torch.Tensor | None:
     # State of the generator from which to draw the order. None if the order is not drawn from one.
     here = None if note is None else note.next_order().generator
     if here is None and order.generator is not None:
         raise CheckpointMismatchError(
-            "the dataloader was saved with a sampler that draws its order from a generator, and has another one now: "
-            "samples would be lost or repeated. Resume with the sampler of the run"
+            "the dataloader was saved with a sampler that draws its order from a generator, and "
+            "has another one now: samples would be lost or repeated. Resume with the sampler of "
+            "the run"
         )
     if note is None or here is None or order.generator is not None:
         return order.generator
     if last_step.epoch > 0 or note.sampler.generator is None:
         raise CheckpointMismatchError(
-            f"the generation is of an older version, which did not save what {type(note.sampler).__name__} has drawn "
-            f"the order of epoch {last_step.epoch} from: samples would be lost or repeated. Begin a new run with its "
-            "weights or, if the sampler has a generator of its own, resume from a generation of epoch 0 (resume_path)"
+            "the generation is of an older version, which did not save what "
+            f"{type(note.sampler).__name__} has drawn the order of epoch {last_step.epoch} from: "
+            "samples would be lost or repeated. Begin a new run with its weights or, if the "
+            "sampler has a generator of its own, resume from a generation of epoch 0 (resume_path)"
         )
     return here
 
@@ -180,7 +220,8 @@ def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) 
 def _resume_once(loader: Any) -> None:
     """Make a stream of Hugging Face's datasets begin its next epoch at its first sample.
 
-    It begins every iteration at the state that it was given, until ``set_epoch`` names another epoch (datasets 5.2).
+    It begins every iteration at the state that it was given, until ``set_epoch`` names another
+    epoch (datasets 5.2).
     """
     stream = getattr(loader, "dataset", None)
     if not isinstance(stream, IterableDataset) or not is_of_datasets(stream):
@@ -204,8 +245,9 @@ def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
         raise
     except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointMismatchError(
-            f"{type(loader).__name__} does not take the state of the saved run ({type(error).__name__}: {error}): "
-            "expected a loader that is made as in the saved run, with the same num_workers. Make it so"
+            f"{type(loader).__name__} does not take the state of the saved run "
+            f"({type(error).__name__}: {error}): expected a loader that is made as in the saved "
+            "run, with the same num_workers. Make it so"
         ) from error
     given = batches_given(state_dict)
     if given is not None and given != batches_given(said):
@@ -213,13 +255,15 @@ def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
         said = loader.state_dict()
     if given is None and not same_state(said, state_dict):
         raise CheckpointMismatchError(
-            f"{type(loader).__name__}.state_dict() is not what was given to load_state_dict: the loader is not where "
-            "it was, or does not say so before its first batch. It must give back the state that it was restored from"
+            f"{type(loader).__name__}.state_dict() is not what was given to load_state_dict: the "
+            "loader is not where it was, or does not say so before its first batch. It must give "
+            "back the state that it was restored from"
         )
     if given is not None and given != batches_given(said):
         raise CheckpointMismatchError(
-            f"the dataloader was saved after {given} batches of an epoch, and once restored says it is after "
-            f"{batches_given(said)}: its load_state_dict does not restore it. Pass the StatefulDataLoader itself"
+            f"the dataloader was saved after {given} batches of an epoch, and once restored says "
+            f"it is after {batches_given(said)}: its load_state_dict does not restore it. Pass "
+            "the StatefulDataLoader itself"
         )
 
 
@@ -230,7 +274,8 @@ def _end_if_over(
     rewind_order: Callable[[], None],
     note: OrderNote | None,
 ) -> bool:
-    # If the epoch is over, consume its end as the training loop did, so that the next loop is the next epoch.
+    # If the epoch is over, consume its end as the training loop did, so that the next loop is the
+    # next epoch.
     if not isinstance(loader, DataLoader):
         return False
     if state_dict.get("_iterator_finished"):

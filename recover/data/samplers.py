@@ -1,4 +1,6 @@
-"""Seeds, generators and ``__iter__`` of samplers and datasets, for any class that keeps them in attributes."""
+"""Seeds, generators and ``__iter__`` of samplers and datasets, for any class that keeps them in
+attributes.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +18,9 @@ logger = get_logger(__name__)
 def draws_of(source: Any) -> dict[str, Any]:
     """Seeds and generator states among the attributes of a sampler, as plain values by name.
 
-    A seed is an integer attribute whose name ends with ``seed``, such as ``DistributedSampler.seed`` and
-    ``SeedableRandomSampler.initial_seed``. A generator is one of torch, numpy or Python. A sampler with ``shuffle``
-    False has neither.
+    A seed is an integer attribute whose name ends with ``seed``, such as
+    ``DistributedSampler.seed`` and ``SeedableRandomSampler.initial_seed``. A generator is one of
+    torch, numpy or Python. A sampler with ``shuffle`` False has neither.
     """
     if not getattr(source, "shuffle", True):
         return {}
@@ -37,11 +39,15 @@ def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
         here = _draw(name, value)
         if here is None:
             continue
-        kinds = [each.get("bit_generator") if isinstance(each, dict) else type(each) for each in (here, draw)]
+        kinds = [
+            each.get("bit_generator") if isinstance(each, dict) else type(each)
+            for each in (here, draw)
+        ]
         if kinds[0] != kinds[1]:
             raise CheckpointMismatchError(
-                f"{name} of {type(source).__name__} is {value!r}, and was another kind of generator or seed when the "
-                "run was saved: samples would be lost or repeated. Resume with the sampler of the run"
+                f"{name} of {type(source).__name__} is {value!r}, and was another kind of "
+                "generator or seed when the run was saved: samples would be lost or repeated. "
+                "Resume with the sampler of the run"
             )
         match value:
             case torch.Generator():
@@ -55,7 +61,11 @@ def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
                 value.setstate((version, tuple(words), gauss))
             case _ if value != draw:
                 logger.info(
-                    "%s.%s is %s here: the run goes on with its own, %s", type(source).__name__, name, here, draw
+                    "%s.%s is %s here: the run goes on with its own, %s",
+                    type(source).__name__,
+                    name,
+                    here,
+                    draw,
                 )
                 setattr(source, name, draw)
 
@@ -87,15 +97,19 @@ def _plain(state: Any) -> Any:
 def replace_iter(source: Any, iterate: Callable[[Any], Iterator[Any]], **attributes: Any) -> None:
     """Make ``iter(source)`` return ``iterate(source)``, for this object only.
 
-    The object gets a subclass of its class with these ``attributes``, because Python looks up ``__iter__`` in the
-    class. Pickles and copies of the object have its original class, so worker processes and ``copy.deepcopy`` get the
-    sampler as the user made it.
+    The object gets a subclass of its class with these ``attributes``, because Python looks up
+    ``__iter__`` in the class. Pickles and copies of the object have its original class, so worker
+    processes and ``copy.deepcopy`` get the sampler as the user made it.
     """
     own: Any = type(source)
 
     def reduce(self: Any, protocol: int) -> Any:
         make, given, *state = own.__reduce_ex__(self, protocol)
-        return (_make, tuple(own if each is type(self) else each for each in (make, *given)), *state)
+        return (
+            _make,
+            tuple(own if each is type(self) else each for each in (make, *given)),
+            *state,
+        )
 
     body: dict[str, Any] = {"__iter__": iterate, "__reduce_ex__": reduce}
     named = {"__module__": own.__module__, "__doc__": own.__doc__}

@@ -1,12 +1,14 @@
-"""Try whether the loader of a stream finds its place again, so that a run that could not be resumed ends at its start.
+"""Try whether the loader of a stream finds its place again, so that a run that could not be resumed
+ends at its start.
 
-The place in a map-style dataset is a number of samples of an order, and `capture` saves that order. The place in a
-stream (torch's ``IterableDataset``) is only known to the stream: its own ``state_dict`` may forget what it holds, such
-as a shuffle buffer. So two copies of the loader are tried in worker processes: one reads a few batches, the other one
-gets the state of the first and has to go on with the same batches.
+The place in a map-style dataset is a number of samples of an order, and `capture` saves that order.
+The place in a stream (torch's ``IterableDataset``) is only known to the stream: its own
+``state_dict`` may forget what it holds, such as a shuffle buffer. So two copies of the loader are
+tried in worker processes: one reads a few batches, the other one gets the state of the first and
+has to go on with the same batches.
 
-The copies read up to four batches for each worker. Nothing changes in this process: the generators and the positions of
-open files are restored, and the dataset is never iterated over here.
+The copies read up to four batches for each worker. Nothing changes in this process: the generators
+and the positions of open files are restored, and the dataset is never iterated over here.
 """
 
 import copy
@@ -35,8 +37,9 @@ _BATCH_TIMEOUT_S = 60
 _FIRST = "first_batches"
 _TRIED = "_holdfast_first_batches"
 _ADVICE = (
-    "Shuffle a map-style dataset, best with ResumableDataLoader, or shuffle only the order of a stream's files, with a "
-    "fixed seed (datasets: shuffle(seed=1, buffer_size=1, max_buffer_input_shards=1))"
+    "Shuffle a map-style dataset, best with ResumableDataLoader, or shuffle only the order of a "
+    "stream's files, with a fixed seed (datasets: shuffle(seed=1, buffer_size=1, "
+    "max_buffer_input_shards=1))"
 )
 
 
@@ -45,20 +48,24 @@ class _UntriedError(Exception):
 
 
 def try_stream(loader: Any) -> None:
-    """Try whether a new process would find the place of ``loader`` if its dataset is a stream, else do nothing.
+    """Try whether a new process would find the place of ``loader`` if its dataset is a stream, else
+    do nothing.
 
-    A warning says so if that cannot be told, or if the stream gives other samples each time that it is begun. With an
-    attribute ``inexact`` of the loader that is True, other samples are a warning too.
+    A warning says so if that cannot be told, or if the stream gives other samples each time that it
+    is begun. With an attribute ``inexact`` of the loader that is True, other samples are a warning
+    too.
 
     Raises:
-        ConfigError: a copy of the loader does not take the state of another one, or goes on with other samples.
+        ConfigError: a copy of the loader does not take the state of another one, or goes on with
+            other samples.
     """
     tried = _torchs_loader(loader)
     if tried is None:
         if type(loader).__module__.startswith("torchdata.nodes"):
             logger.warning(
-                "a run with a loader of torchdata.nodes is resumed only as far as its nodes say: an order that a "
-                "sampler has drawn, and the end of an epoch, are not in its state. Use StatefulDataLoader"
+                "a run with a loader of torchdata.nodes is resumed only as far as its nodes say: "
+                "an order that a sampler has drawn, and the end of an epoch, are not in its "
+                "state. Use StatefulDataLoader"
             )
         return
     name = type(tried.dataset).__name__
@@ -90,7 +97,9 @@ def try_stream(loader: Any) -> None:
 
 
 def first_batches(loader: Any) -> dict[str, Any]:
-    """Return what `try_stream` has read, to be saved with the draws of an order. Empty if there is nothing."""
+    """Return what `try_stream` has read, to be saved with the draws of an order. Empty if there is
+    nothing.
+    """
     found = getattr(loader, _TRIED, None)
     return {} if found is None else {_FIRST: found}
 
@@ -105,11 +114,14 @@ def check_first_batches(loader: Any, saved: Mapping[str, Any]) -> None:
     now = getattr(loader, _TRIED, None)
     if not then or not now or then["digest"] == now["digest"]:
         return
-    if (then["epoch"], then["workers"]) == (now["epoch"], now["workers"]) and not getattr(loader, "inexact", False):
+    if (then["epoch"], then["workers"]) == (now["epoch"], now["workers"]) and not getattr(
+        loader, "inexact", False
+    ):
         raise CheckpointMismatchError(
-            "the stream of the dataloader begins with other samples than in the saved run: other data, another batch "
-            "size, or an order that is drawn anew in each process (a shuffle without a seed), so samples would be "
-            "lost or repeated. Make it as the run did. If that is no harm, set loader.inexact = True"
+            "the stream of the dataloader begins with other samples than in the saved run: other "
+            "data, another batch size, or an order that is drawn anew in each process (a shuffle "
+            "without a seed), so samples would be lost or repeated. Make it as the run did. If "
+            "that is no harm, set loader.inexact = True"
         )
 
 
@@ -119,28 +131,40 @@ def is_of_datasets(stream: Any) -> bool:
 
 
 def _torchs_loader(loader: Any) -> Any:
-    """Return the loader over a stream, torch's or torchdata's, that ``loader`` is or wraps. None if there is none."""
+    """Return the loader over a stream, torch's or torchdata's, that ``loader`` is or wraps. None if
+    there is none.
+    """
     inner = getattr(loader, "loader", loader)
     inner = getattr(inner, "base_dataloader", inner)  # of accelerate's loaders
     if not isinstance(inner, DataLoader) or not isinstance(inner.dataset, IterableDataset):
         return None
-    return inner if type(inner).__iter__.__module__.partition(".")[0] in ("torch", "torchdata") else None
+    return (
+        inner
+        if type(inner).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+        else None
+    )
 
 
 def _require_resumable(loader: Any, may_differ: bool) -> None:
-    """Refuse what a trial in one epoch of one process cannot show about a stream of Hugging Face's datasets."""
+    """Refuse what a trial in one epoch of one process cannot show about a stream of Hugging Face's
+    datasets.
+    """
     if not is_of_datasets(loader.dataset):
         return
     context = loader.multiprocessing_context or multiprocessing
-    if loader.persistent_workers and context.get_start_method() != "fork":  # see `restore._resume_once`
+    if (
+        loader.persistent_workers and context.get_start_method() != "fork"
+    ):  # see `restore._resume_once`
         raise ConfigError(
-            "persistent workers that are not forked would begin each later epoch of a resumed stream of datasets in "
-            "its middle: use persistent_workers=False, or multiprocessing_context='fork'"
+            "persistent workers that are not forked would begin each later epoch of a resumed "
+            "stream of datasets in its middle: use persistent_workers=False, or "
+            "multiprocessing_context='fork'"
         )
     if _is_unseeded(loader.dataset) and not may_differ:
         raise ConfigError(
-            f"{type(loader.dataset).__name__} is shuffled without a seed, so a resumed run would have another order, "
-            "and lose samples and repeat others: give shuffle a seed. If that is no harm, set loader.inexact = True"
+            f"{type(loader.dataset).__name__} is shuffled without a seed, so a resumed run would "
+            "have another order, and lose samples and repeat others: give shuffle a seed. If that "
+            "is no harm, set loader.inexact = True"
         )
 
 
@@ -149,7 +173,9 @@ def _is_unseeded(part: Any) -> bool:
     if isinstance(part, np.random.Generator):
         sequence = part.bit_generator.seed_seq
         entropy = getattr(sequence, "entropy", None)
-        return isinstance(entropy, int) and entropy.bit_length() > 64  # numpy takes 128 bits from the system
+        return (
+            isinstance(entropy, int) and entropy.bit_length() > 64
+        )  # numpy takes 128 bits from the system
     if isinstance(part, list | tuple):
         return any(map(_is_unseeded, part))
     return is_of_datasets(part) and any(map(_is_unseeded, getattr(part, "__dict__", {}).values()))
@@ -185,7 +211,8 @@ def _first_batches(loader: Any, may_differ: bool) -> str | None:
         return sample_digest(begun)
     if error is not None:
         raise ConfigError(
-            f"the loader does not take its own state, so the run could not be resumed: {error}. {_ADVICE}"
+            f"the loader does not take its own state, so the run could not be resumed: {error}. "
+            f"{_ADVICE}"
         )
 
     # Step 3: a stream that is another one each time may only have random contents.
@@ -193,10 +220,10 @@ def _first_batches(loader: Any, may_differ: bool) -> str | None:
         return None
 
     message = (
-        f"a copy of the loader with the state after {n_batches} batches goes on with other samples than the loader: "
-        f"the state of {name} lacks samples that it has read ahead, such as a shuffle "
-        f"buffer, so a resumed run would lose samples and repeat others. {_ADVICE}. If that is no harm, set "
-        "loader.inexact = True"
+        f"a copy of the loader with the state after {n_batches} batches goes on with other "
+        f"samples than the loader: the state of {name} lacks samples that it has read ahead, such "
+        f"as a shuffle buffer, so a resumed run would lose samples and repeat others. {_ADVICE}. "
+        "If that is no harm, set loader.inexact = True"
     )
     if not may_differ:
         raise ConfigError(message)
@@ -216,7 +243,9 @@ class _Copy:
         if not loader.num_workers:
             self._loader.num_workers = 1
             self._loader.prefetch_factor = 2
-            self._loader.multiprocessing_context = "fork"  # the dataset of such a loader may not be picklable
+            self._loader.multiprocessing_context = (
+                "fork"  # the dataset of such a loader may not be picklable
+            )
         self._loader.timeout = _BATCH_TIMEOUT_S
         self._loader.pin_memory = False
         self._loader.generator = torch.Generator().manual_seed(seed)
@@ -238,7 +267,9 @@ class _Copy:
             raise _UntriedError(_last_line(error)) from error
 
     def state(self) -> bytes | None:
-        """Return the state as it is saved. None if the loader has none: then its batches are read again."""
+        """Return the state as it is saved. None if the loader has none: then its batches are read
+        again.
+        """
         if not isinstance(self._loader, Stateful):
             return None
         return pack_plain("dataloader state", self._loader.state_dict())

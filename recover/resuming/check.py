@@ -1,8 +1,10 @@
 """The checks of a resume, in the order in which they run on all ranks.
 
 - Before anything is chosen: all ranks see the folder (`check_shared`).
-- Before anything changes: the bytes are sound (`check_bytes`), and the engines are of this job (`check_rank`).
-- Afterwards: the restored run has the facts that its generation recorded (`check_restored`, see `engines`).
+- Before anything changes: the bytes are sound (`check_bytes`), and the engines are of this job
+  (`check_rank`).
+- Afterwards: the restored run has the facts that its generation recorded (`check_restored`, see
+  `engines`).
 """
 
 import io
@@ -23,7 +25,12 @@ from ...engine.dcp.configured import Setting, Settled, warn_of_settings
 from ...engine.dcp.format import read_layout
 from ...engine.dcp.load import check_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
-from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, ConfigError
+from ...utils.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ConfigError,
+)
 from ...utils.logging import get_logger
 from ...utils.manifest import verify_file
 from ..engines import engines_of
@@ -36,8 +43,9 @@ logger = get_logger(__name__)
 def check_shared(ranks: Ranks, folder: Path) -> None:
     """Check that all ranks see the folder of the run. Collective over the callers.
 
-    The leader, which has locked ``folder``, makes a file there, and every rank looks for it. Otherwise a node with
-    another file system under this path would be found only when the first snapshot is committed, perhaps hours later.
+    The leader, which has locked ``folder``, makes a file there, and every rank looks for it.
+    Otherwise a node with another file system under this path would be found only when the first
+    snapshot is committed, perhaps hours later.
 
     Raises:
         ConfigError: a rank does not see the file. The message names ranks, nodes and the folder.
@@ -52,8 +60,9 @@ def check_shared(ranks: Ranks, folder: Path) -> None:
             probe.unlink(missing_ok=True)
     if blind:
         raise ConfigError(
-            f"{'; '.join(blind)} does not see {probe}, which the leader sees on {ranks.decide(socket.gethostname)}; "
-            "all ranks need the same folder under the same path (an absolute recover.fileroot, mounted everywhere)"
+            f"{'; '.join(blind)} does not see {probe}, which the leader sees on "
+            f"{ranks.decide(socket.gethostname)}; all ranks need the same folder under the same "
+            "path (an absolute recover.fileroot, mounted everywhere)"
         )
 
 
@@ -65,7 +74,11 @@ def _make_probe(folder: Path) -> Path | None:
     try:
         probe.touch(exist_ok=False)
     except OSError as error:  # the first snapshot reports a full disk
-        logger.warning("cannot make %s, so that it is not known whether all ranks see this folder: %s", probe, error)
+        logger.warning(
+            "cannot make %s, so that it is not known whether all ranks see this folder: %s",
+            probe,
+            error,
+        )
         return None
     return probe
 
@@ -75,10 +88,12 @@ def _look_for(holder: Any, probe: str) -> str | None:
 
 
 def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Compare the bytes of this rank's share of a generation with their digests. Returns the problem, if there is one.
+    """Compare the bytes of this rank's share of a generation with their digests. Returns the
+    problem, if there is one.
 
-    The tensors described by each ``.metadata`` must be complete too, because the mistake of a writer has the right
-    digest. One rank alone would take minutes for a large checkpoint, so the ranks share the files (see `share_of`).
+    The tensors described by each ``.metadata`` must be complete too, because the mistake of a
+    writer has the right digest. One rank alone would take minutes for a large checkpoint, so the
+    ranks share the files (see `share_of`).
 
     Args:
         holder: see `engines_of`.
@@ -86,8 +101,8 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
         files: the manifest's entries, as the leader read them.
 
     Raises:
-        CheckpointNotFoundError: this rank does not see a file that the leader sees. This does not mean that the
-            generation is damaged.
+        CheckpointNotFoundError: this rank does not see a file that the leader sees. This does not
+            mean that the generation is damaged.
     """
     group, sizes = engines_of(holder).group, {name: entry["bytes"] for name, entry in files.items()}
     for name in share_of(sizes, get_rank(group), get_world_size(group)):
@@ -99,8 +114,9 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
             return str(error)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"rank {get_rank()} does not see {generation}/{name}, which the leader sees; all ranks "
-                "need the same folder under the same path (an absolute recover.fileroot, mounted everywhere)"
+                f"rank {get_rank()} does not see {generation}/{name}, which the leader sees; all "
+                "ranks need the same folder under the same path (an absolute recover.fileroot, "
+                "mounted everywhere)"
             ) from error
     return None
 
@@ -109,16 +125,20 @@ _OF_RANK = re.compile(r".+/__(\d+)_\d+\.distcp|state/rank_(\d+)\.pt")
 
 
 def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
-    """Names of the files (name -> bytes) that ``rank`` of ``world_size`` verifies. Each file is in one rank's share.
+    """Names of the files (name -> bytes) that ``rank`` of ``world_size`` verifies. Each file is in
+    one rank's share.
 
     - ``.metadata`` is rank 0's.
-    - At the world size of the save, a rank verifies its own data files and its own process state. It reads them next,
-      and finds them in the page cache of its machine.
-    - All other files, and at another world size all files, are assigned from the largest to the smallest, each to the
-      rank with the fewest bytes so far. The same holds for a group other than the job's first ranks, where process
-      states are numbered in the job and data files in the group.
+    - At the world size of the save, a rank verifies its own data files and its own process state.
+      It reads them next, and finds them in the page cache of its machine.
+    - All other files, and at another world size all files, are assigned from the largest to the
+      smallest, each to the rank with the fewest bytes so far. The same holds for a group other than
+      the job's first ranks, where process states are numbered in the job and data files in the
+      group.
     """
-    owners = {name: int(match[1] or match[2]) for name in files if (match := _OF_RANK.fullmatch(name))}
+    owners = {
+        name: int(match[1] or match[2]) for name in files if (match := _OF_RANK.fullmatch(name))
+    }
     if set(owners.values()) != set(range(world_size)):
         owners = {}
     owners |= {name: 0 for name in files if Path(name).name == ".metadata"}
@@ -132,10 +152,12 @@ def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
 
 
 def check_rank(holder: Any, generation: str) -> None:
-    """Compare a verified generation with this rank's engines, before any engine is touched. All ranks call it.
+    """Compare a verified generation with this rank's engines, before any engine is touched. All
+    ranks call it.
 
     Raises:
-        CheckpointMismatchError: it holds other engines, or another model or optimizer (see `check_dcp`).
+        CheckpointMismatchError: it holds other engines, or another model or optimizer (see
+            `check_dcp`).
     """
     target, path = engines_of(holder), Path(generation)
     with all_ranks_succeed(f"comparing {path}", target.group_of()):
@@ -157,18 +179,25 @@ def check_restored(
     saved: tuple[Mapping[str, EngineFacts], Mapping[str, str]],
     restored: tuple[Mapping[str, EngineFacts], Mapping[str, str]],
 ) -> str:
-    """Compare the restored state with the saved one, of the generation ``what``. Returns a table for the log.
+    """Compare the restored state with the saved one, of the generation ``what``. Returns a table
+    for the log.
 
     Args:
         what: name of the generation.
         saved: engine name -> facts, and process -> digest of its generators, from the generation.
-        restored: the same, from the live engines and processes. Processes that the saved run did not have are absent.
+        restored: the same, from the live engines and processes. Processes that the saved run did
+            not have are absent.
 
     Raises:
-        CheckpointCorruptError: something differs, although every byte that was read matched its digest.
+        CheckpointCorruptError: something differs, although every byte that was read matched its
+            digest.
     """
-    if unknown := sorted((restored[0].keys() - saved[0].keys()) | (restored[1].keys() - saved[1].keys())):
-        raise CheckpointCorruptError(f"{what} was restored, but its recover_info.json says nothing of {unknown[0]!r}")
+    if unknown := sorted(
+        (restored[0].keys() - saved[0].keys()) | (restored[1].keys() - saved[1].keys())
+    ):
+        raise CheckpointCorruptError(
+            f"{what} was restored, but its recover_info.json says nothing of {unknown[0]!r}"
+        )
     rows: list[tuple[str, Any, Any]] = []  # what, as saved, as restored
     for name, facts in restored[0].items():
         before, now = asdict(saved[0][name]), asdict(facts)
@@ -177,10 +206,16 @@ def check_restored(
             counts.remove("schedule_step")  # the run had no schedule, and this one begins with one
         rows += [(f"{name}: {key}", before[key], now[key]) for key in counts]
         prints = facts.fingerprints.items()
-        rows += [(f"{name}: {part}", before["fingerprints"].get(part), digits) for part, digits in prints]
-    rows += [(f"generators of {name}", saved[1][name], digest) for name, digest in restored[1].items()]
+        rows += [
+            (f"{name}: {part}", before["fingerprints"].get(part), digits) for part, digits in prints
+        ]
+    rows += [
+        (f"generators of {name}", saved[1][name], digest) for name, digest in restored[1].items()
+    ]
     # A learning rate may have become NaN.
-    if wrong := [row for row in rows if row[1] != row[2] and (row[1] == row[1] or row[2] == row[2])]:
+    if wrong := [
+        row for row in rows if row[1] != row[2] and (row[1] == row[1] or row[2] == row[2])
+    ]:
         part, before, now = wrong[0]
         raise CheckpointCorruptError(
             f"{what} was restored, but {part} is {now!r}; recover_info.json says {before!r} "
@@ -203,7 +238,8 @@ def _render(what: str, rows: Sequence[tuple[str, str]]) -> str:
 def warn_of_configuration(
     what: str, saved: Mapping[str, str], now: Mapping[str, str], settled: Mapping[str, Settled]
 ) -> None:
-    """Log one warning of everything that is configured otherwise than in the run that saved the generation ``what``.
+    """Log one warning of everything that is configured otherwise than in the run that saved the
+    generation ``what``.
 
     Args:
         what: name of the generation.
@@ -224,6 +260,8 @@ def warn_of_configuration(
 
 
 def _is_adapted(name: str, switches: Mapping[str, str]) -> bool:
-    """Whether a setting is a start value, which `AdaptiveKLController` has changed since and a load brings back."""
+    """Whether a setting is a start value, which `AdaptiveKLController` has changed since and a load
+    brings back.
+    """
     key, _, engine = name.partition(" of ")
     return key == "kl_ctl" and switches.get(f"kl_target of {engine}", "None") != "None"

@@ -2,23 +2,27 @@
 
 The rule, in the order of the code:
 
-1. With ``resume_path``, that generation. Once the run has gone back to it and committed newer generations, which
-   remember it as their origin, rule 2 applies again, also if retention has removed it since.
-2. Otherwise the newest sound generation. A local one wins over a copy at the mirror of the same or an older step. A
-   newer copy is fetched first, at most once per step. If the mirror cannot be read, the newest local one is taken with
-   a warning, but without a local one the start fails. Pins (`GenerationStore.pin`) have no influence on the choice.
-3. Damaged: a local generation is quarantined with the reason, and the next older one is tried. A damaged copy at the
-   mirror is skipped. Copies marked as damaged are read again only if nothing is left here. A damaged ``resume_path``
-   is an error.
-4. Of another run: a generation with another ``run_id`` than the folder (unless it is the ``resume_path``), with
-   another number of steps per epoch, of a newer format, or of other engines is an error, and it stays where it is.
-5. Nothing found: the run starts at step 0 only if nothing was ever there and the mode is not ``must``. Otherwise it is
-   an error.
-6. Newer than a ``resume_path``: once the restore has succeeded, newer local generations are quarantined, and the mirror
-   forgets newer copies.
+1. With ``resume_path``, that generation. Once the run has gone back to it and committed newer
+   generations, which remember it as their origin, rule 2 applies again, also if retention has
+   removed it since.
+2. Otherwise the newest sound generation. A local one wins over a copy at the mirror of the same or
+   an older step. A newer copy is fetched first, at most once per step. If the mirror cannot be
+   read, the newest local one is taken with a warning, but without a local one the start fails. Pins
+   (`GenerationStore.pin`) have no influence on the choice.
+3. Damaged: a local generation is quarantined with the reason, and the next older one is tried. A
+   damaged copy at the mirror is skipped. Copies marked as damaged are read again only if nothing is
+   left here. A damaged ``resume_path`` is an error.
+4. Of another run: a generation with another ``run_id`` than the folder (unless it is the
+   ``resume_path``), with another number of steps per epoch, of a newer format, or of other engines
+   is an error, and it stays where it is.
+5. Nothing found: the run starts at step 0 only if nothing was ever there and the mode is not
+   ``must``. Otherwise it is an error.
+6. Newer than a ``resume_path``: once the restore has succeeded, newer local generations are
+   quarantined, and the mirror forgets newer copies.
 
-The leader decides by names and sizes. Then all ranks compare the bytes, which may lead back to rule 3. A host that
-needs the step before it has an engine can `peek`: the same choice by names and sizes, without changing the disk.
+The leader decides by names and sizes. Then all ranks compare the bytes, which may lead back to rule
+3. A host that needs the step before it has an engine can `peek`: the same choice by names and
+sizes, without changing the disk.
 """
 
 from contextlib import ExitStack
@@ -30,7 +34,12 @@ import torch.distributed as dist
 
 from ...engine.api import FinetuneSpec, StepInfo
 from ...utils.distributed import rank_zero_decides_slowly
-from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError, MirrorError
+from ...utils.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    MirrorError,
+)
 from ...utils.files import file_digest
 from ...utils.logging import get_logger
 from ...utils.manifest import MANIFEST_NAME, read_manifest
@@ -47,44 +56,56 @@ Choice = tuple[Path, RecoverInfo]
 
 
 class ResumeChoice:
-    """The choice of one run. `peek` and `choose` run in every process, the other methods in the leader.
+    """The choice of one run. `peek` and `choose` run in every process, the other methods in the
+    leader.
 
-    A generation with another number of steps per epoch than ``ft_spec`` is refused, unless ``epochs_may_change``.
+    A generation with another number of steps per epoch than ``ft_spec`` is refused, unless
+    ``epochs_may_change``.
 
     Attributes:
         resume_path: the generation to go back to, or None.
-        origin: digest of that generation's manifest, in the leader after the choice. It identifies the generation when
-            its folder has moved, so that newer generations can be recognised as its descendants.
+        origin: digest of that generation's manifest, in the leader after the choice. It identifies
+            the generation when its folder has moved, so that newer generations can be recognised as
+            its descendants.
     """
 
     def __init__(
-        self, config: RecoverConfig, ft_spec: FinetuneSpec, store: GenerationStore, *, epochs_may_change: bool = False
+        self,
+        config: RecoverConfig,
+        ft_spec: FinetuneSpec,
+        store: GenerationStore,
+        *,
+        epochs_may_change: bool = False,
     ) -> None:
         self._config, self._ft_spec, self._store = config, ft_spec, store
         self._epochs_may_change = epochs_may_change
         self._fetched: set[int] = set()
         self._peeked: list[StepInfo | None] = []
-        self.resume_path = None if config.resume_path is None else Path(config.resume_path).resolve()
+        self.resume_path = (
+            None if config.resume_path is None else Path(config.resume_path).resolve()
+        )
         self.origin: str | None = None
 
     def peek(self, group: dist.ProcessGroup | None) -> StepInfo | None:
-        """The step that `choose` will find if the bytes are sound. None if there is nothing to resume.
+        """The step that `choose` will find if the bytes are sound. None if there is nothing to
+        resume.
 
-        Collective over ``group`` once torch.distributed is initialised. Raises as `choose`, as far as names and sizes
-        show the problem.
+        Collective over ``group`` once torch.distributed is initialised. Raises as `choose`, as far
+        as names and sizes show the problem.
         """
         found = rank_zero_decides_slowly(self._look, group)
         self._peeked = [found]
         return found
 
     def choose(self, ranks: Ranks, mirror: Mirror | None) -> Choice | None:
-        """Choose and verify a generation. None if there is nothing and never was. All ranks compare the bytes.
+        """Choose and verify a generation. None if there is nothing and never was. All ranks compare
+        the bytes.
 
         Raises:
             CheckpointCorruptError: there was something to resume, but no generation is usable.
             CheckpointNotFoundError: there is nothing, with mode ``must`` or ``resume_path``.
-            CheckpointMismatchError: the generation is of another run or of a newer format, or its step is not the one
-                that `peek` returned.
+            CheckpointMismatchError: the generation is of another run or of a newer format, or its
+                step is not the one that `peek` returned.
         """
         ranks.decide(self._store.sweep)
         while True:
@@ -95,7 +116,9 @@ class ResumeChoice:
                 return None
             path = choice[0]
             files = ranks.decide(lambda path=path: read_manifest(path)["files"])
-            problems = [found for found in ranks.run_all(check_bytes, str(path), files) if found is not None]
+            problems = [
+                found for found in ranks.run_all(check_bytes, str(path), files) if found is not None
+            ]
             if not problems:
                 self._peeked = []
                 return choice
@@ -113,11 +136,20 @@ class ResumeChoice:
     def _check_peeked(self, choice: Choice | None) -> None:
         found = None if choice is None else choice[1].last_step_info
         if self._peeked and self._peeked != [found]:
-            told = "that there is nothing" if self._peeked[0] is None else f"step {self._peeked[0].global_step}"
-            here = "nothing" if choice is None else f"step {choice[1].last_step_info.global_step} ({choice[0]})"
+            told = (
+                "that there is nothing"
+                if self._peeked[0] is None
+                else f"step {self._peeked[0].global_step}"
+            )
+            here = (
+                "nothing"
+                if choice is None
+                else f"step {choice[1].last_step_info.global_step} ({choice[0]})"
+            )
             raise CheckpointMismatchError(
-                f"peek told {told}, but what can be resumed is {here}: the bytes of what was told are bad (see the "
-                "log), or another job was still at work. Nothing was restored; start again"
+                f"peek told {told}, but what can be resumed is {here}: the bytes of what was told "
+                "are bad (see the log), or another job was still at work. Nothing was restored; "
+                "start again"
             )
 
     # Rule 1: resume_path
@@ -147,10 +179,13 @@ class ResumeChoice:
         except MirrorError as error:
             if local is None:
                 raise CheckpointNotFoundError(
-                    f"{self._store.root} holds nothing to resume, and the mirror cannot be read ({error}); whether "
-                    "this run is to be resumed is not known. Try again when it can, or unset recover.mirror_url"
+                    f"{self._store.root} holds nothing to resume, and the mirror cannot be read "
+                    f"({error}); whether this run is to be resumed is not known. Try again when "
+                    "it can, or unset recover.mirror_url"
                 ) from error
-            logger.warning("the mirror cannot be read (%s); resuming from the newest local generation", error)
+            logger.warning(
+                "the mirror cannot be read (%s); resuming from the newest local generation", error
+            )
             return local
 
     def _local(self, only_look: bool) -> Choice | None:
@@ -158,8 +193,12 @@ class ResumeChoice:
         return None if found is None else (found[0].path, found[1])
 
     def _newer_copy(self, mirror: Mirror, local: Choice | None, only_look: bool) -> Choice | None:
-        """The mirror's newest sound copy that is newer than the local generation, fetched unless ``only_look``."""
-        last_resort = mirror.steps(damaged=True) if local is None else []  # may be read right this time
+        """The mirror's newest sound copy that is newer than the local generation, fetched unless
+        ``only_look``.
+        """
+        last_resort = (
+            mirror.steps(damaged=True) if local is None else []
+        )  # may be read right this time
         for step in mirror.steps() + last_resort:
             if local is not None and step <= local[1].last_step_info.global_step:
                 return None
@@ -178,9 +217,10 @@ class ResumeChoice:
                 return fetched
         if local is None and (traces := mirror.traces()):
             raise CheckpointCorruptError(
-                f"{self._store.root} holds nothing usable, and no copy at {mirror.url} is complete and sound (there is "
-                f"something of steps {traces}; see the log. A .damaged-global_step_<step> there marks a copy that was "
-                "read wrong twice, and alike). Look at them, or move them away to start from step 0"
+                f"{self._store.root} holds nothing usable, and no copy at {mirror.url} is "
+                f"complete and sound (there is something of steps {traces}; see the log. A "
+                ".damaged-global_step_<step> there marks a copy that was read wrong twice, and "
+                "alike). Look at them, or move them away to start from step 0"
             )
         return None
 
@@ -189,22 +229,29 @@ class ResumeChoice:
     def _refuse(self, path: Path, problem: str) -> None:
         if path == self.resume_path:
             raise CheckpointCorruptError(problem)
-        (generation,) = (generation for generation in self._store.generations() if generation.path == path)
+        (generation,) = (
+            generation for generation in self._store.generations() if generation.path == path
+        )
         self._store.quarantine(generation, problem)
 
     # Rule 4: of another run
 
     def _require_this_run(self, path: Path, info: RecoverInfo) -> Choice:
-        """Refuse another number of steps per epoch. A converted generation may have none, and takes this run's."""
+        """Refuse another number of steps per epoch. A converted generation may have none, and takes
+        this run's.
+        """
         saved, now = info.last_step_info.steps_per_epoch, self._ft_spec.steps_per_epoch
         if info.lacks("epochs"):
-            return path, replace(info, last_step_info=StepInfo.at(info.last_step_info.global_step, now))
+            return path, replace(
+                info, last_step_info=StepInfo.at(info.last_step_info.global_step, now)
+            )
         if saved != now and not self._epochs_may_change:
             raise CheckpointMismatchError(
-                f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its dataset and batch size, "
-                "or RecoverHandler(..., epochs_may_change=True), and go on with "
-                f"StepInfo.at(last_step_info.global_step + 1, {now}). A ResumableDataLoader then finds its place if "
-                "samples were added at the end of its dataset; put any other data to its place yourself"
+                f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its "
+                "dataset and batch size, or RecoverHandler(..., epochs_may_change=True), and go "
+                f"on with StepInfo.at(last_step_info.global_step + 1, {now}). A "
+                "ResumableDataLoader then finds its place if samples were added at the end of its "
+                "dataset; put any other data to its place yourself"
             )
         return path, info
 
@@ -213,21 +260,25 @@ class ResumeChoice:
     def _check_nothing_was_there(self) -> None:
         if unusable := [generation.path.name for generation in self._store.generations()]:
             raise CheckpointCorruptError(
-                f"{self._store.root} holds nothing usable: {', '.join(unusable)} are damaged (see the log). Look at "
-                "them, restore a copy, or move the folder away to start from step 0"
+                f"{self._store.root} holds nothing usable: {', '.join(unusable)} are damaged (see "
+                "the log). Look at them, restore a copy, or move the folder away to start from "
+                "step 0"
             )
         if rejected := self._store.quarantined():
             raise CheckpointCorruptError(
-                f"{self._store.root} has no usable generation left: {', '.join(path.name for path in rejected)} were "
-                "quarantined. Look at them, restore a copy, or move the folder away to start from step 0"
+                f"{self._store.root} has no usable generation left: "
+                f"{', '.join(path.name for path in rejected)} were quarantined. Look at them, "
+                "restore a copy, or move the folder away to start from step 0"
             )
         if self._store.tracker.exists():
             raise CheckpointCorruptError(
-                f"{self._store.tracker} says that generations were committed here, but there is none. Restore a copy, "
-                "or move the folder away to start from step 0"
+                f"{self._store.tracker} says that generations were committed here, but there is "
+                "none. Restore a copy, or move the folder away to start from step 0"
             )
         if self._config.mode == "must":
-            raise CheckpointNotFoundError(f"recover.mode is 'must', but {self._store.root} has no generation to resume")
+            raise CheckpointNotFoundError(
+                f"recover.mode is 'must', but {self._store.root} has no generation to resume"
+            )
 
     # Rule 6: newer than a resume_path
 
@@ -237,7 +288,9 @@ class ResumeChoice:
         if self.resume_path is None or path != self.resume_path:
             return
         for generation in self._store.generations():
-            if generation.step > step or (generation.step == step and generation.path.resolve() != path):
+            if generation.step > step or (
+                generation.step == step and generation.path.resolve() != path
+            ):
                 self._store.quarantine(generation, f"superseded by resume_path {path.name}")
         if mirror is not None:
             mirror.forget_newer(step)

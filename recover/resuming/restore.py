@@ -1,7 +1,8 @@
-"""Restore a verified generation: compare it with the engines, read it, apply it, and verify the result.
+"""Restore a verified generation: compare it with the engines, read it, apply it, and verify the
+result.
 
-Nothing is touched before the comparison. Data cursor, engines, user objects and generators are restored in this order,
-and the result is compared with ``recover_info.json``.
+Nothing is touched before the comparison. Data cursor, engines, user objects and generators are
+restored in this order, and the result is compared with ``recover_info.json``.
 """
 
 from collections.abc import Mapping
@@ -35,8 +36,12 @@ class Position:
 
     ranks: Ranks  # passed to `load`
     step: int | None = None  # the last snapshotted or restored step. None before the first one
-    epoch: RestoredEpoch | None = None  # rest of the epoch after a restore. None after the first step
-    rng: RngState | None = None  # restored state of this process's random generators. None in a fresh run
+    epoch: RestoredEpoch | None = (
+        None  # rest of the epoch after a restore. None after the first step
+    )
+    rng: RngState | None = (
+        None  # restored state of this process's random generators. None in a fresh run
+    )
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,9 @@ def restore_run(
 ) -> RestoredEpoch | None:
     """Restore a verified generation on all ranks and in the process that calls the handler.
 
-    Collective over the callers. ``dataloader`` is the one of this process, and ``stateful`` has its user objects, for
-    the case that this process is not one of the ranks. Returns the rest of the dataloader's epoch.
+    Collective over the callers. ``dataloader`` is the one of this process, and ``stateful`` has its
+    user objects, for the case that this process is not one of the ranks. Returns the rest of the
+    dataloader's epoch.
 
     Raises:
         CheckpointMismatchError, DatasetMismatchError: the generation is not of this job.
@@ -70,8 +76,12 @@ def restore_run(
     loader = None if info.lacks("data") else dataloader
 
     def restore_loader() -> None:
-        needed = ranks.is_head or loader is not None  # other ranks may take their batches from the head
-        epochs.append(restore_data(path, loader, ranks.caller, ranks.n_callers, last) if needed else None)
+        needed = (
+            ranks.is_head or loader is not None
+        )  # other ranks may take their batches from the head
+        epochs.append(
+            restore_data(path, loader, ranks.caller, ranks.n_callers, last) if needed else None
+        )
 
     ranks.here(restore_loader)
     process = ProcessState.read(path, None) if ranks.is_driver else None
@@ -94,15 +104,17 @@ def restore_run(
 
 
 def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own: bool) -> RankState:
-    """Read this rank's part of a generation into its engines, user objects and generators. All ranks call it.
+    """Read this rank's part of a generation into its engines, user objects and generators. All
+    ranks call it.
 
-    Nothing changes before every rank has found all its parts sound, for all engines. Then the values are read straight
-    into the live tensors.
+    Nothing changes before every rank has found all its parts sound, for all engines. Then the
+    values are read straight into the live tensors.
 
     Args:
         holder: see `engines_of`.
         generation: verified folder that has passed `check_rank`.
-        versions: engine name -> weight version, for engines whose shards hold no counters (a reference model).
+        versions: engine name -> weight version, for engines whose shards hold no counters (a
+            reference model).
         is_own: False if it was converted from a trainer that did not save its schedule.
     """
     target, path = engines_of(holder), Path(generation)
@@ -129,7 +141,9 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own:
 
 
 def _warn_of_fewer(info: RecoverInfo, ranks: Ranks, sharing: tuple[int, int]) -> None:
-    """Log that ranks with data of their own are gone, if any are. ``sharing`` is that of `RankState`."""
+    """Log that ranks with data of their own are gone, if any are. ``sharing`` is that of
+    `RankState`.
+    """
     saved_by = info.world_size // sharing[0]
     there_are = ranks.world_size // sharing[1]
     if saved_by > there_are and info.rng:
@@ -144,36 +158,48 @@ def _warn_of_absent(path: Path, info: RecoverInfo) -> None:
     if info.converted is not None:
         for part in sorted(info.converted.keys() - {"from"}):
             outcome, source = info.converted[part], info.converted["from"]
-            logger.warning("%s was converted from %s, which had no %s: %s", path.name, source, part, outcome)
+            logger.warning(
+                "%s was converted from %s, which had no %s: %s", path.name, source, part, outcome
+            )
 
 
 class ProcessState:
     """Generators and user objects of a process, read and not yet restored.
 
-    A rank continues the saved rank with its number if that had the same data, else the first one that had. A process
-    that the saved run did not have (a rank with new data, a driver after torchrun, or ranks after a driver) takes the
-    state of a user object from rank 0, else from the driver, and derives its generators from those of rank 0 and the
-    number of its data. A converted generation may have no such state at all. Then everything stays as it is.
+    A rank continues the saved rank with its number if that had the same data, else the first one
+    that had. A process that the saved run did not have (a rank with new data, a driver after
+    torchrun, or ranks after a driver) takes the state of a user object from rank 0, else from the
+    driver, and derives its generators from those of rank 0 and the number of its data. A converted
+    generation may have no such state at all. Then everything stays as it is.
 
     Attributes:
         name: the saved process, ``rank_00001`` or ``driver``.
         saved_sharing: number of ranks with the same data in the saved run.
     """
 
-    def __init__(self, own: Path, sources: Mapping[Path, dict[str, Any]], data_rank: int, saved_sharing: int) -> None:
+    def __init__(
+        self, own: Path, sources: Mapping[Path, dict[str, Any]], data_rank: int, saved_sharing: int
+    ) -> None:
         self.name, self.saved_sharing = own.stem, saved_sharing
         self._own, self._sources, self._data_rank = own, sources, data_rank
 
     @classmethod
-    def read(cls, generation: Path, rank: int | None, ranks_with_same_data: int = 1) -> "ProcessState":
-        """Read the file of ``rank`` (None: the driver), and those of rank 0 and the driver, which may stand in for it.
+    def read(
+        cls, generation: Path, rank: int | None, ranks_with_same_data: int = 1
+    ) -> "ProcessState":
+        """Read the file of ``rank`` (None: the driver), and those of rank 0 and the driver, which
+        may stand in for it.
 
         Raises:
             CheckpointCorruptError: a file is not the state of a process.
         """
         standing_in = [generation / rank_state_name(0), generation / DRIVER_STATE]
         states = {path: _read_process_file(path) for path in standing_in if path.exists()}
-        own, data_rank, saved_sharing = standing_in[1], 0, states.get(standing_in[0], {}).get(SHARED, 1)
+        own, data_rank, saved_sharing = (
+            standing_in[1],
+            0,
+            states.get(standing_in[0], {}).get(SHARED, 1),
+        )
         if rank is not None:
             data_rank = rank // ranks_with_same_data
             has_same_data = rank // saved_sharing == data_rank
@@ -186,11 +212,13 @@ class ProcessState:
     def restore(self, stateful: Mapping[str, Stateful]) -> str | None:
         """Restore user objects, then generators.
 
-        Returns the digest of the generators. None if they were derived, or if this process has other CUDA devices than
-        the saved one, because their generators stay as they are.
+        Returns the digest of the generators. None if they were derived, or if this process has
+        other CUDA devices than the saved one, because their generators stay as they are.
         """
         for key, thing in sorted(stateful.items()):
-            source = next((path for path, state in self._sources.items() if key in state["user"]), None)
+            source = next(
+                (path for path, state in self._sources.items() if key in state["user"]), None
+            )
             if source is None:
                 logger.warning("%s has no state for %r; it starts anew", self._own.parents[1], key)
             else:
@@ -198,12 +226,18 @@ class ProcessState:
         if (first := next(iter(self._sources), None)) is None:
             return None
         for key in sorted(self._sources[first]["user"].keys() - stateful.keys()):
-            logger.warning("%s has a state for %r, which nothing is registered for here; it is ignored", first, key)
+            logger.warning(
+                "%s has a state for %r, which nothing is registered for here; it is ignored",
+                first,
+                key,
+            )
         if self._own in self._sources:
             saved = self._sources[self._own]["rng"]
             restore_rng(saved)
             now = capture_rng()
-            same_devices = {name: rows.shape for name, rows in saved.items()} == {n: t.shape for n, t in now.items()}
+            same_devices = {name: rows.shape for name, rows in saved.items()} == {
+                n: t.shape for n, t in now.items()
+            }
             return rng_digest(now) if same_devices else None
         restore_rng(derive_rng(self._sources[first]["rng"], self._data_rank))
         return None
@@ -213,8 +247,14 @@ def _read_process_file(path: Path) -> dict[str, Any]:
     state = read_plain(path)
     parts = [state.get("rng"), state.get("user")] if isinstance(state, dict) else []
     if not parts or not all(isinstance(part, dict) for part in parts):
-        raise CheckpointCorruptError(f"{path} is not the state of a process; expected dicts 'rng' and 'user'")
+        raise CheckpointCorruptError(
+            f"{path} is not the state of a process; expected dicts 'rng' and 'user'"
+        )
     if type(sharing := state.get(SHARED, 1)) is not int or sharing < 1:
-        raise CheckpointCorruptError(f"{path} says that {sharing!r} ranks have the same data; expected a whole number")
+        raise CheckpointCorruptError(
+            f"{path} says that {sharing!r} ranks have the same data; expected a whole number"
+        )
     check_rng(state["rng"])
-    return state | {"user": {key: unpack_plain(data, f"{path}: {key}") for key, data in state["user"].items()}}
+    return state | {
+        "user": {key: unpack_plain(data, f"{path}: {key}") for key, data in state["user"].items()}
+    }

@@ -1,1 +1,3 @@
-"""A snapshot from the call of `RecoverHandler.dump` to the committed generation, and the exports made with it."""
+"""A snapshot from the call of `RecoverHandler.dump` to the committed generation, and the exports
+made with it.
+"""

@@ -1,4 +1,5 @@
-"""Hugging Face exports of a run: when they are due, and how they are captured, written, committed and deleted.
+"""Hugging Face exports of a run: when they are due, and how they are captured, written, committed
+and deleted.
 
 An export is written from the tensors of the snapshot of the same step, or from the weights alone.
 """
@@ -47,20 +48,26 @@ class ExportRequest:
     processor: Any
 
     def name(self, target: RankEngines) -> str:
-        """Return the name of the engine to export. Raises `ConfigError` if none or several could be meant."""
+        """Return the name of the engine to export. Raises `ConfigError` if none or several could be
+        meant.
+        """
         names = list(target.engines)
         if self.engine is None and len(names) > 1:
             raise ConfigError(
-                f"config key 'recover.hf_engine' is null, but there are several engines: name one of {names}"
+                "config key 'recover.hf_engine' is null, but there are several engines: name one "
+                f"of {names}"
             )
         name = names[0] if self.engine is None else self.engine
         if name not in names:
-            raise ConfigError(f"config key 'recover.hf_engine' is {name!r}; expected one of {names}")
+            raise ConfigError(
+                f"config key 'recover.hf_engine' is {name!r}; expected one of {names}"
+            )
         model = target.state(name).model
         if not isinstance(transformers_model(model), PreTrainedModel):
             raise ConfigError(
-                f"engine {name!r} has a {type(model).__name__}, which is no transformers model and cannot be exported; "
-                "name another as recover.hf_engine, or unset recover.hf_freq_steps"
+                f"engine {name!r} has a {type(model).__name__}, which is no transformers model "
+                "and cannot be exported; name another as recover.hf_engine, or unset "
+                "recover.hf_freq_steps"
             )
         return name
 
@@ -68,27 +75,38 @@ class ExportRequest:
 class Exports:
     """The exports of one run, in the process that calls the handler."""
 
-    def __init__(self, config: RecoverConfig, folder: RunFolder, tokenizer: Any, processor: Any) -> None:
+    def __init__(
+        self, config: RecoverConfig, folder: RunFolder, tokenizer: Any, processor: Any
+    ) -> None:
         assert config.hf_freq_steps is not None
-        self.request = ExportRequest(config.hf_engine, config.hf_dtype, config.hf_adapters, tokenizer, processor)
-        self.last_step: int | None = None  # the last export that was begun. It is never due twice, even if it fails
+        self.request = ExportRequest(
+            config.hf_engine, config.hf_dtype, config.hf_adapters, tokenizer, processor
+        )
+        self.last_step: int | None = (
+            None  # the last export that was begun. It is never due twice, even if it fails
+        )
         self._every, self._keep = config.hf_freq_steps, config.hf_max_to_keep
         self._folder, self._store = folder, folder.exports
 
     def check(self, ranks: Ranks) -> None:
-        """Raise `ConfigError` on all ranks unless all can make the export. Collective over the callers."""
+        """Raise `ConfigError` on all ranks unless all can make the export. Collective over the
+        callers.
+        """
         ranks.run_all(_check_export, self.request)
 
     def due(self, step: int) -> bool:
         """Whether to export the weights after ``step``. Called in the leader."""
         return (
-            (step + 1) % self._every == 0 and step != self.last_step and not os.path.lexists(self._store.path_of(step))
+            (step + 1) % self._every == 0
+            and step != self.last_step
+            and not os.path.lexists(self._store.path_of(step))
         )
 
     def write(self, ranks: Ranks, step: int, began_s: float, in_background: bool) -> float:
         """Write and commit the captured export of a step. Collective over the callers.
 
-        Returns seconds since ``began_s``, when the save began. After an error nothing became visible.
+        Returns seconds since ``began_s``, when the save began. After an error nothing became
+        visible.
         """
         final = self._store.path_of(step)
 
@@ -112,13 +130,17 @@ class Exports:
         try:
             old = self._store.generations()[self._keep :] if self._keep is not None else []
         except OSError as error:
-            logger.warning("no export is deleted, because %s cannot be listed: %s", self._store.root, error)
+            logger.warning(
+                "no export is deleted, because %s cannot be listed: %s", self._store.root, error
+            )
             return
         for export in old:
             remove_or_log(export.path)
 
     def give_up(self, after: int) -> None:
-        """Quarantine exports of steps later than ``after``, which the run trains again. Called in the leader."""
+        """Quarantine exports of steps later than ``after``, which the run trains again. Called in
+        the leader.
+        """
         self.last_step = None
         self._store.sweep()
         for export in self._store.generations():
@@ -158,17 +180,25 @@ def capture_export(session: _Session, target: RankEngines, staged: bool) -> Expo
     model = exportable_model(state.model)
     if staged:
         model = staged_model(state.model, session.staged_weights(name, state))
-    path, dtype = (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
+    path, dtype = (
+        (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
+    )
     base = path if path is not None and path.is_dir() else None
     if request.adapters == "peft":
-        dtype = base = None  # adapters keep their dtype, and the files of the base stay with the base
-    options = HFExportOptions(export_dtype(request.dtype, dtype), request.tokenizer, request.processor, base)
+        dtype = base = (
+            None  # adapters keep their dtype, and the files of the base stay with the base
+        )
+    options = HFExportOptions(
+        export_dtype(request.dtype, dtype), request.tokenizer, request.processor, base
+    )
     write: Any = write_adapters if request.adapters == "peft" else write_hf
     return ExportCapture(name, target.group_of(name), model, options, write)
 
 
 def write_export(session: _Session, holder: Any, folder: str, in_background: bool) -> None:
-    """Write the captured export of this rank, under the same conditions as `RankSession.write_snapshot`."""
+    """Write the captured export of this rank, under the same conditions as
+    `RankSession.write_snapshot`.
+    """
     capture, session.export = session.export, None
     assert capture is not None, "nothing was captured"
     group = capture.group
@@ -189,7 +219,11 @@ def _check_export(holder: Any, request: ExportRequest) -> None:
     try:
         look(exportable_model(state.model))
     except CheckpointMismatchError as error:
-        other = "; set recover.hf_adapters to 'peft' for a folder of PEFT" if adapted_layers(state.model) else ""
+        other = (
+            "; set recover.hf_adapters to 'peft' for a folder of PEFT"
+            if adapted_layers(state.model)
+            else ""
+        )
         if request.adapters == "peft":
             other = "; set recover.hf_adapters to 'merged' for all weights"
         raise ConfigError(

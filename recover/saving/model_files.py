@@ -1,7 +1,7 @@
 """The small files of a model in a generation: config, generation config, tokenizer and the like.
 
-A resume does not read them. With them `holdfast export` needs nothing but the generation. Rank 0 packs those of an
-engine into one file, so that a snapshot has only one more fsync.
+A resume does not read them. With them `holdfast export` needs nothing but the generation. Rank 0
+packs those of an engine into one file, so that a snapshot has only one more fsync.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,8 @@ def model_files_name(engine: str) -> str:
 
 
 def pack_model_files(model: nn.Module) -> bytes | None:
-    """Pack the small files of the folder that a model was loaded from, or its config if the folder is gone.
+    """Pack the small files of the folder that a model was loaded from, or its config if the folder
+    is gone.
 
     None if an export needs no such files (adapters), or if the model is not one of transformers.
     """
@@ -46,7 +47,11 @@ def pack_model_files(model: nn.Module) -> bytes | None:
     folder, files, dtype = find_source_folder(inner.config), dict[str, bytes](), None
     if folder is not None:
         try:
-            small = {name: path for name, path in small_files(folder).items() if path.stat().st_size <= _LARGEST_BYTES}
+            small = {
+                name: path
+                for name, path in small_files(folder).items()
+                if path.stat().st_size <= _LARGEST_BYTES
+            }
             files = {name: path.read_bytes() for name, path in small.items()}
             dtype = str(base_dtype(inner, folder)).removeprefix("torch.")
         except (OSError, ValueError) as error:
@@ -55,15 +60,19 @@ def pack_model_files(model: nn.Module) -> bytes | None:
     if _CONFIG not in files:
         config = inner.config.to_dict() | {"architectures": [type(unsharded_view(inner)).__name__]}
         files[_CONFIG] = type(inner.config).from_dict(config).to_json_string().encode()
-    contents = {name: torch.tensor(bytearray(data), dtype=torch.uint8) for name, data in files.items()}
+    contents = {
+        name: torch.tensor(bytearray(data), dtype=torch.uint8) for name, data in files.items()
+    }
     return pack_plain("small files of the model", {"dtype": dtype, "files": contents})
 
 
 @contextmanager
 def unpacked_model_files(generation: Path, engine: str) -> Iterator[tuple[Path, str | None] | None]:
-    """Yield a temporary folder with the small files of an engine, and the dtype of its exports if it is known.
+    """Yield a temporary folder with the small files of an engine, and the dtype of its exports if
+    it is known.
 
-    None if the generation has no such files: an older version wrote it. `CheckpointCorruptError` if they are damaged.
+    None if the generation has no such files: an older version wrote it. `CheckpointCorruptError` if
+    they are damaged.
     """
     name = model_files_name(engine)
     files = read_manifest(generation)["files"]

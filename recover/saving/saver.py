@@ -1,14 +1,17 @@
-"""`Saver`: decide whether a step is saved, save it now or in the background, and account for the outcome.
+"""`Saver`: decide whether a step is saved, save it now or in the background, and account for the
+outcome.
 
 A save in order:
 
 1. `Saver.save`: is the step due, and is the last one written?
-2. `SnapshotWriter.capture` in ``snapshot.py``: every rank captures its state. `dump` can return now.
-3. `SnapshotWriter.write`: every rank writes its part, the leader commits the generation and copies it.
+2. `SnapshotWriter.capture` in ``snapshot.py``: every rank captures its state. `dump` can return
+   now.
+3. `SnapshotWriter.write`: every rank writes its part, the leader commits the generation and copies
+   it.
 4. `Saver.settle`: collect the result, and raise or count a failure.
 
-One step at a time is written in the background, on a thread with its own process group, or under Ray on threads of the
-workers. Its collectives therefore never interleave with those of training.
+One step at a time is written in the background, on a thread with its own process group, or under
+Ray on threads of the workers. Its collectives therefore never interleave with those of training.
 """
 
 import atexit
@@ -28,7 +31,13 @@ import torch.distributed as dist
 from ...engine.api import Stateful, StepInfo
 from ...engine.staging.background_job import BackgroundJob, JobState, Task
 from ...utils.distributed import collective_broke, is_write_failure
-from ...utils.errors import CheckpointWriteError, ConfigError, HoldfastError, PeerError, StaleSnapshotError
+from ...utils.errors import (
+    CheckpointWriteError,
+    ConfigError,
+    HoldfastError,
+    PeerError,
+    StaleSnapshotError,
+)
 from ...utils.files import as_write_error
 from ...utils.logging import get_logger
 from ..config import RecoverConfig
@@ -44,8 +53,9 @@ logger = get_logger(__name__)
 
 LINGER_S = 10.0
 LINGER_SAVES = 3
-"""The end of a run waits `LINGER_S` plus `LINGER_SAVES` usual saves without progress. Only a rank that hangs would need
-longer."""
+"""The end of a run waits `LINGER_S` plus `LINGER_SAVES` usual saves without progress. Only a rank
+that hangs would need longer.
+"""
 _POLL_S = 0.2
 
 
@@ -57,16 +67,22 @@ class SaveStats:
     failed: int = 0  # snapshots that could not be committed
     exported: int = 0  # committed Hugging Face exports
     exports_failed: int = 0  # exports that could not be committed
-    skipped: int = 0  # due steps that were not saved, because an earlier one was still being written
+    skipped: int = (
+        0  # due steps that were not saved, because an earlier one was still being written
+    )
     waited: int = 0  # due steps that waited for an earlier one
     waited_s: float = 0.0  # seconds spent waiting, in total
     blocked_s: float = 0.0  # seconds that the last save kept training, including the wait
     save_s: float = 0.0  # seconds from the start to the commit of the last snapshot
-    export_s: float = 0.0  # seconds that the last export took, including the snapshot of the same step
+    export_s: float = (
+        0.0  # seconds that the last export took, including the snapshot of the same step
+    )
 
 
 class Saver:
-    """Saves the steps of one handler. ``failed_in_a_row`` counts the failed snapshots and exports since a success."""
+    """Saves the steps of one handler. ``failed_in_a_row`` counts the failed snapshots and exports
+    since a success.
+    """
 
     def __init__(
         self,
@@ -88,9 +104,15 @@ class Saver:
         return self._background is None or self._background.ended
 
     def wants(
-        self, step_info: StepInfo, epoch: RestoredEpoch | None, force: bool, metrics: Mapping[str, float]
+        self,
+        step_info: StepInfo,
+        epoch: RestoredEpoch | None,
+        force: bool,
+        metrics: Mapping[str, float],
     ) -> Wanted:
-        """Return what `Triggers` cannot know about a step: forced snapshots, exports, results to collect."""
+        """Return what `Triggers` cannot know about a step: forced snapshots, exports, results to
+        collect.
+        """
         finite_numbers(metrics)
         if epoch is not None:
             epoch.check(step_info)
@@ -110,10 +132,12 @@ class Saver:
         dataloader: Stateful | None,
         metrics: Mapping[str, float],
     ) -> bool:
-        """Save a step as far as it is ``wanted``, in the background unless it is the last. Collective over the callers.
+        """Save a step as far as it is ``wanted``, in the background unless it is the last.
+        Collective over the callers.
 
-        A forced snapshot and the one before a stop must not fail. ``last_step`` was snapshotted or restored last.
-        Returns whether a snapshot was taken: committed, or staged for the background.
+        A forced snapshot and the one before a stop must not fail. ``last_step`` was snapshotted or
+        restored last. Returns whether a snapshot was taken: committed, or staged for the
+        background.
         """
         step, started_s = step_info.global_step, time.monotonic()
         must, background = bool(wanted & (Wanted.FORCE | Wanted.STOP)), self._background
@@ -129,9 +153,13 @@ class Saver:
             if not kinds or not self._wait_or_skip(must):
                 return False
             now = not self._config.async_save or Wanted.STOP in wanted
-            saved = self.save_kinds(ranks, step_info, kinds, dataloader, metrics, must=must, in_background=not now)
+            saved = self.save_kinds(
+                ranks, step_info, kinds, dataloader, metrics, must=must, in_background=not now
+            )
         if snapshot:
-            self._triggers.schedule.mark(step_info)  # after a failure too: with freq_secs every step would try again
+            self._triggers.schedule.mark(
+                step_info
+            )  # after a failure too: with freq_secs every step would try again
         self.stats.blocked_s = time.monotonic() - started_s
         blocked_s, n_failed = round(self.stats.blocked_s, 4), self.failed_in_a_row["snapshot"]
         self._folder.journal.note("save", step=step, blocked_s=blocked_s, failed_in_a_row=n_failed)
@@ -148,16 +176,22 @@ class Saver:
         must: bool = False,
         in_background: bool,
     ) -> bool:
-        """Do the same for a step that is due as ``kinds``: ``snapshot``, ``export`` or both, in this order."""
+        """Do the same for a step that is due as ``kinds``: ``snapshot``, ``export`` or both, in
+        this order.
+        """
         step, writes = step_info.global_step, {}
         with self.tolerating(step, must and kinds[0] == "snapshot", kinds[0]):
             if self._exports is not None and "export" in kinds:
                 self._exports.last_step = step
-            capture = self._snapshots.capture(ranks, step_info, kinds, dataloader, metrics or {}, in_background)
+            capture = self._snapshots.capture(
+                ranks, step_info, kinds, dataloader, metrics or {}, in_background
+            )
             writers = ranks.in_background() if in_background else ranks
             functions = {"snapshot": partial(self._snapshots.write, writers, capture)}
             if self._exports is not None:
-                functions["export"] = partial(self._exports.write, writers, step, capture.began_s, in_background)
+                functions["export"] = partial(
+                    self._exports.write, writers, step, capture.began_s, in_background
+                )
             writes = {kind: functions[kind] for kind in kinds}
         if in_background and writes:
             staged_bytes = partial(self._folder.staged_bytes, step)
@@ -178,8 +212,8 @@ class Saver:
             newest = max(newest, background.step)
         if newest > step or newest == step != last_step:
             raise ConfigError(
-                f"step {step} is to be snapshotted, but {store.root} holds step {newest}: the job went back. Start "
-                "from the step after the one that load returned"
+                f"step {step} is to be snapshotted, but {store.root} holds step {newest}: the job "
+                "went back. Start from the step after the one that load returned"
             )
         return newest < step
 
@@ -191,23 +225,35 @@ class Saver:
         if self._config.on_busy == "skip" and not must:
             self.stats.skipped += 1
             if not background.was_busy:
-                logger.info("a step is due to be saved, but step %d is still being written: skipped", step)
+                logger.info(
+                    "a step is due to be saved, but step %d is still being written: skipped", step
+                )
             elif started_s - background.began_s > self._config.save_timeout_s:
-                logger.warning("step %d has been pending for %.0f s; skipped", step, started_s - background.began_s)
+                logger.warning(
+                    "step %d has been pending for %.0f s; skipped",
+                    step,
+                    started_s - background.began_s,
+                )
             background.was_busy = True
             return False
         self.settle()
         waited_s = time.monotonic() - started_s
         self.stats.waited += 1
         self.stats.waited_s += waited_s
-        logger.info("a step is due to be saved, but step %d was still being written: waited %.3f s", step, waited_s)
+        logger.info(
+            "a step is due to be saved, but step %d was still being written: waited %.3f s",
+            step,
+            waited_s,
+        )
         return True
 
     @contextmanager
     def tolerating(self, step: int, must: bool, kind: str = "snapshot") -> Iterator[None]:
-        """Log and count a snapshot or export that fails in this block, up to ``save_failures_allowed`` in a row.
+        """Log and count a snapshot or export that fails in this block, up to
+        ``save_failures_allowed`` in a row.
 
-        Raises the error if it ``must`` not fail, or a rank failed for another reason than storage or a stale snapshot.
+        Raises the error if it ``must`` not fail, or a rank failed for another reason than storage
+        or a stale snapshot.
         """
         try:
             yield
@@ -220,7 +266,14 @@ class Saver:
             n_failed, allowed = self.failed_in_a_row[kind], self._config.save_failures_allowed
             if n_failed > allowed:
                 raise
-            logger.error("step %d: %s failed, %d in a row (%d allowed): %s", step, kind, n_failed, allowed, error)
+            logger.error(
+                "step %d: %s failed, %d in a row (%d allowed): %s",
+                step,
+                kind,
+                n_failed,
+                allowed,
+                error,
+            )
 
     def _count(self, kind: str, seconds: float) -> None:
         self.failed_in_a_row[kind] = 0
@@ -233,28 +286,41 @@ class Saver:
         self._triggers.saved(seconds)
 
     def settle(self, must: bool = False) -> None:
-        """Wait until nothing is being written, and collect the results. With ``must`` every failure is raised."""
+        """Wait until nothing is being written, and collect the results. With ``must`` every failure
+        is raised.
+        """
         if (background := self._background) is None:
             return
         background.wait()  # KeyboardInterrupt here leaves the state unchanged
         self._background = None
-        with ExitStack() as results:  # the export's first: if both have failed, the snapshot's error is raised
+        with (
+            ExitStack() as results
+        ):  # the export's first: if both have failed, the snapshot's error is raised
             for kind in background.tasks:
-                results.callback(self._collect, background, kind, must or (background.must and kind == "snapshot"))
+                results.callback(
+                    self._collect,
+                    background,
+                    kind,
+                    must or (background.must and kind == "snapshot"),
+                )
 
     def _collect(self, background: "BackgroundStep", kind: str, must: bool) -> None:
         with self.tolerating(background.step, must or background.lost_peers(kind), kind):
             self._count(kind, background.result(kind))
 
     def linger(self) -> None:
-        """Wait for the background while it makes progress. The run ends with an error, so nothing follows."""
+        """Wait for the background while it makes progress. The run ends with an error, so nothing
+        follows.
+        """
         if self._background is not None:
             self._background.linger(self._triggers.save_s)
 
     def close(self, *, settle: bool) -> None:
-        """Stop writing in the background. With ``settle``, collect the results first, and raise every failure.
+        """Stop writing in the background. With ``settle``, collect the results first, and raise
+        every failure.
 
-        Otherwise nothing is committed after this call, unless a commit hangs (see `RunFolder.end_commits`).
+        Otherwise nothing is committed after this call, unless a commit hangs (see
+        `RunFolder.end_commits`).
         """
         try:
             if settle:
@@ -272,8 +338,9 @@ class Saver:
             background.give_up()
 
     def _finish_at_exit(self) -> None:
-        # Before Python 3.13 a process forked by multiprocessing runs no ``atexit`` functions at its end, only
-        # finalizers of multiprocessing. The one that is called second finds nothing to do.
+        # Before Python 3.13 a process forked by multiprocessing runs no ``atexit`` functions at its
+        # end, only finalizers of multiprocessing. The one that is called second finds nothing to
+        # do.
         if self._at_exit is None:
             self._at_exit = Finalize(None, self._end_of_process, exitpriority=0)
             atexit.register(self._end_of_process)
@@ -281,7 +348,9 @@ class Saver:
     def _end_of_process(self) -> None:
         # The process did not call `close`: finish its last snapshot, or end it with an error.
         background = self._background
-        if background is None or background.pid != os.getpid():  # a forked child inherits the registration
+        if (
+            background is None or background.pid != os.getpid()
+        ):  # a forked child inherits the registration
             return
         try:
             self.linger()
@@ -293,16 +362,23 @@ class Saver:
 class BackgroundStep:
     """The writes of one step, from the start of their thread until their results are collected.
 
-    A second thread looks at the progress while `linger` waits, because a look at a storage that hangs does not return,
-    which counts as no progress. It starts with the job: no thread can be started during the exit of the process
-    (Python 3.12).
+    A second thread looks at the progress while `linger` waits, because a look at a storage that
+    hangs does not return, which counts as no progress. It starts with the job: no thread can be
+    started during the exit of the process (Python 3.12).
     """
 
     def __init__(
-        self, step: int, writes: Mapping[str, Callable[[], float]], *, must: bool, written_bytes: Callable[[], int]
+        self,
+        step: int,
+        writes: Mapping[str, Callable[[], float]],
+        *,
+        must: bool,
+        written_bytes: Callable[[], int],
     ) -> None:
         self.step, self.pid, self.began_s = step, os.getpid(), time.monotonic()
-        self.must = must  # raise a failed snapshot rather than count it. A failed export is counted: a resume makes it
+        # raise a failed snapshot rather than count it. A failed export is counted: a resume makes
+        # it
+        self.must = must
         self.was_busy = False  # another step was skipped because of this one
         self.tasks = {kind: Task(f"{kind} of step {step}", write) for kind, write in writes.items()}
         self._distributed, self._written_bytes = dist.is_initialized(), written_bytes
@@ -330,17 +406,19 @@ class BackgroundStep:
         if not self._distributed or error is None:
             return False
         foreign = isinstance(error, ValueError) and not isinstance(error, HoldfastError)
-        return collective_broke(error) or (foreign and not dist.is_initialized())  # torch's error for a destroyed group
+        return collective_broke(error) or (
+            foreign and not dist.is_initialized()
+        )  # torch's error for a destroyed group
 
     def result(self, kind: str) -> float:
         """Return how long the write took, or raise its error."""
         if self.lost_peers(kind):
             error = self.tasks[kind].error()
             raise CheckpointWriteError(
-                f"step {self.step}: the {kind} is lost, because the ranks could not reach each other while it was "
-                f"written ({type(error).__name__}: {error}). Either a rank has ended, or torch.distributed was "
-                "destroyed: call wait or close of the RecoverHandler before destroy_process_group. What was "
-                "committed before is intact"
+                f"step {self.step}: the {kind} is lost, because the ranks could not reach each "
+                f"other while it was written ({type(error).__name__}: {error}). Either a rank has "
+                "ended, or torch.distributed was destroyed: call wait or close of the "
+                "RecoverHandler before destroy_process_group. What was committed before is intact"
             ) from error
         return self.tasks[kind].result()
 
@@ -349,7 +427,9 @@ class BackgroundStep:
         started_s = moved_s = time.monotonic()
         seen = self._progress
         self._lingers.set()
-        while time.monotonic() - moved_s < LINGER_S + max(LINGER_SAVES * save_s, moved_s - started_s):
+        while time.monotonic() - moved_s < LINGER_S + max(
+            LINGER_SAVES * save_s, moved_s - started_s
+        ):
             if self.job.wait(_POLL_S) is not JobState.RUNNING:
                 break
             if (progress := self._progress) != seen:
@@ -368,15 +448,17 @@ class BackgroundStep:
         """Log the unfinished and failed writes. Their results will not be collected."""
         for kind, task in self.tasks.items():
             if task.state is JobState.RUNNING:
-                logger.warning("step %d: the %s that was being written is given up", self.step, kind)
+                logger.warning(
+                    "step %d: the %s that was being written is given up", self.step, kind
+                )
             elif (error := task.error()) is not None:
                 logger.error("step %d: %s failed: %s", self.step, kind, error)
 
     def require_snapshot(self) -> None:
         """End the process with code 1 if its snapshot was not committed.
 
-        Called during the exit of the process, which cannot change its exit code in any other way. Functions that are
-        registered to run later are not called.
+        Called during the exit of the process, which cannot change its exit code in any other way.
+        Functions that are registered to run later are not called.
         """
         snapshot = self.tasks.get("snapshot")
         if snapshot is None or snapshot.state is JobState.DONE:
@@ -384,9 +466,9 @@ class BackgroundStep:
         error = snapshot.error() or TimeoutError("it was not finished")
         try:
             logger.error(
-                f"step {self.step}: the process ends without its snapshot ({type(error).__name__}: {error}); "
-                "call wait or close of the RecoverHandler before it ends, and before torch.distributed or the "
-                "engine is destroyed"
+                f"step {self.step}: the process ends without its snapshot "
+                f"({type(error).__name__}: {error}); call wait or close of the RecoverHandler "
+                "before it ends, and before torch.distributed or the engine is destroyed"
             )
             logging.shutdown()
             sys.stdout.flush()

@@ -1,8 +1,9 @@
 """A snapshot: captured on every rank, written by every rank, committed by the leader.
 
-A capture holds the generators, the user objects and the engines' counters by value. The engines' tensors are live for a
-snapshot that is written at once, or copies in staging buffers for one that is written in the background. The files are
-written into a hidden staging folder, fsynced by every rank, and become visible by one rename.
+A capture holds the generators, the user objects and the engines' counters by value. The engines'
+tensors are live for a snapshot that is written at once, or copies in staging buffers for one that
+is written in the background. The files are written into a hidden staging folder, fsynced by every
+rank, and become visible by one rename.
 """
 
 import os
@@ -44,7 +45,15 @@ from ..engines import (
     engines_of,
     numerical_switches,
 )
-from ..info import DRIVER_STATE, INFO_NAME, SHARED, EngineFacts, RecoverInfo, finite_numbers, rank_state_name
+from ..info import (
+    DRIVER_STATE,
+    INFO_NAME,
+    SHARED,
+    EngineFacts,
+    RecoverInfo,
+    finite_numbers,
+    rank_state_name,
+)
 from ..ranks import Ranks
 from ..storage.generations import Generation
 from ..storage.run_folder import RunFolder
@@ -60,14 +69,18 @@ Description = dict[str, tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True)
 class Capture:
-    """A step as the calling process captured it. The ranks keep their own captures in their sessions."""
+    """A step as the calling process captured it. The ranks keep their own captures in their
+    sessions.
+    """
 
     step_info: StepInfo
     in_background: bool
     began_s: float  # start of the save, on the monotonic clock
     metrics: Mapping[str, float]
     data: bytes | None  # state of the dataloaders
-    driver: tuple[bytes, str] | None  # state of the driver and digest of its generators. None if ranks call the handler
+    driver: (
+        tuple[bytes, str] | None
+    )  # state of the driver and digest of its generators. None if ranks call the handler
 
 
 class SnapshotWriter:
@@ -75,8 +88,13 @@ class SnapshotWriter:
 
     def __init__(self, folder: RunFolder, run_id: str, stateful: Mapping[str, Stateful]) -> None:
         self.run_id = run_id  # recorded in every generation
-        self.resumed_from: tuple[str | None, str | None] = None, None  # resume_path and its digest, in the leader
-        self.last_facts: Mapping[str, EngineFacts] = {}  # facts of the last generation, by engine name
+        self.resumed_from: tuple[str | None, str | None] = (
+            None,
+            None,
+        )  # resume_path and its digest, in the leader
+        self.last_facts: Mapping[
+            str, EngineFacts
+        ] = {}  # facts of the last generation, by engine name
         self._folder, self._store, self._stateful = folder, folder.generations, stateful
 
     def capture(
@@ -88,15 +106,19 @@ class SnapshotWriter:
         metrics: Mapping[str, float],
         in_background: bool,
     ) -> Capture:
-        """Capture a step on all ranks, for a ``snapshot``, an ``export`` or both. Collective over the callers.
+        """Capture a step on all ranks, for a ``snapshot``, an ``export`` or both. Collective over
+        the callers.
 
-        With ``in_background`` every rank copies its state, so that training can change it before it is written.
+        With ``in_background`` every rank copies its state, so that training can change it before it
+        is written.
 
         Raises:
             ConfigError: the state of a user object or a dataloader could not be read back.
         """
         began_s, snapshot, driver = time.monotonic(), "snapshot" in kinds, None
-        data = capture_data(ranks, dataloader) if snapshot else None  # first: torchdata's loader may draw a number
+        data = (
+            capture_data(ranks, dataloader) if snapshot else None
+        )  # first: torchdata's loader may draw a number
         ranks.run_sessions(RankSession.capture, in_background, snapshot, "export" in kinds)
         if snapshot and ranks.is_driver:
             state, rng = capture_process(self._stateful)
@@ -104,7 +126,8 @@ class SnapshotWriter:
         return Capture(step_info, in_background, began_s, finite_numbers(metrics), data, driver)
 
     def write(self, ranks: Ranks, capture: Capture) -> float:
-        """Write and commit a captured snapshot. Collective over the callers. Returns seconds since the save began.
+        """Write and commit a captured snapshot. Collective over the callers. Returns seconds since
+        the save began.
 
         After an error nothing became visible (see `GenerationStore.commit`).
         """
@@ -112,14 +135,26 @@ class SnapshotWriter:
         with ExitStack() as undo:
             if ranks.is_leader:
                 undo.callback(self._store.discard, staging)
-            parts = ranks.run_sessions(RankSession.write_snapshot, str(staging), capture.in_background)
-            assert len(parts) == ranks.world_size, "a generation without a rank's shards would be no generation"
+            parts = ranks.run_sessions(
+                RankSession.write_snapshot, str(staging), capture.in_background
+            )
+            assert len(parts) == ranks.world_size, (
+                "a generation without a rank's shards would be no generation"
+            )
             facts = combine_ranks([part.samples for part in parts])
-            generation, n_bytes = ranks.decide(partial(self._commit, staging, capture, parts, facts))
+            generation, n_bytes = ranks.decide(
+                partial(self._commit, staging, capture, parts, facts)
+            )
             undo.pop_all()
         self.last_facts = facts
         seconds = time.monotonic() - capture.began_s
-        logger.info("step %d: committed %s, %d bytes in %.3f s", generation.step, generation.path, n_bytes, seconds)
+        logger.info(
+            "step %d: committed %s, %d bytes in %.3f s",
+            generation.step,
+            generation.path,
+            n_bytes,
+            seconds,
+        )
         ranks.decide(partial(self._copy_and_delete, generation))
         return seconds
 
@@ -131,7 +166,11 @@ class SnapshotWriter:
         return self._store.open_staging(step)
 
     def _commit(
-        self, staging: Path, capture: Capture, parts: "list[RankPart]", facts: dict[str, EngineFacts]
+        self,
+        staging: Path,
+        capture: Capture,
+        parts: "list[RankPart]",
+        facts: dict[str, EngineFacts],
     ) -> tuple[Generation, int]:
         check_fresh(self.last_facts, facts)
         entries = [entry for part in parts for entry in part.entries]
@@ -167,13 +206,19 @@ class SnapshotWriter:
                 self._folder.keep(generation)
         except FolderInUseError:
             raise
-        except (CheckpointError, OSError, RuntimeError) as error:  # (no thread can be started at the very end)
+        except (
+            CheckpointError,
+            OSError,
+            RuntimeError,
+        ) as error:  # (no thread can be started at the very end)
             logger.error("step %d: committed, but what follows failed: %s", generation.step, error)
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """The part of a generation that one rank wrote. The keys of ``versions`` and ``samples`` are names of engines."""
+    """The part of a generation that one rank wrote. The keys of ``versions`` and ``samples`` are
+    names of engines.
+    """
 
     entries: list[FileEntry]  # every file, fsynced, with its name relative to the generation
     versions: dict[str, int]  # weight version, for engines that count one
@@ -193,13 +238,16 @@ class RankCapture:
 
 
 class RankSession:
-    """Resources that one rank keeps from one snapshot to the next: staging buffers, plans, a process group.
+    """Resources that one rank keeps from one snapshot to the next: staging buffers, plans, a
+    process group.
 
-    All ranks call the same methods in the same order. The first argument ``holder``, passed by `Ranks`, is anything
-    that `engines_of` accepts.
+    All ranks call the same methods in the same order. The first argument ``holder``, passed by
+    `Ranks`, is anything that `engines_of` accepts.
     """
 
-    def __init__(self, background_group: dist.ProcessGroup | None, request: ExportRequest | None) -> None:
+    def __init__(
+        self, background_group: dist.ProcessGroup | None, request: ExportRequest | None
+    ) -> None:
         self.background_group, self.request = background_group, request
         self.rng = capture_rng()  # as `RecoverHandler.load` left them
         self.snapshot: RankCapture | None = None  # captured and not yet written
@@ -219,16 +267,27 @@ class RankSession:
 
         Args:
             holder: this rank, for `engines_of`.
-            timeout_s: how long ranks wait for each other in the background. None if nothing is written there.
-            snapshots: whether snapshots are ever due. If not, the buffers hold the exported weights alone.
+            timeout_s: how long ranks wait for each other in the background. None if nothing is
+                written there.
+            snapshots: whether snapshots are ever due. If not, the buffers hold the exported weights
+                alone.
             request: the export to make, if any.
 
-        Raises ConfigError if a snapshot of the state could not be loaded again, as far as that is known now.
+        Raises ConfigError if a snapshot of the state could not be loaded again, as far as that is
+        known now.
         """
         target = engines_of(holder)
-        session = cls(None if timeout_s is None else new_background_group(target.group, timeout_s), request)
+        session = cls(
+            None if timeout_s is None else new_background_group(target.group, timeout_s), request
+        )
         try:
-            names = list(target.engines) if snapshots else [] if request is None else [request.name(target)]
+            names = (
+                list(target.engines)
+                if snapshots
+                else []
+                if request is None
+                else [request.name(target)]
+            )
             for name in names:
                 state = target.state(name)
                 if timeout_s is not None:
@@ -241,7 +300,9 @@ class RankSession:
         return session
 
     def capture(self, holder: Any, staged: bool, snapshot: bool, export: bool) -> None:
-        """Capture the state of this rank. ``staged`` copies the tensors, so that training can change them."""
+        """Capture the state of this rank. ``staged`` copies the tensors, so that training can
+        change them.
+        """
         target, self.snapshot, self.export = engines_of(holder), None, None
         if snapshot:
             self.snapshot = self._capture_snapshot(target, staged)
@@ -251,33 +312,44 @@ class RankSession:
     def _capture_snapshot(self, target: RankEngines, staged: bool) -> RankCapture:
         states = {name: target.state(name) for name in target.engines}
         counts = {name: count_engine(state) for name, state in states.items()}
-        versions = {name: e.get_version() for name, e in target.engines.items() if hasattr(e, "get_version")}
+        versions = {
+            name: e.get_version() for name, e in target.engines.items() if hasattr(e, "get_version")
+        }
         process, rng = capture_process(target.stateful, target.ranks_with_same_data)
         values = {}
         for name, state in states.items():
             self._savers.setdefault(name, DCPSaver(state.ranks_with_same_data))
             state.rng = rng  # one capture for all engines and for the file of the process
             try:
-                values[name] = self.staging_of(name, state).stage(state) if staged else state.state_dict()
+                values[name] = (
+                    self.staging_of(name, state).stage(state) if staged else state.state_dict()
+                )
             finally:
                 state.rng = None
             self.check_loads_again(name, state, values[name])
         groups = {name: target.group_of(name) for name in target.engines}
         if get_rank() == 0:
             self._models = {name: state.model for name, state in states.items()}
-        part = RankPart([], versions, counts, numerical_switches(states, target.engines), rng_digest(rng))
-        name = rank_state_name(get_rank())  # now: a group may be destroyed before the snapshot is written
+        part = RankPart(
+            [], versions, counts, numerical_switches(states, target.engines), rng_digest(rng)
+        )
+        name = rank_state_name(
+            get_rank()
+        )  # now: a group may be destroyed before the snapshot is written
         return RankCapture(groups, values, (name, process), part)
 
     def check_loads_again(self, name: str, state: DCPState, values: Mapping[str, Any]) -> None:
-        """Check that ``values`` of an engine can be loaded again, unless tensors like these were checked before."""
+        """Check that ``values`` of an engine can be loaded again, unless tensors like these were
+        checked before.
+        """
         described = {dotted: (tensor.shape, tensor.dtype) for dotted, tensor in flatten(values)}
         if self._checked.get(name) != described:
             check_loads_again(state, values)
             self._checked[name] = described
 
     def write_snapshot(self, holder: Any, folder: str, in_background: bool) -> RankPart:
-        """Write the captured snapshot into the existing ``folder``, which is the same for all ranks. Collective.
+        """Write the captured snapshot into the existing ``folder``, which is the same for all
+        ranks. Collective.
 
         Raises:
             CheckpointWriteError: this rank could not write.
@@ -290,19 +362,26 @@ class RankSession:
         if in_background:
             groups = dict.fromkeys(groups, self.enter_background())
         group = next(iter(groups.values()))
-        with all_ranks_succeed("preparing the snapshot", group), as_write_error(folder):  # a collective save needs all
+        with (
+            all_ranks_succeed("preparing the snapshot", group),
+            as_write_error(folder),
+        ):  # a collective save needs all
             for name in capture.values:
                 (root / name).mkdir(exist_ok=True)
             entries = [write_process(folder, *capture.process), *self._write_model_files(folder)]
             self.finish_staging(staged)
             samples = {
-                name: replace(capture.part.samples[name], sample=sample_state(dict(flatten(values))))
+                name: replace(
+                    capture.part.samples[name], sample=sample_state(dict(flatten(values)))
+                )
                 for name, values in capture.values.items()
             }
         for name, values in capture.values.items():
             for entry in self._savers[name].write(root / name, values, groups[name]):
                 entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
-        if in_background:  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
+        if (
+            in_background
+        ):  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
             with all_ranks_succeed("finishing the snapshot", group):
                 self.finish_staging(staged)
         self.written()
@@ -319,7 +398,9 @@ class RankSession:
         return entries
 
     def restore_rng(self, holder: Any) -> None:
-        """Restore this rank's generators to their state when the session was opened. Not collective."""
+        """Restore this rank's generators to their state when the session was opened. Not
+        collective.
+        """
         restore_rng(self.rng)
 
     def close(self) -> None:
@@ -334,7 +415,9 @@ class RankSession:
         return self.background_group
 
     def staging_of(self, name: str, state: DCPState) -> Staging:
-        """Return the buffers of an engine. Keyed by name: two engines may share a model and not their optimizer."""
+        """Return the buffers of an engine. Keyed by name: two engines may share a model and not
+        their optimizer.
+        """
         model, staging = self._stagings.get(name, (None, None))
         if staging is None or model is not state.model:
             if staging is not None:
@@ -344,12 +427,16 @@ class RankSession:
         return staging
 
     def staged_weights(self, name: str, state: DCPState) -> Mapping[str, torch.Tensor]:
-        """Return the weights of an engine in its buffers: the copies for the captured snapshot, or new ones."""
+        """Return the weights of an engine in its buffers: the copies for the captured snapshot, or
+        new ones.
+        """
         values = self.snapshot.values[name] if self.snapshot else None
         return (values or self.staging_of(name, state).stage(state, model_only=True))["model"]
 
     def finish_staging(self, names: Iterable[str]) -> None:
-        """Wait until the copies of these engines are complete, and check that nothing changed meanwhile."""
+        """Wait until the copies of these engines are complete, and check that nothing changed
+        meanwhile.
+        """
         for name in names:
             self._stagings[name][1].finish()
 
@@ -360,15 +447,21 @@ class RankSession:
                 staging.done()
 
 
-def capture_process(stateful: Mapping[str, Stateful], ranks_with_same_data: int = 1) -> tuple[bytes, RngState]:
-    """Capture the user objects and generators of this process: the content of its file, and the generators in it.
+def capture_process(
+    stateful: Mapping[str, Stateful], ranks_with_same_data: int = 1
+) -> tuple[bytes, RngState]:
+    """Capture the user objects and generators of this process: the content of its file, and the
+    generators in it.
 
     The file of a rank also names the number of ranks with the same data, if it is not 1.
 
     Raises:
-        ConfigError: the state of an object could not be read back. It fails the snapshot, not the recovery.
+        ConfigError: the state of an object could not be read back. It fails the snapshot, not the
+            recovery.
     """
-    user = {key: pack_plain(f"state of {key!r}", thing.state_dict()) for key, thing in stateful.items()}
+    user = {
+        key: pack_plain(f"state of {key!r}", thing.state_dict()) for key, thing in stateful.items()
+    }
     rng = capture_rng()
     shared = {SHARED: ranks_with_same_data} if ranks_with_same_data > 1 else {}
     return pack_plain("generators", {"rng": rng, "user": user, **shared}), rng

@@ -1,7 +1,7 @@
 """Generations in a local folder: stage, commit, list, verify, quarantine, delete by retention.
 
-A generation becomes visible only when it is complete, and no folder is ever overwritten. All of this runs in one
-process, the leader: rank 0 under torchrun, the driver under Ray.
+A generation becomes visible only when it is complete, and no folder is ever overwritten. All of
+this runs in one process, the leader: rank 0 under torchrun, the driver under Ray.
 """
 
 import contextlib
@@ -34,7 +34,14 @@ from ...utils.files import (
     write_durably,
 )
 from ...utils.logging import get_logger
-from ...utils.manifest import FileEntry, check_listing, read_manifest, verify_file, verify_folder, write_manifest
+from ...utils.manifest import (
+    FileEntry,
+    check_listing,
+    read_manifest,
+    verify_file,
+    verify_folder,
+    write_manifest,
+)
 from ..info import INFO_NAME, RecoverInfo
 
 if TYPE_CHECKING:
@@ -86,8 +93,9 @@ class GenerationStore:
     def run_id(self) -> str | None:
         """Id of the run that the folder belongs to. None if nothing in the folder tells it.
 
-        A folder of an older version has no `owner` file. Then the newest generation that can be read tells the id. The
-        same holds for a file without its line end, which a power cut has torn.
+        A folder of an older version has no `owner` file. Then the newest generation that can be
+        read tells the id. The same holds for a file without its line end, which a power cut has
+        torn.
         """
         with contextlib.suppress(FileNotFoundError):
             text = self.owner.read_text(errors="replace")
@@ -99,16 +107,17 @@ class GenerationStore:
         return None
 
     def require_own(self, run_id: str | None, where: str | os.PathLike[str]) -> None:
-        """Raise `CheckpointMismatchError` if the generation at ``where`` is of another run than this folder.
+        """Raise `CheckpointMismatchError` if the generation at ``where`` is of another run than
+        this folder.
 
         A folder that never held a generation takes one of any run.
         """
         own = self.run_id()
         if own is not None and run_id is not None and run_id != own:
             raise CheckpointMismatchError(
-                f"{where} is of run {run_id}, but {self.root} belongs to run {own}. To go on from it on purpose, give "
-                "it a new folder (another recover.trial_name), or name it with recover.resume_path. Otherwise move it "
-                "away, or name the mirror of this run"
+                f"{where} is of run {run_id}, but {self.root} belongs to run {own}. To go on from "
+                "it on purpose, give it a new folder (another recover.trial_name), or name it "
+                "with recover.resume_path. Otherwise move it away, or name the mirror of this run"
             )
 
     def path_of(self, step: int) -> Path:
@@ -119,7 +128,11 @@ class GenerationStore:
         """All committed generations that are not quarantined, newest first. Nothing is verified."""
         if not self.root.is_dir():
             return []
-        matches = [(path, _GENERATION.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
+        matches = [
+            (path, _GENERATION.fullmatch(path.name))
+            for path in self.root.iterdir()
+            if path.is_dir()
+        ]
         found = [Generation(int(match[1]), path) for path, match in matches if match]
         return sorted(found, key=lambda generation: generation.step, reverse=True)
 
@@ -131,7 +144,8 @@ class GenerationStore:
     def pin(self, step: int) -> None:
         """Keep the generation of ``step`` regardless of the rules. It need not exist yet.
 
-        The mark is a file next to the generation, because a generation never changes after its commit.
+        The mark is a file next to the generation, because a generation never changes after its
+        commit.
         """
         if step not in self.pins():
             write_durably(self._pin_of(step), b"")
@@ -147,7 +161,9 @@ class GenerationStore:
         return sorted(self.root.glob(".rejected-*"))
 
     def sweep(self) -> None:
-        """Remove staging folders, half-removed generations and unfinished tracker files of killed writers."""
+        """Remove staging folders, half-removed generations and unfinished tracker files of killed
+        writers.
+        """
         if self.root.is_dir():
             fsync_dir(self.root)  # renames of an earlier process may not be on the disk yet
         for pattern in (".staging-*", ".retired-*", f".{TRACKER_NAME}.*", f".{OWNER_NAME}.*"):
@@ -158,12 +174,15 @@ class GenerationStore:
     def open_staging(self, step: int) -> Path:
         """Create a hidden folder to write the generation of ``step``.
 
-        Raises `CheckpointExistsError` if the generation exists, `CheckpointWriteError` if the folder cannot be created.
+        Raises `CheckpointExistsError` if the generation exists, `CheckpointWriteError` if the
+        folder cannot be created.
         """
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
         with as_write_error(staging):
             if self.path_of(step).exists():
-                raise CheckpointExistsError(f"{self.path_of(step)} exists already and is never written over")
+                raise CheckpointExistsError(
+                    f"{self.path_of(step)} exists already and is never written over"
+                )
             make_durably(self.root)
             staging.mkdir()
         return staging
@@ -183,28 +202,35 @@ class GenerationStore:
                 return stored_bytes(generation.path)
         return 0
 
-    def commit(self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> Generation:
+    def commit(
+        self, staging: Path, step: int, entries: Iterable[FileEntry], facts: Mapping[str, Any]
+    ) -> Generation:
         """Make a staged generation visible: manifest, fsync, rename, fsync, tracker, in this order.
 
-        Each writer has fsynced its files. ``facts`` are other contents of the manifest. Names and sizes on disk are
-        compared with it before the rename, so that no generation becomes visible that the next start would refuse. A
-        tracker that cannot be written is no error, because it is only a hint.
+        Each writer has fsynced its files. ``facts`` are other contents of the manifest. Names and
+        sizes on disk are compared with it before the rename, so that no generation becomes visible
+        that the next start would refuse. A tracker that cannot be written is no error, because it
+        is only a hint.
 
         Raises:
-            CheckpointWriteError: the file system refused, or a file of a rank is missing. Nothing is visible, except if
-                the fsync after the rename failed: then a complete generation is visible, which a power cut may take
-                away.
+            CheckpointWriteError: the file system refused, or a file of a rank is missing. Nothing
+                is visible, except if the fsync after the rename failed: then a complete generation
+                is visible, which a power cut may take away.
         """
         with as_write_error(self.path_of(step)):
             write_manifest(staging, entries, facts)
             try:
                 check_listing(staging)
             except CheckpointCorruptError as error:
-                raise CheckpointWriteError(f"{error}; do all ranks see the same {self.root}?") from error
+                raise CheckpointWriteError(
+                    f"{error}; do all ranks see the same {self.root}?"
+                ) from error
         return self.adopt(staging, step)
 
     def adopt(self, staging: Path, step: int) -> Generation:
-        """Make a staged folder with a manifest visible, for example a fetched copy. Raises as `commit`."""
+        """Make a staged folder with a manifest visible, for example a fetched copy. Raises as
+        `commit`.
+        """
         final = self.path_of(step)
         with as_write_error(final):
             commit_folder(staging, final)
@@ -228,8 +254,8 @@ class GenerationStore:
     ) -> tuple[Generation, RecoverInfo] | None:
         """Find the newest generation that passes ``check``. None stands for `verify`.
 
-        Damaged generations are quarantined, or only logged if ``quarantine`` is False. None is returned if no usable
-        one is left, and `quarantined` tells whether there ever was one.
+        Damaged generations are quarantined, or only logged if ``quarantine`` is False. None is
+        returned if no usable one is left, and `quarantined` tells whether there ever was one.
         """
         check = check or self.verify
         for generation in self.generations():
@@ -263,12 +289,16 @@ class GenerationStore:
             verify_file(path, INFO_NAME, files[INFO_NAME])
         info, named = RecoverInfo.read(path), _GENERATION.fullmatch(path.name)
         if named and int(named[1]) != info.last_step_info.global_step:
-            raise CheckpointCorruptError(f"{path} was renamed: it holds step {info.last_step_info.global_step}")
+            raise CheckpointCorruptError(
+                f"{path} was renamed: it holds step {info.last_step_info.global_step}"
+            )
         return info
 
     def quarantine(self, generation: Generation, reason: str) -> Path:
         """Rename a generation so that nothing resumes from it. It stays for inspection."""
-        words = re.sub(r"[^a-z0-9]+", "-", reason.replace(str(generation.path), "").lower()).strip("-")[:80]
+        words = re.sub(r"[^a-z0-9]+", "-", reason.replace(str(generation.path), "").lower()).strip(
+            "-"
+        )[:80]
         target = self.root / f".rejected-{generation.path.name}-{words}"
         if target.exists():
             target = target.with_name(f"{target.name}-{uuid.uuid4().hex[:8]}")
@@ -278,15 +308,18 @@ class GenerationStore:
         return target
 
     def delete_by_retention(self, rules: "RetentionRules", copied: Collection[int] = ()) -> None:
-        """Remove the generations that no rule keeps, oldest first, judged by the current contents of the folder.
+        """Remove the generations that no rule keeps, oldest first, judged by the current contents
+        of the folder.
 
-        The newest usable generation always stays, and so do pinned ones and the steps ``copied``, whose files are being
-        read.
+        The newest usable generation always stays, and so do pinned ones and the steps ``copied``,
+        whose files are being read.
         """
         try:
             generations = {generation.step: generation for generation in self.generations()}
             newest_usable = next((g.step for g in generations.values() if self._usable(g)), None)
-            metrics = {step: self._metrics(g) if rules.best else {} for step, g in generations.items()}
+            metrics = {
+                step: self._metrics(g) if rules.best else {} for step, g in generations.items()
+            }
             pins = self.pins()
         except OSError as error:
             logger.warning("no generation is deleted, because one cannot be read: %s", error)
@@ -316,8 +349,8 @@ class GenerationStore:
 class RetentionRules:
     """Rules for the generations that stay after a commit: the union of what each rule keeps.
 
-    No state is needed between calls: if a rule would keep a generation given the whole history, it also kept it at
-    every earlier moment. So no commit removes it too early.
+    No state is needed between calls: if a rule would keep a generation given the whole history, it
+    also kept it at every earlier moment. So no commit removes it too early.
     """
 
     last: int | None  # number of newest generations. None keeps all
@@ -333,25 +366,40 @@ class RetentionRules:
         return cls(last, every, best, config.best_metric, config.best_mode)
 
 
-def steps_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> set[int]:
-    """Return the steps of the generations to keep. ``generations``: step -> metrics. The newest is always kept."""
+def steps_to_keep(
+    generations: Mapping[int, Mapping[str, float]], rules: RetentionRules
+) -> set[int]:
+    """Return the steps of the generations to keep. ``generations``: step -> metrics. The newest is
+    always kept.
+    """
     return {step for step, reasons in reasons_to_keep(generations, rules).items() if reasons}
 
 
-def reasons_to_keep(generations: Mapping[int, Mapping[str, float]], rules: RetentionRules) -> dict[int, list[str]]:
-    """Return the names of the rules that keep each step. Generations that no rule keeps go at the next commit."""
+def reasons_to_keep(
+    generations: Mapping[int, Mapping[str, float]], rules: RetentionRules
+) -> dict[int, list[str]]:
+    """Return the names of the rules that keep each step. Generations that no rule keeps go at the
+    next commit.
+    """
     newest_first = sorted(generations, reverse=True)
-    wanted = {"newest": newest_first[:1], f"last {rules.last}" if rules.last else "all": newest_first[: rules.last]}
+    wanted = {
+        "newest": newest_first[:1],
+        f"last {rules.last}" if rules.last else "all": newest_first[: rules.last],
+    }
     if rules.every_steps is not None:
         every = [step for step in newest_first if (step + 1) % rules.every_steps == 0]
         wanted[f"every {rules.every_steps} steps"] = every
     if rules.best is not None and rules.metric is not None:
         best = _best_first(generations, rules.metric, rules.mode)[: rules.best]
         wanted[f"best {rules.best} by {rules.metric}"] = best
-    return {step: [rule for rule, steps in wanted.items() if step in steps] for step in newest_first}
+    return {
+        step: [rule for rule, steps in wanted.items() if step in steps] for step in newest_first
+    }
 
 
-def _best_first(generations: Mapping[int, Mapping[str, float]], metric: str, mode: str) -> list[int]:
+def _best_first(
+    generations: Mapping[int, Mapping[str, float]], metric: str, mode: str
+) -> list[int]:
     # Newer first if equal. Steps whose metric is missing or NaN are left out.
     sign = 1 if mode == "max" else -1
     values = {step: metrics.get(metric, math.nan) for step, metrics in generations.items()}

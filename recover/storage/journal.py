@@ -1,9 +1,10 @@
-"""`Journal`: what happened to a run, as one JSON object per line. The leader appends, and a run never reads it.
+"""`Journal`: what happened to a run, as one JSON object per line. The leader appends, and a run
+never reads it.
 
     <trial>/journal.jsonl    {"event": "step", "time": 1790000000.1, "step": 12} ...
 
-No run depends on the journal: a line that cannot be written is a warning, and nothing is fsynced. A kill loses no line,
-a power cut may lose the last ones. A month of steps of ten seconds takes 20 MB.
+No run depends on the journal: a line that cannot be written is a warning, and nothing is fsynced. A
+kill loses no line, a power cut may lose the last ones. A month of steps of ten seconds takes 20 MB.
 """
 
 import atexit
@@ -45,7 +46,9 @@ class Journal:
         try:
             self._fd = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             end = os.lseek(self._fd, 0, os.SEEK_END)
-            self._torn = end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"  # a power cut has cut the last line
+            self._torn = (
+                end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"
+            )  # a power cut has cut the last line
         except OSError as error:
             self._warn(error)
 
@@ -63,7 +66,9 @@ class Journal:
             self._failing = False
 
     def begin(self) -> None:
-        """Append that an attempt begins to start its workers or to load. It may end before it reaches `start`."""
+        """Append that an attempt begins to start its workers or to load. It may end before it
+        reaches `start`.
+        """
         self.note("attempt", host=socket.gethostname(), pid=os.getpid())
 
     @contextmanager
@@ -78,13 +83,17 @@ class Journal:
             raise
 
     def start(self, **facts: Any) -> None:
-        """Append that an attempt has loaded and trains. `close`, or the exit of the process, appends its end."""
+        """Append that an attempt has loaded and trains. `close`, or the exit of the process,
+        appends its end.
+        """
         self.note("start", **facts)
         self._started_by = os.getpid()
         atexit.register(self._end_of_process)
 
     def close(self) -> None:
-        """Append the end of the attempt. Called during the handling of an exception, it appends that error too."""
+        """Append the end of the attempt. Called during the handling of an exception, it appends
+        that error too.
+        """
         self._end("closed", sys.exc_info()[1])
 
     def _end(self, how: str, error: BaseException | None) -> None:
@@ -120,7 +129,8 @@ def read_journal(
     last_bytes: int | None = None,
     since: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of some kinds, oldest first. Yields nothing if there is no journal (a run of an older version).
+    """Yield the events of some kinds, oldest first. Yields nothing if there is no journal (a run of
+    an older version).
 
     An event that lacks a fact, or has a fact of an unexpected type, is left out with a warning.
 
@@ -133,7 +143,9 @@ def read_journal(
     """
     path, row = trial_root / JOURNAL_NAME, None if ends_of is None else _begins([ends_of])
     try:
-        for event in read_lines(path, "event", like=_begins(events), ends_of=row, last_bytes=last_bytes, since=since):
+        for event in read_lines(
+            path, "event", like=_begins(events), ends_of=row, last_bytes=last_bytes, since=since
+        ):
             if wrong := _wrong_fact(event):
                 logger.warning("%s: a line has %s, and is left out", path, wrong)
             else:
@@ -160,12 +172,21 @@ def _begins(events: Collection[str]) -> re.Pattern[bytes]:
 
 
 _MOST = 1e11
-"""Upper limit for times and counts. As seconds since the epoch it is a year that calendars can still represent."""
+"""Upper limit for times and counts. As seconds since the epoch it is a year that calendars can
+still represent.
+"""
 _NUMBER, _COUNT, _TEXT = (int, float), (int,), (str,)
 _FACTS: dict[str, tuple[type, ...]] = {
     **{"time": _NUMBER, "load_s": _NUMBER, "process_started": _NUMBER, "blocked_s": _NUMBER},
     **{"step": _COUNT, "pid": _COUNT, "world_size": _COUNT, "failed_in_a_row": _COUNT},
-    **{"host": _TEXT, "error": _TEXT, "reason": _TEXT, "how": _TEXT, "mirror": _TEXT, "keep": (dict,)},
+    **{
+        "host": _TEXT,
+        "error": _TEXT,
+        "reason": _TEXT,
+        "how": _TEXT,
+        "mirror": _TEXT,
+        "keep": (dict,),
+    },
 }
 _NEEDED = {"step": ("step",), "save": ("blocked_s", "failed_in_a_row")}
 """Facts that events of a kind always have, besides the time."""

@@ -1,16 +1,18 @@
-"""Copies of committed generations at any fsspec URL, for the case that the disk or cluster of a run is lost.
+"""Copies of committed generations at any fsspec URL, for the case that the disk or cluster of a run
+is lost.
 
     <url>/global_step_120/...                 the same files as in the local folder, ``manifest.json`` uploaded last
     <url>/.copying-global_step_120            an unfinished copy: the manifest of its generation
     <url>/.damaged-global_step_120            a copy with the same wrong bytes in two reads of a file: its manifest
 
-A copy is complete when its manifest is there, and a fetch verifies every byte against it. An interrupted copy is
-completed by the next copy of the same generation, and removed by the copy of any other one. A damaged copy is fetched
-again only if there is no other.
+A copy is complete when its manifest is there, and a fetch verifies every byte against it. An
+interrupted copy is completed by the next copy of the same generation, and removed by the copy of
+any other one. A damaged copy is fetched again only if there is no other.
 
-Cost: one background thread in the leader. It reads every file twice, for the digest and for the upload (from the page
-cache), and needs the backend's upload memory (s3fs: ``max_concurrency`` parts of 50 MB). Each URL must have only one
-writer. The lock of the run's folder ensures that, as long as each run folder has its own URL.
+Cost: one background thread in the leader. It reads every file twice, for the digest and for the
+upload (from the page cache), and needs the backend's upload memory (s3fs: ``max_concurrency`` parts
+of 50 MB). Each URL must have only one writer. The lock of the run's folder ensures that, as long as
+each run folder has its own URL.
 """
 
 import re
@@ -35,7 +37,8 @@ _NAMES = re.compile(r"(?:\.part-)?(?:\.(?:copying|damaged)-)?global_step_(0|[1-9
 
 
 class Mirror:
-    """The copies of one run's generations. All methods that ask the mirror raise `MirrorError` if it does not answer.
+    """The copies of one run's generations. All methods that ask the mirror raise `MirrorError` if
+    it does not answer.
 
     Example:
 
@@ -47,8 +50,8 @@ class Mirror:
         url: URL of the run, ``s3://bucket/experiment/trial``.
         keep: number of newest generations to keep there. None keeps all.
         setting: origin of the URL, for the error message if it cannot be used.
-        delete_old: after a complete copy, delete those beyond ``keep`` and the remains of interrupted and damaged ones.
-            Only the run that owns the mirror should do that.
+        delete_old: after a complete copy, delete those beyond ``keep`` and the remains of
+            interrupted and damaged ones. Only the run that owns the mirror should do that.
         transport: see `RemoteFolder`, which also raises for a URL that cannot be used.
 
     Attributes:
@@ -67,7 +70,9 @@ class Mirror:
         self.last_error: Exception | None = None
         self._keep, self._deletes_old = keep, delete_old
         self._remote = RemoteFolder(url, setting=setting, error=MirrorError, **transport)
-        self._complete: set[int] = set()  # steps whose manifests were seen there, so that they are read only once
+        self._complete: set[int] = (
+            set()
+        )  # steps whose manifests were seen there, so that they are read only once
         self._changed = threading.Condition()
         self._copying: Generation | None = None
         self._waiting: Generation | None = None
@@ -81,7 +86,9 @@ class Mirror:
         """Steps of the complete and sound copies, newest first, or of the damaged ones."""
         return self._steps_of(self._remote.names(), damaged=damaged)
 
-    def _steps_of(self, names: Collection[str], *, damaged: bool, known: Collection[int] = ()) -> list[int]:
+    def _steps_of(
+        self, names: Collection[str], *, damaged: bool, known: Collection[int] = ()
+    ) -> list[int]:
         # Manifests of the steps ``known`` exist and are not read.
         found = []
         for step in _steps_in(names):
@@ -98,44 +105,63 @@ class Mirror:
         return _steps_in(self._remote.names())
 
     def has_other(self, generation: Generation) -> bool:
-        """Whether the mirror has a complete copy of another generation of this step, which `submit` would replace."""
+        """Whether the mirror has a complete copy of another generation of this step, which `submit`
+        would replace.
+        """
         found = self._remote.read(_manifest(generation.step))
         return found is not None and found != (generation.path / MANIFEST_NAME).read_bytes()
 
     def submit(self, generation: Generation) -> None:
-        """Copy a committed generation in the background. It replaces a generation that still waits for its turn."""
+        """Copy a committed generation in the background. It replaces a generation that still waits
+        for its turn.
+        """
         with self._changed:
             if self._copying is None:
                 self._start(generation)
                 return
             if self._waiting is not None:
-                logger.warning("no copy of %s at %s: a newer one came", self._waiting.path, self.url)
+                logger.warning(
+                    "no copy of %s at %s: a newer one came", self._waiting.path, self.url
+                )
             self._waiting = generation
 
     def pinned(self) -> set[int]:
         """Steps that are being copied or wait for it. Their local folders must stay."""
         with self._changed:
-            return {generation.step for generation in (self._copying, self._waiting) if generation is not None}
+            return {
+                generation.step
+                for generation in (self._copying, self._waiting)
+                if generation is not None
+            }
 
     def inspect(self, step: int) -> RecoverInfo:
         """Check that all files of a generation are there with their sizes, and read its info."""
-        files, name = self._checked_files(step, self._read_manifest(step)), f"{_folder(step)}/{INFO_NAME}"
+        files, name = (
+            self._checked_files(step, self._read_manifest(step)),
+            f"{_folder(step)}/{INFO_NAME}",
+        )
         data = self._remote.read(name) if INFO_NAME in files else None
         if data is None or bytes_digest(data) != files[INFO_NAME]["digest"]:
-            raise CheckpointCorruptError(f"{self.url}/{name} is missing, or not what the manifest says")
+            raise CheckpointCorruptError(
+                f"{self.url}/{name} is missing, or not what the manifest says"
+            )
         info = RecoverInfo.parse(data, f"{self.url}/{name}")
         if info.last_step_info.global_step != step:
-            raise CheckpointCorruptError(f"{self.url}/{name} is of step {info.last_step_info.global_step}")
+            raise CheckpointCorruptError(
+                f"{self.url}/{name} is of step {info.last_step_info.global_step}"
+            )
         return info
 
     def fetch(self, step: int, store: GenerationStore) -> Generation:
-        """Download a generation into the store and verify it. It becomes visible only when it is complete and sound.
+        """Download a generation into the store and verify it. It becomes visible only when it is
+        complete and sound.
 
         Raises:
-            CheckpointCorruptError: the copy is damaged or incomplete, or a read was wrong. An older copy may be usable.
-                If two reads of a file gave the same wrong bytes, the copy is marked as damaged.
-            CheckpointMismatchError: the copy is of another run than the store, or has a newer format than this version
-                knows.
+            CheckpointCorruptError: the copy is damaged or incomplete, or a read was wrong. An older
+                copy may be usable. If two reads of a file gave the same wrong bytes, the copy is
+                marked as damaged.
+            CheckpointMismatchError: the copy is of another run than the store, or has a newer
+                format than this version knows.
             CheckpointExistsError, CheckpointWriteError: see `GenerationStore.open_staging`.
         """
         started, manifest = time.monotonic(), self._read_manifest(step)
@@ -149,13 +175,26 @@ class Mirror:
             generation = store.adopt(staging, step)
             undo.pop_all()
         seconds = time.monotonic() - started
-        logger.info("fetched %s from %s: %d bytes in %.1f s", generation.path, self.url, fetched_bytes, seconds)
+        logger.info(
+            "fetched %s from %s: %d bytes in %.1f s",
+            generation.path,
+            self.url,
+            fetched_bytes,
+            seconds,
+        )
         return generation
 
     def forget_newer(self, step: int) -> None:
-        """Remove all generations newer than ``step``, because the run went back to ``step`` and will make others."""
+        """Remove all generations newer than ``step``, because the run went back to ``step`` and
+        will make others.
+        """
         for newer in [found for found in self.traces() if found > step]:
-            logger.warning("removing the copy of step %d at %s: the run goes on from step %d", newer, self.url, step)
+            logger.warning(
+                "removing the copy of step %d at %s: the run goes on from step %d",
+                newer,
+                self.url,
+                step,
+            )
             self._remove(newer)
 
     def wait(self, timeout_s: float) -> bool:
@@ -164,17 +203,24 @@ class Mirror:
             return self._changed.wait_for(lambda: self._copying is None, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """`wait`, then give up with a warning. The process can exit even while a call to the mirror hangs."""
+        """`wait`, then give up with a warning. The process can exit even while a call to the mirror
+        hangs.
+        """
         if not self.wait(timeout_s):
             steps = sorted(self.pinned())
-            logger.warning("gave up after %.1f s on copying step(s) %s to %s", timeout_s, steps, self.url)
+            logger.warning(
+                "gave up after %.1f s on copying step(s) %s to %s", timeout_s, steps, self.url
+            )
         self._remote.close()
 
     def _start(self, generation: Generation | None) -> None:
         self._copying = None  # in case no thread starts
         if generation is not None:
-            # A daemon thread, so that a hanging call cannot keep the process alive. It leaves no more than a kill does.
-            threading.Thread(target=self._work, args=(generation,), name="mirror", daemon=True).start()
+            # A daemon thread, so that a hanging call cannot keep the process alive. It leaves no
+            # more than a kill does.
+            threading.Thread(
+                target=self._work, args=(generation,), name="mirror", daemon=True
+            ).start()
             self._copying = generation
 
     def _work(self, generation: Generation) -> None:
@@ -195,11 +241,15 @@ class Mirror:
                 self.last_error = error
                 logger.warning("no copy of %s at %s: %s", generation.path, self.url, error)
             else:
-                logger.warning("no copy of %s at %s: it was removed meanwhile", generation.path, self.url)
+                logger.warning(
+                    "no copy of %s at %s: it was removed meanwhile", generation.path, self.url
+                )
             return
         self.last_error = None
         seconds = time.monotonic() - started
-        logger.info("copied %s to %s: %d bytes in %.1f s", generation.path, self.url, copied_bytes, seconds)
+        logger.info(
+            "copied %s to %s: %d bytes in %.1f s", generation.path, self.url, copied_bytes, seconds
+        )
         if not self._deletes_old:
             return
         try:
@@ -213,16 +263,21 @@ class Mirror:
         manifest = (generation.path / MANIFEST_NAME).read_bytes()
         todo, damaged = self._unfinished(step, files), remote.read(_damaged(step)) == manifest
         if todo or damaged or remote.read(_manifest(step)) != manifest:
-            # Sizes show which files of an interrupted copy are there, but not from which generation: this step may have
-            # been trained and partly copied before. The marker tells the generation.
+            # Sizes show which files of an interrupted copy are there, but not from which
+            # generation: this step may have been trained and partly copied before. The marker tells
+            # the generation.
             if damaged or not remote.whole_files or remote.read(_marker(step)) != manifest:
                 self._remove(step)
                 remote.put_bytes(_marker(step), manifest)
                 todo = list(files)
             for name in todo:
-                remote.put_file(generation.path / name, f"{_folder(step)}/{name}", files[name]["digest"])
+                remote.put_file(
+                    generation.path / name, f"{_folder(step)}/{name}", files[name]["digest"]
+                )
             if lost := self._unfinished(step, files):
-                raise MirrorError(f"{lost[0]} of step {step} was put and is not there ({len(lost)} in all)")
+                raise MirrorError(
+                    f"{lost[0]} of step {step} was put and is not there ({len(lost)} in all)"
+                )
             remote.flush(_folder(step))
             remote.put_bytes(_manifest(step), manifest)
         remote.remove_file(_marker(step))
@@ -233,8 +288,9 @@ class Mirror:
         return [name for name, entry in files.items() if sizes.get(name) != entry["bytes"]]
 
     def _delete_old(self, newest: int, pins: set[int]) -> None:
-        # Copies newer than the one just made stay and do not count. They were damaged or out of reach when the run
-        # resumed from an older one, and the run will replace them. They are no reason to remove a sound copy.
+        # Copies newer than the one just made stay and do not count. They were damaged or out of
+        # reach when the run resumed from an older one, and the run will replace them. They are no
+        # reason to remove a sound copy.
         names = self._remote.names()
         sound = self._steps_of(names, damaged=False, known=self._complete)
         self._complete |= set(sound)
@@ -261,7 +317,9 @@ class Mirror:
     def _read_manifest(self, step: int) -> bytes:
         manifest = self._remote.read(_manifest(step))
         if manifest is None:
-            raise CheckpointCorruptError(f"{self.url}/{_manifest(step)} is missing: the copy was never complete")
+            raise CheckpointCorruptError(
+                f"{self.url}/{_manifest(step)} is missing: the copy was never complete"
+            )
         return manifest
 
     def _checked_files(self, step: int, manifest: bytes) -> dict[str, dict[str, Any]]:
@@ -271,7 +329,8 @@ class Mirror:
         return files
 
     def _download(self, step: int, manifest: bytes, staging: Path) -> int:
-        # A wrong digest is usually one bad read (a cache, a proxy, memory), so the file is read again.
+        # A wrong digest is usually one bad read (a cache, a proxy, memory), so the file is read
+        # again.
         files = self._checked_files(step, manifest)  # before gigabytes are read
         write_durably(staging / MANIFEST_NAME, manifest)
         for name, entry in files.items():
@@ -285,7 +344,11 @@ class Mirror:
             if again == entry["digest"]:
                 logger.warning("%s: that was a bad read, the second one is right", problem)
                 continue
-            what = self._mark_damaged(step, manifest) if again == found else f"in a second read it has {again}"
+            what = (
+                self._mark_damaged(step, manifest)
+                if again == found
+                else f"in a second read it has {again}"
+            )
             raise CheckpointCorruptError(f"{problem}; {what}")
         return sum(entry["bytes"] for entry in files.values())
 
@@ -293,12 +356,16 @@ class Mirror:
         # The manifest comes from outside and could name any file here.
         pure = PurePosixPath("/", path)
         if str(pure) != f"/{path}" or ".." in pure.parts or pure.name == MANIFEST_NAME:
-            raise CheckpointCorruptError(f"{self.url}: the manifest names {path!r}, which is no file of a generation")
+            raise CheckpointCorruptError(
+                f"{self.url}: the manifest names {path!r}, which is no file of a generation"
+            )
         size = self._remote.size(path)
         if size is None:
             raise CheckpointCorruptError(f"{self.url}/{path} is missing")
         if size != expected:
-            raise CheckpointCorruptError(f"{self.url}/{path} has {size} bytes, the manifest says {expected}")
+            raise CheckpointCorruptError(
+                f"{self.url}/{path} has {size} bytes, the manifest says {expected}"
+            )
 
     def _download_file(self, path: str, target: Path, size: int) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -307,7 +374,9 @@ class Mirror:
                 for chunk in self._remote.chunks(path, size):
                     file.write(chunk)
             except FileNotFoundError as error:
-                raise CheckpointCorruptError(f"{self.url}/{path} was removed while it was read") from error
+                raise CheckpointCorruptError(
+                    f"{self.url}/{path} was removed while it was read"
+                ) from error
         return file.digest
 
 

@@ -34,10 +34,15 @@ class RunFolder:
     """The folder of one run and its mirror."""
 
     def __init__(self, config: RecoverConfig) -> None:
-        self.generations, self.exports = GenerationStore(config.recover_root), GenerationStore(config.hf_root)
+        self.generations, self.exports = (
+            GenerationStore(config.recover_root),
+            GenerationStore(config.hf_root),
+        )
         self.mirror: Mirror | None = None  # until `open`
         self.journal = Journal(config.trial_root)
-        self.commit_hangs = False  # a commit was still running when the run ended, and may still succeed
+        self.commit_hangs = (
+            False  # a commit was still running when the run ended, and may still succeed
+        )
         self._config, self._rules = config, RetentionRules.from_config(config)
         self._lock = FolderLock(config.lock_path)
         self._commit_lock, self._ended, self._committed = Lock(), False, False
@@ -53,14 +58,19 @@ class RunFolder:
             self.mirror = Mirror(self._config.mirror_path, self._config.mirror_max_to_keep)
         self.journal.open()
 
-    def note_start(self, resumed: tuple[Path, RecoverInfo] | None, world_size: int, load_s: float) -> None:
-        """Record that the run begins, or that ``load`` has restored ``resumed`` in ``load_s`` seconds.
+    def note_start(
+        self, resumed: tuple[Path, RecoverInfo] | None, world_size: int, load_s: float
+    ) -> None:
+        """Record that the run begins, or that ``load`` has restored ``resumed`` in ``load_s``
+        seconds.
 
         Every caller calls it, and the leader, which has the lock, records it.
         """
         if self._lock.held and resumed is not None:
             step = resumed[1].last_step_info.next()
-            announce(logger, "resumed at step %d from %s in %.3f s", step.global_step, resumed[0], load_s)
+            announce(
+                logger, "resumed at step %d from %s in %.3f s", step.global_step, resumed[0], load_s
+            )
         self.journal.start(
             step=None if resumed is None else resumed[1].last_step_info.global_step,
             generation=None if resumed is None else str(resumed[0]),
@@ -82,8 +92,8 @@ class RunFolder:
     def committing(self) -> Iterator[None]:
         """Run a block that changes generations or exports, one at a time.
 
-        Raises without running the block if the lock was lost and another job has used the folder since, or after
-        `end_commits`.
+        Raises without running the block if the lock was lost and another job has used the folder
+        since, or after `end_commits`.
         """
         with self._commit_lock:
             if self._ended:
@@ -92,12 +102,16 @@ class RunFolder:
             yield
 
     def end_commits(self, timeout_s: float) -> None:
-        """Prevent further commits, and wait for the current one. After ``timeout_s``, set ``commit_hangs``."""
+        """Prevent further commits, and wait for the current one. After ``timeout_s``, set
+        ``commit_hangs``.
+        """
         self._ended = True
         if self._commit_lock.acquire(timeout=timeout_s):
             self._commit_lock.release()
         else:
-            logger.error("a commit does not come back: the storage of %s hangs", self._config.recover_root)
+            logger.error(
+                "a commit does not come back: the storage of %s hangs", self._config.recover_root
+            )
             self.commit_hangs = True
 
     def staged_bytes(self, step: int) -> int:
@@ -112,12 +126,17 @@ class RunFolder:
 
     def copy(self, generation: Generation) -> None:
         """Copy a generation of the run to the mirror, in the background."""
-        if self.mirror is not None and generation.path.parent.resolve() == self.generations.root.resolve():
+        if (
+            self.mirror is not None
+            and generation.path.parent.resolve() == self.generations.root.resolve()
+        ):
             self.mirror.submit(generation)
 
     def delete_old(self) -> None:
         """Delete the generations that no retention rule keeps and that are not being copied."""
-        self.generations.delete_by_retention(self._rules, set() if self.mirror is None else self.mirror.pinned())
+        self.generations.delete_by_retention(
+            self._rules, set() if self.mirror is None else self.mirror.pinned()
+        )
 
     def finish_copies(self) -> None:
         """Wait for unfinished copies, up to ``mirror_timeout_s``."""
@@ -125,10 +144,11 @@ class RunFolder:
             self.mirror.wait(self._config.mirror_timeout_s)
 
     def close(self, *, wait: bool) -> None:
-        """Close the mirror, delete the generations that copies had kept, and release the lock. `open` may follow.
+        """Close the mirror, delete the generations that copies had kept, and release the lock.
+        `open` may follow.
 
-        With ``wait``, pending copies are finished first. While a commit hangs, nothing is done: it may still succeed,
-        so the lock is kept until the process ends.
+        With ``wait``, pending copies are finished first. While a commit hangs, nothing is done: it
+        may still succeed, so the lock is kept until the process ends.
         """
         if self.commit_hangs:
             return

@@ -9,4 +9,6 @@ from benchmarks.harness import Options
 
 @pytest.fixture
 def options(tmp_path: Path) -> Options:
-    return Options(parameters=1_000_000, ranks=2, rounds=2, device="cpu", scratch=tmp_path, quick=True)
+    return Options(
+        parameters=1_000_000, ranks=2, rounds=2, device="cpu", scratch=tmp_path, quick=True
+    )

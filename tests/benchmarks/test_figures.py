@@ -23,8 +23,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def document(options: Options, tmp_path: Path) -> dict[str, Any]:
     figures = [
-        Figure("a.stall", "stall / copy", "lower", {"Holdfast": [1.0, 1.1, 1.2], "rival": [5.0, 5.0, 6.0]}),
-        Figure("b.speed", "bytes / limit", "higher", {"Holdfast": [0.8, 0.9, 0.85]}, {"Holdfast": 0.9}),
+        Figure(
+            "a.stall",
+            "stall / copy",
+            "lower",
+            {"Holdfast": [1.0, 1.1, 1.2], "rival": [5.0, 5.0, 6.0]},
+        ),
+        Figure(
+            "b.speed", "bytes / limit", "higher", {"Holdfast": [0.8, 0.9, 0.85]}, {"Holdfast": 0.9}
+        ),
         Figure("c.nothing", "memory / shard", "lower", {"Holdfast": [0.0]}),
     ]
     return save_results(tmp_path / "results.json", options, figures, {"a": 1.0})
@@ -67,11 +74,17 @@ def test_figures_come_back_from_the_file(document: dict[str, Any], options: Opti
 
 def test_a_run_compared_with_itself_has_not_changed(document: dict[str, Any]) -> None:
     changes = compare(make_baseline(document), document)
-    assert [change.figure for change in changes] == ["a.stall: Holdfast", "b.speed: Holdfast", "c.nothing: Holdfast"]
+    assert [change.figure for change in changes] == [
+        "a.stall: Holdfast",
+        "b.speed: Holdfast",
+        "c.nothing: Holdfast",
+    ]
     assert all(change.worse == 1.0 and not change.regressed for change in changes)
 
 
-@pytest.mark.parametrize(("index", "factor", "regressed"), [(0, 2.0, True), (0, 0.5, False), (1, 0.5, True), (1, 2, 0)])
+@pytest.mark.parametrize(
+    ("index", "factor", "regressed"), [(0, 2.0, True), (0, 0.5, False), (1, 0.5, True), (1, 2, 0)]
+)
 def test_a_figure_that_is_much_worse_is_a_regression(
     document: dict[str, Any], index: int, factor: float, regressed: bool
 ) -> None:
@@ -86,19 +99,29 @@ def test_a_figure_that_is_much_worse_is_a_regression(
 
 def test_a_change_within_the_spread_is_no_regression(document: dict[str, Any]) -> None:
     baseline, now = make_baseline(document), copy.deepcopy(document)
-    now["figures"][0]["samples"]["Holdfast"] = [0.8, 1.4, 2.0]  # its median is far off, but its quartiles overlap
+    now["figures"][0]["samples"]["Holdfast"] = [
+        0.8,
+        1.4,
+        2.0,
+    ]  # its median is far off, but its quartiles overlap
     assert not any(change.regressed for change in compare(baseline, now))
 
 
-def test_figures_that_only_one_side_has_are_shown_and_judge_nothing(document: dict[str, Any]) -> None:
+def test_figures_that_only_one_side_has_are_shown_and_judge_nothing(
+    document: dict[str, Any],
+) -> None:
     baseline, now = make_baseline(document), copy.deepcopy(document)
     now["figures"][0]["name"] = "a.renamed"
     changes = {change.figure: change for change in compare(baseline, now)}
-    assert changes["a.stall: Holdfast"].after is None and changes["a.renamed: Holdfast"].before is None
+    assert (
+        changes["a.stall: Holdfast"].after is None and changes["a.renamed: Holdfast"].before is None
+    )
     assert not any(change.regressed for change in changes.values())
 
 
-def test_the_command_accepts_compares_and_fails_on_a_regression(document: dict[str, Any], tmp_path: Path) -> None:
+def test_the_command_accepts_compares_and_fails_on_a_regression(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
     results, baseline = tmp_path / "results.json", tmp_path / "baseline.json"
     arguments = [str(results), "--baseline", str(baseline)]
     assert main([*arguments, "--accept"]) == 0
@@ -115,7 +138,9 @@ def test_results_are_put_between_the_marks_of_the_page_again_and_again(
     page.write_text(f"before\n{BEGIN}what was there{END}after\n")
     report([str(tmp_path / "results.json"), "--docs", str(tmp_path)])
     first = page.read_text()
-    assert first.startswith("before\n") and first.endswith("after\n") and "what was there" not in first
+    assert (
+        first.startswith("before\n") and first.endswith("after\n") and "what was there" not in first
+    )
     assert "| stall | rival | 5.00 | 5.00 - 5.50 |  |  |" in first
     assert ">= 0.9: NOT met" in first
     report([str(tmp_path / "results.json"), "--docs", str(tmp_path)])
@@ -128,13 +153,20 @@ def test_results_are_put_between_the_marks_of_the_page_again_and_again(
 def test_a_model_is_as_large_as_asked_for_and_not_much_larger() -> None:
     for parameters in (1e6, 1e8):
         config = model_config(int(parameters))
-        assert parameters <= _count(config.hidden_size, config.vocab_size, tied=False) < 2 * parameters
+        assert (
+            parameters <= _count(config.hidden_size, config.vocab_size, tied=False) < 2 * parameters
+        )
 
 
 def test_the_warm_buffer_holds_and_moves_what_the_tensors_hold(tmp_path: Path) -> None:
     import torch
 
-    tensors = [torch.arange(5, dtype=torch.bfloat16), torch.tensor(3.0), torch.empty(0, 4), torch.arange(6).view(2, 3)]
+    tensors = [
+        torch.arange(5, dtype=torch.bfloat16),
+        torch.tensor(3.0),
+        torch.empty(0, 4),
+        torch.arange(6).view(2, 3),
+    ]
     buffer = WarmBuffer(tensors)
     buffer.copy()
     buffer.write(tmp_path / "file", 7)
@@ -164,7 +196,12 @@ def test_the_baseline_has_figures_of_every_benchmark() -> None:
 
 def test_the_plot_has_the_main_figures_only_and_the_table_all() -> None:
     many = [
-        Figure(f"save.size.{size}M", f"bytes / limit: {size}M parameters", "higher", {"Holdfast": [1.0]})
+        Figure(
+            f"save.size.{size}M",
+            f"bytes / limit: {size}M parameters",
+            "higher",
+            {"Holdfast": [1.0]},
+        )
         for size in (1, 10)
     ]
     main = Figure("load.throughput", "bytes a second / plain read", "higher", {"Holdfast": [0.4]})
@@ -173,4 +210,6 @@ def test_the_plot_has_the_main_figures_only_and_the_table_all() -> None:
     ElementTree.fromstring(plot)
     assert list(_explained(many)) == ["- `size.1M`, `size.10M`: bytes / limit (higher is better)."]
     drawn = (ROOT / "docs" / PLOT).read_text()
-    assert [name for name in CHARTS if name not in drawn] == [] and drawn.count('class="t"') == len(CHARTS)
+    assert [name for name in CHARTS if name not in drawn] == [] and drawn.count('class="t"') == len(
+        CHARTS
+    )

@@ -26,16 +26,36 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 
 WAYS = {
-    "save_stall.blocking": ["AReaL dcp.save", "torch async_save", "torch async_save, kept stager", "verl torch.save"],
-    "save_stall.step": ["AReaL dcp.save", "torch async_save", "torch async_save, kept stager", "verl torch.save"],
-    "save.throughput": ["AReaL dcp.save", "torch async_save", "verl torch.save", "Holdfast engine.save"],
+    "save_stall.blocking": [
+        "AReaL dcp.save",
+        "torch async_save",
+        "torch async_save, kept stager",
+        "verl torch.save",
+    ],
+    "save_stall.step": [
+        "AReaL dcp.save",
+        "torch async_save",
+        "torch async_save, kept stager",
+        "verl torch.save",
+    ],
+    "save.throughput": [
+        "AReaL dcp.save",
+        "torch async_save",
+        "verl torch.save",
+        "Holdfast engine.save",
+    ],
     "load.throughput": ["AReaL dcp.load", "verl torch.load"],
     "hf_save.throughput": ["AReaL gather+save_pretrained", "torch HF writer+consolidation"],
     "hf_load.throughput": ["AReaL rank 0+broadcast", "torch HF reader"],
     "hf_save.bfloat16": ["AReaL gather+save_pretrained"],
     "hf_load.bfloat16": ["AReaL rank 0+broadcast", "torch's cast alone, from memory"],
     "publish.time": ["AReaL save_pretrained, disk"],
-    "memory.dcp_save": ["AReaL dcp.save", "torch async_save", "torch async_save, kept stager", "verl torch.save"],
+    "memory.dcp_save": [
+        "AReaL dcp.save",
+        "torch async_save",
+        "torch async_save, kept stager",
+        "verl torch.save",
+    ],
     "memory.dcp_load": ["AReaL dcp.load", "verl torch.load"],
     "memory.hf_save": ["AReaL gather+save_pretrained", "torch HF writer+consolidation"],
     "memory.hf_load": ["AReaL rank 0+broadcast", "torch HF reader"],
@@ -59,14 +79,34 @@ WAYS = {
 }
 """Expected figures, and their ways."""
 
-PHASES = ("detect", "tear down", "start", "rendezvous", "build the model", "load", "publish", "first step and the rest")
+PHASES = (
+    "detect",
+    "tear down",
+    "start",
+    "rendezvous",
+    "build the model",
+    "load",
+    "publish",
+    "first step and the rest",
+)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(folder: Path) -> Path:
-        command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1", "--out", str(folder)]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=stretched(580))
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "--quick",
+            "--rounds",
+            "1",
+            "--out",
+            str(folder),
+        ]
+        run = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=stretched(580)
+        )
         assert run.returncode == 0, run.stdout + run.stderr
         return folder
 
@@ -93,7 +133,11 @@ def test_every_figure_is_measured_beside_its_rivals(figures: dict[str, Figure]) 
 def test_every_ratio_is_a_number_and_every_way_has_as_many(figures: dict[str, Figure]) -> None:
     for figure in figures.values():
         assert len({len(values) for values in figure.samples.values()}) == 1, figure.name
-        values = [value for values in (*figure.samples.values(), *figure.seconds.values()) for value in values]
+        values = [
+            value
+            for values in (*figure.samples.values(), *figure.seconds.values())
+            for value in values
+        ]
         assert all(math.isfinite(value) and value >= 0 for value in values), figure
         assert set(figure.needed) <= figure.samples.keys(), figure.name
 
@@ -105,22 +149,39 @@ def test_a_recovery_is_split_into_phases_that_add_up(figures: dict[str, Figure])
         assert sum(phase[number] for phase in phases) == pytest.approx(total)
 
 
-def test_the_page_shows_every_figure_and_the_plot_the_main_ones(out: Path, figures: dict[str, Figure]) -> None:
+def test_the_page_shows_every_figure_and_the_plot_the_main_ones(
+    out: Path, figures: dict[str, Figure]
+) -> None:
     page, plot = (out / "performance.md").read_text(), (out / "performance.svg").read_text()
     ElementTree.fromstring(plot)
     for figure in figures.values():
-        explained = [line for line in page.splitlines() if f"`{figure.name.partition('.')[2]}`" in line]
+        explained = [
+            line for line in page.splitlines() if f"`{figure.name.partition('.')[2]}`" in line
+        ]
         assert any(figure.title.partition(":")[0] in line for line in explained), figure.name
         assert (figure.name in plot) == (figure.name in CHARTS)
     assert figures.keys() >= set(CHARTS)
 
 
 def test_nothing_else_is_left(out: Path) -> None:
-    assert sorted(path.name for path in out.iterdir()) == ["performance.md", "performance.svg", "results.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "performance.md",
+        "performance.svg",
+        "results.json",
+    ]
 
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "save", "--parameters", "1e13", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "save",
+        "--parameters",
+        "1e13",
+        "--out",
+        str(tmp_path),
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=stretched(100))
     assert run.returncode == 1 and "GB free" in run.stderr and "--parameters" in run.stderr
     assert list(tmp_path.iterdir()) == []
@@ -148,14 +209,30 @@ def _marked(mark: str) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_leaves_no_process_and_no_scratch(tmp_path: Path, stop: signal.Signals) -> None:
+def test_a_run_that_is_stopped_leaves_no_process_and_no_scratch(
+    tmp_path: Path, stop: signal.Signals
+) -> None:
     mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "benchmarks", "save", "--quick", "--rounds", "10000", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "save",
+        "--quick",
+        "--rounds",
+        "10000",
+        "--out",
+        str(tmp_path),
+    ]
     env = os.environ | {"HOLDFAST_BENCH_MARK": mark}
-    run = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
+    run = subprocess.Popen(
+        command, cwd=ROOT, env=env, start_new_session=True, stdout=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + stretched(120)
-        while not list(tmp_path.glob("scratch-*/*/experiment")):  # a handler exists, so ranks are at work
+        while not list(
+            tmp_path.glob("scratch-*/*/experiment")
+        ):  # a handler exists, so ranks are at work
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         if stop == signal.SIGINT:

@@ -32,7 +32,9 @@ ARCHITECTURES = ("llama", "qwen3_tied", "qwen3_untied", "gemma", "gpt2", "qwen3_
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
-    """The config of a model with a few thousand parameters. No world size here divides its 15 rows of vocabulary."""
+    """The config of a model with a few thousand parameters. No world size here divides its 15 rows
+    of vocabulary.
+    """
     match name:
         case "llama":
             return LlamaConfig(**_SIZES)
@@ -44,10 +46,18 @@ def tiny_config(name: str) -> PreTrainedConfig:
             return GemmaConfig(**_SIZES)
         case "gpt2":
             return GPT2Config(
-                vocab_size=15, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
+                vocab_size=15,
+                n_embd=16,
+                n_layer=2,
+                n_head=2,
+                n_positions=32,
+                bos_token_id=1,
+                eos_token_id=2,
             )
         case "qwen3_moe":
-            return Qwen3MoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+            return Qwen3MoeConfig(
+                **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+            )
     raise KeyError(name)
 
 

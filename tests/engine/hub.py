@@ -14,7 +14,9 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class Repository:
-    """A model on the hub: the commit of each revision at successive requests, and the folder of each commit."""
+    """A model on the hub: the commit of each revision at successive requests, and the folder of
+    each commit.
+    """
 
     commits: dict[str, Path]
     revisions: dict[str, list[str]]
@@ -37,7 +39,10 @@ class Hub:
 
     def add(self, name: str, **folders: Path) -> Repository:
         """A repository with a commit for each branch."""
-        commits = {hashlib.sha1(f"{name} {branch}".encode()).hexdigest(): path for branch, path in folders.items()}
+        commits = {
+            hashlib.sha1(f"{name} {branch}".encode()).hexdigest(): path
+            for branch, path in folders.items()
+        }
         revisions = {branch: [commit] for branch, commit in zip(folders, commits, strict=True)}
         self.repositories[name] = repository = Repository(commits, revisions)
         return repository
@@ -92,7 +97,12 @@ def serve_hub() -> Iterator[Hub]:
                 return self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             commit = found.pop(0) if len(found) > 1 else found[0]
             siblings = [{"rfilename": file.name} for file in repository.commits[commit].iterdir()]
-            self._send(200, json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": siblings}).encode())
+            self._send(
+                200,
+                json.dumps(
+                    {"id": name, "modelId": name, "sha": commit, "siblings": siblings}
+                ).encode(),
+            )
 
         def _answer_file(self, name: str, commit: str, file: str) -> None:
             repository = hub.repositories[name]

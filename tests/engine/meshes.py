@@ -1,4 +1,6 @@
-"""Meshes for tests that run the same on each of them, and checks of the checkpoints that they share."""
+"""Meshes for tests that run the same on each of them, and checks of the checkpoints that they
+share.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +10,15 @@ from holdfast.engine import FSDPConfig, OptimizerConfig, SaveLoadMeta
 from holdfast.engine.api import Batch
 from holdfast.engine.dcp.fingerprint import combine_samples, sample_state
 from holdfast.utils.distributed import gather_objects
-from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole
+from tests.engine.test_fsdp_engine import (
+    loss_tokens,
+    make_batch,
+    make_engine,
+    nll,
+    rows,
+    same,
+    whole,
+)
 from tests.helpers import run_ranks
 
 SGD = OptimizerConfig(type="sgd", lr=0.0, gradient_clipping=1e9)
@@ -23,7 +33,9 @@ class Mesh(NamedTuple):
     replicas: int = 1
 
     def __str__(self) -> str:
-        return f"{self.backend} on {self.ranks}" + (f" in {self.replicas} copies" if self.replicas > 1 else "")
+        return f"{self.backend} on {self.ranks}" + (
+            f" in {self.replicas} copies" if self.replicas > 1 else ""
+        )
 
 
 def mesh_options(backend: str, replicas: int = 1) -> dict[str, Any]:
@@ -37,9 +49,14 @@ def engine_on(folder: str | Path, mesh: Mesh, sync: str = "every", **changes: An
 
 
 def share(rank: int, world_size: int) -> slice:
-    """The rows of one of the ranks with different data, of a batch of eight. The first one of several has one row, so
-    that it adds dummies."""
-    cuts = [0, *(1 + 7 * number // (world_size - 1) for number in range(world_size))] if world_size > 1 else [0, 8]
+    """The rows of one of the ranks with different data, of a batch of eight. The first one of
+    several has one row, so that it adds dummies.
+    """
+    cuts = (
+        [0, *(1 + 7 * number // (world_size - 1) for number in range(world_size))]
+        if world_size > 1
+        else [0, 8]
+    )
     return slice(cuts[rank], cuts[rank + 1])
 
 
@@ -72,7 +89,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def _saves(rank: int, world_size: int, folder: str, out: Path, mesh: Mesh, changes: dict[str, Any]) -> dict[str, Any]:
+def _saves(
+    rank: int, world_size: int, folder: str, out: Path, mesh: Mesh, changes: dict[str, Any]
+) -> dict[str, Any]:
     """Save after a step, blocking and in the background, and load both again."""
     engine = engine_on(folder, mesh, **changes)
     engine.train_batch(own_rows(engine), nll, loss_tokens)
@@ -106,7 +125,9 @@ def _check_loaded(saved: dict[str, Any], loaded: list[dict[str, Any]]) -> None:
         assert same(found["whole"], saved["whole"]) and found["fingerprint"] == saved["fingerprint"]
 
 
-def check_loads(folder: str | Path, out: Path, saved_by: Mesh, loaded_by: Iterable[Mesh], **changes: Any) -> None:
+def check_loads(
+    folder: str | Path, out: Path, saved_by: Mesh, loaded_by: Iterable[Mesh], **changes: Any
+) -> None:
     """Save on one mesh, and load on that and on others: every bit is the same, as are both exports."""
     saved = run_ranks(_saves, saved_by.ranks, str(folder), out, saved_by, changes)[0]
     assert contents(out / "now_hf") == contents(out / "later_hf")

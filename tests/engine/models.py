@@ -4,15 +4,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 HAS_PLANS = hasattr(PreTrainedModel, "_resolve_parallel_plans")
 """Whether transformers is new enough (5.23) for tensor and expert parallelism."""
-NEEDS_PLANS = pytest.mark.skipif(not HAS_PLANS, reason="this transformers cannot share matrices or experts")
+NEEDS_PLANS = pytest.mark.skipif(
+    not HAS_PLANS, reason="this transformers cannot share matrices or experts"
+)
 
 
 def tiny_qwen3(
-    tied: bool = True, vocab_size: int = 15, hidden_size: int = 32, layers: int = 2, max_length: int = 128
+    tied: bool = True,
+    vocab_size: int = 15,
+    hidden_size: int = 32,
+    layers: int = 2,
+    max_length: int = 128,
 ) -> Qwen3Config:
     """A Qwen3 of a few thousand parameters. Neither 2 nor 4 divides the vocabulary."""
     return Qwen3Config(
@@ -50,7 +62,9 @@ def tiny_qwen3_moe() -> Qwen3MoeConfig:
 
 
 def build_reference(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """The whole model in float32 on the CPU, drawn from ``seed``, with weights large enough to matter."""
+    """The whole model in float32 on the CPU, drawn from ``seed``, with weights large enough to
+    matter.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -17,5 +17,7 @@ def peak_growth_bytes(action: Callable[[], object]) -> int:
 
 
 def _status_bytes(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) << 10

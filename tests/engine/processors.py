@@ -10,7 +10,12 @@ from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLProcessor,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 WORDS = ["<pad>", "<eos>", "user", "model", *(f"w{i}" for i in range(86))]
@@ -30,16 +35,23 @@ TEMPLATE = (
 class ImageProcessor(Qwen2_5_VLProcessor):
     """The processor without its part for videos, which needs torchvision."""
 
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
+    def __init__(
+        self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None
+    ) -> None:
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
 
 def make_processor(max_pixels: int = 64 * 64) -> Any:
     """A processor with patches of 14, as the released ones, and small images."""
-    words = Tokenizer(WordLevel({word: i for i, word in enumerate([*WORDS, *SPECIAL])}, unk_token="<pad>"))
+    words = Tokenizer(
+        WordLevel({word: i for i, word in enumerate([*WORDS, *SPECIAL])}, unk_token="<pad>")
+    )
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=SPECIAL
+        tokenizer_object=words,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=SPECIAL,
     )
     images = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": max_pixels})
     return ImageProcessor(images, tokenizer, chat_template=TEMPLATE)
@@ -47,7 +59,9 @@ def make_processor(max_pixels: int = 64 * 64) -> Any:
 
 def picture(seed: int = 0, width: int = 56, height: int = 28, kind: str = "PNG") -> bytes:
     """An image file with random pixels."""
-    pixels = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed))
+    pixels = torch.randint(
+        0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed)
+    )
     buffer = BytesIO()
     Image.fromarray(pixels.to(torch.uint8).numpy()).save(buffer, kind)
     return buffer.getvalue()

@@ -1,11 +1,19 @@
-"""Tiny models that see, with the released values of their family in everything but sizes, and batches with images."""
+"""Tiny models that see, with the released values of their family in everything but sizes, and
+batches with images.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from holdfast.engine.api import Batch
 from holdfast.engine.training.batch import IMAGES
@@ -25,7 +33,12 @@ _TEXT = {
     "pad_token_id": None,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [1, 1, 2]}
-_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
 _VALUES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         **_IDS,
@@ -59,7 +72,10 @@ _VALUES: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {  # Qwen3-VL-4B: features of inner blocks of the tower go to the first layers
         **_IDS,
-        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "rope_theta": 5000000.0, "mrope_interleaved": True}},
+        "text_config": {
+            **_TEXT,
+            "rope_parameters": {**_MROPE, "rope_theta": 5000000.0, "mrope_interleaved": True},
+        },
         "vision_config": {
             "depth": 3,
             "hidden_size": 16,
@@ -79,7 +95,10 @@ _VALUES: dict[str, dict[str, Any]] = {
         "video_token_id": VIDEO,
         "image_start_token_id": START,
         "image_end_token_id": END,
-        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+        "text_config": {
+            **_TEXT,
+            "rope_parameters": {**_MROPE, "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
         "vision_config": {
             "depth": 2,
             "hidden_size": 16,
@@ -97,7 +116,12 @@ _VALUES: dict[str, dict[str, Any]] = {
         "boi_token_index": START,
         "eoi_token_index": END,
         "mm_tokens_per_image": 4,
-        "text_config": {**_TEXT, "sliding_window": 16, "query_pre_attn_scalar": 8, "layer_types": None},
+        "text_config": {
+            **_TEXT,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 8,
+            "layer_types": None,
+        },
         "vision_config": {
             "model_type": "siglip_vision_model",
             "hidden_size": 16,
@@ -145,7 +169,10 @@ def config_of(model_type: str) -> PreTrainedConfig:
     """The config of a tiny model."""
     values = {**_VALUES[model_type]}
     if values["text_config"].get("layer_types", "") is None:
-        values["text_config"] = {**values["text_config"], "layer_types": ["sliding_attention", "full_attention"]}
+        values["text_config"] = {
+            **values["text_config"],
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
     return CONFIG_MAPPING[model_type].from_dict(values)
 
 
@@ -174,18 +201,32 @@ def seeing_batch(folder: Path, images: Sequence[int], seed: int = 1) -> Batch:
         ids, own = _text(3 + number % 3, generator), []
         for image in range(n_images):
             if hasattr(vision, "spatial_merge_size"):
-                merge, grid = vision.spatial_merge_size, torch.tensor([[1, 2 + image % 2, 3 - image % 2]])
+                merge, grid = (
+                    vision.spatial_merge_size,
+                    torch.tensor([[1, 2 + image % 2, 3 - image % 2]]),
+                )
                 grid[:, 1:] *= merge
                 shape = [int(grid.prod()), 3 * vision.temporal_patch_size * vision.patch_size**2]
                 n_tokens = int(grid.prod()) // merge**2
-                own.append({"pixel_values": torch.randn(shape, generator=generator), "image_grid_thw": grid})
+                own.append(
+                    {
+                        "pixel_values": torch.randn(shape, generator=generator),
+                        "image_grid_thw": grid,
+                    }
+                )
             else:
                 n_tokens = getattr(config, "mm_tokens_per_image", None) or config.image_seq_length
-                sides = [vision.image_size] * 2 if isinstance(vision.image_size, int) else vision.image_size
+                sides = (
+                    [vision.image_size] * 2
+                    if isinstance(vision.image_size, int)
+                    else vision.image_size
+                )
                 own.append({"pixel_values": torch.randn(1, 3, *sides, generator=generator)})
             ids += [config.image_token_id] * n_tokens + _text(2 + image, generator)
         rows.append(ids + _text(4, generator))
-        pixels.append({key: torch.cat([each[key] for each in own]) for key in (own[0] if own else ())})
+        pixels.append(
+            {key: torch.cat([each[key] for each in own]) for key in (own[0] if own else ())}
+        )
     most = max(map(len, rows))
     batch: Any = {
         "input_ids": torch.tensor([row + [0] * (most - len(row)) for row in rows]),
@@ -202,19 +243,25 @@ def _text(count: int, generator: torch.Generator) -> list[int]:
 
 
 def alone_logprobs(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """``[B, S]`` log-probabilities of transformers for each row alone, 0 at the first token and at padding."""
+    """``[B, S]`` log-probabilities of transformers for each row alone, 0 at the first token and at
+    padding.
+    """
     images: Any = batch[IMAGES]
     rows = []
     for row, own in enumerate(images):
         length = int(batch["attention_mask"][row].sum())
         ids = batch["input_ids"][row : row + 1, :length]
-        logits = model(input_ids=ids, **image_inputs(model, ids, own), use_cache=False).logits.float()
+        logits = model(
+            input_ids=ids, **image_inputs(model, ids, own), use_cache=False
+        ).logits.float()
         logprobs = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         rows.append(torch.nn.functional.pad(logprobs, (1, batch["input_ids"].shape[1] - length)))
     return torch.stack(rows)
 
 
-def image_inputs(model: PreTrainedModel, ids: torch.Tensor, pixels: Batch) -> dict[str, torch.Tensor]:
+def image_inputs(
+    model: PreTrainedModel, ids: torch.Tensor, pixels: Batch
+) -> dict[str, torch.Tensor]:
     """Arguments of the forward of transformers for the images of a sequence ``[1, T]``."""
     config: Any = model.config
     named = {"gemma3": "token_type_ids", "internvl": None, "llava": None}

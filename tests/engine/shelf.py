@@ -1,4 +1,6 @@
-"""``shelf://``: a store for tests, shared by all ranks, on a local disk but written like any other fsspec backend."""
+"""``shelf://``: a store for tests, shared by all ranks, on a local disk but written like any other
+fsspec backend.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class Shelf(DirFileSystem):
-    """Files have their final names from the first byte on. Nothing is discarded, nothing is durable."""
+    """Files have their final names from the first byte on. Nothing is discarded, nothing is
+    durable.
+    """
 
     protocol = "shelf"
 

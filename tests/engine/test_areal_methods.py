@@ -8,12 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from holdfast.engine.api import Batch
 from holdfast.utils.errors import BatchError, ConfigError, PeerError
 from tests.engine.hf_models import tiny_config
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, reference, rows, same, whole
+from tests.engine.test_fsdp_engine import (
+    loss_tokens,
+    make_batch,
+    make_engine,
+    nll,
+    reference,
+    rows,
+    same,
+    whole,
+)
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
@@ -24,7 +39,10 @@ def trajectories(batch: Batch, sizes: tuple[int, ...]) -> list[Batch]:
     """The rows of a batch as a list, each part cut to its longest row."""
     parts = [rows(batch, slice(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
     widths = [int(part["attention_mask"].sum(1).max()) for part in parts]
-    return [{key: tensor[:, :width] for key, tensor in part.items()} for part, width in zip(parts, widths, strict=True)]
+    return [
+        {key: tensor[:, :width] for key, tensor in part.items()}
+        for part, width in zip(parts, widths, strict=True)
+    ]
 
 
 def _lists(rank: int, folder: str) -> None:
@@ -70,9 +88,15 @@ def _filled_rows(rank: int, folder: str) -> None:
 def test_rows_are_filled_up_beyond_the_positions_that_a_model_has_learned(tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "model", tiny_config("gpt2"))
     assert model.config.n_positions == 32
-    engine = make_engine(tmp_path / "model", pad_to_maximum=True, mb_spec=MicroBatchSpec(n_mbs=4, max_tokens_per_mb=80))
+    engine = make_engine(
+        tmp_path / "model",
+        pad_to_maximum=True,
+        mb_spec=MicroBatchSpec(n_mbs=4, max_tokens_per_mb=80),
+    )
     batch = make_batch((32, 7))  # and two dummies
-    torch.testing.assert_close(engine.forward_batch(batch), reference(model, batch)[1], rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        engine.forward_batch(batch), reference(model, batch)[1], rtol=0, atol=2e-5
+    )
     assert engine.train_batch(batch, nll, loss_tokens)["update_skipped"] == 0
     engine.destroy()
 
@@ -81,7 +105,9 @@ def test_a_loss_that_is_no_tensor_is_refused_by_name(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     engine = make_engine(tmp_path / "model")
     batch = make_batch()
-    with pytest.raises(ConfigError, match=r"the loss function returned 1\.5, a float; expected a tensor"):
+    with pytest.raises(
+        ConfigError, match=r"the loss function returned 1\.5, a float; expected a tensor"
+    ):
         engine.train_batch(batch, lambda *_: 1.5, loss_tokens)  # type: ignore[arg-type,return-value]
     engine.destroy()
 
@@ -94,11 +120,18 @@ def _own_step(rank: int, folder: str) -> None:
     stats = engine.train_batch(batch, nll, loss_tokens)
     twin.train()
     twin.optimizer_zero_grad()
-    logits = twin.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    logits = twin.model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     picked = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
-    (-(picked * batch["loss_mask"][:, 1:]).sum() / weight * twin.data_parallel_world_size).backward()
+    (
+        -(picked * batch["loss_mask"][:, 1:]).sum() / weight * twin.data_parallel_world_size
+    ).backward()
     mine = twin.optimizer_step()
-    assert mine["grad_norm"] == pytest.approx(stats["grad_norm"], rel=1e-5) and mine["lr"] == stats["lr"] == 1e-2
+    assert (
+        mine["grad_norm"] == pytest.approx(stats["grad_norm"], rel=1e-5)
+        and mine["lr"] == stats["lr"] == 1e-2
+    )
     assert mine["update_successful"] == 1.0 and twin.counters.optimizer_steps == 1
     for name, value in whole(engine).items():
         assert torch.allclose(whole(twin)[name], value, atol=2e-4), name
@@ -115,12 +148,18 @@ def _rates_and_statistics(rank: int, folder: str) -> None:
     assert steps[1]["lr"] == 5e-3
     engine.lr_scheduler_step()
     engine.lr_scheduler_step()  # changes without an update, as in AReaL
-    skipped = engine.train_batch(batch, lambda logits, mb: nll(logits, mb) * float("nan"), loss_tokens)
-    assert skipped["update_successful"] == 0.0 and skipped["lr"] == pytest.approx(1e-2 * (1 - 2 / 20))
+    skipped = engine.train_batch(
+        batch, lambda logits, mb: nll(logits, mb) * float("nan"), loss_tokens
+    )
+    assert skipped["update_successful"] == 0.0 and skipped["lr"] == pytest.approx(
+        1e-2 * (1 - 2 / 20)
+    )
     means = engine.export_stats()
     assert means["update_successful"] == pytest.approx(2 / 3)
     assert means["grad_norm"] == pytest.approx((steps[0]["grad_norm"] + steps[1]["grad_norm"]) / 2)
-    assert all(math.isfinite(value) for value in means.values()) and means["n_tokens"] == pytest.approx(37 / 2)
+    assert all(math.isfinite(value) for value in means.values()) and means[
+        "n_tokens"
+    ] == pytest.approx(37 / 2)
     assert engine.export_stats() == {}
     with pytest.raises(ConfigError, match="'lr' is -1"):
         engine.set_lr(-1.0)
@@ -155,15 +194,21 @@ def _check(rank: int, world_size: int, folder: str, check: Callable[[int, str], 
 @pytest.mark.parametrize(
     "check", slow_but([_groups], [_lists, _filled_rows, _own_step, _rates_and_statistics, _groups])
 )
-def test_the_engine_answers_to_areals_names(tmp_path: Path, check: Callable[[int, str], None]) -> None:
+def test_the_engine_answers_to_areals_names(
+    tmp_path: Path, check: Callable[[int, str], None]
+) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     run_ranks(_check, 2, str(tmp_path / "model"), check)
 
 
 def test_filling_up_rows_that_are_not_packed_or_have_no_limit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'pad_to_maximum' is True, but 'mb_spec\.max_tokens_per_mb' is null"):
+    with pytest.raises(
+        ConfigError, match=r"'pad_to_maximum' is True, but 'mb_spec\.max_tokens_per_mb' is null"
+    ):
         TrainEngineConfig(pad_to_maximum=True, mb_spec=MicroBatchSpec(max_tokens_per_mb=None))
-    with pytest.raises(ConfigError, match="'pad_to_maximum' is True, but 'pack_sequences' is False"):
+    with pytest.raises(
+        ConfigError, match="'pad_to_maximum' is True, but 'pack_sequences' is False"
+    ):
         TrainEngineConfig(pad_to_maximum=True, pack_sequences=False)
     with pytest.raises(ConfigError, match="'logprobs_chunk_size' is 0"):
         TrainEngineConfig(logprobs_chunk_size=0)

@@ -1,4 +1,6 @@
-"""Checkpoints of models on meshes of several dimensions: each loads into every other, and nothing is gathered."""
+"""Checkpoints of models on meshes of several dimensions: each loads into every other, and nothing
+is gathered.
+"""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,7 +46,9 @@ def by_transformers(**sizes: Any) -> Callable[[Path], Any]:
         from transformers import DistributedConfig  # newer than the oldest supported release
 
         config = DistributedConfig(**sizes)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=config)
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, distributed_config=config
+        )
 
     return build
 
@@ -54,7 +58,9 @@ def plain(folder: Path) -> Any:
 
 
 def replicated(folder: Path) -> Any:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+    )
     return fully_shard(plain(folder), mesh=mesh)
 
 
@@ -64,7 +70,10 @@ COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj
 def by_hand(folder: Path) -> Any:
     """Shard as torchtitan does: a flattened slice of a mesh for FSDP, experts along their columns."""
     ranks = dist.get_world_size()
-    mesh, model = init_device_mesh("cpu", (1, ranks // 2, 2), mesh_dim_names=("dp", "cp", "tp")), plain(folder)
+    mesh, model = (
+        init_device_mesh("cpu", (1, ranks // 2, 2), mesh_dim_names=("dp", "cp", "tp")),
+        plain(folder),
+    )
     fsdp = mesh["dp", "cp"]._flatten("fsdp")
     for name, module in model.named_modules():
         if name.endswith(COLUMNS):
@@ -73,7 +82,9 @@ def by_hand(folder: Path) -> Any:
             parallelize_module(module, mesh["tp"], RowwiseParallel())
         elif name.endswith("experts"):
             for own, param in list(module.named_parameters()):
-                placed = distribute_tensor(param.detach(), mesh["tp"], [Shard(0)], src_data_rank=None)
+                placed = distribute_tensor(
+                    param.detach(), mesh["tp"], [Shard(0)], src_data_rank=None
+                )
                 module.register_parameter(own, nn.Parameter(placed))
             fully_shard(module, mesh=fsdp, shard_placement_fn=lambda _: Shard(2))
     return fully_shard(model, mesh=fsdp)
@@ -158,8 +169,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def _saves(rank: int, world_size: int, folder: Path, out: Path, layouts: list[str]) -> dict[str, dict[str, Any]]:
-    """Save after a step on each mesh, blocking and in the background. Returns the values, and what went around."""
+def _saves(
+    rank: int, world_size: int, folder: Path, out: Path, layouts: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Save after a step on each mesh, blocking and in the background. Returns the values, and what
+    went around.
+    """
     return {layout: _save(folder, out / layout, layout) for layout in layouts}
 
 
@@ -168,7 +183,9 @@ def _save(folder: Path, out: Path, layout: str) -> dict[str, Any]:
     step(state)
     step(state)
     tensors, ranks = dict(flatten({"dcp": state.state_dict()})), dist.get_world_size()
-    assert ranks == 1 or agree_on(vote_on(describe_state(tensors, None), tensors), None), "no rank plans for all"
+    assert ranks == 1 or agree_on(vote_on(describe_state(tensors, None), tensors), None), (
+        "no rank plans for all"
+    )
     with Bytes() as moved:
         save_dcp(out / "dcp", state)
         save_hf(model, out / "hf")
@@ -177,14 +194,20 @@ def _save(folder: Path, out: Path, layout: str) -> dict[str, Any]:
     group: Any = new_background_group(None, 60)
     background = BackgroundSave(model, group, 60)
     for kind in ("dcp", "hf"):
-        background.begin(SaveLoadMeta(str(out / f"later_{kind}"), kind, with_optim=kind == "dcp"), state)
+        background.begin(
+            SaveLoadMeta(str(out / f"later_{kind}"), kind, with_optim=kind == "dcp"), state
+        )
         background.wait()
     background.close()
     found = {"values": values(state), "fingerprint": fingerprint(state)}
     if dist.get_rank() == 0:
         twin = plain(folder)
-        weights = {name: value for name, value in found["values"].items() if name.startswith("model.")}
-        twin.load_state_dict({name.removeprefix("model."): value for name, value in weights.items()}, strict=False)
+        weights = {
+            name: value for name, value in found["values"].items() if name.startswith("model.")
+        }
+        twin.load_state_dict(
+            {name.removeprefix("model."): value for name, value in weights.items()}, strict=False
+        )
         twin.save_pretrained(out / "reference")
     return found
 
@@ -204,12 +227,17 @@ def _loads(rank: int, world_size: int, folder: Path, out: Path, layouts: list[st
                 elif kind == "torch":
                     live = state.state_dict()
                     dcp.load(
-                        {"dcp": {key: live[key] for key in ("model", "optim")}}, checkpoint_id=out / saved_by / "dcp"
+                        {"dcp": {key: live[key] for key in ("model", "optim")}},
+                        checkpoint_id=out / saved_by / "dcp",
                     )
                 else:
                     load_hf(model, where / "hf")
                 found = values(state)
-                wrong = [name for name, value in expected["values"].items() if not torch.equal(found[name], value)]
+                wrong = [
+                    name
+                    for name, value in expected["values"].items()
+                    if not torch.equal(found[name], value)
+                ]
                 assert not [name for name in wrong if kind != "hf" or name.startswith("model.")], (
                     layout,
                     saved_by,
@@ -220,7 +248,10 @@ def _loads(rank: int, world_size: int, folder: Path, out: Path, layouts: list[st
 
 
 def by_ranks(layouts: Iterable[str], of: dict[str, Any]) -> dict[int, list[str]]:
-    return {ranks: [name for name in layouts if of[name][0] == ranks] for ranks in {of[name][0] for name in layouts}}
+    return {
+        ranks: [name for name in layouts if of[name][0] == ranks]
+        for ranks in {of[name][0] for name in layouts}
+    }
 
 
 def check(folder: Path, out: Path, saved_by: list[str], loaded_by: list[str]) -> None:
@@ -229,11 +260,17 @@ def check(folder: Path, out: Path, saved_by: list[str], loaded_by: list[str]) ->
     for ranks, names in by_ranks(saved_by, layouts).items():
         reports = run_ranks(_saves, ranks, folder, out, names)
         saved |= reports[0]
-        assert all(report[name]["fingerprint"] == saved[name]["fingerprint"] for report in reports for name in names)
+        assert all(
+            report[name]["fingerprint"] == saved[name]["fingerprint"]
+            for report in reports
+            for name in names
+        )
     for name in saved_by:
         files = [contents(out / name / kind) for kind in ("hf", "later_hf", "reference")]
         assert files[0] == files[1] == files[2], name
-        assert saved[name]["fingerprint"] == saved[saved_by[0]]["fingerprint"], "the same steps on every mesh"
+        assert saved[name]["fingerprint"] == saved[saved_by[0]]["fingerprint"], (
+            "the same steps on every mesh"
+        )
     torch.save(saved, out / "saved.pt")
     for ranks, names in by_ranks(loaded_by, layouts).items():
         run_ranks(_loads, ranks, folder, out, names)
@@ -251,7 +288,9 @@ def test_checkpoints_of_a_mesh_load_into_shards_and_back(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_checkpoints_of_every_mesh_load_into_every_mesh(folders: Path, tmp_path: Path, name: str) -> None:
+def test_checkpoints_of_every_mesh_load_into_every_mesh(
+    folders: Path, tmp_path: Path, name: str
+) -> None:
     check(folders / name, tmp_path, list(MODELS[name]), list(MODELS[name]))
 
 
@@ -270,16 +309,24 @@ def _refusals(rank: int, world_size: int, folder: Path, out: Path) -> None:
     assert not (out / "dcp").exists() and not (out / "hf").exists()
 
 
-def test_experts_that_are_cut_within_their_rows_are_refused_on_all_ranks(folders: Path, tmp_path: Path) -> None:
+def test_experts_that_are_cut_within_their_rows_are_refused_on_all_ranks(
+    folders: Path, tmp_path: Path
+) -> None:
     save_dcp(tmp_path / "good", build(folders / "qwen3_moe", (1, plain))[1])
     run_ranks(_refusals, 2, folders / "qwen3_moe", tmp_path)
 
 
-FROZEN = {"model.embed_tokens.weight", "model.layers.0.self_attn.o_proj.weight", "model.norm.weight"}
+FROZEN = {
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.norm.weight",
+}
 
 
 def _frozen(rank: int, world_size: int, folder: Path, out: Path, layout: str, saves: bool) -> None:
-    """A base that checkpoints leave out is the same on every mesh, for Holdfast's loads and for torch's."""
+    """A base that checkpoints leave out is the same on every mesh, for Holdfast's loads and for
+    torch's.
+    """
     model = MODELS[folder.name][layout][1](folder)
     for name, param in model.named_parameters():
         param.requires_grad = name not in FROZEN
@@ -295,7 +342,9 @@ def _frozen(rank: int, world_size: int, folder: Path, out: Path, layout: str, sa
         load_dcp(out, state)
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), slow_but([("fsdp2", "tp2")], [("fsdp2", "tp2"), ("tp2", "fsdp2")]))
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"), slow_but([("fsdp2", "tp2")], [("fsdp2", "tp2"), ("tp2", "fsdp2")])
+)
 def test_a_frozen_base_is_known_again_on_another_mesh(
     folders: Path, tmp_path: Path, saved_by: str, loaded_by: str
 ) -> None:

@@ -1,4 +1,6 @@
-"""Ranks that share every row (Ulysses) train as one process does, and load each other's checkpoints."""
+"""Ranks that share every row (Ulysses) train as one process does, and load each other's
+checkpoints.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +48,12 @@ from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(240)
 
-MESHES = [Mesh(2, "fsdp:c2"), Mesh(4, "fsdp:d2c2"), Mesh(4, "fsdp:c4"), Mesh(4, "fsdp:d2c2", replicas=2)]
+MESHES = [
+    Mesh(2, "fsdp:c2"),
+    Mesh(4, "fsdp:d2c2"),
+    Mesh(4, "fsdp:c4"),
+    Mesh(4, "fsdp:d2c2", replicas=2),
+]
 PAIR = MESHES[0]
 MODELS = {
     "qwen3": "Qwen/Qwen3-0.6B",  # tied
@@ -54,8 +61,15 @@ MODELS = {
     "gemma3": "google/gemma-3-1b-it",  # windows of 8 tokens, one key head
     "qwen3_moe": "Qwen/Qwen3-30B-A3B",
 }
-SETTINGS = [("every", True, 1, False), ("every", False, 3, True), ("last", False, 1, True), ("last", True, 3, False)]
-"""``gradient_sync``, checkpointing, micro-batches, and whether rows are filled (to a length that c does not divide)."""
+SETTINGS = [
+    ("every", True, 1, False),
+    ("every", False, 3, True),
+    ("last", False, 1, True),
+    ("last", True, 3, False),
+]
+"""``gradient_sync``, checkpointing, micro-batches, and whether rows are filled (to a length that c
+does not divide).
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +78,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
     def folder(name: str) -> str:
         if not (root / name).exists():
-            write_model_folder(root / name, tiny_config(MODELS[name]) if name in MODELS else tiny_qwen3())
+            write_model_folder(
+                root / name, tiny_config(MODELS[name]) if name in MODELS else tiny_qwen3()
+            )
         return str(root / name)
 
     return folder
@@ -75,24 +91,38 @@ def a_batch() -> Batch:
 
 
 def check_gradients(found: dict[str, torch.Tensor], expected: Any) -> None:
-    given = {name: param.grad for name, param in expected.named_parameters() if param.grad is not None}
+    given = {
+        name: param.grad for name, param in expected.named_parameters() if param.grad is not None
+    }
     largest = max(float(grad.abs().max()) for grad in given.values())
     for name, grad in given.items():
         difference = float((found[name].cpu() - grad).abs().max())
-        assert difference <= 1e-5 * float(grad.abs().max()) + 1e-7 * largest, (name, difference, largest)
+        assert difference <= 1e-5 * float(grad.abs().max()) + 1e-7 * largest, (
+            name,
+            difference,
+            largest,
+        )
 
 
 def _steps(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
     ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     expected, logprobs = reference(ref, a_batch())
-    norm = float(torch.stack([param.grad.norm() for param in ref.parameters() if param.grad is not None]).norm())
+    norm = float(
+        torch.stack(
+            [param.grad.norm() for param in ref.parameters() if param.grad is not None]
+        ).norm()
+    )
     for sync, checkpointing, n_mbs, padded in SETTINGS:
         engine = engine_on(folder, mesh, sync, gradient_checkpointing=checkpointing, optimizer=SGD)
         gradients, batch = capture_gradients(engine), own_rows(engine, a_batch())
         engine.config.pad_to_maximum = padded
         engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs, max_tokens_per_mb=61)
-        torch.testing.assert_close(engine.forward_batch(batch), own_rows(engine, {"": logprobs})[""], rtol=0, atol=1e-5)
-        assert float(engine.eval_batch(batch, nll, loss_tokens)) == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(
+            engine.forward_batch(batch), own_rows(engine, {"": logprobs})[""], rtol=0, atol=1e-5
+        )
+        assert float(engine.eval_batch(batch, nll, loss_tokens)) == pytest.approx(
+            expected, rel=1e-6
+        )
         stats = engine.train_batch(batch, nll, loss_tokens)
         assert stats["loss"] == pytest.approx(expected, rel=1e-6)
         assert stats["grad_norm"] == pytest.approx(norm, rel=1e-6)
@@ -115,9 +145,13 @@ def test_ranks_that_share_rows_take_the_steps_of_the_unsharded_model(
 def _balance(rank: int, world_size: int, folder: str, mesh: Mesh) -> None:
     engine = engine_on(folder, mesh, optimizer=SGD, pad_to_maximum=True, router_aux_loss_coef=0.5)
     engine.config.mb_spec = MicroBatchSpec(max_tokens_per_mb=64)
-    ref: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_router_logits=True)
+    ref: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_router_logits=True
+    )
     batch = make_batch((5, 4))  # the last ranks have no token of the row
-    aux = ref(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).aux_loss
+    aux = ref(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).aux_loss
     stats = engine.train_batch(batch, nll, loss_tokens)
     assert stats["update_successful"] == 1 and stats["expert_load_max_over_mean"] >= 1
     # Each part balances its own tokens, so the loss is that of the row only up to that.
@@ -134,14 +168,19 @@ def test_experts_are_balanced_over_the_real_tokens_of_each_part_of_a_row(
 def with_rewards(batch: Batch) -> Batch:
     generator = torch.Generator().manual_seed(5)
     shape = batch["input_ids"].shape
-    drawn = {"old": -2 * torch.rand(shape, generator=generator), "advantages": torch.randn(shape, generator=generator)}
+    drawn = {
+        "old": -2 * torch.rand(shape, generator=generator),
+        "advantages": torch.randn(shape, generator=generator),
+    }
     return {**batch, **drawn}
 
 
 def gspo_with_entropy(output: Any, mb: Batch) -> torch.Tensor:
     logprobs, entropy = token_logprobs(output, mb["input_ids"], mb["cu_seqlens"], 0.7)
     mask = mb["loss_mask"]
-    inputs = policy_inputs(logprobs, mb["old"], mb["advantages"], mask, mb["cu_seqlens"], "sequence")
+    inputs = policy_inputs(
+        logprobs, mb["old"], mb["advantages"], mask, mb["cu_seqlens"], "sequence"
+    )
     losses, _ = ppo(inputs, PPOActorConfig(eps_clip=0.5))
     return masked_mean(losses, mask) - 0.1 * masked_mean(entropy, mask)
 
@@ -154,7 +193,9 @@ def expected_step(model: Any, batch: Batch, loss_fn: Any, is_critic: bool) -> fl
     """Loss over the padded batch, with gradients left in ``model``."""
     (mb,) = split_batch(batch, MicroBatchSpec())
     config = TrainEngineConfig(pack_sequences=False)
-    output = model_output(model, mb, packed=False) if is_critic else ModelOutput(model, mb, config, None)
+    output = (
+        model_output(model, mb, packed=False) if is_critic else ModelOutput(model, mb, config, None)
+    )
     model.zero_grad()
     loss = loss_fn(output, mb.data)
     loss.backward()
@@ -200,7 +241,11 @@ def _updates(rank: int, world_size: int, folder: str, mesh: Mesh) -> dict[str, A
         engine: Any = actor.engine
         batch = share_of(whole_batch(), engine.data_parallel_rank, engine.data_parallel_world_size)
         found[name] = actor.ppo_update(actor.compute_advantages(batch)) | engine.export_stats()
-        found[name] = {key: value for key, value in found[name].items() if key not in ("n_mbs", "num_micro_batches")}
+        found[name] = {
+            key: value
+            for key, value in found[name].items()
+            if key not in ("n_mbs", "num_micro_batches")
+        }
         if engine.data_parallel_world_size > 1:
             found[name].pop("n_tokens")  # of a rank
         found[f"{name}, weights"] = whole(engine)
@@ -218,7 +263,9 @@ def test_updates_of_a_policy_and_their_statistics_are_those_of_one_rank(
         for name, stats in expected.items():
             if name.endswith("weights"):
                 for key, tensor in stats.items():
-                    torch.testing.assert_close(found[name][key], tensor, rtol=1e-5, atol=2e-6, msg=f"{name}: {key}")
+                    torch.testing.assert_close(
+                        found[name][key], tensor, rtol=1e-5, atol=2e-6, msg=f"{name}: {key}"
+                    )
             else:
                 assert found[name].keys() | {"n_tokens"} == stats.keys() | {"n_tokens"}
                 expected_stats = {key: stats[key] for key in found[name]}
@@ -234,7 +281,9 @@ def _small_rows(rank: int, world_size: int, folder: str) -> None:
         engine = engine_on(folder, PAIR, optimizer=SGD, mb_spec=MicroBatchSpec(n_mbs=3))
         gradients = capture_gradients(engine)
         torch.testing.assert_close(engine.forward_batch(batch), logprobs, rtol=0, atol=1e-5)
-        assert engine.train_batch(batch, nll, loss_tokens)["loss"] == pytest.approx(expected, rel=1e-6)
+        assert engine.train_batch(batch, nll, loss_tokens)["loss"] == pytest.approx(
+            expected, rel=1e-6
+        )
         check_gradients(gradients, ref)
     half = engine_on(folder, PAIR, optimizer=SGD, dtype="bfloat16")
     assert half.train_batch(batch, nll, loss_tokens)["loss"] == pytest.approx(expected, rel=0.01)
@@ -262,7 +311,10 @@ def test_adapters_are_trained_by_ranks_that_share_rows(tmp_path: Path) -> None:
 
 
 def _broadcasts(rank: int, world_size: int, folder: str) -> None:
-    engine, alone = engine_on(folder, PAIR, optimizer=None), engine_on(folder, Mesh(2), optimizer=None)
+    engine, alone = (
+        engine_on(folder, PAIR, optimizer=None),
+        engine_on(folder, Mesh(2), optimizer=None),
+    )
     batch, head = a_batch(), rank == 0
     listed, peers = [rows(batch, slice(3)), rows(batch, slice(3, 8))], rows(batch, slice(2))
     with patch.object(fsdp_engine, "join_trajectories", side_effect=join_trajectories) as joins:
@@ -297,17 +349,27 @@ def test_checkpoints_do_not_depend_on_who_shares_rows(
     check_loads(folders("qwen3"), tmp_path, saved_by, [loaded_by])
 
 
-def _refusals(rank: int, world_size: int, folder: str, three_heads: str, gpt2: str, gemma2: str) -> None:
+def _refusals(
+    rank: int, world_size: int, folder: str, three_heads: str, gpt2: str, gemma2: str
+) -> None:
     with patch.object(initial_model, "give_memory", side_effect=AssertionError("it has memory")):
         for path, changes, words in (
-            (folder, {"backend": "fsdp:c4"}, r"4 ranks have the same data .* only 2 rank\(s\) have joined"),
+            (
+                folder,
+                {"backend": "fsdp:c4"},
+                r"4 ranks have the same data .* only 2 rank\(s\) have joined",
+            ),
             (folder, {"pack_sequences": False}, "'pack_sequences' is false, .* set it to true"),
             (
                 folder,
                 {"attn_impl": "sdpa"},
                 "Qwen3ForCausalLM cannot be .* 'attn_impl' is 'sdpa', and null or 'holdfast'",
             ),
-            (three_heads, {}, "context_parallel_size 2: 2 ranks cannot share 3 heads with 3 key heads; .* of 1, 3;"),
+            (
+                three_heads,
+                {},
+                "context_parallel_size 2: 2 ranks cannot share 3 heads with 3 key heads; .* of 1, 3;",
+            ),
             (three_heads, {"attn_impl": "holdfast"}, "2 ranks cannot share 3 heads"),
             (gemma2, {}, "Gemma2ForCausalLM cannot be .* in another way"),
             (
@@ -319,8 +381,13 @@ def _refusals(rank: int, world_size: int, folder: str, three_heads: str, gpt2: s
             with pytest.raises(ConfigError, match=words):
                 make_engine(path, **{"backend": "fsdp:c2", **changes})
         with (
-            patch.object(attention, "heads_to_tokens", lambda out, group: heads_to_tokens(out, group).flip(1)),
-            pytest.raises(ConfigError, match=r"Qwen3ForCausalLM cannot be .* come out otherwise than the whole row"),
+            patch.object(
+                attention, "heads_to_tokens", lambda out, group: heads_to_tokens(out, group).flip(1)
+            ),
+            pytest.raises(
+                ConfigError,
+                match=r"Qwen3ForCausalLM cannot be .* come out otherwise than the whole row",
+            ),
         ):
             make_engine(folder, backend="fsdp:c2")
     make_engine(folder, backend="fsdp:c2", disable_dropout=False)  # it has none
@@ -328,22 +395,33 @@ def _refusals(rank: int, world_size: int, folder: str, three_heads: str, gpt2: s
     batch = a_batch()
     engine.train_batch(batch, nll, loss_tokens)
     before = whole(engine)
-    with pytest.raises(BatchError, match=r"asked for logits, but ranks share each row .* is 2.*; take output"):
+    with pytest.raises(
+        BatchError, match=r"asked for logits, but ranks share each row .* is 2.*; take output"
+    ):
         engine.train_batch(batch, lambda output, mb: output.float().sum(), loss_tokens)
-    with pytest.raises(BatchError, match=r"ranks 0 and 1 share their data \(2 ranks do\), but were given different"):
+    with pytest.raises(
+        BatchError, match=r"ranks 0 and 1 share their data \(2 ranks do\), but were given different"
+    ):
         engine.train_batch(rows(batch, slice(rank, 8)), nll, loss_tokens)
     assert same(whole(engine), before)
     ids, mask = torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)
     row = (4,), torch.tensor([0, 4], dtype=torch.int32), engine._meshes.sequence
-    with packed_row(*row), pytest.raises(ValueError, match="needs a mask of its own, but ranks share the row"):
+    with (
+        packed_row(*row),
+        pytest.raises(ValueError, match="needs a mask of its own, but ranks share the row"),
+    ):
         engine.model(input_ids=ids, attention_mask=mask, use_cache=False)
 
 
-def test_what_cannot_share_rows_is_refused_in_words_on_all_ranks(folders: Callable[[str], str], tmp_path: Path) -> None:
+def test_what_cannot_share_rows_is_refused_in_words_on_all_ranks(
+    folders: Callable[[str], str], tmp_path: Path
+) -> None:
     config = tiny_qwen3()
     config.num_attention_heads = config.num_key_value_heads = 3
     write_model_folder(tmp_path / "three", config)
     for name in ("openai-community/gpt2", "google/gemma-2-2b"):
         write_model_folder(tmp_path / name, tiny_config(name))
-    paths = [str(tmp_path / name) for name in ("three", "openai-community/gpt2", "google/gemma-2-2b")]
+    paths = [
+        str(tmp_path / name) for name in ("three", "openai-community/gpt2", "google/gemma-2-2b")
+    ]
     run_ranks(_refusals, 2, folders("qwen3"), *paths)

@@ -1,4 +1,6 @@
-"""Folders and configurations that make no model: one clear error on every rank, and a second try may succeed."""
+"""Folders and configurations that make no model: one clear error on every rank, and a second try
+may succeed.
+"""
 
 import json
 import os
@@ -35,7 +37,9 @@ def test_a_config_of_no_model_is_an_error_that_names_the_file(what: str, tmp_pat
     changes, reason = NONSENSE[what]
     tiny_model("llama").save_pretrained(tmp_path)
     _change_config(tmp_path, changes)
-    with pytest.raises(ConfigError, match=rf"config key 'path': .*{tmp_path}/config\.json.*: {reason}") as refusal:
+    with pytest.raises(
+        ConfigError, match=rf"config key 'path': .*{tmp_path}/config\.json.*: {reason}"
+    ) as refusal:
         start(tmp_path)
     assert "\n" not in str(refusal.value)
 
@@ -44,7 +48,9 @@ def test_an_error_about_a_critics_initial_weights_names_their_folder(tmp_path: P
     tiny_model("llama").save_pretrained(tmp_path)
     _change_config(tmp_path, {"vocab_size": 40})
     for changes in ({}, {"is_critic": True}):
-        with pytest.raises(CheckpointMismatchError, match=rf"^{tmp_path}: (lm_head|model\.\w+)\.weight has sha"):
+        with pytest.raises(
+            CheckpointMismatchError, match=rf"^{tmp_path}: (lm_head|model\.\w+)\.weight has sha"
+        ):
             start(tmp_path, **changes)
 
 
@@ -112,7 +118,9 @@ def _one_rank_fails(rank: int, world_size: int, root: Path) -> dict[str, str]:
         shutil.copytree(root / "good", folder)
         if rank == 1:
             spoil(folder)
-        engine = FSDPEngine(TrainEngineConfig(path=str(folder), device="cpu", **(changes if rank == 1 else {})))
+        engine = FSDPEngine(
+            TrainEngineConfig(path=str(folder), device="cpu", **(changes if rank == 1 else {}))
+        )
         engine.create_process_group()
         began = time.monotonic()
         try:
@@ -120,7 +128,9 @@ def _one_rank_fails(rank: int, world_size: int, root: Path) -> dict[str, str]:
         except Exception as error:
             outcomes[problem] = f"{type(error).__name__}: {error}"
         assert time.monotonic() - began < 20, f"{problem}: it waited"
-        shutil.copytree(root / "good", folder, dirs_exist_ok=True)  # repaired, so the same engine starts
+        shutil.copytree(
+            root / "good", folder, dirs_exist_ok=True
+        )  # repaired, so the same engine starts
         engine.config = TrainEngineConfig(path=str(folder), device="cpu")
         engine.initialize(None, SPEC)
         assert engine.model_folder == folder
@@ -143,8 +153,12 @@ def test_a_failed_start_on_one_rank_fails_all_and_can_be_repeated(
 
 def _start_at_a_port_in_use(rank: int, world_size: int, port: int) -> None:
     dist.destroy_process_group()
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with pytest.raises(ConfigError, match=rf"rank 0 cannot listen at 127\.0\.0\.1:{port} .*; choose a free one"):
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    with pytest.raises(
+        ConfigError, match=rf"rank 0 cannot listen at 127\.0\.0\.1:{port} .*; choose a free one"
+    ):
         FSDPEngine(TrainEngineConfig(path="x")).create_process_group()
 
 

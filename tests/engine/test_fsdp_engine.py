@@ -1,4 +1,6 @@
-"""The engine against an unsharded, padded reference, with its schedule, skipped steps, saves and loads."""
+"""The engine against an unsharded, padded reference, with its schedule, skipped steps, saves and
+loads.
+"""
 
 import os
 import signal
@@ -48,7 +50,9 @@ def make_engine(path: str | Path, **changes: Any) -> Any:
     return engine
 
 
-def make_batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, masked_rows: tuple[int, ...] = ()) -> Batch:
+def make_batch(
+    lengths: tuple[int, ...] = LENGTHS, seed: int = 0, masked_rows: tuple[int, ...] = ()
+) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     shape = (len(lengths), max(lengths))
     mask = torch.arange(shape[1])[None] < torch.tensor(lengths)[:, None]
@@ -75,8 +79,12 @@ def loss_tokens(mb: Batch) -> torch.Tensor:
 
 
 def reference(model: PreTrainedModel, batch: Batch) -> tuple[float, torch.Tensor]:
-    """Loss over the padded batch, with gradients left in ``model``, and token-aligned log-probabilities."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    """Loss over the padded batch, with gradients left in ``model``, and token-aligned
+    log-probabilities.
+    """
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     logprobs = torch.zeros(batch["input_ids"].shape)
     picked = logits[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
     logprobs = torch.cat([logprobs[:, :1], picked * batch["attention_mask"][:, 1:]], dim=1)
@@ -102,7 +110,10 @@ def capture_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 def whole(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     tensors = engine.dcp_state().live_tensors()
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone().cpu() for n, t in tensors.items()}
+    return {
+        n: (t.full_tensor() if isinstance(t, DTensor) else t).clone().cpu()
+        for n, t in tensors.items()
+    }
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -139,13 +150,19 @@ def _gradients_of_every_cut(rank: int, world_size: int, folder: str) -> dict[str
                 key = f"{name}, packed {packed}, masked {masked}"
                 results[key] = (
                     stats,
-                    {n: (gradients[n].cpu() - p.grad).abs().max() for n, p in ref.named_parameters()},
+                    {
+                        n: (gradients[n].cpu() - p.grad).abs().max()
+                        for n, p in ref.named_parameters()
+                    },
                 )
                 assert abs(stats["loss"] - expected) < 1e-5, (key, stats, expected)
                 assert abs(float(engine.eval_batch(share, nll, loss_tokens)) - expected) < 1e-5
                 norm = torch.stack([p.grad.norm() for p in ref.parameters()]).norm()
                 assert abs(stats["grad_norm"] - float(norm)) < 1e-4
-    return {key: (stats["n_mbs"], {n: float(d) for n, d in diffs.items()}) for key, (stats, diffs) in results.items()}
+    return {
+        key: (stats["n_mbs"], {n: float(d) for n, d in diffs.items()})
+        for key, (stats, diffs) in results.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +173,9 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
-def test_the_gradient_does_not_depend_on_how_the_batch_was_cut(qwen3: Path, world_size: int) -> None:
+def test_the_gradient_does_not_depend_on_how_the_batch_was_cut(
+    qwen3: Path, world_size: int
+) -> None:
     for result in run_ranks(_gradients_of_every_cut, world_size, str(qwen3)):
         assert len(result) == 4 * len(SPLITS)
         for key, (n_mbs, differences) in result.items():
@@ -181,32 +200,51 @@ def _forward_and_edges(rank: int, world_size: int, folder: str) -> None:
         (rows(batch, slice(0, 0)), "empty"),
         ({**batch, "loss_mask": batch["loss_mask"][:, :-1]}, "loss_mask"),
         ({**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}, "no token"),
-        ({**batch, "input_ids": batch["input_ids"] + 15}, r"expected 0 to 14, because the model's embedding has 15"),
-        ({**batch, "input_ids": batch["input_ids"] - 1}, r"token \d+ of row \d+ of the batch has id -1 \(\d+ such\)"),
+        (
+            {**batch, "input_ids": batch["input_ids"] + 15},
+            r"expected 0 to 14, because the model's embedding has 15",
+        ),
+        (
+            {**batch, "input_ids": batch["input_ids"] - 1},
+            r"token \d+ of row \d+ of the batch has id -1 \(\d+ such\)",
+        ),
     ):
         # Only rank 1 has the bad batch, and rank 0 must not hang in a collective.
         with pytest.raises(BatchError if rank == 1 else PeerError, match=words):
             engine.train_batch(bad if rank == 1 else batch, nll, loss_tokens)
     with pytest.raises(BatchError, match="no token of the batch counts"):
-        engine.train_batch({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}, nll, loss_tokens)
+        engine.train_batch(
+            {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}, nll, loss_tokens
+        )
     assert same(whole(engine), before)
-    padded = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
-    assert torch.equal(engine.forward_batch(rows(padded, share)), logprobs), "padding may have any id"
+    padded = {
+        **batch,
+        "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100),
+    }
+    assert torch.equal(engine.forward_batch(rows(padded, share)), logprobs), (
+        "padding may have any id"
+    )
 
 
 def _half_precision(rank: int, world_size: int, folder: str) -> None:
     engine = make_engine(folder, dtype="bf16", grad_reduce_dtype="fp32")
-    expected, _ = reference(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make_batch())
+    expected, _ = reference(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make_batch()
+    )
     seen: set[torch.dtype] = set()
 
     def loss_fn(logits: torch.Tensor, mb: Batch) -> torch.Tensor:
         seen.add(logits.dtype)
         return nll(logits, mb)
 
-    stats = engine.train_batch(rows(make_batch(), slice(rank * 4, rank * 4 + 4)), loss_fn, loss_tokens)
+    stats = engine.train_batch(
+        rows(make_batch(), slice(rank * 4, rank * 4 + 4)), loss_fn, loss_tokens
+    )
     assert seen == {torch.bfloat16}
     assert stats["loss"] == pytest.approx(expected, rel=0.01)
-    assert {tensor.dtype for tensor in engine.dcp_state().live_tensors().values()} == {torch.float32}
+    assert {tensor.dtype for tensor in engine.dcp_state().live_tensors().values()} == {
+        torch.float32
+    }
 
 
 def test_computing_in_bfloat16_leaves_parameters_and_moments_in_float32(qwen3: Path) -> None:
@@ -258,14 +296,26 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
             Path(out, name).mkdir()  # like callers that create the folder first
     engine.save(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=True))
     engine.save(SaveLoadMeta(f"{out}/hf", "hf", with_optim=False, base_model_path=folder))
-    with pytest.raises((ConfigError, PeerError), match=r"dcp, which is committed with a manifest\.json"):
+    with pytest.raises(
+        (ConfigError, PeerError), match=r"dcp, which is committed with a manifest\.json"
+    ):
         engine.save(SaveLoadMeta(f"{out}/dcp/hf", "hf", with_optim=False, base_model_path=folder))
-    engine.save(SaveLoadMeta(f"{shelf_url(Path(out))}/hf_at_url", "hf", with_optim=False, base_model_path=folder))
+    engine.save(
+        SaveLoadMeta(
+            f"{shelf_url(Path(out))}/hf_at_url", "hf", with_optim=False, base_model_path=folder
+        )
+    )
     for path in Path(f"{out}/hf").iterdir():
         assert Path(f"{out}/hf_at_url/{path.name}").read_bytes() == path.read_bytes()
-    with pytest.raises(ConfigError, match=r"needs a folder of this machine: save to one, and set recover\.mirror_url"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs a folder of this machine: save to one, and set recover\.mirror_url",
+    ):
         engine.save(SaveLoadMeta("s3://bucket/step_9", "dcp", with_optim=True))
-    with pytest.raises(ConfigError, match="path is s3://bucket/step_9; loading needs a folder of this machine: fetch"):
+    with pytest.raises(
+        ConfigError,
+        match="path is s3://bucket/step_9; loading needs a folder of this machine: fetch",
+    ):
         engine.load(SaveLoadMeta("s3://bucket/step_9", "hf", with_optim=False))
     saved = whole(engine)
     engine.train_batch(batch, nll, loss_tokens)
@@ -278,7 +328,11 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
     assert same(whole(other), after)
     from_hf = make_engine(f"{out}/hf", optimizer=None)
     weights = {n: t.full_tensor().cpu() for n, t in from_hf.model.state_dict().items()}
-    assert all(torch.equal(weights[n.removeprefix("model.")], t) for n, t in saved.items() if n.startswith("model."))
+    assert all(
+        torch.equal(weights[n.removeprefix("model.")], t)
+        for n, t in saved.items()
+        if n.startswith("model.")
+    )
     with pytest.raises(ConfigError, match="'torch'; expected one of 'dcp', 'hf'"):
         engine.save(SaveLoadMeta(f"{out}/x", "torch", with_optim=True))
     with pytest.raises(ConfigError, match="weights only"):
@@ -288,13 +342,19 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
     from_hf.load(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=False))
     loaded = AutoModelForCausalLM.from_pretrained(f"{out}/hf", dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[n], t) for n, t in weights.items())
-    from_hf.save(SaveLoadMeta(f"{out}/half", "hf", with_optim=False, dtype="bfloat16", max_shard_size_bytes=8000))
+    from_hf.save(
+        SaveLoadMeta(
+            f"{out}/half", "hf", with_optim=False, dtype="bfloat16", max_shard_size_bytes=8000
+        )
+    )
     assert len(list(Path(f"{out}/half").glob("model-*.safetensors"))) > 1
     halved = AutoModelForCausalLM.from_pretrained(f"{out}/half", dtype="auto").state_dict()
     assert all(torch.equal(halved[n], t.bfloat16()) for n, t in weights.items())
 
 
-def test_save_and_load_dispatch_on_the_format_and_bring_everything_back(qwen3: Path, tmp_path: Path) -> None:
+def test_save_and_load_dispatch_on_the_format_and_bring_everything_back(
+    qwen3: Path, tmp_path: Path
+) -> None:
     run_ranks(_save_and_load, 2, str(qwen3), str(tmp_path))
 
 
@@ -323,13 +383,17 @@ class RecordingEngine(FSDPEngine):
 
 
 def _save_and_load_by_areal_names(rank: int, world_size: int, folder: str, out: str) -> None:
-    engine = RecordingEngine(TrainEngineConfig(path=folder, dtype="float32", optimizer=OptimizerConfig(lr=1e-2)))
+    engine = RecordingEngine(
+        TrainEngineConfig(path=folder, dtype="float32", optimizer=OptimizerConfig(lr=1e-2))
+    )
     engine.create_process_group()
     engine.initialize(None, SPEC)
     batch = make_batch()
     expected = engine.forward_batch(batch)
     for weight_format in ("dcp", "hf"):
-        meta = SaveLoadMeta(f"{out}/{weight_format}", weight_format, with_optim=weight_format == "dcp")
+        meta = SaveLoadMeta(
+            f"{out}/{weight_format}", weight_format, with_optim=weight_format == "dcp"
+        )
         engine.save(meta)
         engine.train_batch(batch, nll, loss_tokens)
         assert not torch.equal(engine.forward_batch(batch), expected)
@@ -357,7 +421,9 @@ def _save_and_load_what_a_forward_left(rank: int, world_size: int, folder: str, 
         assert torch.equal(engine.forward_batch(batch), expected)
 
 
-def test_parameters_that_a_forward_left_gathered_are_saved_and_loaded_as_shards(qwen3: Path, tmp_path: Path) -> None:
+def test_parameters_that_a_forward_left_gathered_are_saved_and_loaded_as_shards(
+    qwen3: Path, tmp_path: Path
+) -> None:
     run_ranks(_save_and_load_what_a_forward_left, 2, str(qwen3), str(tmp_path))
 
 
@@ -383,9 +449,16 @@ def test_weights_drawn_from_a_seed_are_the_same_at_every_world_size(tmp_path: Pa
         "gpt2": GPT2Config(vocab_size=15, n_positions=64, n_embd=32, n_layer=2, n_head=4),
     }.items():
         write_model_folder(tmp_path / name, config)
-        runs = [run_ranks(_draw_from_scratch, world_size, str(tmp_path / name))[0] for world_size in (1, 2)]
+        runs = [
+            run_ranks(_draw_from_scratch, world_size, str(tmp_path / name))[0]
+            for world_size in (1, 2)
+        ]
         assert same(runs[0], runs[1])
-        spread = [t.std() for n, t in runs[0].items() if t.dim() == 2 and n.startswith("actor.") and "lm_head" not in n]
+        spread = [
+            t.std()
+            for n, t in runs[0].items()
+            if t.dim() == 2 and n.startswith("actor.") and "lm_head" not in n
+        ]
         assert all(0.002 < float(std) < 0.05 for std in spread), spread
         assert len({float(std) for std in spread}) == len(spread), spread
 
@@ -395,7 +468,9 @@ def _unusual_wraps(rank: int, world_size: int, folder: str) -> dict[str, torch.T
     for names in (["Qwen3MLP"], ["Qwen3DecoderLayer", "Qwen3MLP"]):
         fsdp = FSDPConfig(wrap_policy=FSDPWrapPolicy(names))
         engine = make_engine(folder, init_from_scratch=True, fsdp=fsdp)
-        drawn |= {f"{names}.{n}": t.full_tensor().clone() for n, t in engine.model.state_dict().items()}
+        drawn |= {
+            f"{names}.{n}": t.full_tensor().clone() for n, t in engine.model.state_dict().items()
+        }
         assert all(torch.isfinite(t).all() for t in drawn.values())
         stats = engine.train_batch(make_batch(), nll, loss_tokens)
         assert 2.5 < stats["loss"] < 3.0  # log 15, because the weights are freshly drawn
@@ -405,7 +480,9 @@ def _unusual_wraps(rank: int, world_size: int, folder: str) -> dict[str, torch.T
 
 
 @pytest.mark.slow
-def test_blocks_inside_blocks_and_parameters_outside_of_any_are_sharded_and_drawn(qwen3: Path) -> None:
+def test_blocks_inside_blocks_and_parameters_outside_of_any_are_sharded_and_drawn(
+    qwen3: Path,
+) -> None:
     one, two = (run_ranks(_unusual_wraps, world_size, str(qwen3))[0] for world_size in (1, 2))
     assert same(one, two)
 
@@ -439,7 +516,9 @@ def test_destroy_may_be_called_twice_and_leaves_a_foreign_group_alone(qwen3: Pat
 
 def _destroy_when_the_device_fails(rank: int, world_size: int, folder: str, out: str) -> None:
     def fail(*args: object) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")  # after which every call raises this
+        raise RuntimeError(
+            "CUDA error: device-side assert triggered"
+        )  # after which every call raises this
 
     dropped = list[Any]()
     dist.destroy_process_group()
@@ -448,7 +527,10 @@ def _destroy_when_the_device_fails(rank: int, world_size: int, folder: str, out:
         engine = make_engine(folder)
         engine.save(SaveLoadMeta(f"{out}/{method}", "dcp", with_optim=True), blocking=False)
         staging, group = engine._background._staging, engine._background._background_group
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="device-side assert"):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(RuntimeError, match="device-side assert"),
+        ):
             if method == "free":
                 patch.setattr(fsdp_engine, "free_cached_memory", fail)
             else:
@@ -460,7 +542,9 @@ def _destroy_when_the_device_fails(rank: int, world_size: int, folder: str, out:
         engine.destroy()
 
 
-def test_groups_are_closed_when_the_device_can_no_longer_free_its_memory(qwen3: Path, tmp_path: Path) -> None:
+def test_groups_are_closed_when_the_device_can_no_longer_free_its_memory(
+    qwen3: Path, tmp_path: Path
+) -> None:
     run_ranks(_destroy_when_the_device_fails, 1, str(qwen3), str(tmp_path))
 
 
@@ -476,7 +560,9 @@ def _destroy_after_a_peer_died(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_destroy_does_not_hang_when_a_peer_has_died(qwen3: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_destroy_does_not_hang_when_a_peer_has_died(
+    qwen3: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(AssertionError, match="rank 1\nthe process died") as caught:
         run_ranks(_destroy_after_a_peer_died, 2, str(qwen3), timeout_s=40)
     assert "rank 0" not in str(caught.value)
@@ -510,7 +596,14 @@ engine.destroy()
 def test_a_late_gloo_thread_does_not_abort_a_process_after_destroy(tmp_path: Path) -> None:
     script = tmp_path / "late_threads.py"
     script.write_text(LATE_THREADS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(script),
+    ]
     job = subprocess.run(command, capture_output=True, text=True, timeout=stretched(80))
     assert job.returncode == 0, job.stderr
 

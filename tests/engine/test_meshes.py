@@ -1,4 +1,6 @@
-"""Meshes with and without copies of the sharded model train as one process does, and load each other's checkpoints."""
+"""Meshes with and without copies of the sharded model train as one process does, and load each
+other's checkpoints.
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +40,9 @@ from tests.tiers import slow_but
 pytestmark = pytest.mark.timeout(150)
 
 MESHES = [Mesh(2, replicas=2), Mesh(4, replicas=2), Mesh(4, replicas=4)]
-SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
 """The function that FSDP2 calls: the first from torch 2.13 on."""
 
 
@@ -59,7 +63,9 @@ def _steps(rank: int, world_size: int, folder: str, mesh: Mesh, sync: str) -> No
     batch, summed, scattered = own_rows(engine), [], []
     assert shape == ((replicas, world_size // replicas) if replicas > 1 else (world_size,))
     assert (engine.data_parallel_rank, engine.data_parallel_world_size) == (rank, world_size)
-    torch.testing.assert_close(engine.forward_batch(batch), plain.forward_batch(batch), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        engine.forward_batch(batch), plain.forward_batch(batch), rtol=0, atol=1e-6
+    )
     gradients = capture_gradients(engine)
     for n_mbs in (1, 3):
         engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
@@ -73,8 +79,12 @@ def _steps(rank: int, world_size: int, folder: str, mesh: Mesh, sync: str) -> No
         assert stats["loss"] == pytest.approx(expected, rel=1e-6)
         assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5)
         for name, param in ref.named_parameters():
-            torch.testing.assert_close(gradients[name].cpu(), param.grad, rtol=1e-5, atol=1e-6, msg=name)
-    assert summed[0] == summed[1] and (replicas == 1 or summed[0] > 1), "replicas are summed once a step"
+            torch.testing.assert_close(
+                gradients[name].cpu(), param.grad, rtol=1e-5, atol=1e-6, msg=name
+            )
+    assert summed[0] == summed[1] and (replicas == 1 or summed[0] > 1), (
+        "replicas are summed once a step"
+    )
     assert scattered[1] == (1 if sync == "last" else 3) * scattered[0]
     assert replicas == world_size or scattered[0] > 0
     assert fingerprint(engine) == fingerprint(plain)
@@ -83,8 +93,12 @@ def _steps(rank: int, world_size: int, folder: str, mesh: Mesh, sync: str) -> No
 STEPS = [(mesh, sync) for mesh in [Mesh(2), *MESHES] for sync in ("every", "last")]
 
 
-@pytest.mark.parametrize(("mesh", "sync"), slow_but([(MESHES[0], "every"), (Mesh(2), "last")], STEPS), ids=str)
-def test_every_mesh_takes_the_steps_of_the_unsharded_model(folder: Path, mesh: Mesh, sync: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "sync"), slow_but([(MESHES[0], "every"), (Mesh(2), "last")], STEPS), ids=str
+)
+def test_every_mesh_takes_the_steps_of_the_unsharded_model(
+    folder: Path, mesh: Mesh, sync: str
+) -> None:
     run_ranks(_steps, mesh.ranks, str(folder), mesh, sync)
 
 
@@ -96,9 +110,13 @@ def fail(grad: torch.Tensor) -> None:
     raise Broken
 
 
-def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sync: str, in_backward: bool) -> None:
+def _loss_that_raises(
+    rank: int, world_size: int, folder: str, replicas: int, sync: str, in_backward: bool
+) -> None:
     mesh = Mesh(world_size, replicas=replicas)
-    engine, twin = (engine_on(folder, mesh, sync, mb_spec=MicroBatchSpec(n_mbs=3)) for _ in range(2))
+    engine, twin = (
+        engine_on(folder, mesh, sync, mb_spec=MicroBatchSpec(n_mbs=3)) for _ in range(2)
+    )
     batch, calls = rows(make_batch(), slice(rank * 4, rank * 4 + 4)), []
 
     def breaking(logits: Any, mb: Batch) -> torch.Tensor:
@@ -121,7 +139,11 @@ def _loss_that_raises(rank: int, world_size: int, folder: str, replicas: int, sy
     assert same(found, expected) and same(whole(engine), whole(twin))
 
 
-RAISES = [(*mesh, place) for mesh in ((1, "every"), (1, "last"), (2, "every")) for place in ("loss", "backward")]
+RAISES = [
+    (*mesh, place)
+    for mesh in ((1, "every"), (1, "last"), (2, "every"))
+    for place in ("loss", "backward")
+]
 
 
 @pytest.mark.parametrize(
@@ -157,13 +179,20 @@ def _second_default_group(rank: int, world_size: int, folder: str) -> None:
         found.append((engine.model.lm_head.weight.device_mesh, gradients))
         engine.destroy()
     (first, gradients), (second, later) = found
-    assert first == second and same(gradients, later), "engines of one default group share its meshes"
+    assert first == second and same(gradients, later), (
+        "engines of one default group share its meshes"
+    )
     timeout = timedelta(seconds=7)
     dist.destroy_process_group()
     dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{folder}.again", world_size), rank=rank, world_size=world_size
+        "gloo",
+        store=dist.FileStore(f"{folder}.again", world_size),
+        rank=rank,
+        world_size=world_size,
     )
-    again = open_meshes(ParallelStrategy(world_size, replicate_size=2), torch.device("cpu"), timeout).fsdp
+    again = open_meshes(
+        ParallelStrategy(world_size, replicate_size=2), torch.device("cpu"), timeout
+    ).fsdp
     assert again != first, "DTensor's caches tell the meshes apart"
     for name in again.mesh_dim_names or ():
         assert again.get_group(name)._get_backend(torch.device("cpu")).options._timeout == timeout  # type: ignore[attr-defined]
@@ -174,7 +203,11 @@ def test_meshes_belong_to_a_default_group_and_have_its_time_limit(folder: Path) 
 
 
 def _choices(rank: int, world_size: int, folder: str) -> dict[str, bool]:
-    lora, bfloat16, found = {"use_lora": True, "lora_rank": 2}, {"grad_reduce_dtype": "bfloat16"}, {}
+    lora, bfloat16, found = (
+        {"use_lora": True, "lora_rank": 2},
+        {"grad_reduce_dtype": "bfloat16"},
+        {},
+    )
     for name, sync, limit, changes in (
         ("small", "auto", 2 << 30, {}),
         ("large", "auto", 1000, {}),
@@ -190,7 +223,11 @@ def _choices(rank: int, world_size: int, folder: str) -> dict[str, bool]:
         ):
             found[name] = engine_on(folder, Mesh(world_size), sync, **changes)._sync_last
         if rank == 0 and world_size > 1:
-            words = "once a step, which takes" if found[name] else "in every micro-batch; once a step would take"
+            words = (
+                "once a step, which takes"
+                if found[name]
+                else "in every micro-batch; once a step would take"
+            )
             (text,) = [call.args[0] % call.args[1:] for call in log.info.call_args_list]
             assert words in text and sync in text
             assert name != "small" or f"takes {4 * 19104} bytes" in text
@@ -218,15 +255,24 @@ def test_checkpoints_load_into_every_mesh(folder: Path, tmp_path: Path, saved_by
 
 def _refusals(rank: int, world_size: int, folder: str) -> None:
     for changes, words in (
-        ({"backend": "fsdp:d3"}, r"data_parallel_size is 3, but 2 rank\(s\) have joined.* 'fsdp:d2'"),
-        ({"fsdp": FSDPConfig(replicate_size=3)}, r"replicate_size.* is 3, with 2 data-parallel ranks; .*\[1, 2\]"),
+        (
+            {"backend": "fsdp:d3"},
+            r"data_parallel_size is 3, but 2 rank\(s\) have joined.* 'fsdp:d2'",
+        ),
+        (
+            {"fsdp": FSDPConfig(replicate_size=3)},
+            r"replicate_size.* is 3, with 2 data-parallel ranks; .*\[1, 2\]",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             make_engine(folder, **changes)
     engine = make_engine(folder, backend="fsdp:d2", optimizer=None)
     engine.destroy()
     for strategy, words in (
-        (ParallelStrategy(context_parallel_size=2), r"was given \{.*'c': 2.*\}, but config keys .* say \{'d': 2"),
+        (
+            ParallelStrategy(context_parallel_size=2),
+            r"was given \{.*'c': 2.*\}, but config keys .* say \{'d': 2",
+        ),
         (ParallelStrategy(data_parallel_size=1), r"was given \{'d': 1, .* say \{'d': 2, 'r': 1"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -1,4 +1,6 @@
-"""`ParallelStrategy`: AReaL's notation, sizes that fit together, and the errors for those that do not."""
+"""`ParallelStrategy`: AReaL's notation, sizes that fit together, and the errors for those that do
+not.
+"""
 
 from typing import Any
 
@@ -43,9 +45,15 @@ def test_areals_notation_is_parsed(backend: str, sizes: dict[str, int]) -> None:
         ("megatron:(attn:d4p2t2|ffn:d2p2t1e4)", "with pipeline parallelism, .* to 'fsdp:d16'"),
         ("megatron:(attn:d4|ffn:d2t2)", "with expert tensor parallelism, .* to 'fsdp:d4'"),
         ("fsdp:p2", "with pipeline parallelism, .* to 'fsdp'"),
-        ("fsdp:d4e3", "expert_parallel_size is 3, with 4 ranks in a replica; expected one of \\[1, 2, 4\\]"),
+        (
+            "fsdp:d4e3",
+            "expert_parallel_size is 3, with 4 ranks in a replica; expected one of \\[1, 2, 4\\]",
+        ),
         ("fsdp:d4t2e1", None),
-        ("fsdp:d6e4", "expert_parallel_size is 4, with 6 ranks in a replica; expected one of \\[1, 2, 3, 6\\]"),
+        (
+            "fsdp:d6e4",
+            "expert_parallel_size is 4, with 6 ranks in a replica; expected one of \\[1, 2, 3, 6\\]",
+        ),
     ],
 )
 def test_a_backend_that_does_not_fit_says_what_would(backend: str, message: str | None) -> None:
@@ -59,7 +67,12 @@ def test_a_backend_that_does_not_fit_says_what_would(backend: str, message: str 
 def test_sizes_are_checked_against_each_other_and_the_world() -> None:
     strategy = ParallelStrategy(tensor_parallel_size=2, context_parallel_size=2, replicate_size=2)
     assert strategy.for_world(16).sizes == {"d": 4, "r": 2, "c": 2, "t": 2, "e": 1}
-    assert (strategy.dp_size, strategy.cp_size, strategy.tp_size, strategy.pp_size) == (None, 2, 2, 1)
+    assert (strategy.dp_size, strategy.cp_size, strategy.tp_size, strategy.pp_size) == (
+        None,
+        2,
+        2,
+        1,
+    )
     assert strategy.ranks_with_same_data == 4
     for world_size, message in (
         (6, "data_parallel_size is 1, but 6 rank"),
@@ -81,9 +94,18 @@ def test_sizes_are_checked_against_each_other_and_the_world() -> None:
 
 def test_a_config_with_an_unsupported_mesh_is_refused_before_anything_starts() -> None:
     for backend, message in (
-        ("fsdp:d4p2", "'backend' is 'fsdp:d4p2', with pipeline parallelism, which is not supported; .* 'fsdp:d8'"),
-        ("fsdp:d4t2e4", "size is 4 and tensor_parallel_size 2, which are not supported together; .* 'backend' with"),
-        ("fsdp:t2e2", "size is 2 and tensor_parallel_size 2, which are not supported together; .* 'backend' with"),
+        (
+            "fsdp:d4p2",
+            "'backend' is 'fsdp:d4p2', with pipeline parallelism, which is not supported; .* 'fsdp:d8'",
+        ),
+        (
+            "fsdp:d4t2e4",
+            "size is 4 and tensor_parallel_size 2, which are not supported together; .* 'backend' with",
+        ),
+        (
+            "fsdp:t2e2",
+            "size is 2 and tensor_parallel_size 2, which are not supported together; .* 'backend' with",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             TrainEngineConfig(backend=backend)

@@ -49,7 +49,12 @@ from tests.tiers import slow_but
 
 pytestmark = [pytest.mark.timeout(240), NEEDS_PLANS]
 
-MESHES = [Mesh(2, "fsdp:t2"), Mesh(4, "fsdp:d2t2"), Mesh(4, "fsdp:d2t2", replicas=2), Mesh(4, "fsdp:t4")]
+MESHES = [
+    Mesh(2, "fsdp:t2"),
+    Mesh(4, "fsdp:d2t2"),
+    Mesh(4, "fsdp:d2t2", replicas=2),
+    Mesh(4, "fsdp:t4"),
+]
 SIZES: dict[str, Any] = {
     "vocab_size": 20,
     "hidden_size": 32,
@@ -66,10 +71,15 @@ SIZES: dict[str, Any] = {
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True),
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
-    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "gemma3": Gemma3TextConfig(
+        **SIZES, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
 }
-"""Models of released architectures: tied or not, with biases, windows, norms of heads, and experts."""
+"""Models of released architectures: tied or not, with biases, windows, norms of heads, and experts.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +102,9 @@ def score_of_logits(output: Any, mb: Batch) -> torch.Tensor:
 
 def reference_score(model: PreTrainedModel, batch: Batch) -> float:
     """`score` over the padded batch by the unsharded model, with gradients left in it."""
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     log_p = (logits[:, :-1] / 0.7).log_softmax(-1)
     picked = log_p.gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
     mask = batch["loss_mask"][:, 1:]
@@ -102,7 +114,9 @@ def reference_score(model: PreTrainedModel, batch: Batch) -> float:
     return float(loss.detach())
 
 
-def check_step(engine: Any, batch: Batch, loss_fn: Any, ref: PreTrainedModel, expected: float) -> None:
+def check_step(
+    engine: Any, batch: Batch, loss_fn: Any, ref: PreTrainedModel, expected: float
+) -> None:
     grads = {name: param.grad for name, param in ref.named_parameters() if param.grad is not None}
     norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
     gradients = capture_gradients(engine)
@@ -125,7 +139,9 @@ def _steps(rank: int, world_size: int, folder: str, mesh: Mesh, sync: str) -> No
     engine.config.mb_spec = MicroBatchSpec(n_mbs=3)
     check_step(engine, batch, nll, ref, expected)
     expected = reference_score(ref, batch)
-    assert float(engine.eval_batch(own_rows(engine, batch), score, loss_tokens)) == pytest.approx(expected, rel=1e-6)
+    assert float(engine.eval_batch(own_rows(engine, batch), score, loss_tokens)) == pytest.approx(
+        expected, rel=1e-6
+    )
     for n_mbs, loss_fn in ((1, score), (3, score), (3, score_of_logits)):
         engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
         check_step(engine, batch, loss_fn, ref, expected)
@@ -146,7 +162,11 @@ def test_cut_matrices_take_the_steps_of_the_unsharded_model(
 
 def _updates(rank: int, world_size: int, folder: str) -> None:
     batch = make_batch()
-    for kind, kernels in (("adam", ("loop", "foreach")), ("adam_bf16", ("foreach",)), ("muon", ("foreach",))):
+    for kind, kernels in (
+        ("adam", ("loop", "foreach")),
+        ("adam_bf16", ("foreach",)),
+        ("muon", ("foreach",)),
+    ):
         options: dict[str, Any] = {"type": kind, "lr": 1e-2, "gradient_clipping": 0.5}
         configs = [OptimizerConfig(**options, implementation=name) for name in kernels]
         engine, *others = (engine_on(folder, MESHES[0], optimizer=config) for config in configs)
@@ -155,7 +175,9 @@ def _updates(rank: int, world_size: int, folder: str) -> None:
             stats = engine.train_batch(batch, nll, loss_tokens)
             assert all(each.train_batch(batch, nll, loss_tokens) == stats for each in others)
             other = plain.train_batch(rows(batch, slice(rank * 4, rank * 4 + 4)), nll, loss_tokens)
-            assert stats["loss"] == pytest.approx(other["loss"], rel=1e-5 if kind == "adam" else 1e-3), step
+            assert stats["loss"] == pytest.approx(
+                other["loss"], rel=1e-5 if kind == "adam" else 1e-3
+            ), step
             assert stats["n_tokens"] == batch["attention_mask"].sum()
         assert all(same(whole(engine), whole(each)) for each in others)
         common = [
@@ -164,18 +186,25 @@ def _updates(rank: int, world_size: int, folder: str) -> None:
             if not is_cut(tensor, engine._meshes.tensor)
         ]
         ours, theirs = gather_objects([tensor.tolist() for tensor in common])
-        assert len(ours) > 20 and ours == theirs, "weights and moments that every rank has stay equal"
+        assert len(ours) > 20 and ours == theirs, (
+            "weights and moments that every rank has stay equal"
+        )
 
 
 @pytest.mark.slow
-def test_updates_are_those_of_whole_matrices_and_equal_on_all_ranks(folders: dict[str, Path]) -> None:
+def test_updates_are_those_of_whole_matrices_and_equal_on_all_ranks(
+    folders: dict[str, Path],
+) -> None:
     run_ranks(_updates, 2, str(folders["qwen3"]))
 
 
 def _collectives(rank: int, world_size: int, folder: str) -> None:
     engine = engine_on(folder, MESHES[0], optimizer=SGD)
     (batch,) = split_batch(
-        make_batch(), MicroBatchSpec(n_mbs=1), engine.control_group, rules=CutRules(ranks_with_same_data=2)
+        make_batch(),
+        MicroBatchSpec(n_mbs=1),
+        engine.control_group,
+        rules=CutRules(ranks_with_same_data=2),
     )
     batch = batch.to(engine.device)
     for recomputes in (False, True):
@@ -183,8 +212,11 @@ def _collectives(rank: int, world_size: int, folder: str) -> None:
             engine.model.gradient_checkpointing_enable({"use_reentrant": False})
         with CommDebugMode() as found:
             engine.train()._output(batch).logprobs.sum().backward()
-        reduced = sum(count for kind, count in found.get_comm_counts().items() if "reduce" in str(kind))
-        # For each of two layers 2 forward, 1 of them again, and 2 backward, 1 for the embedding, 3 for the head.
+        reduced = sum(
+            count for kind, count in found.get_comm_counts().items() if "reduce" in str(kind)
+        )
+        # For each of two layers 2 forward, 1 of them again, and 2 backward, 1 for the embedding, 3
+        # for the head.
         assert reduced == 2 * (4 + recomputes) + 4, found.get_comm_counts()
         engine.optimizer_zero_grad()
 
@@ -200,7 +232,9 @@ def _unknown_token(rank: int, world_size: int, folder: str) -> None:
     batch["input_ids"][0, 0] = n_words - 1
     assert engine.forward_batch(batch).isfinite().all()
     batch["input_ids"][0, 0] = n_words
-    with pytest.raises(BatchError, match=f"token 0 of row 0 of the batch has id {n_words} .* has {n_words} rows"):
+    with pytest.raises(
+        BatchError, match=f"token 0 of row 0 of the batch has id {n_words} .* has {n_words} rows"
+    ):
         engine.forward_batch(batch)
 
 
@@ -217,7 +251,8 @@ def _nothing_stays(rank: int, world_size: int, folder: str) -> None:
             engine.train_batch(make_batch(), nll, loss_tokens)
             gc.collect()
             counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-        # After one step in 60 one tensor lives some milliseconds longer, probably in a thread of gloo.
+        # After one step in 60 one tensor lives some milliseconds longer, probably in a thread of
+        # gloo.
         assert min(counts[4:]) == min(counts[1:4]), counts
         engine.destroy()
 
@@ -249,9 +284,14 @@ def test_each_element_counts_on_one_rank_so_fingerprints_do_not_depend_on_the_me
 def _draws(rank: int, world_size: int, folder: str, mesh: Mesh) -> dict[str, torch.Tensor]:
     drawn = {}
     for name, critic in (("actor", False), ("critic", True)):
-        engine = engine_on(folder, mesh, init_from_scratch=True, is_critic=critic, seed=3, optimizer=None)
+        engine = engine_on(
+            folder, mesh, init_from_scratch=True, is_critic=critic, seed=3, optimizer=None
+        )
         state = engine.model.state_dict()
-        drawn |= {f"{name}.{n}": t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+        drawn |= {
+            f"{name}.{n}": t.full_tensor() if isinstance(t, DTensor) else t
+            for n, t in state.items()
+        }
         assert all(buffer.isfinite().all() for buffer in engine.model.buffers())
     return drawn
 
@@ -277,7 +317,9 @@ def _values(rank: int, world_size: int, folder: str) -> None:
         torch.testing.assert_close(found[part], expected, rtol=0, atol=1e-5)
         gradients, others = capture_gradients(engine), capture_gradients(plain)
         stats = engine.train_batch(batch, loss_fn, loss_tokens)
-        assert stats["loss"] == pytest.approx(plain.train_batch(rows(batch, part), loss_fn, loss_tokens)["loss"])
+        assert stats["loss"] == pytest.approx(
+            plain.train_batch(rows(batch, part), loss_fn, loss_tokens)["loss"]
+        )
         for name, gradient in gradients.items():
             difference = (gradient - others[name]).abs().max() / others[name].abs().max()
             assert difference < 1e-5, name
@@ -293,11 +335,15 @@ def test_a_critic_and_micro_batches_that_do_not_count_give_the_gradients_of_whol
 def _algorithm(rank: int, world_size: int, folder: str) -> None:
     batch, share = global_batch(), share_of(global_batch(), rank, world_size)
     for changes in ({"entropy_coeff": 0.02}, {"importance_sampling_level": "sequence"}):
-        cut, plain = (make_actor(folder, backend=backend, **changes) for backend in ("fsdp:d1t2", "fsdp:d2"))
+        cut, plain = (
+            make_actor(folder, backend=backend, **changes) for backend in ("fsdp:d1t2", "fsdp:d2")
+        )
         results = []
         for actor, rows_here in ((cut, batch), (plain, share)):
             old = actor.compute_logp(rows_here) + 0.1 * rows_here["noise"]
-            results.append(actor.ppo_update(actor.compute_advantages(rows_here | {"logprobs": old})))
+            results.append(
+                actor.ppo_update(actor.compute_advantages(rows_here | {"logprobs": old}))
+            )
         ours, theirs = results
         assert ours.keys() == theirs.keys() and "n_loss_tokens" in ours
         for name in ours.keys() - {"n_mbs", "num_micro_batches", "n_tokens"}:
@@ -324,18 +370,28 @@ def _scores(rank: int, world_size: int) -> None:
             how = temperature, chunk_size, first, ranks
             logprobs, entropy = score_tokens(hidden, leaves[0], leaves[1], targets, *how)
             (logprobs * hidden.detach()[:, 0] + 0.3 * entropy).sum().backward()
-            results.append((logprobs.detach(), entropy.detach(), hidden.grad, *(leaf.grad for leaf in leaves)))
+            results.append(
+                (logprobs.detach(), entropy.detach(), hidden.grad, *(leaf.grad for leaf in leaves))
+            )
         expected, found = results
-        for name, one, other in zip(("logprobs", "entropy", "hidden", "weight", "bias"), expected, found, strict=True):
+        for name, one, other in zip(
+            ("logprobs", "entropy", "hidden", "weight", "bias"), expected, found, strict=True
+        ):
             assert one is not None and other is not None
             one = one[own] if name in ("weight", "bias") else one
             assert (other - one).abs().max() < 2e-5 * one.abs().max(), name
 
 
 def _impossible_words(rank: int, world_size: int) -> None:
-    hidden, weight, bias = torch.ones(3, 2), torch.zeros(4, 2), torch.tensor([0.0, 0.0, -torch.inf, -torch.inf])
+    hidden, weight, bias = (
+        torch.ones(3, 2),
+        torch.zeros(4, 2),
+        torch.tensor([0.0, 0.0, -torch.inf, -torch.inf]),
+    )
     own, targets = slice(rank * 2, rank * 2 + 2), torch.tensor([0, 2, 3])
-    logprobs, entropy = score_tokens(hidden, weight[own], bias[own], targets, 1.0, None, rank * 2, dist.group.WORLD)
+    logprobs, entropy = score_tokens(
+        hidden, weight[own], bias[own], targets, 1.0, None, rank * 2, dist.group.WORLD
+    )
     assert logprobs.tolist() == pytest.approx([-math.log(2), -math.inf, -math.inf])
     assert entropy.tolist() == pytest.approx([math.log(2)] * 3)
 
@@ -357,7 +413,9 @@ SAVED_AND_LOADED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "saved_by", "loaded_by"), slow_but(SAVED_AND_LOADED[:1], SAVED_AND_LOADED))
+@pytest.mark.parametrize(
+    ("name", "saved_by", "loaded_by"), slow_but(SAVED_AND_LOADED[:1], SAVED_AND_LOADED)
+)
 def test_checkpoints_of_cut_matrices_load_into_whole_ones_and_back(
     folders: dict[str, Path], tmp_path: Path, name: str, saved_by: Mesh, loaded_by: list[Mesh]
 ) -> None:
@@ -371,20 +429,38 @@ def refused(folder: str | Path, words: str, **changes: Any) -> None:
 
 def _refusals(rank: int, world_size: int, folders: dict[str, str]) -> None:
     sizes = r"tensor_parallel_size \(t in config key 'backend'\) is 2, "
-    refused(folders["odd"], sizes + r"which does not divide the 15 rows of '.*weight'; expected one of \[1\]")
-    refused(folders["few heads"], sizes + r"which does not divide the 1 heads of 'model.layers.0.self_attn.k_proj'")
-    refused(folders["gpt2"], sizes + "but transformers has no plan for the layers of GPT2LMHeadModel; set it to 1")
-    refused(folders["qwen3"], sizes + "with config key 'use_lora' true: .* set it to 1", use_lora=True, lora_rank=2)
+    refused(
+        folders["odd"],
+        sizes + r"which does not divide the 15 rows of '.*weight'; expected one of \[1\]",
+    )
+    refused(
+        folders["few heads"],
+        sizes + r"which does not divide the 1 heads of 'model.layers.0.self_attn.k_proj'",
+    )
+    refused(
+        folders["gpt2"],
+        sizes + "but transformers has no plan for the layers of GPT2LMHeadModel; set it to 1",
+    )
+    refused(
+        folders["qwen3"],
+        sizes + "with config key 'use_lora' true: .* set it to 1",
+        use_lora=True,
+        lora_rank=2,
+    )
     dropout = "'disable_dropout' is false, and .* has {'attention_dropout': 0.1}, .* set it to true"
     refused(folders["dropout"], dropout, disable_dropout=False)
     engine_on(folders["dropout"], MESHES[0])
 
 
-def test_what_cannot_be_cut_is_refused_on_all_ranks(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_cut_is_refused_on_all_ranks(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     few = Qwen3Config(**{**SIZES, "num_key_value_heads": 1})
     write_model_folder(tmp_path / "odd", tiny_qwen3(vocab_size=15))
     write_model_folder(tmp_path / "few heads", few)
-    write_model_folder(tmp_path / "gpt2", GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=16, n_positions=32))
+    write_model_folder(
+        tmp_path / "gpt2", GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=16, n_positions=32)
+    )
     write_model_folder(tmp_path / "dropout", Qwen3Config(**SIZES, attention_dropout=0.1))
     named = {path.name: str(path) for path in tmp_path.iterdir()}
     run_ranks(_refusals, 2, {**named, "qwen3": str(folders["qwen3"])})
@@ -394,14 +470,21 @@ def _wrong_plans(rank: int, world_size: int, folder: str) -> None:
     plan_of = tensor_parallel.tensor_parallel_plan
 
     def without(words: str) -> Any:
-        return lambda *args: {name: style for name, style in plan_of(*args).items() if words not in name}
+        return lambda *args: {
+            name: style for name, style in plan_of(*args).items() if words not in name
+        }
 
     for gone, found in (("q_norm", "gradients of 'model.layers.0.self_attn.q_norm.weight' differ by"),
                         ("v_proj", "its outputs differ by"), ("o_proj", "it fails")):  # fmt: skip
         wrong = patch.object(tensor_parallel, "tensor_parallel_plan", without(gone))
         with wrong, patch.object(tensor_parallel, "_norms_of_heads", lambda *_: []):
-            refused(folder, f"Qwen3ForCausalLM computes otherwise with the plan of transformers: {found}")
+            refused(
+                folder,
+                f"Qwen3ForCausalLM computes otherwise with the plan of transformers: {found}",
+            )
 
 
-def test_a_plan_of_transformers_that_lacks_a_rule_is_refused_and_not_trained_with(folders: dict[str, Path]) -> None:
+def test_a_plan_of_transformers_that_lacks_a_rule_is_refused_and_not_trained_with(
+    folders: dict[str, Path],
+) -> None:
     run_ranks(_wrong_plans, 2, str(folders["qwen3"]))

@@ -1,7 +1,8 @@
-"""Attacks by someone with write access to a generation: planted pickles, names that lead elsewhere, and bombs.
+"""Attacks by someone with write access to a generation: planted pickles, names that lead elsewhere,
+and bombs.
 
-Each attack is a function of the generation's folder, whose files are hard links, so it replaces the files it changes.
-The caller writes the manifest again with matching digests.
+Each attack is a function of the generation's folder, whose files are hard links, so it replaces the
+files it changes. The caller writes the manifest again with matching digests.
 """
 
 import json
@@ -14,7 +15,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.compat.torch_private import StorageInfo
@@ -63,7 +69,9 @@ def _plant_cursor(data: bytes, folder: Path) -> None:
     torch.save(state, folder / "data.pt")
 
 
-def change_metadata(change: Callable[[Metadata], object], folder: Path, engine: str = "actor") -> None:
+def change_metadata(
+    change: Callable[[Metadata], object], folder: Path, engine: str = "actor"
+) -> None:
     """Unpickle an engine's ``.metadata``, change it, and write it back."""
     metadata = FileSystemReader(folder / engine).read_metadata()
     change(metadata)
@@ -75,7 +83,9 @@ def _indices(metadata: Metadata, name: str) -> list[MetadataIndex]:
 
 
 def _plant_entry(name: str, data: bytes, as_bytes: bool, folder: Path) -> None:
-    """Put data into a data file where ``.metadata`` has an entry. With ``as_bytes``, also turn the entry into bytes."""
+    """Put data into a data file where ``.metadata`` has an entry. With ``as_bytes``, also turn the
+    entry into bytes.
+    """
     file = folder / "actor" / "__0_0.distcp"
     before = file.read_bytes()
     replace_bytes(file, before + data)
@@ -106,17 +116,47 @@ def _plant_in_metadata(part: str, value: Any, folder: Path) -> None:
 
 
 def pickle_attacks(marker: Path) -> Iterator[Attack]:
-    """Yield every payload in every wrapping, in every place where a pickle is read or might be read."""
-    for (what, stream), (how, wrap) in ((p, w) for p in payload_streams(marker).items() for w in WRAPPINGS.items()):
+    """Yield every payload in every wrapping, in every place where a pickle is read or might be
+    read.
+    """
+    for (what, stream), (how, wrap) in (
+        (p, w) for p in payload_streams(marker).items() for w in WRAPPINGS.items()
+    ):
         data, name = wrap(stream), f"{what}, {how}"
-        for file in ("actor/.metadata", STATE, "data.pt", "state/driver.pt", INFO_NAME, MANIFEST_NAME):
-            yield Attack(f"{name}, as {file}", partial(plant_file, file, data), (file, Path(file).name))
-        yield Attack(f"{name}, as the state of a user's object", partial(_plant_user_state, data), ("rank_00000.pt",))
+        for file in (
+            "actor/.metadata",
+            STATE,
+            "data.pt",
+            "state/driver.pt",
+            INFO_NAME,
+            MANIFEST_NAME,
+        ):
+            yield Attack(
+                f"{name}, as {file}", partial(plant_file, file, data), (file, Path(file).name)
+            )
+        yield Attack(
+            f"{name}, as the state of a user's object",
+            partial(_plant_user_state, data),
+            ("rank_00000.pt",),
+        )
         yield Attack(f"{name}, as the data cursor", partial(_plant_cursor, data), ("data.pt",))
-        for entry, as_bytes in ((WEIGHT, False), (SCHEDULE, False), (GENERATOR, False), (WEIGHT, True)):
+        for entry, as_bytes in (
+            (WEIGHT, False),
+            (SCHEDULE, False),
+            (GENERATOR, False),
+            (WEIGHT, True),
+        ):
             kind = "object" if as_bytes else "tensor"
-            yield Attack(f"{name}, as the {kind} {entry}", partial(_plant_entry, entry, data, as_bytes), (entry,))
-        yield Attack(f"{name}, as the object {SCHEDULE}", partial(_plant_entry, SCHEDULE, data, True), ("schedule",))
+            yield Attack(
+                f"{name}, as the {kind} {entry}",
+                partial(_plant_entry, entry, data, as_bytes),
+                (entry,),
+            )
+        yield Attack(
+            f"{name}, as the object {SCHEDULE}",
+            partial(_plant_entry, SCHEDULE, data, True),
+            ("schedule",),
+        )
     for what, value in payload_objects(marker).items():
         for part in ("planner_data", "storage_data", "state_dict_metadata"):
             plant = partial(_plant_in_metadata, part, value)
@@ -129,7 +169,10 @@ def pickle_attacks(marker: Path) -> Iterator[Attack]:
 def _add_to_manifest(name: str, folder: Path) -> None:
     (folder.parents[1] / "outside").write_bytes(b"x")
     document = json.loads((folder / MANIFEST_NAME).read_text())
-    entries = [FileEntry(file, entry["bytes"], entry["digest"]) for file, entry in document["files"].items()]
+    entries = [
+        FileEntry(file, entry["bytes"], entry["digest"])
+        for file, entry in document["files"].items()
+    ]
     outside = FileEntry(name, 1, file_digest(folder.parents[1] / "outside"))
     facts = {key: document[key] for key in document.keys() - {"format_version", "files", "digest"}}
     (folder / MANIFEST_NAME).unlink()
@@ -150,7 +193,11 @@ def _announce(name: str, shape: tuple[int, ...], folder: Path) -> None:
         entry: Any = metadata.state_dict_metadata[name]
         index, size = _indices(metadata, name)[0], torch.Size(shape)
         place = metadata.storage_data[index]
-        entry.size, entry.chunks[0].sizes, entry.chunks[0].offsets = size, size, torch.Size([0] * len(shape))
+        entry.size, entry.chunks[0].sizes, entry.chunks[0].offsets = (
+            size,
+            size,
+            torch.Size([0] * len(shape)),
+        )
         del entry.chunks[1:]
         metadata.storage_data[MetadataIndex(name, entry.chunks[0].offsets)] = place
 
@@ -178,12 +225,23 @@ def _deep(name: str, folder: Path) -> None:
 def odd_attacks() -> Iterator[Attack]:
     """Yield attacks that run no code, but must be refused all the same."""
     for path in ("../../outside", "/etc/hostname", "actor/../../../outside"):
-        yield Attack(f"{path} in the manifest", partial(_add_to_manifest, path), (path, MANIFEST_NAME))
-    for path in ("../critic/__0_0.distcp", "/etc/hostname", "deep/../../critic/__0_0.distcp", "\0", ".", ""):
+        yield Attack(
+            f"{path} in the manifest", partial(_add_to_manifest, path), (path, MANIFEST_NAME)
+        )
+    for path in (
+        "../critic/__0_0.distcp",
+        "/etc/hostname",
+        "deep/../../critic/__0_0.distcp",
+        "\0",
+        ".",
+        "",
+    ):
         yield Attack(f"{path!r} in .metadata", partial(_point_outside, path), ("actor/.metadata",))
     for name in (WEIGHT, SCHEDULE, GENERATOR):
         for shape in ((1 << 31,), (1 << 45,), (1 << 62, 1 << 62), (1 << 70,)):
-            yield Attack(f"{name} announced as {shape}", partial(_announce, name, shape), (name, ".metadata"))
+            yield Attack(
+                f"{name} announced as {shape}", partial(_announce, name, shape), (name, ".metadata")
+            )
     yield Attack("a size in .metadata whose text has no end", _endless_text, ("actor/.metadata",))
     for name in (INFO_NAME, MANIFEST_NAME, "actor/.metadata", STATE):
         yield Attack(f"{name} nested deeply", partial(_deep, name), (name,))
@@ -194,5 +252,7 @@ def bomb_attacks() -> Iterator[Attack]:
     bomb = zip_bomb(BOMB_BYTES)
     for file in (STATE, "data.pt"):
         yield Attack(f"a zip bomb as {file}", partial(plant_file, file, bomb), (Path(file).name,))
-    yield Attack("a zip bomb as a user's state", partial(_plant_user_state, bomb), ("rank_00000.pt",))
+    yield Attack(
+        "a zip bomb as a user's state", partial(_plant_user_state, bomb), ("rank_00000.pt",)
+    )
     yield Attack(f"a zip bomb as {WEIGHT}", partial(_plant_entry, WEIGHT, bomb, False), (WEIGHT,))

@@ -26,7 +26,9 @@ def tally(pytestconfig: pytest.Config) -> Tally:
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Print a line of progress at once, despite captured output, if all faults are injected. Otherwise only with -s."""
+    """Print a line of progress at once, despite captured output, if all faults are injected.
+    Otherwise only with -s.
+    """
     reporter: Any = request.config.pluginmanager.getplugin("terminalreporter")
     capture: Any = request.config.pluginmanager.getplugin("capturemanager")
 
@@ -57,7 +59,9 @@ def progress(say: Callable[[str], None]) -> Callable[[str], None]:
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``recover`` folder of a run of two ranks with the generations of steps 0 and 1. Tests change only copies."""
+    """The ``recover`` folder of a run of two ranks with the generations of steps 0 and 1. Tests
+    change only copies.
+    """
     return make_generations(tmp_path_factory.mktemp("good"))
 
 

@@ -1,6 +1,8 @@
-"""Damage to the files of a generation: truncated, corrupted, moved, mixed with another generation, or not files.
+"""Damage to the files of a generation: truncated, corrupted, moved, mixed with another generation,
+or not files.
 
-Each damage is a function of the generation's folder, whose files are hard links, so it replaces the files it changes.
+Each damage is a function of the generation's folder, whose files are hard links, so it replaces the
+files it changes.
 """
 
 import io
@@ -49,7 +51,9 @@ def _zip_boundaries(blob: bytes, start: int) -> Iterator[int]:
     with zipfile.ZipFile(io.BytesIO(blob)) as archive:
         for member in archive.infolist():
             begin = member.header_offset
-            name_bytes, extra_bytes = (int.from_bytes(blob[begin + i : begin + i + 2], "little") for i in (26, 28))
+            name_bytes, extra_bytes = (
+                int.from_bytes(blob[begin + i : begin + i + 2], "little") for i in (26, 28)
+            )
             data = begin + 30 + name_bytes + extra_bytes
             yield from (start + begin, start + data, start + data + member.compress_size)
         yield start + archive.start_dir
@@ -69,7 +73,10 @@ def boundaries(folder: Path, name: str) -> list[int]:
         places = FileSystemReader((folder / name).parent).read_metadata().storage_data.values()
         own = sorted((p.offset, p.length) for p in places if p.relative_path == Path(name).name)
         found |= {edge for offset, length in own for edge in (offset, offset + length)}
-        for offset, length in (own[0], own[-1]):  # the first and the last entry suffice, because all are alike
+        for offset, length in (
+            own[0],
+            own[-1],
+        ):  # the first and the last entry suffice, because all are alike
             found |= set(_zip_boundaries(data[offset : offset + length], offset))
     elif name.endswith(".pt"):
         found |= set(_zip_boundaries(data, 0))
@@ -81,12 +88,21 @@ def truncate(name: str, size: int, folder: Path) -> None:
 
 
 def truncations(good: Path) -> Iterator[Damage]:
-    """Cut every file at every boundary and one byte to either side. One byte after the end makes the file longer."""
+    """Cut every file at every boundary and one byte to either side. One byte after the end makes
+    the file longer.
+    """
     for name in files_of(good / NEWER):
         size = (good / NEWER / name).stat().st_size
-        cuts = {at + off for at in boundaries(good / NEWER, name) for off in (-1, 0, 1) if 0 <= at + off != size}
+        cuts = {
+            at + off
+            for at in boundaries(good / NEWER, name)
+            for off in (-1, 0, 1)
+            if 0 <= at + off != size
+        }
         for cut in sorted(cuts):
-            yield Damage(f"{name} of {size} bytes cut at {cut}", partial(truncate, name, cut), (name,))
+            yield Damage(
+                f"{name} of {size} bytes cut at {cut}", partial(truncate, name, cut), (name,)
+            )
 
 
 # Bits
@@ -99,12 +115,16 @@ def flip(name: str, at: int, folder: Path) -> None:
 
 
 def flips(good: Path) -> Iterator[Damage]:
-    """Flip one bit of every byte in small files. In larger files, flip one in two bytes of every part."""
+    """Flip one bit of every byte in small files. In larger files, flip one in two bytes of every
+    part.
+    """
     for name in files_of(good / NEWER):
         size, edges = (good / NEWER / name).stat().st_size, boundaries(good / NEWER, name)
         parts = {at for a, b in pairwise(edges) for at in (a, (a + b) // 2)}
         for at in sorted(parts if size > SMALL_BYTES else range(size)):
-            yield Damage(f"{name} with a bit flipped in byte {at}", partial(flip, name, at), (name,))
+            yield Damage(
+                f"{name} with a bit flipped in byte {at}", partial(flip, name, at), (name,)
+            )
 
 
 # Files in the wrong place
@@ -138,12 +158,21 @@ def rearrangements(good: Path) -> Iterator[Damage]:
         inside = tuple(name for name in names if name.startswith(f"{folder_name}/"))
         yield Damage(f"{folder_name}/ removed", partial(_remove_folder, folder_name), inside)
     twin = (source / "actor" / "__0_0.distcp").read_bytes()
-    added = ("x", "x.distcp", "actor/__2_0.distcp", "actor/.hidden", "state/rank_00002.pt", "state/driver.pt")
+    added = (
+        "x",
+        "x.distcp",
+        "actor/__2_0.distcp",
+        "actor/.hidden",
+        "state/rank_00002.pt",
+        "state/driver.pt",
+    )
     for name in (*added, "ghost/.metadata", "actor/deep/er/x", "manifest.json.tmp", "data.pt~"):
         for data in (b"", twin):
             yield Damage(f"{name} of {len(data)} bytes added", partial(_add, name, data), (name,))
     for name in ("empty", "actor/empty"):
-        yield Damage(f"folder {name} added", lambda folder, name=name: (folder / name).mkdir(), (name,))
+        yield Damage(
+            f"folder {name} added", lambda folder, name=name: (folder / name).mkdir(), (name,)
+        )
 
 
 # Two generations in one
@@ -160,21 +189,31 @@ def _take(parts: tuple[str, ...], older: Path, folder: Path) -> None:
 
 
 def mixtures(good: Path) -> Iterator[Damage]:
-    """Take each file, and all combinations of parts, from the older generation, with either manifest."""
+    """Take each file, and all combinations of parts, from the older generation, with either
+    manifest.
+    """
     older, newer = good / OLDER, good / NEWER
     every = tuple(files_of(newer))
     changed = [name for name in every if (older / name).read_bytes() != (newer / name).read_bytes()]
     for name in changed:
-        blame = every if name == MANIFEST_NAME else (name,)  # a valid manifest blames the files around it
+        blame = (
+            every if name == MANIFEST_NAME else (name,)
+        )  # a valid manifest blames the files around it
         yield Damage(f"{name} of the older generation", partial(_take, (name,), older), blame)
         others = tuple(other for other in every if other != name)
-        yield Damage(f"all but {name} of the older generation", partial(_take, others, older), (INFO_NAME, *every))
+        yield Damage(
+            f"all but {name} of the older generation",
+            partial(_take, others, older),
+            (INFO_NAME, *every),
+        )
     parts = sorted({Path(name).parts[0] for name in changed})
     for chosen in product((False, True), repeat=len(parts)):
         taken = tuple(part for part, wanted in zip(parts, chosen, strict=True) if wanted)
         if len(taken) > 1:
             yield Damage(
-                f"{', '.join(taken)} of the older generation", partial(_take, taken, older), (INFO_NAME, *every)
+                f"{', '.join(taken)} of the older generation",
+                partial(_take, taken, older),
+                (INFO_NAME, *every),
             )
 
 
@@ -193,13 +232,18 @@ def _by_folder(path: Path, data: bytes) -> None:
 
 
 def _by_link_to_the_same_bytes(path: Path, data: bytes) -> None:
-    target = next(parent for parent in path.parents if parent.name == "recover").parent / "elsewhere"
+    target = (
+        next(parent for parent in path.parents if parent.name == "recover").parent / "elsewhere"
+    )
     target.write_bytes(data)
     path.symlink_to(target)
 
 
 def _by_socket(path: Path, _: bytes) -> None:
-    with socket.socket(socket.AF_UNIX) as server, chdir(path.parent):  # a socket's path is limited to 107 bytes
+    with (
+        socket.socket(socket.AF_UNIX) as server,
+        chdir(path.parent),
+    ):  # a socket's path is limited to 107 bytes
         server.bind(path.name)
 
 

@@ -1,6 +1,7 @@
 """Purpose of each fsync in a recorded trace, by which tests name the fsync that they leave out.
 
-Every new fsync in the product needs an entry here. test_harness_can_fail.py removes each of them in turn.
+Every new fsync in the product needs an entry here. test_harness_can_fail.py removes each of them in
+turn.
 """
 
 import os
@@ -42,20 +43,28 @@ IN_MIRROR = {
     "the marker of a copy": r"/\.part-\.copying-.*",
     "the folder of copies": r"",
 }
-"""Purpose of an fsync at the mirror -> path below it, unless a manifest was created or removed there last."""
+"""Purpose of an fsync at the mirror -> path below it, unless a manifest was created or removed
+there last.
+"""
 MANIFEST_MOVED = "the folder of a copy whose manifest came or went"
 EARLIER_LIFE = "a name that an earlier life may have made"
-"""Purpose of an fsync of a folder in which this run has created no name. An earlier run may have created one."""
+"""Purpose of an fsync of a folder in which this run has created no name. An earlier run may have
+created one.
+"""
 UNKNOWN = "nothing that is known"
 HINT = "a hint"
-"""The tracker, the file with the run's id, the holder of the lock. Without one nothing is lost: no fsync needed."""
+"""The tracker, the file with the run's id, the holder of the lock. Without one nothing is lost: no
+fsync needed.
+"""
 HINTS = ("latest_checkpointed_iteration", "run_id.txt")
 PROBES = ".shared-"
 """Files that are removed at once, so that no fsync is for them."""
 
 
 def fsync_purposes(calls: list[Call]) -> dict[int, str]:
-    """Map the index of each fsync to its purpose, which follows from the last name created in the folder."""
+    """Map the index of each fsync to its purpose, which follows from the last name created in the
+    folder.
+    """
     found, last_name = dict[int, str](), dict[str, str]()
     for i, call in enumerate(calls):
         name = call.target if call.name == "rename" else call.path
@@ -82,4 +91,6 @@ def _purpose(path: str, last_name: str) -> str:
 
 
 def _first_match(table: dict[str, str], text: str) -> str:
-    return next((purpose for purpose, pattern in table.items() if re.fullmatch(pattern, text)), UNKNOWN)
+    return next(
+        (purpose for purpose, pattern in table.items() if re.fullmatch(pattern, text)), UNKNOWN
+    )

@@ -1,8 +1,9 @@
-"""Two valid generations to damage, copied by hard links in a millisecond, and a warm process that loads the result.
+"""Two valid generations to damage, copied by hard links in a millisecond, and a warm process that
+loads the result.
 
-The generations hold steps 0 and 1 of two real ranks with two sharded engines, a data cursor and a user's object.
-`Victim.load` reports the outcome of a load: the returned step, whether the whole state is then equal to one of the
-generations to the bit, and the number of writes to it.
+The generations hold steps 0 and 1 of two real ranks with two sharded engines, a data cursor and a
+user's object. `Victim.load` reports the outcome of a load: the returned step, whether the whole
+state is then equal to one of the generations to the bit, and the number of writes to it.
 """
 
 import json
@@ -45,7 +46,9 @@ def _net(name: str) -> nn.Module:
 
 def _state(model: nn.Module) -> DCPState:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return DCPState(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    return DCPState(
+        model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    )
 
 
 def sharded_states(world_size: int) -> dict[str, DCPState]:
@@ -62,7 +65,11 @@ def _train(rank: int, world_size: int, root: str, steps: int) -> None:
     """Take snapshots of ``steps`` steps, beginning with step 0."""
     states = sharded_states(world_size)
     seed_rng(7 + rank)
-    handler, meter, loader = make_handler(root, freq_steps=1), Meter(), make_loader("own", rank, world_size)
+    handler, meter, loader = (
+        make_handler(root, freq_steps=1),
+        Meter(),
+        make_loader("own", rank, world_size),
+    )
     handler.register("meter", meter)
     assert handler.load(states, loader) is None
     batches = stream(loader)
@@ -113,10 +120,17 @@ def replace_bytes(path: Path, data: bytes | bytearray) -> Path:
 def reseal(folder: Path) -> None:
     """Write the manifest again, as an attacker who knows the format would after changing a file."""
     document = json.loads((folder / MANIFEST_NAME).read_text())
-    facts = {key: value for key, value in document.items() if key not in ("format_version", "files", "digest")}
+    facts = {
+        key: value
+        for key, value in document.items()
+        if key not in ("format_version", "files", "digest")
+    }
     (folder / MANIFEST_NAME).unlink()
     names = files_of(folder)
-    entries = [FileEntry(name, (folder / name).stat().st_size, file_digest(folder / name)) for name in names]
+    entries = [
+        FileEntry(name, (folder / name).stat().st_size, file_digest(folder / name))
+        for name in names
+    ]
     write_manifest(folder, entries, facts)
 
 
@@ -127,7 +141,9 @@ def slug(text: str) -> str:
 
 def files_of(folder: Path) -> list[str]:
     """List every file below ``folder`` as sorted relative POSIX paths."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()
+    )
 
 
 @contextmanager
@@ -188,7 +204,9 @@ class Victim:
         torch.manual_seed(11)
         self.states = {name: _state(_net(name)) for name in WIDTHS}
         self.untouched = ""
-        self.tensors = [t for _, state in sorted(self.states.items()) for t in state.live_tensors().values()]
+        self.tensors = [
+            t for _, state in sorted(self.states.items()) for t in state.live_tensors().values()
+        ]
         self.scramble()
 
     def scramble(self) -> None:
@@ -200,10 +218,11 @@ class Victim:
         seed_rng(99)
 
     def load(self, root: Path, **options: Any) -> Loaded:
-        """Scramble the state and load the run below ``root``. Raises the errors of `RecoverHandler.load`.
+        """Scramble the state and load the run below ``root``. Raises the errors of
+        `RecoverHandler.load`.
 
-        Afterwards `state_record` is equal to ``untouched`` if and only if the load changed no engine, object or
-        generator.
+        Afterwards `state_record` is equal to ``untouched`` if and only if the load changed no
+        engine, object or generator.
         """
         self.scramble()
         self.untouched = self.state_record()
@@ -228,7 +247,9 @@ class Victim:
             found.update(tensor.detach().numpy().tobytes())
         for _, state in sorted(self.states.items()):
             assert state.scheduler is not None and state.optimizer is not None
-            found.update(repr((state.scheduler.state_dict(), state.optimizer.param_groups[0]["lr"])).encode())
+            found.update(
+                repr((state.scheduler.state_dict(), state.optimizer.param_groups[0]["lr"])).encode()
+            )
         found.update(repr((self.meter.seen, self.meter.mean.tolist())).encode())
         legacy: Any = np.random.get_state()
         found.update(legacy[1].tobytes() + repr((random.getstate(), legacy[2:])).encode())
@@ -236,7 +257,9 @@ class Victim:
         return found.hexdigest()
 
     def _writes(self) -> int:
-        return sum(tensor._version for tensor in self.tensors) + self.meter.loads + self.loader.loads
+        return (
+            sum(tensor._version for tensor in self.tensors) + self.meter.loads + self.loader.loads
+        )
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Fast groups of ranks, forked in a tenth of a second from warm processes without threads that have imported
-everything.
+"""Fast groups of ranks, forked in a tenth of a second from warm processes without threads that have
+imported everything.
 
-A fault test needs thousands of short-lived processes: two ranks that are killed, two new ones that inspect the result.
-`Nursery.run` forks them, gives them a gloo group over a file, and has each run a list of stages. Like a supervisor, it
-kills the others at once if one of them fails.
+A fault test needs thousands of short-lived processes: two ranks that are killed, two new ones that
+inspect the result. `Nursery.run` forks them, gives them a gloo group over a file, and has each run
+a list of stages. Like a supervisor, it kills the others at once if one of them fails.
 
 Each rank has its own parent, because torch's caches for sharded tensors are valid for one rank.
 """
@@ -34,10 +34,13 @@ from tests.helpers import PRELOAD
 from tests.limits import stretched
 
 Stage = Callable[[int], Any]
-"""Function that every rank calls with its number. It is pickled, so it is a top-level function or a partial of one."""
+"""Function that every rank calls with its number. It is pickled, so it is a top-level function or a
+partial of one.
+"""
 
 GROUP_TIMEOUT_S = stretched(20.0)
-"""Longest time that a rank waits for another. `Nursery.run` usually notices failures long before."""
+"""Longest time that a rank waits for another. `Nursery.run` usually notices failures long before.
+"""
 
 
 @dataclass
@@ -64,8 +67,12 @@ class Outcome:
         Raises:
             AssertionError: a rank failed. The message has the tracebacks.
         """
-        errors = "\n".join(f"--- rank {rank}\n{error}" for rank, error in enumerate(self.errors) if error)
-        assert not any(self.ends), f"ranks ended with {self.ends}{', too late' * self.timed_out}\n{errors}"
+        errors = "\n".join(
+            f"--- rank {rank}\n{error}" for rank, error in enumerate(self.errors) if error
+        )
+        assert not any(self.ends), (
+            f"ranks ended with {self.ends}{', too late' * self.timed_out}\n{errors}"
+        )
         return self.results
 
 
@@ -92,7 +99,9 @@ class Nursery:
         return Outcome(
             ends=[ends[parent] for parent in self._parents],
             results=[[value for kind, value in report if kind == "result"] for report in reports],
-            errors=["".join(value for kind, value in report if kind == "error") for report in reports],
+            errors=[
+                "".join(value for kind, value in report if kind == "error") for report in reports
+            ],
             timed_out=not in_time,
             seconds=time.monotonic() - started,
         )
@@ -105,14 +114,17 @@ def nursery(
     """Start the warm processes, which end after the block.
 
     Args:
-        warm_up: called once in the parent of each rank, with its number. It must leave no threads and no process group.
+        warm_up: called once in the parent of each rank, with its number. It must leave no threads
+            and no process group.
         setup: called once in the process from which the parents are forked.
         world_size: number of ranks.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     pipes = [context.Pipe() for _ in range(world_size)]
-    process = context.Process(target=_be_grandparent, args=([theirs for _, theirs in pipes], warm_up, setup))
+    process = context.Process(
+        target=_be_grandparent, args=([theirs for _, theirs in pipes], warm_up, setup)
+    )
     process.start()
     for _, theirs in pipes:
         theirs.close()
@@ -141,7 +153,9 @@ def _wait(running: dict[int, Connection], deadline: float) -> tuple[dict[Connect
     ends: dict[Connection, int] = {}
     in_time = True
     while running:
-        ready, _, _ = select.select(list(running), [], [], max(deadline - time.monotonic(), 0) if in_time else None)
+        ready, _, _ = select.select(
+            list(running), [], [], max(deadline - time.monotonic(), 0) if in_time else None
+        )
         in_time &= bool(ready)
         for pidfd in ready:
             parent = running.pop(pidfd)
@@ -154,7 +168,9 @@ def _wait(running: dict[int, Connection], deadline: float) -> tuple[dict[Connect
     return ends, in_time
 
 
-def _be_grandparent(pipes: list[Connection], warm_up: Callable[[int], None], setup: Callable[[], None] | None) -> None:
+def _be_grandparent(
+    pipes: list[Connection], warm_up: Callable[[int], None], setup: Callable[[], None] | None
+) -> None:
     torch.set_num_threads(1)
     if setup is not None:
         setup()
@@ -185,7 +201,9 @@ def _guarded(life: Callable[[], None], complain: Callable[[str], Any]) -> int:
     return 0
 
 
-def _be_parent(pipe: Connection, rank: int, world_size: int, warm_up: Callable[[int], None]) -> None:
+def _be_parent(
+    pipe: Connection, rank: int, world_size: int, warm_up: Callable[[int], None]
+) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     warm_up(rank)
     with contextlib.suppress(EOFError):  # the other end is closed after the last stage
@@ -195,13 +213,17 @@ def _be_parent(pipe: Connection, rank: int, world_size: int, warm_up: Callable[[
             if pid == 0:
                 with open(Path(scratch, f"rank_{rank}"), "wb", buffering=0) as report:
                     life = partial(_be_rank, rank, world_size, stages, scratch, report)
-                    os._exit(_guarded(life, lambda error: report.write(pickle.dumps(("error", error)))))
+                    os._exit(
+                        _guarded(life, lambda error: report.write(pickle.dumps(("error", error))))
+                    )
             pipe.send_bytes(pickle.dumps(pid))
             pipe.recv_bytes()  # it has ended, and its process id is reserved until it is reaped
             pipe.send_bytes(pickle.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
 
 
-def _be_rank(rank: int, world_size: int, stages: Sequence[Stage], scratch: str, report: Any) -> None:
+def _be_rank(
+    rank: int, world_size: int, stages: Sequence[Stage], scratch: str, report: Any
+) -> None:
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(f"{scratch}/store", world_size),

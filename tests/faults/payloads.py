@@ -1,7 +1,7 @@
 """Pickles that run code if they are loaded carelessly, in every wrapping of torch and pickle.
 
-Each payload creates a marker file. `careless` loads them all and runs their code, so that a test can first check that
-the payloads work.
+Each payload creates a marker file. `careless` loads them all and runs their code, so that a test
+can first check that the payloads work.
 """
 
 import io
@@ -46,8 +46,14 @@ def payload_objects(marker: Path) -> dict[str, Any]:
 
 
 def payload_streams(marker: Path) -> dict[str, bytes]:
-    """Name -> pickle that creates ``marker``: `payload_objects`, and opcodes that Python itself no longer writes."""
-    plain = {name: value for name, value in payload_objects(marker).items() if name != "in an OrderedDict"}
+    """Name -> pickle that creates ``marker``: `payload_objects`, and opcodes that Python itself no
+    longer writes.
+    """
+    plain = {
+        name: value
+        for name, value in payload_objects(marker).items()
+        if name != "in an OrderedDict"
+    }
     streams = {name: pickle.dumps(value, protocol=2) for name, value in plain.items()}
     command = f"touch {marker}".encode()
     streams["protocol 4"] = pickle.dumps(plain["builtins.exec"], protocol=4)
@@ -70,7 +76,11 @@ def _in_zip(stream: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
 
 def _in_legacy(stream: bytes) -> bytes:
     """Wrap a pickle like ``torch.save`` before version 1.6."""
-    head: tuple[Any, ...] = (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True})
+    head: tuple[Any, ...] = (
+        0x1950A86A20F9469CFC6C,
+        1001,
+        {"protocol_version": 1001, "little_endian": True},
+    )
     return b"".join(pickle.dumps(value, 2) for value in head) + stream + pickle.dumps([], 2)
 
 
@@ -95,7 +105,10 @@ def zip_bomb(n_bytes: int) -> bytes:
     """A ``torch.save`` file a thousand times smaller than its uint8 tensor of ``n_bytes`` zeros."""
     honest, forged = io.BytesIO(), io.BytesIO()
     torch.save({"a": torch.zeros(n_bytes, dtype=torch.uint8)}, honest)
-    with zipfile.ZipFile(honest) as source, zipfile.ZipFile(forged, "w", zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(honest) as source,
+        zipfile.ZipFile(forged, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
         for name in source.namelist():
             target.writestr(name, source.read(name))
     return forged.getvalue()

@@ -1,27 +1,32 @@
-"""Every legal state of the disk after a power cut during a recorded trace, built and shown to an oracle.
+"""Every legal state of the disk after a power cut during a recorded trace, built and shown to an
+oracle.
 
-The model follows ALICE (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014) and CrashMonkey/B3 (Mohan
-et al., OSDI 2018). It assumes only the guarantees of POSIX. A file system that keeps more order leaves fewer states.
+The model follows ALICE (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014) and
+CrashMonkey/B3 (Mohan et al., OSDI 2018). It assumes only the guarantees of POSIX. A file system
+that keeps more order leaves fewer states.
 
-- A call changes one inode: a file's bytes or size (write, truncate), or a folder's entries (create, mkdir, rename,
-  unlink, rmdir). The change is certain only after an fsync *of that inode* has returned, and only if the call came
-  before the fsync. An fsync of a file does not persist its name, and an fsync of a folder does not persist its files.
-- Uncertain changes may or may not have happened, each independently and in any order: a later one may be there without
-  an earlier one. A write may also be torn (only its first half), or have set the size without the bytes, which are then
-  zeros.
+- A call changes one inode: a file's bytes or size (write, truncate), or a folder's entries (create,
+  mkdir, rename, unlink, rmdir). The change is certain only after an fsync *of that inode* has
+  returned, and only if the call came before the fsync. An fsync of a file does not persist its
+  name, and an fsync of a folder does not persist its files.
+- Uncertain changes may or may not have happened, each independently and in any order: a later one
+  may be there without an earlier one. A write may also be torn (only its first half), or have set
+  the size without the bytes, which are then zeros.
 - A symbolic link appears with its target. No program can fsync a link.
-- A rename is atomic: either the old name is gone and the new one exists, or neither. A rename between two folders is
-  certain after both folders were fsynced.
-- Reachability follows from inodes: an entry in a folder that has no name is unreachable, and so is a file whose name
-  was removed.
+- A rename is atomic: either the old name is gone and the new one exists, or neither. A rename
+  between two folders is certain after both folders were fsynced.
+- Reachability follows from inodes: an entry in a folder that has no name is unreachable, and so is
+  a file whose name was removed.
 
-n uncertain changes have more than 2**n outcomes. Up to a bound of n, all are built. Above it: none, all, every prefix
-(a file system that keeps order), each change lost alone, each present alone, each write torn alone, names without
-bytes, bytes without names, and a seeded sample. A state before a call other than fsync is also a state after it, with
-that call's change lost. So new states appear only before an fsync and at the end. A short run looks only before every
-fsync of a folder and at the end, because the effect of a file's fsync is invisible until its folder shows the file.
+n uncertain changes have more than 2**n outcomes. Up to a bound of n, all are built. Above it: none,
+all, every prefix (a file system that keeps order), each change lost alone, each present alone, each
+write torn alone, names without bytes, bytes without names, and a seeded sample. A state before a
+call other than fsync is also a state after it, with that call's change lost. So new states appear
+only before an fsync and at the end. A short run looks only before every fsync of a folder and at
+the end, because the effect of a file's fsync is invisible until its folder shows the file.
 
-Cost: a state is a folder of the scenario's size in memory (``/dev/shm`` if it exists), about 5 ms with its oracle.
+Cost: a state is a folder of the scenario's size in memory (``/dev/shm`` if it exists), about 5 ms
+with its oracle.
 """
 
 import hashlib
@@ -122,7 +127,9 @@ class _Disk:
         self.folders: dict[int, dict[str, int]] = {_ROOT: {}}
         for path, contents in sorted(tree.items()):
             node = len(self.files) + len(self.folders)
-            self.folders[self.find(str(PurePosixPath(path).parent))][PurePosixPath(path).name] = node
+            self.folders[self.find(str(PurePosixPath(path).parent))][PurePosixPath(path).name] = (
+                node
+            )
             if contents is None:
                 self.folders[node] = {}
             else:
@@ -153,7 +160,9 @@ class _Disk:
 
     def know_inodes_of(self, later: "_Disk") -> None:
         """Add the inodes of ``later``, empty and without names."""
-        empty = {node: data if isinstance(data, Link) else b"" for node, data in later.files.items()}
+        empty = {
+            node: data if isinstance(data, Link) else b"" for node, data in later.files.items()
+        }
         self.files = empty | self.files
         self.folders = {node: {} for node in later.folders} | self.folders
 
@@ -173,7 +182,9 @@ class _Disk:
             case "write":
                 self.files[change.node] = _written(self.files[change.node], change, how)
             case "resize":
-                self.files[change.node] = self.files[change.node][: change.offset].ljust(change.offset, b"\0")
+                self.files[change.node] = self.files[change.node][: change.offset].ljust(
+                    change.offset, b"\0"
+                )
             case "link":
                 self.folders[change.folder][change.name] = change.node
             case "unlink":
@@ -209,7 +220,8 @@ class Effort:
     Attributes:
         subsets_of: largest number of uncertain changes of which all subsets are built.
         samples: number of random outcomes above that.
-        all_points: cut the power before every call. Otherwise before every fsync of a folder, and at the end.
+        all_points: cut the power before every call. Otherwise before every fsync of a folder, and
+            at the end.
         share: share of these moments, in addition to the end.
     """
 
@@ -240,7 +252,10 @@ class State:
         """Equal for states that no oracle can distinguish."""
         digest = hashlib.blake2b(bytes([self.promised]), digest_size=16)
         for path, contents in sorted(self.tree.items()):
-            digest.update(f"{path}\0{'' if contents is None else len(contents)}\0".encode() + (contents or b""))
+            digest.update(
+                f"{path}\0{'' if contents is None else len(contents)}\0".encode()
+                + (contents or b"")
+            )
         return digest.digest()
 
 
@@ -250,14 +265,17 @@ class PowerLoss:
     Args:
         before: contents of stable storage when the recording began.
         calls: calls of all ranks, ordered by time. See `relative_to`.
-        promise: whether a call is only made after the promise. None: the promise comes after the last call.
+        promise: whether a call is only made after the promise. None: the promise comes after the
+            last call.
 
     Attributes:
         before, calls: as given.
         changes: effects of the calls, in order.
     """
 
-    def __init__(self, before: Tree, calls: Iterable[Call], promise: Callable[[Call], bool] | None = None) -> None:
+    def __init__(
+        self, before: Tree, calls: Iterable[Call], promise: Callable[[Call], bool] | None = None
+    ) -> None:
         self.before, self.calls, self._promise = before, list(calls), promise
         told = (i for i, call in enumerate(self.calls) if promise is not None and promise(call))
         self._promised = next(told, len(self.calls))
@@ -280,15 +298,21 @@ class PowerLoss:
         return disk.tree()
 
     def points(self, effort: Effort, since: int = 0) -> list[int]:
-        """Numbers of returned calls at which to cut the power, ``since`` or more, starting with the end."""
+        """Numbers of returned calls at which to cut the power, ``since`` or more, starting with the
+        end.
+        """
         looked_at = range(since, len(self.calls))
         moments = [i for i in looked_at if effort.all_points or i in self._folder_fsyncs]
         return [len(self.calls), *reversed(pick(moments, effort.share))]
 
     def states(self, point: int, effort: Effort) -> Iterator[State]:
-        """Yield the possible states if the power fails after the first ``point`` calls, some of them more than once."""
+        """Yield the possible states if the power fails after the first ``point`` calls, some of
+        them more than once.
+        """
         past = [change for change in self.changes if change.call < point]
-        doubtful = [change for change in past if change.certain_at is None or change.certain_at >= point]
+        doubtful = [
+            change for change in past if change.certain_at is None or change.certain_at >= point
+        ]
         certain = dict.fromkeys(past, WHOLE)
         for change in doubtful:
             del certain[change]
@@ -300,8 +324,16 @@ class PowerLoss:
             yield State(disk.tree(), point >= self._promised, self._story(point, doubtful, fate))
 
     def _story(self, point: int, doubtful: list[Change], fate: Fate) -> str:
-        end = "after the last call" if point == len(self.calls) else f"before call {point}: {self.calls[point]}"
-        lost = [f"{fate.get(c, 'none')} of {c.call}: {self.calls[c.call]}" for c in doubtful if fate.get(c) != WHOLE]
+        end = (
+            "after the last call"
+            if point == len(self.calls)
+            else f"before call {point}: {self.calls[point]}"
+        )
+        lost = [
+            f"{fate.get(c, 'none')} of {c.call}: {self.calls[c.call]}"
+            for c in doubtful
+            if fate.get(c) != WHOLE
+        ]
         return f"power lost {end}; of {len(doubtful)} uncertain changes there was {', '.join(lost) or 'each'}"
 
 
@@ -310,7 +342,11 @@ def relative_to(root: Path, calls: Iterable[Call]) -> list[Call]:
     base = os.path.realpath(root)
 
     def relative(call: Call) -> Call:
-        target = call.target if call.name not in ("rename", "link") else os.path.relpath(call.target or "", base)
+        target = (
+            call.target
+            if call.name not in ("rename", "link")
+            else os.path.relpath(call.target or "", base)
+        )
         return replace(call, path=os.path.relpath(call.path, base), target=target)
 
     return [relative(call) for call in calls]
@@ -342,7 +378,9 @@ def _fates(doubtful: list[Change], effort: Effort, draw: random.Random) -> Itera
 
 
 def _changes(disk: _Disk, calls: list[Call]) -> tuple[list[Change], set[int]]:
-    """Effects of all calls if nothing is lost, with the fsync that makes each certain, and the fsyncs of folders."""
+    """Effects of all calls if nothing is lost, with the fsync that makes each certain, and the
+    fsyncs of folders.
+    """
     changes: list[Change] = []
     folder_fsyncs: set[int] = set()
     waiting: dict[int, set[int]] = {}  # index of a change -> inodes that still need an fsync
@@ -373,7 +411,9 @@ def _change(disk: _Disk, index: int, call: Call) -> Change | None:
         case "mkdir":
             return Change(index, "link", disk.make_folder(), folder, name)
         case "write" | "pwrite":
-            return Change(index, "write", disk.existing(call), offset=call.offset or 0, data=call.data or b"")
+            return Change(
+                index, "write", disk.existing(call), offset=call.offset or 0, data=call.data or b""
+            )
         case "truncate":
             return Change(index, "resize", disk.existing(call), offset=call.size or 0)
         case "rename":
@@ -384,5 +424,7 @@ def _change(disk: _Disk, index: int, call: Call) -> Change | None:
         case "unlink" | "rmdir":
             return Change(index, "unlink", disk.existing(call), folder, name)
         case "symlink":
-            return Change(index, "link", disk.make_file(Link(os.fsencode(call.target or ""))), folder, name)
+            return Change(
+                index, "link", disk.make_file(Link(os.fsencode(call.target or ""))), folder, name
+            )
     return None

@@ -1,6 +1,7 @@
 """Scenarios recorded for the power-loss model, and the oracle for the state after a power cut.
 
-The recorded run is its own reference: only its initial and final contents, to the byte, may ever be visible.
+The recorded run is its own reference: only its initial and final contents, to the byte, may ever be
+visible.
 """
 
 import os
@@ -16,8 +17,24 @@ from typing import Any
 from holdfast.recover import GenerationStore
 from holdfast.utils.manifest import MANIFEST_NAME
 from tests.faults.fsync_purposes import HINT, MIRROR, fsync_purposes
-from tests.faults.power_loss import Effort, PowerLoss, State, Tree, read_tree, relative_to, write_tree
-from tests.faults.scenarios import SCENARIOS, Action, Delta, Publication, Scenario, Snapshot, make_scenario
+from tests.faults.power_loss import (
+    Effort,
+    PowerLoss,
+    State,
+    Tree,
+    read_tree,
+    relative_to,
+    write_tree,
+)
+from tests.faults.scenarios import (
+    SCENARIOS,
+    Action,
+    Delta,
+    Publication,
+    Scenario,
+    Snapshot,
+    make_scenario,
+)
 from tests.faults.shim import Call, Shim, read_calls
 from tests.faults.workshop import Workshop
 from tests.recover.runs import step_info
@@ -69,8 +86,8 @@ class Mirrored(Snapshot):
 
 @dataclass(frozen=True)
 class Kept:
-    """Oracle: every visible folder is complete, and the newest one is the old or the new one. After the promise, the
-    new one.
+    """Oracle: every visible folder is complete, and the newest one is the old or the new one. After
+    the promise, the new one.
 
     The same holds for copies, which are visible if they have a manifest.
 
@@ -97,7 +114,11 @@ class Kept:
         if RECOVER not in state.tree:
             return None
         below = f"{RECOVER}/"
-        recover = {path.removeprefix(below): data for path, data in state.tree.items() if path.startswith(below)}
+        recover = {
+            path.removeprefix(below): data
+            for path, data in state.tree.items()
+            if path.startswith(below)
+        }
         write_tree(recover, scratch)
         problem = self._store_disagrees(GenerationStore(scratch), max(map(number, own), default=-1))
         shutil.rmtree(scratch)
@@ -110,7 +131,11 @@ class Kept:
                 return f"{path} is visible and not whole: {differ[0]}"
         newest = max(map(number, there), default=-1)
         allowed = {self.promised} if promised else {*self.newest, self.promised}
-        return None if newest in allowed else f"the newest is {newest}, expected one of {sorted(allowed)}: {[*there]}"
+        return (
+            None
+            if newest in allowed
+            else f"the newest is {newest}, expected one of {sorted(allowed)}: {[*there]}"
+        )
 
     def _store_disagrees(self, store: GenerationStore, newest: int) -> str | None:
         found = store.newest_valid()
@@ -154,8 +179,12 @@ class Survey:
     losses: list[str] = field(default_factory=list)
 
 
-def survey(recorded: Recorded, effort: Effort, *, since: int = 0, until_first_loss: bool = False) -> Survey:
-    """Show every state to the oracle, beginning with the last moments, and none before the first ``since`` calls."""
+def survey(
+    recorded: Recorded, effort: Effort, *, since: int = 0, until_first_loss: bool = False
+) -> Survey:
+    """Show every state to the oracle, beginning with the last moments, and none before the first
+    ``since`` calls.
+    """
     done, seen = Survey(), set[bytes]()
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="holdfast-power-loss-") as scratch:
@@ -176,14 +205,16 @@ def survey(recorded: Recorded, effort: Effort, *, since: int = 0, until_first_lo
 def record(shop: Workshop, name: str, switch: Callable[[], None] | None = None) -> Recorded:
     """Perform one of `POWER_SCENARIOS` on top of durable files, and record all calls.
 
-    The recording includes the changes of resuming, but not the versions that a delta is from, which ranks publish again
-    to know their bytes. It has no fsync of a hint, because nothing may depend on those. A first
-    snapshot starts in an empty folder, so the folders above it must be durable too when it returns.
+    The recording includes the changes of resuming, but not the versions that a delta is from, which
+    ranks publish again to know their bytes. It has no fsync of a hint, because nothing may depend
+    on those. A first snapshot starts in an empty folder, so the folders above it must be durable
+    too when it returns.
 
     Args:
         shop: two ranks and a folder.
         name: name of the scenario.
-        switch: called by each rank before it begins, to break some part of the product in that process.
+        switch: called by each rank before it begins, to break some part of the product in that
+            process.
     """
     own: dict[str, Snapshot] = {
         REPLACING: Snapshot(REPLACING, base=0, keep=1),
@@ -208,7 +239,8 @@ def record(shop: Workshop, name: str, switch: Callable[[], None] | None = None) 
 
 
 def record_second_life(shop: Workshop, first: Recorded, n_calls: int) -> Recorded:
-    """Kill the job after ``n_calls`` calls and resume it without a reboot. Returns one trace of both lives.
+    """Kill the job after ``n_calls`` calls and resume it without a reboot. Returns one trace of
+    both lives.
 
     The second life can see files that are not on stable storage yet.
     """
@@ -222,7 +254,9 @@ def record_second_life(shop: Workshop, first: Recorded, n_calls: int) -> Recorde
 
 
 def _promise(scenario: Scenario) -> Callable[[Call], bool] | None:
-    """When the promise is made: a snapshot or export when its call returns, a publication when a server reads it."""
+    """When the promise is made: a snapshot or export when its call returns, a publication when a
+    server reads it.
+    """
     if not isinstance(scenario, Publication | Delta):
         return None
     return lambda call: call.name == "open" and call.path == f"weights/v00000003/{MANIFEST_NAME}"

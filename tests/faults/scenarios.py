@@ -1,9 +1,11 @@
-"""Scenarios during which faults are injected: snapshots of two ranks, an export, publications, a copy to a mirror.
+"""Scenarios during which faults are injected: snapshots of two ranks, an export, publications, a
+copy to a mirror.
 
-A scenario is built once, in its own folder, by an undisturbed run. Every fault is injected into a copy of that folder:
-new ranks `arm` (build engines, resume, train a step) and then perform the scenario's action under a `Shim`. Then new
-ranks `check` the files: they must be equal to the old or the new state, complete and to the bit. No generation may be
-quarantined, all partial files must be removed, and the action must succeed when repeated.
+A scenario is built once, in its own folder, by an undisturbed run. Every fault is injected into a
+copy of that folder: new ranks `arm` (build engines, resume, train a step) and then perform the
+scenario's action under a `Shim`. Then new ranks `check` the files: they must be equal to the old or
+the new state, complete and to the bit. No generation may be quarantined, all partial files must be
+removed, and the action must succeed when repeated.
 """
 
 import os
@@ -97,7 +99,9 @@ class Export:
         """Check the bytes of both folders. If the new one is missing, it can be written."""
         was_there = self._path(root, 2).exists()
         assert tree(self._path(root, 1)) == self.wanted[1]
-        assert not was_there or tree(self._path(root, 2)) == self.wanted[2], "half an export became visible"
+        assert not was_there or tree(self._path(root, 2)) == self.wanted[2], (
+            "half an export became visible"
+        )
         dist.barrier()  # all ranks have looked
         try:
             self._save(2, self._path(root, 2))
@@ -154,7 +158,9 @@ class Publication:
         before = published_versions(folder)
         assert before in ([1, 2], [1, 2, 3], [2, 3])
         for version in before:
-            assert tree(version_path(folder, version)) == self.wanted[version], f"version {version} is torn"
+            assert tree(version_path(folder, version)) == self.wanted[version], (
+                f"version {version} is torn"
+            )
             assert verify_folder(version_path(folder, version))["weight_version"] == version
         dist.barrier()  # all ranks have looked
         self._publish(str(folder), 3)
@@ -169,7 +175,9 @@ class Publication:
 
 
 class MirroredServer:
-    """A server with a mirror that makes the files of a version from deltas, and compares them with its manifest."""
+    """A server with a mirror that makes the files of a version from deltas, and compares them with
+    its manifest.
+    """
 
     mirror = "http://127.0.0.1:9000"
 
@@ -214,12 +222,16 @@ class Delta:
         return partial(self._publish, root, 3, copy, self._trained(3))
 
     def check(self, rank: int, root: str) -> bool:
-        """Check the bytes of all visible versions, and publish 3, for which these processes have no base."""
+        """Check the bytes of all visible versions, and publish 3, for which these processes have no
+        base.
+        """
         folder = Path(root) / "weights"
         before = published_versions(folder)
         assert before in ([1, 2], [1, 2, 3])
         for version in before:
-            assert tree(version_path(folder, version)) == self.wanted[version], f"version {version} is torn"
+            assert tree(version_path(folder, version)) == self.wanted[version], (
+                f"version {version} is torn"
+            )
         if rank == 0:
             files_of_version(folder, before[-1])
         dist.barrier()  # all ranks have looked
@@ -241,7 +253,9 @@ class Delta:
         model = self._trained(version) if model is None else model
         meta = WeightUpdateMeta("disk", f"{root}/weights", keep=2, delta=True)
         servers: Any = [MirroredServer()]
-        return publish_weights(model, meta, version, servers, base_model_path=self.model, copy=copy).path
+        return publish_weights(
+            model, meta, version, servers, base_model_path=self.model, copy=copy
+        ).path
 
 
 def change_a_little(model: Any, amount: float) -> Any:
@@ -254,7 +268,8 @@ def change_a_little(model: Any, amount: float) -> Any:
 
 @dataclass(frozen=True)
 class MirrorCopy:
-    """Rank 0 copies the newer of two snapshots to a folder with a copy of the older one, which is then deleted.
+    """Rank 0 copies the newer of two snapshots to a folder with a copy of the older one, which is
+    then deleted.
 
     Attributes:
         local: files of the run's folder.
@@ -278,7 +293,9 @@ class MirrorCopy:
         return partial(self._copy, root, 1) if rank == 0 else lambda: None
 
     def check(self, rank: int, root: str) -> bool:
-        """Check that there is a copy, that every valid copy is complete, and that the new one can be made."""
+        """Check that there is a copy, that every valid copy is complete, and that the new one can
+        be made.
+        """
         return rank_zero_decides(partial(self._check, root))
 
     def _check(self, root: str) -> bool:
@@ -323,7 +340,9 @@ EVERY = (*SCENARIOS, "delta", "mirror copy", "resume")
 
 
 def make_scenario(name: str, model: str) -> Scenario:
-    """Return a scenario by its name, not built yet. ``model`` is a folder with config and tokenizer."""
+    """Return a scenario by its name, not built yet. ``model`` is a folder with config and
+    tokenizer.
+    """
     match name:
         case "first snapshot":
             return Snapshot(name, base=-1)

@@ -1,8 +1,10 @@
-"""Runs that continue after a failure: every attempt writes something new, and earlier files are checked.
+"""Runs that continue after a failure: every attempt writes something new, and earlier files are
+checked.
 
-A kill needs new processes afterwards. An error needs the same ones: all ranks must report it alike and train on. An
-attempt either returns that it has written its files or reports that it could not. Any other exception fails the test.
-After each attempt `Session.survey` compares the folder with earlier observations.
+A kill needs new processes afterwards. An error needs the same ones: all ranks must report it alike
+and train on. An attempt either returns that it has written its files or reports that it could not.
+Any other exception fails the test. After each attempt `Session.survey` compares the folder with
+earlier observations.
 """
 
 import os
@@ -27,7 +29,8 @@ from tests.faults.snapshots import Trainee, Tree, tree
 from tests.recover.runs import hidden, make_handler, names, step_info
 
 REMOVING = (".retired-",)
-"""Leftovers of a failed removal. They cost space until the next start, and readers do not see them."""
+"""Leftovers of a failed removal. They cost space until the next start, and readers do not see them.
+"""
 
 
 class Session(Protocol):
@@ -71,7 +74,9 @@ class Known:
 
     seen: dict[str, Tree] = field(default_factory=dict)
 
-    def look(self, folder: Path, visible: list[str], may_go: int, newest: str, done: bool) -> list[str]:
+    def look(
+        self, folder: Path, visible: list[str], may_go: int, newest: str, done: bool
+    ) -> list[str]:
         """Compare with the last look and return the new names.
 
         Args:
@@ -88,9 +93,9 @@ class Known:
         changed = [name for name in now if name in self.seen and now[name] != self.seen[name]]
         assert not changed, f"{changed} were written over"
         order = [*self.seen, *fresh]
-        assert visible == order[len(order) - len(visible) :] and len(visible) >= min(may_go, len(order)), (
-            f"of {order} there is left {visible}"
-        )
+        assert visible == order[len(order) - len(visible) :] and len(visible) >= min(
+            may_go, len(order)
+        ), f"of {order} there is left {visible}"
         self.seen = now
         return fresh
 
@@ -125,11 +130,15 @@ class SnapshotSession:
         return dumped
 
     def survey(self, done: bool, tidy: bool = True) -> None:
-        """Verify generations. After a failure the new one may be visible only if just its rename's fsync failed."""
+        """Verify generations. After a failure the new one may be visible only if just its rename's
+        fsync failed.
+        """
         if self.rank == 0:
             store = GenerationStore(self.handler.store.root)
             visible = sorted(names(Path(self.root)), key=lambda name: int(name.rpartition("_")[2]))
-            for name in self.known.look(store.root, visible, self.KEEP, f"global_step_{self.step}", done):
+            for name in self.known.look(
+                store.root, visible, self.KEEP, f"global_step_{self.step}", done
+            ):
                 assert store.verify(store.root / name).last_step_info.global_step == self.step
             left = [name for name in hidden(self.root) if not name.startswith(REMOVING)]
             assert not (tidy and left), f"left behind: {left}"
@@ -189,11 +198,17 @@ class ExportSession(_ModelSession):
         save_hf(self.model, self.newest, base_model_path=self.base)
 
     def survey(self, done: bool, tidy: bool = True) -> None:
-        """Check that visible exports are complete, which no manifest tells: they must be as large as the first one."""
+        """Check that visible exports are complete, which no manifest tells: they must be as large
+        as the first one.
+        """
         if self.rank == 0:
             entries = os.listdir(self.root)
-            visible = sorted((e for e in entries if e[0] != "."), key=lambda name: int(name.rpartition("_")[2]))
-            for name in self.known.look(self.root, visible, len(visible), Path(self.newest).name, done):
+            visible = sorted(
+                (e for e in entries if e[0] != "."), key=lambda name: int(name.rpartition("_")[2])
+            )
+            for name in self.known.look(
+                self.root, visible, len(visible), Path(self.newest).name, done
+            ):
                 assert self._sizes(name) == self._sizes(visible[0])
             left = [name for name in entries if name[0] == "." and not name.startswith(REMOVING)]
             assert not (tidy and left), f"left behind: {left}"
@@ -203,7 +218,9 @@ class ExportSession(_ModelSession):
 
 
 class Reader:
-    """A server that reads nothing, as if in another process. `PublicationSession.survey` reads instead."""
+    """A server that reads nothing, as if in another process. `PublicationSession.survey` reads
+    instead.
+    """
 
     mirror = "http://127.0.0.1:9000"
 
@@ -232,7 +249,9 @@ class PublicationSession(_ModelSession):
     def survey(self, done: bool, tidy: bool = True) -> None:
         """Verify all versions."""
         if self.rank == 0:
-            visible = [version_path(self.root, version).name for version in published_versions(self.root)]
+            visible = [
+                version_path(self.root, version).name for version in published_versions(self.root)
+            ]
             name = Path(self.newest).name
             for fresh in self.known.look(self.root, visible, self.KEEP, name, done):
                 self.verify(self.root / fresh)
@@ -241,7 +260,9 @@ class PublicationSession(_ModelSession):
 
 
 class DeltaSession(PublicationSession):
-    """Publish versions that hold the changes from the one before, and all weights after every second of them."""
+    """Publish versions that hold the changes from the one before, and all weights after every
+    second of them.
+    """
 
     folder = "deltas"
 
@@ -253,8 +274,12 @@ class DeltaSession(PublicationSession):
         change_a_little(self.model, 1.0)
 
     def write(self) -> None:
-        meta = WeightUpdateMeta("disk", str(self.root), keep=self.KEEP, delta=True, anchor_interval=2)
-        publish_weights(self.model, meta, self.number, [Reader()], base_model_path=self.base, copy=self.copy)
+        meta = WeightUpdateMeta(
+            "disk", str(self.root), keep=self.KEEP, delta=True, anchor_interval=2
+        )
+        publish_weights(
+            self.model, meta, self.number, [Reader()], base_model_path=self.base, copy=self.copy
+        )
 
     def verify(self, folder: Path) -> None:
         files_of_version(self.root, self.number)

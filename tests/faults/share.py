@@ -20,7 +20,9 @@ def parse_share(text: str) -> float:
     """
     number = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
     if number is None or not 0 < float(number[1]) <= 100:
-        raise ValueError(f"HOLDFAST_FAULTS is {text!r}; expected the share of faults to inject, 1% to 100% say")
+        raise ValueError(
+            f"HOLDFAST_FAULTS is {text!r}; expected the share of faults to inject, 1% to 100% say"
+        )
     return float(number[1]) / 100
 
 

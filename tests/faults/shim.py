@@ -1,19 +1,21 @@
 """Observe, count, record and disturb every call by which this process changes files below a folder.
 
-`Shim` stands between Python and the operating system. It replaces the functions of `os` that open, write, sync, rename
-and remove, and `open` itself, whose files become Python's usual buffers over a raw file that reports each write(2). A
-hook sees every call *before* it is made. The hook may raise an `OSError` instead, or end the process. Successful calls
-are recorded with all of their data, so that `replay` can build the same folder again, and a simulator of power cuts can
-leave some of them out.
+`Shim` stands between Python and the operating system. It replaces the functions of `os` that open,
+write, sync, rename and remove, and `open` itself, whose files become Python's usual buffers over a
+raw file that reports each write(2). A hook sees every call *before* it is made. The hook may raise
+an `OSError` instead, or end the process. Successful calls are recorded with all of their data, so
+that `replay` can build the same folder again, and a simulator of power cuts can leave some of them
+out.
 
-Observed calls: open (also for reading, because it can fail), list (can fail too, but is not recorded), write, pwrite,
-fsync, fdatasync, rename, link, symlink, unlink, mkdir, rmdir, truncate and chmod. Variants have the same name:
-``sendfile``, ``copy_file_range`` and ``writev`` are writes, ``replace`` is a rename, ``ftruncate`` and
-``posix_fallocate`` are truncates. Descriptors are resolved by ``/proc``, so this works only on Linux.
+Observed calls: open (also for reading, because it can fail), list (can fail too, but is not
+recorded), write, pwrite, fsync, fdatasync, rename, link, symlink, unlink, mkdir, rmdir, truncate
+and chmod. Variants have the same name: ``sendfile``, ``copy_file_range`` and ``writev`` are writes,
+``replace`` is a rename, ``ftruncate`` and ``posix_fallocate`` are truncates. Descriptors are
+resolved by ``/proc``, so this works only on Linux.
 
-Calls inside native code are not observed: ``tokenizer.save_pretrained`` (tokenizers, Rust), ``save_file`` (safetensors,
-Rust), ``torch.save`` and ``numpy.ndarray.tofile`` with a file name, memory maps. test_shim.py compares the record of
-each scenario with the output of strace.
+Calls inside native code are not observed: ``tokenizer.save_pretrained`` (tokenizers, Rust),
+``save_file`` (safetensors, Rust), ``torch.save`` and ``numpy.ndarray.tofile`` with a file name,
+memory maps. test_shim.py compares the record of each scenario with the output of strace.
 """
 
 import builtins
@@ -38,10 +40,10 @@ class Call:
     """One system call on a path below the root of a `Shim`.
 
     Attributes:
-        name: "open", "list", "write", "pwrite", "fsync", "fdatasync", "rename", "link", "symlink", "unlink", "mkdir",
-            "rmdir", "truncate" or "chmod".
-        path: absolute path, resolved from a descriptor if necessary. The old name for rename, the new one for link and
-            symlink.
+        name: "open", "list", "write", "pwrite", "fsync", "fdatasync", "rename", "link", "symlink",
+            "unlink", "mkdir", "rmdir", "truncate" or "chmod".
+        path: absolute path, resolved from a descriptor if necessary. The old name for rename, the
+            new one for link and symlink.
         target: the new name for rename, the existing file for link and symlink.
         offset: position in the file for write and pwrite (also if the caller gave none).
         data: bytes for write and pwrite. In a record, the bytes that were really written.
@@ -63,7 +65,9 @@ class Call:
 
     def __str__(self) -> str:
         data = "" if self.data is None else f", {len(self.data)} bytes at {self.offset}"
-        return f"{self.name}({self.path}{data}{'' if self.target is None else f' -> {self.target}'})"
+        return (
+            f"{self.name}({self.path}{data}{'' if self.target is None else f' -> {self.target}'})"
+        )
 
 
 Hook = Callable[[Call], None]
@@ -74,8 +78,10 @@ class Shim:
 
     Args:
         root: an existing folder.
-        hook: called before each call, by the same thread. The caller gets an `OSError` that it raises.
-        log: file to which every successful call is appended, for `read_calls`. It survives the process.
+        hook: called before each call, by the same thread. The caller gets an `OSError` that it
+            raises.
+        log: file to which every successful call is appended, for `read_calls`. It survives the
+            process.
         rank: value of `Call.rank`. None: the environment's ``RANK``, or 0.
 
     Attributes:
@@ -83,7 +89,12 @@ class Shim:
     """
 
     def __init__(
-        self, root: StrPath, hook: Hook | None = None, *, log: StrPath | None = None, rank: int | None = None
+        self,
+        root: StrPath,
+        hook: Hook | None = None,
+        *,
+        log: StrPath | None = None,
+        rank: int | None = None,
     ) -> None:
         self.root = os.path.realpath(root)
         self.calls: list[Call] = []
@@ -108,7 +119,9 @@ class Shim:
             os.close(self._log_fd)
 
     def path_of(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Absolute path of a name or descriptor, without following a last link. None if it is not below the root."""
+        """Absolute path of a name or descriptor, without following a last link. None if it is not
+        below the root.
+        """
         if isinstance(path, int):
             found = _readlink_or_none(f"/proc/self/fd/{path}")
             if found is None or found.endswith(" (deleted)"):
@@ -124,7 +137,9 @@ class Shim:
         setattr(module, name, replacement)
 
     def _make(self, os_name: str, args: tuple, kwargs: dict[str, Any], call: Call | None) -> Any:
-        """Report ``call`` and make it with the real function. None stands for a call that the shim ignores."""
+        """Report ``call`` and make it with the real function. None stands for a call that the shim
+        ignores.
+        """
         real = self._real[os, os_name]
         if call is None:
             return real(*args, **kwargs)
@@ -145,7 +160,9 @@ class Shim:
 
     # Each replaces the function of `os` with the same name, and passes all other arguments on.
 
-    def _os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    def _os_open(
+        self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> int:
         found = self.path_of(path, dir_fd)
         call = None if found is None else Call("open", found, flags=flags, size=mode)
         return self._make("open", (path, flags, mode), {"dir_fd": dir_fd}, call)
@@ -158,14 +175,26 @@ class Shim:
         return self._make("writev", (fd, buffers), {}, self._written("write", fd, data, None))
 
     def _os_pwrite(self, fd: int, data: Any, offset: int) -> int:
-        return self._make("pwrite", (fd, data, offset), {}, self._written("pwrite", fd, data, offset))
+        return self._make(
+            "pwrite", (fd, data, offset), {}, self._written("pwrite", fd, data, offset)
+        )
 
     def _os_sendfile(self, out_fd: int, in_fd: int, offset: int | None, count: int) -> int:
         data = self._copied(out_fd, in_fd, offset, count)
-        return self._make("sendfile", (out_fd, in_fd, offset, count), {}, self._written("write", out_fd, data, None))
+        return self._make(
+            "sendfile",
+            (out_fd, in_fd, offset, count),
+            {},
+            self._written("write", out_fd, data, None),
+        )
 
     def _os_copy_file_range(
-        self, src: int, dst: int, count: int, offset_src: int | None = None, offset_dst: int | None = None
+        self,
+        src: int,
+        dst: int,
+        count: int,
+        offset_src: int | None = None,
+        offset_dst: int | None = None,
     ) -> int:
         call = self._written("write", dst, self._copied(dst, src, offset_src, count), offset_dst)
         return self._make("copy_file_range", (src, dst, count, offset_src, offset_dst), {}, call)
@@ -229,9 +258,13 @@ class Shim:
         found = self.path_of("." if path is None else path)
         return self._make(os_name, (path,), {}, None if found is None else Call("list", found))
 
-    def _one_path(self, os_name: str, name: str, path: Any, *rest: int, size: int | None = None, **kwargs: Any) -> None:
+    def _one_path(
+        self, os_name: str, name: str, path: Any, *rest: int, size: int | None = None, **kwargs: Any
+    ) -> None:
         found = self.path_of(path, kwargs.get("dir_fd"))
-        self._make(os_name, (path, *rest), kwargs, None if found is None else Call(name, found, size=size))
+        self._make(
+            os_name, (path, *rest), kwargs, None if found is None else Call(name, found, size=size)
+        )
 
     def _os_rename(self, src: Any, dst: Any, **dir_fds: Any) -> None:
         self._two_paths("rename", "rename", src, dst, dir_fds)
@@ -247,11 +280,21 @@ class Shim:
         call = None if found is None else Call("symlink", found, target=os.fsdecode(src))
         self._make("symlink", (src, dst, *rest), kwargs, call)
 
-    def _two_paths(self, os_name: str, name: str, src: Any, dst: Any, kwargs: dict[str, Any]) -> None:
-        old, new = self.path_of(src, kwargs.get("src_dir_fd")), self.path_of(dst, kwargs.get("dst_dir_fd"))
+    def _two_paths(
+        self, os_name: str, name: str, src: Any, dst: Any, kwargs: dict[str, Any]
+    ) -> None:
+        old, new = (
+            self.path_of(src, kwargs.get("src_dir_fd")),
+            self.path_of(dst, kwargs.get("dst_dir_fd")),
+        )
         call = None
-        if old is not None or new is not None:  # a rename into the root, out of the root, or inside it
-            old, new = old or os.path.abspath(os.fsdecode(src)), new or os.path.abspath(os.fsdecode(dst))
+        if (
+            old is not None or new is not None
+        ):  # a rename into the root, out of the root, or inside it
+            old, new = (
+                old or os.path.abspath(os.fsdecode(src)),
+                new or os.path.abspath(os.fsdecode(dst)),
+            )
             call = Call(name, old, target=new) if name == "rename" else Call(name, new, target=old)
         self._make(os_name, (src, dst), kwargs, call)
 
@@ -270,7 +313,9 @@ class Shim:
     ) -> Any:
         """Do the same as the builtin `open`, over an observed raw file."""
         if self.path_of(file) is None:
-            return self._real[io, "open"](file, mode, buffering, encoding, errors, newline, closefd, opener)
+            return self._real[io, "open"](
+                file, mode, buffering, encoding, errors, newline, closefd, opener
+            )
         raw_mode, text = mode.replace("b", "").replace("t", ""), "b" not in mode
         raw = _RawFile(file, raw_mode, closefd, opener or _open_as_builtin)
         if buffering == 0:
@@ -281,7 +326,11 @@ class Shim:
         n_bytes = buffering if buffering > 1 else os.fstat(raw.fileno()).st_blksize
         buffer_type: Any = io.BufferedReader if raw_mode == "r" else io.BufferedWriter
         buffered = (io.BufferedRandom if "+" in raw_mode else buffer_type)(raw, n_bytes)
-        return io.TextIOWrapper(buffered, encoding, errors, newline, buffering == 1) if text else buffered
+        return (
+            io.TextIOWrapper(buffered, encoding, errors, newline, buffering == 1)
+            if text
+            else buffered
+        )
 
 
 class _RawFile(io.FileIO):
@@ -319,8 +368,12 @@ def write_half(call: Call) -> None:
 
 
 @contextmanager
-def record(root: StrPath, log: StrPath | None = None, *, rank: int | None = None) -> Iterator[list[Call]]:
-    """Record the calls of this process below ``root`` during the block, and in ``log`` for the case of a kill."""
+def record(
+    root: StrPath, log: StrPath | None = None, *, rank: int | None = None
+) -> Iterator[list[Call]]:
+    """Record the calls of this process below ``root`` during the block, and in ``log`` for the case
+    of a kill.
+    """
     with Shim(root, log=log, rank=rank) as shim:
         yield shim.calls
 
@@ -339,18 +392,21 @@ def read_calls(*logs: StrPath) -> list[Call]:
 
 
 def not_durable(calls: Iterable[Call], final: str) -> list[str]:
-    """Parts of the folder ``final`` that a power cut could still remove, after ``calls`` have renamed it into place.
+    """Parts of the folder ``final`` that a power cut could still remove, after ``calls`` have
+    renamed it into place.
 
-    Every file must have been fsynced after its last write, and every folder after its last new entry, before the
-    rename.
-    The parent must have been fsynced after the rename. Ranks may sync for each other.
+    Every file must have been fsynced after its last write, and every folder after its last new
+    entry, before the rename. The parent must have been fsynced after the rename. Ranks may sync for
+    each other.
 
     Args:
         calls: calls of all ranks, ordered by time.
         final: absolute path of the folder.
     """
     calls = list(calls)
-    renamed = max(i for i, call in enumerate(calls) if call.name == "rename" and call.target == final)
+    renamed = max(
+        i for i, call in enumerate(calls) if call.name == "rename" and call.target == final
+    )
     staging, dirty = calls[renamed].path, dict[str, None]()
     for call in calls[:renamed]:
         if call.name in ("fsync", "fdatasync"):

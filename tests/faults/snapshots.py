@@ -1,4 +1,6 @@
-"""Scenarios of a run of two ranks: a snapshot, and a resume with damaged generations and partial files around."""
+"""Scenarios of a run of two ranks: a snapshot, and a resume with damaged generations and partial
+files around.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -26,7 +28,9 @@ Tree = dict[str, str]
 
 
 class Trainee:
-    """Two sharded engines, a data cursor and a user's object. Each step draws from every random generator."""
+    """Two sharded engines, a data cursor and a user's object. Each step draws from every random
+    generator.
+    """
 
     def __init__(self, rank: int, world_size: int = 2) -> None:
         torch.manual_seed(5)
@@ -41,7 +45,11 @@ class Trainee:
         ids = next(self._batches)
         self.meter.seen += ids
         self.meter.mean = self.meter.mean + torch.rand(2)
-        inputs = torch.tensor(ids)[:, None] * torch.linspace(0.1, 1, 6) + draw()[0] + torch.randn(len(ids), 6)
+        inputs = (
+            torch.tensor(ids)[:, None] * torch.linspace(0.1, 1, 6)
+            + draw()[0]
+            + torch.randn(len(ids), 6)
+        )
         for state in self.engines.values():
             assert state.optimizer is not None and state.scheduler is not None
             state.model(inputs).square().mean().backward()
@@ -55,8 +63,12 @@ class Trainee:
         found = sha256()
         for name, state in self.engines.items():
             for key, tensor in sorted(flatten(state.state_dict())):
-                found.update(f"{name}.{key}".encode() + local_tensor(tensor).detach().numpy().tobytes())
-        found.update(repr((self.loader.state_dict(), self.meter.seen, self.meter.mean.tolist())).encode())
+                found.update(
+                    f"{name}.{key}".encode() + local_tensor(tensor).detach().numpy().tobytes()
+                )
+        found.update(
+            repr((self.loader.state_dict(), self.meter.seen, self.meter.mean.tolist())).encode()
+        )
         return found.hexdigest()
 
 
@@ -64,14 +76,18 @@ def _engine(hidden_width: int, mesh: Any) -> DCPState:
     model = nn.Sequential(nn.Linear(6, hidden_width), nn.Linear(hidden_width, 3))
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return DCPState(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    return DCPState(
+        model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    )
 
 
 def tree(folder: str | Path) -> Tree:
     """Digests of all files below ``folder``."""
     root = Path(folder)
     files = sorted(path for path in root.rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix(): sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        path.relative_to(root).as_posix(): sha256(path.read_bytes()).hexdigest() for path in files
+    }
 
 
 @dataclass(frozen=True)
@@ -109,12 +125,16 @@ class Snapshot:
         return make_handler(root, freq_steps=1, max_ckpt_to_keep=self.keep, **options)
 
     def resume(self, rank: int, root: str, **options: Any) -> tuple[Any, Trainee, int]:
-        """Return a handler and the state it has loaded, checked to the bit, with the last step (-1 for none)."""
+        """Return a handler and the state it has loaded, checked to the bit, with the last step (-1
+        for none).
+        """
         trainee, handler = Trainee(rank), self.handler(root, **options)
         handler.register("meter", trainee.meter)
         info = handler.load(trainee.engines, trainee.loader)
         step = -1 if info is None else info.last_step_info.global_step
-        assert step == -1 or trainee.digest() == self.digests[step][rank], f"step {step} came back as something else"
+        assert step == -1 or trainee.digest() == self.digests[step][rank], (
+            f"step {step} came back as something else"
+        )
         return handler, trainee, step
 
     def arm(self, rank: int, root: str) -> Action:
@@ -133,17 +153,25 @@ class Snapshot:
     def check(self, rank: int, root: str) -> bool:
         """Resume, compare with the undisturbed run, and dump the next step."""
         handler, trainee, step = self.resume(rank, root)
-        assert step in (self.base, self.base + 1), f"step {self.base} was there, and step {step} was resumed"
+        assert step in (self.base, self.base + 1), (
+            f"step {self.base} was there, and step {step} was resumed"
+        )
         store = GenerationStore(handler.store.root)
-        assert store.quarantined() == [] and hidden(root) == [], f"left after the resume: {hidden(root)}"
+        assert store.quarantined() == [] and hidden(root) == [], (
+            f"left after the resume: {hidden(root)}"
+        )
         wanted = {f"global_step_{n}" for n in range(max(step + 1 - self.keep, 0), step + 1)}
-        assert wanted <= set(names(Path(root))), f"of {sorted(wanted)} only {names(Path(root))} are left"
+        assert wanted <= set(names(Path(root))), (
+            f"of {sorted(wanted)} only {names(Path(root))} are left"
+        )
         assert trainee.train() == self.digests[step + 1][rank], "the resumed run is another one"
         assert handler.dump(trainee.engines, step_info(step + 1), trainee.loader)
         handler.wait()
         handler.close()
         if rank == 0:
-            assert names(Path(root)) == [f"global_step_{n}" for n in range(max(step + 2 - self.keep, 0), step + 2)]
+            assert names(Path(root)) == [
+                f"global_step_{n}" for n in range(max(step + 2 - self.keep, 0), step + 2)
+            ]
             for generation in store.generations():
                 assert store.verify(generation.path).last_step_info.global_step == generation.step
             assert hidden(root) == []
@@ -152,7 +180,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Resume:
-    """Resume from step 1 in a folder with a damaged step 2 and the leftovers of killed writers and removers.
+    """Resume from step 1 in a folder with a damaged step 2 and the leftovers of killed writers and
+    removers.
 
     Attributes:
         snapshot: the scenario that resumes and checks.
@@ -166,7 +195,11 @@ class Resume:
         digests = self.snapshot.build(rank, root)
         if rank == 0:
             recover = Path(root, "e", "t", "recover")
-            for left in ("global_step_2", ".staging-3-0123456789ab", ".retired-global_step_0-0123456789ab"):
+            for left in (
+                "global_step_2",
+                ".staging-3-0123456789ab",
+                ".retired-global_step_0-0123456789ab",
+            ):
                 shutil.copytree(recover / "global_step_1", recover / left)
             (recover / "global_step_2" / "recover_info.json").write_bytes(b"")
             (recover / ".staging-3-0123456789ab" / "manifest.json").unlink()
@@ -180,7 +213,9 @@ class Resume:
         return partial(self.snapshot.resume, rank, root)
 
     def check(self, rank: int, root: str) -> bool:
-        """Check that step 1 is resumed, step 2 is quarantined, all leftovers are gone, and step 2 can be dumped."""
+        """Check that step 1 is resumed, step 2 is quarantined, all leftovers are gone, and step 2
+        can be dumped.
+        """
         recover = Path(root, "e", "t", "recover")
         set_aside = not (recover / "global_step_2").exists()
         dist.barrier()  # all ranks have looked

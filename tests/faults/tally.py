@@ -1,9 +1,11 @@
-"""Table of injected faults: counted by the tests of this folder, printed and judged at the end of the session.
+"""Table of injected faults: counted by the tests of this folder, printed and judged at the end of
+the session.
 
-Tests report faults to the fixture ``tally``. The session fails unless every injected fault was survived with nothing
-lost, nothing undetected and nothing executed. ``HOLDFAST_FAULTS`` sets the share of faults (share.py), and ``make
-faults`` injects all of them. The table is also written, as text and as JSON, to the folder in ``HOLDFAST_FAULTS_OUT``.
-With pytest-xdist, each process sends its counts to the first one.
+Tests report faults to the fixture ``tally``. The session fails unless every injected fault was
+survived with nothing lost, nothing undetected and nothing executed. ``HOLDFAST_FAULTS`` sets the
+share of faults (share.py), and ``make faults`` injects all of them. The table is also written, as
+text and as JSON, to the folder in ``HOLDFAST_FAULTS_OUT``. With pytest-xdist, each process sends
+its counts to the first one.
 """
 
 import io
@@ -45,7 +47,8 @@ PROMISED = {
 }
 """Kind prefix -> smallest number of faults that all tests of this folder inject, times `SHARE`.
 
-With ``HOLDFAST_FAULTS_WHOLE`` the session fails if it has injected fewer, so that no faults are left out unnoticed.
+With ``HOLDFAST_FAULTS_WHOLE`` the session fails if it has injected fewer, so that no faults are
+left out unnoticed.
 """
 
 
@@ -76,11 +79,15 @@ class Faults:
     @property
     def fine(self) -> bool:
         """Whether all injected faults were survived and nothing bad happened."""
-        return self.injected == self.survived and not (self.lost or self.undetected or self.executed)
+        return self.injected == self.survived and not (
+            self.lost or self.undetected or self.executed
+        )
 
 
 class Tally:
-    """Counts faults by kind, and their time: the time between two calls of `add` counts for the second."""
+    """Counts faults by kind, and their time: the time between two calls of `add` counts for the
+    second.
+    """
 
     def __init__(self) -> None:
         self.kinds: dict[str, Faults] = {}
@@ -88,7 +95,14 @@ class Tally:
         self._last: Faults | None = None
 
     def add(
-        self, kind: str, *, injected: int = 0, survived: int = 0, lost: int = 0, undetected: int = 0, executed: int = 0
+        self,
+        kind: str,
+        *,
+        injected: int = 0,
+        survived: int = 0,
+        lost: int = 0,
+        undetected: int = 0,
+        executed: int = 0,
     ) -> None:
         """Count faults of a kind. Call it after each verdict, also if the test then fails."""
         faults = self.kinds.setdefault(kind, Faults())
@@ -119,7 +133,9 @@ class Tally:
     def total(self) -> Faults:
         """Sum over all kinds."""
         values = [asdict(faults) for faults in self.kinds.values()]
-        return Faults(**{field.name: sum(value[field.name] for value in values) for field in fields(Faults)})
+        return Faults(
+            **{field.name: sum(value[field.name] for value in values) for field in fields(Faults)}
+        )
 
     @property
     def fine(self) -> bool:
@@ -128,13 +144,19 @@ class Tally:
     def missing(self, share: float) -> list[str]:
         """Kinds with fewer injected faults than this share requires."""
         counts = {
-            name: sum(faults.injected for kind, faults in self.kinds.items() if kind.startswith(name))
+            name: sum(
+                faults.injected for kind, faults in self.kinds.items() if kind.startswith(name)
+            )
             for name in PROMISED
         }
         # an even choice may contain fewer moments of a kind that counts twice
         evenly = share if share == 1 else 0.8 * share
         floors = {name: max(1, int(least * evenly)) for name, least in PROMISED.items()}
-        return [f"{name}: {counts[name]} of {least}" for name, least in floors.items() if counts[name] < least]
+        return [
+            f"{name}: {counts[name]} of {least}"
+            for name, least in floors.items()
+            if counts[name] < least
+        ]
 
     def table(self, title: str) -> Table:
         """Format the table for people."""
@@ -200,7 +222,9 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[TALLY].merge(getattr(node, "workeroutput", {}).get(_SENT, {}))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print the table, and write it to ``HOLDFAST_FAULTS_OUT``."""
     tally = config.stash[TALLY]
     if not tally.kinds:
@@ -208,17 +232,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     title = f"faults ({100 * SHARE:g}% of all), Python {platform.python_version()}, torch {torch.__version__}"
     text = io.StringIO()
     width = terminalreporter._tw.fullwidth
-    Console(file=text, width=max(100, width), force_terminal=bool(terminalreporter.isatty)).print(tally.table(title))
+    Console(file=text, width=max(100, width), force_terminal=bool(terminalreporter.isatty)).print(
+        tally.table(title)
+    )
     terminalreporter.write_line("")
     terminalreporter.write(text.getvalue())
     if not tally.fine:
         terminalreporter.write_line("the table is not clean: something was not survived", red=True)
-    outcomes = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
+    outcomes = {
+        name: len(terminalreporter.stats.get(name, ()))
+        for name in ("passed", "failed", "error", "skipped")
+    }
     if _whole():
         for lack in tally.missing(SHARE):
             terminalreporter.write_line(f"promised and not injected: {lack}", red=True)
         if outcomes["skipped"]:
-            terminalreporter.write_line(f"{outcomes['skipped']} tests were skipped on this machine", red=True)
+            terminalreporter.write_line(
+                f"{outcomes['skipped']} tests were skipped on this machine", red=True
+            )
     if folder := os.environ.get("HOLDFAST_FAULTS_OUT"):
         _keep(tally, title, outcomes, Path(folder))
 

@@ -1,9 +1,11 @@
-"""A system call fails, once or permanently, at every possible place: the error is reported and nothing else breaks.
+"""A system call fails, once or permanently, at every possible place: the error is reported and
+nothing else breaks.
 
-For each n, each rank and each errno, the n-th call of the rank below the folder fails. Or all calls from the n-th on
-fail, on one rank or on all, until the attempt is over. All ranks must report the same error, visible files must not
-change, partial files must be removed if that is possible, and the next attempt without faults must succeed. An attempt
-that succeeds despite a failed call is checked in the same way.
+For each n, each rank and each errno, the n-th call of the rank below the folder fails. Or all calls
+from the n-th on fail, on one rank or on all, until the attempt is over. All ranks must report the
+same error, visible files must not change, partial files must be removed if that is possible, and
+the next attempt without faults must succeed. An attempt that succeeds despite a failed call is
+checked in the same way.
 """
 
 import errno
@@ -63,7 +65,8 @@ class Report:
 
     Attributes:
         faults: number of injected faults.
-        reported: number of attempts that reported a failed write. The others succeeded despite the fault.
+        reported: number of attempts that reported a failed write. The others succeeded despite the
+            fault.
         slowest_s: duration of the longest attempt.
         state: digest of the rank's state at the end, and the step.
     """
@@ -84,7 +87,9 @@ def fail_at_every_call(
     share: float,
     rank: int,
 ) -> Report:
-    """Stage: make attempts with a fault at another call each time, and one without a fault after each."""
+    """Stage: make attempts with a fault at another call each time, and one without a fault after
+    each.
+    """
     session = SESSIONS[session_name](rank, root, model)
     for _ in range(3):
         with Shim(root, rank=rank) as shim:
@@ -99,12 +104,22 @@ def fail_at_every_call(
         try:
             with Shim(root, hook, rank=rank) as shim:
                 done = session.attempt()
-            calls = list(chain.from_iterable(gather_objects([replace(call, data=None) for call in shim.calls])))
+            calls = list(
+                chain.from_iterable(
+                    gather_objects([replace(call, data=None) for call in shim.calls])
+                )
+            )
             slowest_s = max(slowest_s, time.monotonic() - started)
-            struck = [call for call in gather_objects(hook.struck if hook else None) if call is not None]
+            struck = [
+                call for call in gather_objects(hook.struck if hook else None) if call is not None
+            ]
             agree(done)
             session.survey(done, tidy)
-            lost = not_durable(sorted(calls, key=lambda call: call.time_ns), session.newest) if done else []
+            lost = (
+                not_durable(sorted(calls, key=lambda call: call.time_ns), session.newest)
+                if done
+                else []
+            )
             assert not lost, f"reported as written, but a power cut could take away {lost}"
             if not struck:
                 assert done
@@ -112,7 +127,10 @@ def fail_at_every_call(
             assert agree(session.attempt()), "the attempt after the error failed too"
             session.survey(True, tidy)
         except BaseException as error:
-            error.add_note(f"{errno.errorcode[code]} at call {moment} of ranks {victims}, here: {hook and hook.struck}")
+            error.add_note(
+                f"{errno.errorcode[code]} at call {moment} of ranks {victims}, here: "
+                f"{hook and hook.struck}"
+            )
             raise
         faults, reported = faults + 1, reported + (not done)
     session.close()
@@ -121,7 +139,9 @@ def fail_at_every_call(
 
 
 def come_back(root: str, states: list[tuple[int, str]], rank: int) -> None:
-    """Stage: new ranks restore the last snapshot to the bit, and leftovers of failed removals are deleted."""
+    """Stage: new ranks restore the last snapshot to the bit, and leftovers of failed removals are
+    deleted.
+    """
     step = states[0][0]
     digests = (*[()] * step, tuple(digest for _, digest in states))
     handler, _, resumed = Snapshot("again", base=step, digests=digests).resume(rank, root)
@@ -133,7 +153,9 @@ def come_back(root: str, states: list[tuple[int, str]], rank: int) -> None:
 CASES = [((0,), False), ((1,), False), ((0,), True), ((1,), True), ((0, 1), True)]
 """Ranks whose calls fail, and whether all calls from the n-th on fail."""
 FEW = 0.05
-"""Below this share, each case has one or two errnos at more calls, and all cases together have all of them."""
+"""Below this share, each case has one or two errnos at more calls, and all cases together have all
+of them.
+"""
 FAST = [
     ("snapshot", *CASES[0]),
     ("delta", *CASES[1]),
@@ -144,7 +166,8 @@ FAST = [
 
 
 @pytest.mark.parametrize(
-    ("name", "victims", "lasting"), slow_but(FAST, [(name, *case) for name in SESSIONS for case in CASES])
+    ("name", "victims", "lasting"),
+    slow_but(FAST, [(name, *case) for name in SESSIONS for case in CASES]),
 )
 def test_an_error_at_any_system_call_is_reported_and_survived(
     shop: Workshop,
@@ -159,18 +182,24 @@ def test_an_error_at_any_system_call_is_reported_and_survived(
     for code in codes:
         root = shop.new_path("root")
         root.mkdir()
-        stage = partial(fail_at_every_call, name, str(root), shop.model, victims, code, lasting, share)
+        stage = partial(
+            fail_at_every_call, name, str(root), shop.model, victims, code, lasting, share
+        )
         outcome = shop.ranks.run(stage, timeout_s=1800)
         kind = f"{errno.errorcode[code]} from a system call"
         try:
             reports = [results[0] for results in outcome.require_success()]
             if name == "snapshot":
-                shop.ranks.run(partial(come_back, str(root), [report.state for report in reports])).require_success()
+                shop.ranks.run(
+                    partial(come_back, str(root), [report.state for report in reports])
+                ).require_success()
         except AssertionError:
             tally.add(kind, injected=1, lost=1)
             raise
         faults, reported = reports[0].faults, reports[0].reported
-        assert 0 < reported <= faults and reports[0].slowest_s < GROUP_TIMEOUT_S, "noticed only by a timeout"
+        assert 0 < reported <= faults and reports[0].slowest_s < GROUP_TIMEOUT_S, (
+            "noticed only by a timeout"
+        )
         tally.add(kind, injected=faults, survived=faults)
         what = "all from a call on" if lasting else "one call"
         say(f"{name}: {kind}, {what}, of ranks {victims}: {faults} attempts, {reported} reported")

@@ -1,9 +1,11 @@
-"""A process is killed at every system call of every writing operation: the old or the new state is complete.
+"""A process is killed at every system call of every writing operation: the old or the new state is
+complete.
 
-For each rank and each n, the rank gets SIGKILL just before its n-th call below the folder. If that call writes, the
-kill is repeated after half of the data. The other rank is killed as soon as the first is dead. New processes must then
-find exactly the old or exactly the new state, to the bit, and succeed in repeating the operation. All calls have been
-tried when a run ends before its n-th call. A share of all faults is a share of the calls.
+For each rank and each n, the rank gets SIGKILL just before its n-th call below the folder. If that
+call writes, the kill is repeated after half of the data. The other rank is killed as soon as the
+first is dead. New processes must then find exactly the old or exactly the new state, to the bit,
+and succeed in repeating the operation. All calls have been tried when a run ends before its n-th
+call. A share of all faults is a share of the calls.
 """
 
 import os
@@ -109,18 +111,24 @@ def kill_at(built: Built, rank: int, moments: Iterable[int]) -> Iterator[tuple[K
     yield left, left.judge([results[0] for results in checked])
 
 
-def _kill(built: Built, rank: int, moment: int, half: bool, left: Killed | None) -> tuple[Killed, list[bool]]:
+def _kill(
+    built: Built, rank: int, moment: int, half: bool, left: Killed | None
+) -> tuple[Killed, list[bool]]:
     root = built.copy()
     hook = DieAt(moment, half, f"{root}.died")
     outcome = _check_and(built, left, partial(perform, built.scenario, str(root), {rank: hook}))
     note = Path(hook.note)
-    killed = Killed(rank, moment, pickle.loads(note.read_bytes()) if note.exists() else None, half, root)
+    killed = Killed(
+        rank, moment, pickle.loads(note.read_bytes()) if note.exists() else None, half, root
+    )
     what = f"after {left}, or as {killed}"
     blame = "\n".join(outcome.errors)
     assert not outcome.timed_out, f"{what}: nobody noticed\n{blame}"
     assert left is None or all(outcome.results), f"{what}:\n{blame}"
     # The other rank may have noticed the death and raised before it was killed too.
-    assert outcome.ends[rank] == (0 if killed.call is None else -signal.SIGKILL), f"{what}: {outcome.ends}\n{blame}"
+    assert outcome.ends[rank] == (0 if killed.call is None else -signal.SIGKILL), (
+        f"{what}: {outcome.ends}\n{blame}"
+    )
     return killed, [results[0] for results in outcome.results if left is not None]
 
 
@@ -131,7 +139,11 @@ def _check_and(built: Built, left: Killed | None, *then: Stage) -> Outcome:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_a_kill_at_any_system_call_leaves_the_old_or_new_state(
-    shop: Workshop, name: str, tally: Tally, progress: Callable[[str], None], say: Callable[[str], None]
+    shop: Workshop,
+    name: str,
+    tally: Tally,
+    progress: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> None:
     built = shop.build(make_scenario(name, shop.model))
     recorded = built.record(built.copy())

@@ -1,8 +1,8 @@
 """The harness can fail: safeguards are removed one at a time, and the oracles notice.
 
-Fsyncs are removed from a recorded trace. Renames, agreement and checks are switched off in the product, in the test's
-processes only. A removal that no oracle notices counts as undetected: either the harness is too weak, or the safeguard
-is unnecessary.
+Fsyncs are removed from a recorded trace. Renames, agreement and checks are switched off in the
+product, in the test's processes only. A removal that no oracle notices counts as undetected: either
+the harness is too weak, or the safeguard is unnecessary.
 """
 
 import errno
@@ -29,7 +29,13 @@ from holdfast.recover.storage import generations as store
 from holdfast.utils import atomic_folder, files, manifest
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointWriteError
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry
-from tests.faults.fsync_purposes import EARLIER_LIFE, IN_MIRROR, IN_STAGING, MANIFEST_MOVED, fsync_purposes
+from tests.faults.fsync_purposes import (
+    EARLIER_LIFE,
+    IN_MIRROR,
+    IN_STAGING,
+    MANIFEST_MOVED,
+    fsync_purposes,
+)
 from tests.faults.generations import (
     NEWER,
     OLDER,
@@ -78,15 +84,28 @@ def notice(tally: Tally) -> Notice:
 # Fsyncs
 
 TWICE = {
-    "first snapshot": ("a folder above the first snapshot",),  # by every process that creates a name in it
+    "first snapshot": (
+        "a folder above the first snapshot",
+    ),  # by every process that creates a name in it
     "export": ("the weights",),  # by every rank that wrote some, as NFS needs
-    "publication": ("the weights", "a small file of a model"),  # again by the process that lists them
-    MIRRORED: ("a folder of a copy", "the folder of copies"),  # after each name that is created in it
+    "publication": (
+        "the weights",
+        "a small file of a model",
+    ),  # again by the process that lists them
+    MIRRORED: (
+        "a folder of a copy",
+        "the folder of copies",
+    ),  # after each name that is created in it
 }
 """Scenario -> files that are fsynced more than once."""
 _CHANGES = ("the changes of a rank", "the manifest of the changes", "the folder of the changes")
 _SNAPSHOT = (*list(IN_STAGING)[:8], "the staging folder", "the folder with the new name")
-_MODEL = ("the weights", "a small file of a model", "the staging folder", "the folder with the new name")
+_MODEL = (
+    "the weights",
+    "a small file of a model",
+    "the staging folder",
+    "the folder with the new name",
+)
 PURPOSES = {
     "first snapshot": (*_SNAPSHOT, "a folder above the first snapshot"),
     "snapshot that retires": (*_SNAPSHOT, "the folder with a retired name"),
@@ -94,11 +113,18 @@ PURPOSES = {
     MIRRORED: (*_SNAPSHOT, "the folder with a retired name", *IN_MIRROR, MANIFEST_MOVED),
     "export": _MODEL,
     "publication": (*_MODEL, "the manifest", "the folder with a retired name"),
-    DELTA: (*_CHANGES, "a small file of a model", "the manifest", "the staging folder", "the folder with the new name"),
+    DELTA: (
+        *_CHANGES,
+        "a small file of a model",
+        "the manifest",
+        "the staging folder",
+        "the folder with the new name",
+    ),
 }
 """Scenario -> purposes of its fsyncs."""
 COVERED = {
-    # The fsync after the deletion also precedes the promise, and the deleted folder is not the only one.
+    # The fsync after the deletion also precedes the promise, and the deleted folder is not the only
+    # one.
     ("snapshot that retires", "the folder with the new name"),
     (MIRRORED, "the folder with the new name"),
     # Needed if a run that went back copies a step again over an incomplete copy.
@@ -106,12 +132,16 @@ COVERED = {
     # Described, and removed before the rename.
     (DELTA, "a small file of a model"),
 }
-"""Fsyncs without which nothing is lost in this scenario, and the reason why they are needed all the same."""
+"""Fsyncs without which nothing is lost in this scenario, and the reason why they are needed all the
+same.
+"""
 EACH = [(name, purpose) for name, purposes in PURPOSES.items() for purpose in purposes]
 
 
 @pytest.mark.parametrize("name", POWER_SCENARIOS)
-def test_every_fsync_has_a_purpose_that_is_tested_and_only_one(name: str, recorded: Callable[[str], Recorded]) -> None:
+def test_every_fsync_has_a_purpose_that_is_tested_and_only_one(
+    name: str, recorded: Callable[[str], Recorded]
+) -> None:
     calls = recorded(name).loss.calls
     made = [(calls[i].path, purpose) for i, purpose in fsync_purposes(calls).items()]
     twice = {purpose for path, purpose in made if made.count((path, purpose)) > 1} - {EARLIER_LIFE}
@@ -143,10 +173,17 @@ def test_a_power_cut_loses_something_without_the_fsync_of(
     [("first snapshot", r"e"), (REPLACING, r".*/global_step_1"), (REPLACING, r".*/\.retired-.*")],
 )
 def test_after_a_kill_power_cuts_lose_something_without_fsync_of_earlier_names(
-    name: str, killed_after: str, shop: Workshop, recorded: Callable[[str], Recorded], notice: Notice
+    name: str,
+    killed_after: str,
+    shop: Workshop,
+    recorded: Callable[[str], Recorded],
+    notice: Notice,
 ) -> None:
     first = recorded(name)
-    made = [call.target or call.path if call.name in ("mkdir", "rename") else "" for call in first.loss.calls]
+    made = [
+        call.target or call.path if call.name in ("mkdir", "rename") else ""
+        for call in first.loss.calls
+    ]
     n_calls = next(i for i, path in enumerate(made) if re.fullmatch(killed_after, path)) + 1
     second = record_second_life(shop, first, n_calls)
     # The remaining fsyncs of the first life, and those of the second before it creates names.
@@ -185,14 +222,18 @@ def _write_versions_in_place() -> None:
 
     patch(atomic_folder, "open_staging", open_in_place)
     patch(
-        atomic_folder, "commit_folder", lambda _, final: (files.fsync_tree(final), files.fsync_dir(Path(final).parent))
+        atomic_folder,
+        "commit_folder",
+        lambda _, final: (files.fsync_tree(final), files.fsync_dir(Path(final).parent)),
     )
 
 
 def _rename_before_the_manifest() -> None:
     """Rename a generation before it gets its manifest."""
 
-    def commit(self: GenerationStore, staged: Path, step: int, entries: list[FileEntry], facts: Any) -> Any:
+    def commit(
+        self: GenerationStore, staged: Path, step: int, entries: list[FileEntry], facts: Any
+    ) -> Any:
         generation = self.adopt(staged, step)
         manifest.write_manifest(generation.path, entries, facts)
         files.fsync_dir(generation.path)
@@ -217,27 +258,39 @@ RENAMES: dict[str, tuple[str, Callable[[], None]]] = {
     "a snapshot is written under its final name": ("snapshot that retires", _write_in_place),
     "an export is written under its final name": ("export", _write_versions_in_place),
     "a version is written under its final name": ("publication", _write_versions_in_place),
-    "the manifest is written after the rename": ("snapshot that retires", _rename_before_the_manifest),
+    "the manifest is written after the rename": (
+        "snapshot that retires",
+        _rename_before_the_manifest,
+    ),
     "a snapshot is deleted under its final name": ("snapshot that retires", _remove_in_place),
     "a version is deleted under its final name": ("publication", _remove_in_place),
 }
 
 
 @pytest.mark.parametrize("change", slow_but(["the manifest is written after the rename"], RENAMES))
-def test_the_oracle_sees_something_that_is_not_whole_when(change: str, shop: Workshop, notice: Notice) -> None:
+def test_the_oracle_sees_something_that_is_not_whole_when(
+    change: str, shop: Workshop, notice: Notice
+) -> None:
     broken = record(shop, *RENAMES[change])
     notice(survey(broken, QUICK, until_first_loss=True).losses, change)
 
 
-def test_a_rename_before_all_ranks_have_fsynced_is_noticed(recorded: Callable[[str], Recorded], notice: Notice) -> None:
+def test_a_rename_before_all_ranks_have_fsynced_is_noticed(
+    recorded: Callable[[str], Recorded], notice: Notice
+) -> None:
     whole = recorded("snapshot that retires")
     early = PowerLoss(whole.loss.before, _renamed_early(whole.loss.calls))
-    notice(survey(replace(whole, loss=early), QUICK, until_first_loss=True).losses, "rank 0 renames too early")
+    notice(
+        survey(replace(whole, loss=early), QUICK, until_first_loss=True).losses,
+        "rank 0 renames too early",
+    )
 
 
 def _renamed_early(calls: list[Call]) -> list[Call]:
     """Rename and fsync on rank 0 while rank 1 still writes the last of its files."""
-    at = next(i for i, call in enumerate(calls) if re.search(r"/global_step_\d+$", call.target or ""))
+    at = next(
+        i for i, call in enumerate(calls) if re.search(r"/global_step_\d+$", call.target or "")
+    )
     last = max(i for i, call in enumerate(calls[:at]) if call.rank == 1 and call.name == "fsync")
     old, new = calls[at].path, calls[at].target or ""
     later = [replace(call, path=call.path.replace(old, new)) for call in calls[last:at]]
@@ -257,10 +310,15 @@ def _export_without_agreement(scenario: Any, root: str, rank: int) -> None:
     patch(atomic_folder, "all_ranks_succeed", _no_agreement)
     patch(hf_save, "all_ranks_succeed", _no_agreement)
     patch(hf_save, "gather_objects", lambda own, group: [own])
-    patch(hf_save, "require_whole", lambda pieces, n_bytes: None)  # it would find that the other rank's are missing
+    patch(
+        hf_save, "require_whole", lambda pieces, n_bytes: None
+    )  # it would find that the other rank's are missing
     try:
         _export_with_a_full_disk(scenario, root, rank)
-    except (CheckpointWriteError, OSError):  # the process goes on, because its end would tell the other rank
+    except (
+        CheckpointWriteError,
+        OSError,
+    ):  # the process goes on, because its end would tell the other rank
         end = time.monotonic() + stretched(20)
         while not (Path(root) / "hf" / "global_step_2").exists() and time.monotonic() < end:
             time.sleep(0.01)
@@ -282,7 +340,9 @@ def test_without_agreement_between_ranks_an_export_that_failed_on_one_becomes_vi
     built = shop.build(recorded("export").scenario)
     for stage, expected in ((_export_with_a_full_disk, 0), (_export_without_agreement, 1)):
         root = built.copy()
-        assert any(shop.ranks.run(partial(stage, built.scenario, str(root))).ends), "the full disk went unnoticed"
+        assert any(shop.ranks.run(partial(stage, built.scenario, str(root))).ends), (
+            "the full disk went unnoticed"
+        )
         torn = [path for path in (root / "hf").glob("global_step_2") if files_of(path)]
         if expected:
             checked = shop.ranks.run(partial(_check, built.scenario, str(root)))
@@ -320,14 +380,19 @@ def _no_check(*_: object) -> None: ...
 
 
 @pytest.mark.slow
-def test_without_digests_a_flipped_bit_is_loaded(good: Path, victim: Victim, tmp_path: Path, notice: Notice) -> None:
+def test_without_digests_a_flipped_bit_is_loaded(
+    good: Path, victim: Victim, tmp_path: Path, notice: Notice
+) -> None:
     name, root = "state/rank_00000.pt", tmp_path / "root"
     flips = [partial(_flip, name, at) for at in range(0, (good / NEWER / name).stat().st_size, 499)]
     with pytest.MonkeyPatch.context() as switches:
         for module in (manifest, rank_reading):
             switches.setattr(module, "verify_file", _no_check)
         loaded = [flip for flip in flips if _loads(victim, good, root, flip)]
-    notice(loaded and not any(_loads(victim, good, root, flip) for flip in loaded), "digests are not compared")
+    notice(
+        loaded and not any(_loads(victim, good, root, flip) for flip in loaded),
+        "digests are not compared",
+    )
 
 
 class _EqualToAll(bytes):
@@ -350,7 +415,9 @@ def test_without_the_self_checksum_of_the_manifest_another_weight_version_is_bel
 
     assert not _loads(victim, good, tmp_path / "root", forge)
     monkeypatch.setattr(manifest, "_self_checksum", _EqualToAll)
-    notice(_loads(victim, good, tmp_path / "root", forge), "the manifest's own digest is not compared")
+    notice(
+        _loads(victim, good, tmp_path / "root", forge), "the manifest's own digest is not compared"
+    )
 
 
 def test_without_the_look_at_sizes_an_unreported_short_file_becomes_visible(
@@ -401,6 +468,8 @@ def test_without_weights_only_code_in_the_state_of_a_rank_runs(
     code = Payload(os.mkdir, str(marker))
     plant = partial(_plant, "state/rank_00000.pt", lambda path: torch.save(code, path))
     assert not _loads(victim, good, tmp_path / "root", plant) and not marker.exists()
-    monkeypatch.setattr(torch, "load", lambda *args, **options: load(*args, **options | {"weights_only": False}))
+    monkeypatch.setattr(
+        torch, "load", lambda *args, **options: load(*args, **options | {"weights_only": False})
+    )
     _loads(victim, good, tmp_path / "root", plant)
     notice(marker.exists(), "weights_only is off")

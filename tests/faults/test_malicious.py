@@ -1,8 +1,9 @@
-"""Malicious generations: pickles that run code, in every file that is read. None runs, and errors name each file.
+"""Malicious generations: pickles that run code, in every file that is read. None runs, and errors
+name each file.
 
-Every attack is tried twice. With the old digests it is ordinary damage: the generation is quarantined and the older one
-is loaded. With new digests, as someone with write access can compute them, the contents are refused, and no state may
-have changed by then.
+Every attack is tried twice. With the old digests it is ordinary damage: the generation is
+quarantined and the older one is loaded. With new digests, as someone with write access can compute
+them, the contents are refused, and no state may have changed by then.
 """
 
 import os
@@ -57,19 +58,33 @@ ALLOWED_BYTES = 64 << 20
 
 
 def _judge(
-    attack: Attack, redigested: bool, good: Path, root: Path, victim: Victim, older: str, marker: Path
+    attack: Attack,
+    redigested: bool,
+    good: Path,
+    root: Path,
+    victim: Victim,
+    older: str,
+    marker: Path,
 ) -> tuple[str, str] | None:
     """Return ``(column of the table, fault)``, or None if the attack was survived."""
     recover = copy_generations(good, root, OLDER, NEWER)
     attack.plant(recover / NEWER)
-    if redigested and "manifest" not in attack.name and (recover / NEWER / MANIFEST_NAME).read_bytes()[:1] == b"{":
+    if (
+        redigested
+        and "manifest" not in attack.name
+        and (recover / NEWER / MANIFEST_NAME).read_bytes()[:1] == b"{"
+    ):
         reseal(recover / NEWER)
     # A pointer to a payload also changes files other than its target.
     words = attack.named if redigested else (*attack.named, "actor/.metadata", "actor/__0_0.distcp")
     try:
         found = victim.load(root)
     except HoldfastError as error:
-        verdict = None if any(word in str(error) for word in words) else ("undetected", f"not named: {error}")
+        verdict = (
+            None
+            if any(word in str(error) for word in words)
+            else ("undetected", f"not named: {error}")
+        )
         if victim.state_record() != victim.untouched:
             verdict = "lost", f"something was changed before {error}"
         elif not redigested:
@@ -77,10 +92,14 @@ def _judge(
     except Exception as error:  # the harness reports every error
         verdict = "lost", f"{type(error).__name__}: {error}"
     else:
-        (reason,) = [path.name for path in recover.glob(".rejected-*")] or ["nothing was quarantined"]
+        (reason,) = [path.name for path in recover.glob(".rejected-*")] or [
+            "nothing was quarantined"
+        ]
         named = any(slug(word) in reason for word in words)
         sound = found.step == 0 and found.record == older
-        verdict = None if sound and named else ("undetected", f"step {found.step} was loaded; {reason}")
+        verdict = (
+            None if sound and named else ("undetected", f"step {found.step} was loaded; {reason}")
+        )
     return ("executed", "the payload ran") if marker.exists() else verdict
 
 
@@ -98,14 +117,20 @@ def _run(
     for number, attack in enumerate(attacks):
         for redigested in (False, True):
             with quiet():
-                problem = _judge(attack, redigested, good, tmp_path / "run", victim, older, tmp_path / "marker")
+                problem = _judge(
+                    attack, redigested, good, tmp_path / "run", victim, older, tmp_path / "marker"
+                )
             shutil.rmtree(tmp_path / "run")
             (tmp_path / "marker").unlink(missing_ok=True)
             tally.add(kind, injected=1, **{problem[0] if problem else "survived": 1})
             if problem:
-                problems.append(f"{attack.name}{', with new digests' if redigested else ''}: {problem[1]}")
+                problems.append(
+                    f"{attack.name}{', with new digests' if redigested else ''}: {problem[1]}"
+                )
         progress(f"{kind}: {number + 1} of {len(attacks)}, {len(problems)} bad")
-    assert attacks and not problems, f"{len(problems)} of {2 * len(attacks)}:\n" + "\n".join(problems[:20])
+    assert attacks and not problems, f"{len(problems)} of {2 * len(attacks)}:\n" + "\n".join(
+        problems[:20]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +144,9 @@ def older(good: Path, victim: Victim, tmp_path_factory: pytest.TempPathFactory) 
 def test_every_payload_is_alive(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     streams = payload_streams(marker)
-    objects = {f"{name}, pickled": pickle.dumps(value) for name, value in payload_objects(marker).items()}
+    objects = {
+        f"{name}, pickled": pickle.dumps(value) for name, value in payload_objects(marker).items()
+    }
     for name, stream in (streams | objects).items():
         for how, wrap in WRAPPINGS.items():
             careless(wrap(stream))
@@ -143,19 +170,43 @@ def test_no_pickle_runs_wherever_it_is_planted(
 
 
 def test_no_name_leads_out_of_the_folder_no_size_takes_memory(
-    good: Path, victim: Victim, older: str, tmp_path: Path, tally: Tally, progress: Callable[[str], None]
+    good: Path,
+    victim: Victim,
+    older: str,
+    tmp_path: Path,
+    tally: Tally,
+    progress: Callable[[str], None],
 ) -> None:
-    _run("name or size that lies", list(odd_attacks()), good, victim, older, tmp_path, tally, progress)
+    _run(
+        "name or size that lies",
+        list(odd_attacks()),
+        good,
+        victim,
+        older,
+        tmp_path,
+        tally,
+        progress,
+    )
 
 
 @pytest.mark.skipif(not CAN_MEASURE, reason="cannot reset the peak of memory")
 def test_a_small_file_that_unpacks_large_is_refused_before_it_does(
-    good: Path, victim: Victim, older: str, tmp_path: Path, tally: Tally, progress: Callable[[str], None]
+    good: Path,
+    victim: Victim,
+    older: str,
+    tmp_path: Path,
+    tally: Tally,
+    progress: Callable[[str], None],
 ) -> None:
-    assert peak_growth_bytes(lambda: torch.zeros(BOMB_BYTES, dtype=torch.uint8).fill_(1)) > ALLOWED_BYTES
+    assert (
+        peak_growth_bytes(lambda: torch.zeros(BOMB_BYTES, dtype=torch.uint8).fill_(1))
+        > ALLOWED_BYTES
+    )
     for attack in bomb_attacks():
         grown = peak_growth_bytes(
-            lambda attack=attack: _run("zip bomb", [attack], good, victim, older, tmp_path, tally, progress)
+            lambda attack=attack: _run(
+                "zip bomb", [attack], good, victim, older, tmp_path, tally, progress
+            )
         )
         assert grown < ALLOWED_BYTES, f"{attack.name}: took {grown} bytes"
 
@@ -176,7 +227,9 @@ def _load_each(rank: int, world_size: int, roots: list[str]) -> list[str]:
     return said
 
 
-def test_a_file_that_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Path, tally: Tally) -> None:
+def test_a_file_that_one_rank_reads_is_refused_on_both(
+    good: Path, tmp_path: Path, tally: Tally
+) -> None:
     """With new digests. Rank 0 never opens the file of rank 1."""
     marker, roots = tmp_path / "marker", []
     for number, (what, stream) in enumerate(payload_streams(marker).items()):
@@ -187,16 +240,24 @@ def test_a_file_that_one_rank_reads_is_refused_on_both(good: Path, tmp_path: Pat
         assert what
     first, second = run_ranks(_load_each, 2, roots)
     assert all("PeerError" in text and "rank_00001.pt" in text for text in first), first
-    assert all("CheckpointCorruptError" in text and "rank_00001.pt" in text for text in second), second
+    assert all("CheckpointCorruptError" in text and "rank_00001.pt" in text for text in second), (
+        second
+    )
     assert not marker.exists()
     tally.add("pickle that runs code, two ranks", injected=len(roots), survived=len(roots))
 
 
-def test_torchs_own_loader_runs_a_planted_object_and_load_dcp_does_not(tmp_path: Path, tally: Tally) -> None:
+def test_torchs_own_loader_runs_a_planted_object_and_load_dcp_does_not(
+    tmp_path: Path, tally: Tally
+) -> None:
     """The folder is written by stock torch, with a byte entry next to the model."""
     marker, saved, loaded = tmp_path / "marker", torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     planted = Call(os.system, f"touch {marker}")
-    dcp.save({"dcp": {"model": saved.state_dict(), "evil": planted}}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    dcp.save(
+        {"dcp": {"model": saved.state_dict(), "evil": planted}},
+        checkpoint_id=tmp_path / "stock",
+        no_dist=True,
+    )
     load_dcp(tmp_path / "stock", DCPState(loaded))
     assert torch.equal(loaded.weight, saved.weight) and not marker.exists()
     wanted = {"dcp": {"model": loaded.state_dict(), "evil": None}}
@@ -233,6 +294,8 @@ def test_nonsense_with_right_digests_is_refused_or_does_no_harm(
                     problem = f"{name}, byte {at}: {type(error).__name__}: {error}"
             shutil.rmtree(tmp_path / "run")
             problems += [problem] if problem else []
-            tally.add("nonsense with right digests", injected=1, **{"lost" if problem else "survived": 1})
+            tally.add(
+                "nonsense with right digests", injected=1, **{"lost" if problem else "survived": 1}
+            )
             progress(f"nonsense in {name}: {number + 1} of {len(places)}, {len(problems)} bad")
     assert not problems, f"{len(problems)}:\n" + "\n".join(islice(problems, 20))

@@ -1,4 +1,6 @@
-"""Malicious Hugging Face folders: code next to, inside or instead of the weights. None runs, and errors name each."""
+"""Malicious Hugging Face folders: code next to, inside or instead of the weights. None runs, and
+errors name each.
+"""
 
 import io
 import json
@@ -34,7 +36,11 @@ def _header(entries: object) -> bytes:
 
 def _index(folder: Path, weight_map: object) -> None:
     (folder / WEIGHTS).rename(folder.parent / "outside.safetensors")
-    text = weight_map if isinstance(weight_map, bytes) else json.dumps({"metadata": {}, "weight_map": weight_map})
+    text = (
+        weight_map
+        if isinstance(weight_map, bytes)
+        else json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (folder / INDEX).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
@@ -45,12 +51,19 @@ def _pickle(marker: Path) -> bytes:
 Attack = Callable[[Path, Path], object]
 HUGE = {"model.norm.weight": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
 NEGATIVE = {"model.norm.weight": {"dtype": "F32", "shape": [-1, -32], "data_offsets": [0, 128]}}
-ENDLESS = {"model.norm.weight": {"dtype": "F32", "shape": [1 << 40, 1 << 40, 0], "data_offsets": [0, 0]}}
+ENDLESS = {
+    "model.norm.weight": {"dtype": "F32", "shape": [1 << 40, 1 << 40, 0], "data_offsets": [0, 0]}
+}
 
 REFUSED: dict[str, tuple[Attack, str]] = {
-    "a pickle as safetensors": (lambda folder, marker: (folder / WEIGHTS).write_bytes(_pickle(marker)), WEIGHTS),
+    "a pickle as safetensors": (
+        lambda folder, marker: (folder / WEIGHTS).write_bytes(_pickle(marker)),
+        WEIGHTS,
+    ),
     "a torch file as safetensors": (
-        lambda folder, marker: torch.save({"a": Call(os.system, f"touch {marker}")}, folder / WEIGHTS),
+        lambda folder, marker: torch.save(
+            {"a": Call(os.system, f"touch {marker}")}, folder / WEIGHTS
+        ),
         WEIGHTS,
     ),
     "pytorch_model.bin instead of safetensors": (
@@ -62,7 +75,9 @@ REFUSED: dict[str, tuple[Attack, str]] = {
         "outside.safetensors",
     ),
     "an index with an absolute path": (
-        lambda folder, _: _index(folder, {"model.norm.weight": str(folder.parent / "outside.safetensors")}),
+        lambda folder, _: _index(
+            folder, {"model.norm.weight": str(folder.parent / "outside.safetensors")}
+        ),
         "outside.safetensors",
     ),
     "an index that names a pickle": (
@@ -72,12 +87,18 @@ REFUSED: dict[str, tuple[Attack, str]] = {
         "pytorch_model.bin",
     ),
     "an index nested deeply": (lambda folder, _: _index(folder, b"[" * 100_000), INDEX),
-    "a header nested deeply": (lambda folder, _: (folder / WEIGHTS).write_bytes(_header(b"[" * 100_000)), WEIGHTS),
+    "a header nested deeply": (
+        lambda folder, _: (folder / WEIGHTS).write_bytes(_header(b"[" * 100_000)),
+        WEIGHTS,
+    ),
     "a header longer than the file": (
         lambda folder, _: (folder / WEIGHTS).write_bytes((1 << 62).to_bytes(8, "little") + b"{}"),
         WEIGHTS,
     ),
-    "a tensor larger than the file": (lambda folder, _: (folder / WEIGHTS).write_bytes(_header(HUGE)), WEIGHTS),
+    "a tensor larger than the file": (
+        lambda folder, _: (folder / WEIGHTS).write_bytes(_header(HUGE)),
+        WEIGHTS,
+    ),
     "a negative shape": (
         lambda folder, _: (folder / WEIGHTS).write_bytes(_header(NEGATIVE) + bytes(128)),
         "model.norm.weight",
@@ -128,10 +149,14 @@ def test_a_pickle_beside_the_weights_is_not_read(sound: Path, tmp_path: Path, ta
     folder, marker = tmp_path / "model", tmp_path / "marker"
     shutil.copytree(sound, folder)
     _bin(folder, marker)
-    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
+    (folder / "pytorch_model.bin.index.json").write_text(
+        '{"weight_map": {"a": "pytorch_model.bin"}}'
+    )
     model = build_reference(tiny_qwen3(), seed=3)
     load_hf(model, folder)
-    assert not marker.exists() and _same(_values(model), _values(build_reference(tiny_qwen3(), seed=0)))
+    assert not marker.exists() and _same(
+        _values(model), _values(build_reference(tiny_qwen3(), seed=0))
+    )
     tally.add(KIND, injected=1, survived=1)
     pickle.loads((folder / "pytorch_model.bin").read_bytes())
     assert marker.exists(), "the attack is not alive"
@@ -141,12 +166,16 @@ def test_a_pickle_beside_the_weights_is_not_read(sound: Path, tmp_path: Path, ta
 def test_code_in_a_model_folder_is_not_imported_even_if_the_user_agrees(
     model_type: str, sound: Path, tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without trust_remote_code=False, transformers asks on the terminal whether to trust the folder."""
+    """Without trust_remote_code=False, transformers asks on the terminal whether to trust the
+    folder.
+    """
     folder, marker = tmp_path / "model", tmp_path / "marker"
     shutil.copytree(sound, folder)
     config = json.loads((folder / "config.json").read_text())
     auto_map = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": auto_map, "model_type": model_type}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"auto_map": auto_map, "model_type": model_type})
+    )
     (folder / "evil.py").write_text(
         f"open({str(marker)!r}, 'w').close()\n"
         "from transformers import Qwen3Config as EvilConfig, Qwen3ForCausalLM as EvilModel\n"

@@ -1,4 +1,5 @@
-"""Power cuts at every moment of a snapshot, an export, a publication: promised data is there, visible data is complete.
+"""Power cuts at every moment of a snapshot, an export, a publication: promised data is there,
+visible data is complete.
 
 The first tests check the model itself, which power_loss.py describes.
 """
@@ -11,7 +12,14 @@ from functools import partial
 import pytest
 
 from tests.faults.power_loss import FULL, QUICK, Effort, PowerLoss, Tree, write_tree
-from tests.faults.power_traces import DELTA, MIRRORED, POWER_SCENARIOS, Recorded, record_second_life, survey
+from tests.faults.power_traces import (
+    DELTA,
+    MIRRORED,
+    POWER_SCENARIOS,
+    Recorded,
+    record_second_life,
+    survey,
+)
 from tests.faults.scenarios import Scenario
 from tests.faults.share import SHARE, pick
 from tests.faults.shim import Call
@@ -50,7 +58,12 @@ def test_fsynced_files_are_there_and_nothing_else_is_possible() -> None:
 
 def test_a_write_not_fsynced_is_there_or_lost_torn_or_zeros() -> None:
     left = _left({"a": b"old"}, _write("a", b"more", 3))
-    assert sorted(tree["a"] or b"" for tree in left) == [b"old", b"old\0\0\0\0", b"oldmo", b"oldmore"]
+    assert sorted(tree["a"] or b"" for tree in left) == [
+        b"old",
+        b"old\0\0\0\0",
+        b"oldmo",
+        b"oldmore",
+    ]
 
 
 def test_fsynced_files_can_lose_their_names_fsynced_folders_hold_empty_files() -> None:
@@ -65,11 +78,19 @@ def test_an_fsync_makes_nothing_certain_that_comes_after_it() -> None:
 
 
 def test_a_rename_is_seen_whole_or_not_at_all() -> None:
-    assert _left({"a": b"1", "b": b"2"}, Call("rename", "a", target="b")) == [{"b": b"1"}, {"a": b"1", "b": b"2"}]
+    assert _left({"a": b"1", "b": b"2"}, Call("rename", "a", target="b")) == [
+        {"b": b"1"},
+        {"a": b"1", "b": b"2"},
+    ]
 
 
 def test_a_rename_can_be_there_without_the_data_written_before_it() -> None:
-    calls = _create("a.tmp"), _write("a.tmp", b"new"), Call("rename", "a.tmp", target="a"), Call("fsync", ".")
+    calls = (
+        _create("a.tmp"),
+        _write("a.tmp", b"new"),
+        Call("rename", "a.tmp", target="a"),
+        Call("fsync", "."),
+    )
     assert {"a": b""} in _left({"a": b"old"}, *calls)
 
 
@@ -83,7 +104,9 @@ def test_files_can_be_gone_from_a_folder_whose_new_name_was_lost() -> None:
     calls = Call("rename", "f", target=".f"), Call("unlink", ".f/a"), Call("rmdir", ".f")
     left = _left({"f": None, "f/a": b"1"}, *calls)
     assert {"f": None} in left and {} in left
-    assert {"f": None} not in _left({"f": None, "f/a": b"1"}, calls[0], Call("fsync", "."), *calls[1:])
+    assert {"f": None} not in _left(
+        {"f": None, "f/a": b"1"}, calls[0], Call("fsync", "."), *calls[1:]
+    )
 
 
 def test_a_file_system_that_keeps_order_is_among_the_possible_ones() -> None:
@@ -93,26 +116,36 @@ def test_a_file_system_that_keeps_order_is_among_the_possible_ones() -> None:
         assert {call.path: b"" for call in calls[:length]} in states
 
 
-def _judge(recorded: Recorded, tally: Tally, say: Callable[[str], None], effort: Effort, since: int = 0) -> None:
+def _judge(
+    recorded: Recorded, tally: Tally, say: Callable[[str], None], effort: Effort, since: int = 0
+) -> None:
     found = survey(recorded, effort, since=since)
     lost = len(found.losses)
-    say(f"power loss, {recorded.scenario.name}: {found.points} moments, {found.states} states, {lost} lost")
+    say(
+        f"power loss, {recorded.scenario.name}: {found.points} moments, {found.states} states, "
+        f"{lost} lost"
+    )
     tally.add("power loss", injected=found.states, survived=found.states - lost, lost=lost)
     assert not lost, "\n".join(found.losses[:5])
 
 
-@pytest.mark.parametrize("name", slow_but([n for n in POWER_SCENARIOS if n != MIRRORED], POWER_SCENARIOS))
+@pytest.mark.parametrize(
+    "name", slow_but([n for n in POWER_SCENARIOS if n != MIRRORED], POWER_SCENARIOS)
+)
 def test_a_power_cut_leaves_the_old_or_new_and_what_was_promised(
     name: str, recorded: Callable[[str], Recorded], tally: Tally, say: Callable[[str], None]
 ) -> None:
     _judge(recorded(name), tally, say, FULL)
 
 
-# No job resumes from an export. After a delta, the next life writes other files under the same name.
+# No job resumes from an export. After a delta, the next life writes other files under the same
+# name.
 BACK = [name for name in POWER_SCENARIOS if name not in ("export", DELTA, MIRRORED)]
 
 
-@pytest.mark.parametrize("name", slow_but(["snapshot that retires", "publication"], [*BACK, MIRRORED]))
+@pytest.mark.parametrize(
+    "name", slow_but(["snapshot that retires", "publication"], [*BACK, MIRRORED])
+)
 def test_a_job_that_comes_back_trusts_nothing_not_yet_on_disk(
     name: str,
     shop: Workshop,

@@ -1,4 +1,5 @@
-"""Power cuts while a mirror makes a version: ``current`` is always whole, and the promised version is there.
+"""Power cuts while a mirror makes a version: ``current`` is always whole, and the promised version
+is there.
 
 A mirror that starts afterwards removes damaged folders, and makes the version again.
 """
@@ -16,7 +17,16 @@ from holdfast_weights.manifest import check_folder
 from holdfast_weights.mirror import CURRENT, Mirror
 from holdfast_weights.source import Source
 
-from tests.faults.power_loss import FSYNCS, FULL, QUICK, PowerLoss, State, read_tree, relative_to, write_tree
+from tests.faults.power_loss import (
+    FSYNCS,
+    FULL,
+    QUICK,
+    PowerLoss,
+    State,
+    read_tree,
+    relative_to,
+    write_tree,
+)
 from tests.faults.power_traces import Recorded, survey
 from tests.faults.shim import Shim
 from tests.faults.tally import Tally
@@ -54,12 +64,20 @@ class Whole:
                 assert_same(local / f"v{version:08d}", self._publisher, version)
             if self._made > 1 and not held & {self._made - 1, self._made}:
                 return f"of the versions before, the mirror holds only {held}"
-            assert_same(mirror.prepare(self._made, self._publisher.label(self._made)), self._publisher, self._made)
+            assert_same(
+                mirror.prepare(self._made, self._publisher.label(self._made)),
+                self._publisher,
+                self._made,
+            )
         except (AssertionError, FolderError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
             os.close(mirror._lock_fd)
-        extra = set(os.listdir(local)) - {".mirror", CURRENT, *(f"v{version:08d}" for version in held | {self._made})}
+        extra = set(os.listdir(local)) - {
+            ".mirror",
+            CURRENT,
+            *(f"v{version:08d}" for version in held | {self._made}),
+        }
         return f"{sorted(extra)} was left" if extra else None
 
     def _problem_at_start(self, local: Path, promised: bool) -> str | None:
@@ -72,7 +90,11 @@ class Whole:
         except FolderError as error:
             return f"current is not whole: {error}"
         found = os.readlink(current)
-        return f"current is {found} after {newest} was promised" if promised and found != newest else None
+        return (
+            f"current is {found} after {newest} was promised"
+            if promised and found != newest
+            else None
+        )
 
 
 @pytest.fixture(scope="module", params=MADE)
@@ -90,7 +112,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         mirror.prepare(version, publisher.label(version))
     os.close(mirror._lock_fd)
     scenario: Any = type("Scenario", (), {"name": f"mirror, {request.param}"})
-    return Recorded(scenario, PowerLoss(tree, relative_to(local, shim.calls)), Whole(publisher, version))
+    return Recorded(
+        scenario, PowerLoss(tree, relative_to(local, shim.calls)), Whole(publisher, version)
+    )
 
 
 def test_a_power_cut_leaves_a_mirror_whole(
@@ -99,7 +123,10 @@ def test_a_power_cut_leaves_a_mirror_whole(
     caplog.set_level(logging.ERROR, "holdfast_weights")
     found = survey(made, FULL)
     lost = len(found.losses)
-    say(f"power loss, {made.scenario.name}: {found.points} moments, {found.states} states, {lost} lost")
+    say(
+        f"power loss, {made.scenario.name}: {found.points} moments, {found.states} states, {lost} "
+        "lost"
+    )
     tally.add("power loss, mirror", injected=found.states, survived=found.states - lost, lost=lost)
     assert found.states > 3 and not lost, "\n".join(found.losses[:5])
 
@@ -117,5 +144,7 @@ NEEDED = {
 @pytest.mark.parametrize("what", NEEDED)
 def test_a_power_cut_leaves_a_torn_version_without_the_fsync_of(what: str, made: Recorded) -> None:
     calls = enumerate(made.loss.calls)
-    dropped = [n for n, call in calls if call.name in FSYNCS and re.fullmatch(NEEDED[what], call.path)]
+    dropped = [
+        n for n, call in calls if call.name in FSYNCS and re.fullmatch(NEEDED[what], call.path)
+    ]
     assert dropped and survey(made.without(*dropped), QUICK, until_first_loss=True).losses

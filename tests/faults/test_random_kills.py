@@ -1,10 +1,9 @@
 """The GRPO example under random signals ends with the bytes of an undisturbed run.
 
-SIGKILL to a random process (driver, trainers, rollout worker, also while they start), SIGSTOP to a random worker,
-SIGTERM to the driver, in random order at random moments, recoveries included. Meanwhile a watcher verifies every
-visible
-generation. ``HOLDFAST_KILLS=50 HOLDFAST_SEED=7 pytest -m slow -s tests/faults/test_random_kills.py`` runs another
-sequence of signals.
+SIGKILL to a random process (driver, trainers, rollout worker, also while they start), SIGSTOP to a
+random worker, SIGTERM to the driver, in random order at random moments, recoveries included.
+Meanwhile a watcher verifies every visible generation. ``HOLDFAST_KILLS=50 HOLDFAST_SEED=7 pytest -m
+slow -s tests/faults/test_random_kills.py`` runs another sequence of signals.
 """
 
 import math
@@ -45,7 +44,8 @@ KINDS = {
 SEED = int(os.environ.get("HOLDFAST_SEED", "0"))
 
 STEPS = 40
-# An epoch has 15 steps, so the run reshuffles twice. Every other step has a snapshot, so kills often hit one.
+# An epoch has 15 steps, so the run reshuffles twice. Every other step has a snapshot, so kills
+# often hit one.
 SETTINGS = (
     f"total_steps={STEPS}",
     "n_prompts=60",
@@ -106,14 +106,22 @@ class Watcher:
                 return
 
     def _look(self) -> None:
-        newest = max(generation.step for _ in range(3) for generation in self._store.generations() or [_NONE])
+        newest = max(
+            generation.step for _ in range(3) for generation in self._store.generations() or [_NONE]
+        )
         if newest < self._newest:  # one listing can miss a rename, three cannot
-            self.problems.append(f"step {self._newest} was committed, and now the newest is {newest}")
+            self.problems.append(
+                f"step {self._newest} was committed, and now the newest is {newest}"
+            )
         attempts = self._run.attempts()
         for attempt in attempts[self._n_attempts :]:
-            # A generation visible at the last look was committed before this attempt searched for one.
+            # A generation visible at the last look was committed before this attempt searched for
+            # one.
             if attempt["step"] <= self._newest:
-                self.problems.append(f"step {self._newest} was committed, but step {attempt['step']} is trained again")
+                self.problems.append(
+                    f"step {self._newest} was committed, but step {attempt['step']} is trained "
+                    "again"
+                )
         self._newest, self._n_attempts = newest, len(attempts)
         for generation in self._store.generations():
             try:
@@ -174,7 +182,9 @@ class Storm:
         """Send one signal at a random moment and name its target. None if the run ended before."""
         self._wait_for_a_moment()
         if self.run.exit_code() is None:
-            return {"SIGKILL": self._kill, "SIGSTOP": self._stop, "SIGTERM": self._terminate}[kind]()
+            return {"SIGKILL": self._kill, "SIGSTOP": self._stop, "SIGTERM": self._terminate}[
+                kind
+            ]()
         return None
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
@@ -183,7 +193,9 @@ class Storm:
         return self.run.exit_code() is None
 
     def _wait_for_a_moment(self) -> None:
-        """Choose the next moment: at once, at a random time (usually during recovery), or some steps later."""
+        """Choose the next moment: at once, at a random time (usually during recovery), or some
+        steps later.
+        """
         if (draw := self._dice.random()) < 2 / 3:
             time.sleep(self._dice.uniform(0.0, 0.3 if draw < 1 / 3 else LONGEST_WAIT_S))
             return
@@ -193,7 +205,9 @@ class Storm:
         time.sleep(self._dice.uniform(0.0, 0.5))
 
     def _kill(self) -> str | None:
-        """Kill a process: the driver, which takes longest to come back, one time in five or if it is alone."""
+        """Kill a process: the driver, which takes longest to come back, one time in five or if it
+        is alone.
+        """
         while self.run.exit_code() is None:
             others = workers(self.run)
             if not others or self._dice.random() < 0.2:
@@ -201,13 +215,17 @@ class Storm:
                 self.run.start()
                 return "the driver"
             pid = self._dice.choice(sorted(others))
-            with suppress(ProcessLookupError):  # it has just ended by itself, for example after the death of another
+            with suppress(
+                ProcessLookupError
+            ):  # it has just ended by itself, for example after the death of another
                 os.kill(pid, signal.SIGKILL)
                 return others[pid]
         return None
 
     def _stop(self) -> str | None:
-        """Stop a worker of a group that is up (starting has a longer timeout), and wait until it is killed."""
+        """Stop a worker of a group that is up (starting has a longer timeout), and wait until it is
+        killed.
+        """
         while self._wait(lambda: _trains(self.run)):
             pids = self.run.pids()
             pid = self._dice.choice([*pids["trainer"], *pids["rollout"]])
@@ -220,7 +238,9 @@ class Storm:
         return None
 
     def _terminate(self) -> str | None:
-        """Terminate the driver during training. It must snapshot the current step and exit with the right code."""
+        """Terminate the driver during training. It must snapshot the current step and exit with the
+        right code.
+        """
         goal = self.run.last_step() + 2
         if not self._wait(lambda: self.run.last_step() >= goal and _trains(self.run)):
             return None
@@ -230,7 +250,9 @@ class Storm:
             return None
         newest = GenerationStore(self.run.trial_root / "recover").generations()[0].step
         # After the last snapshot no step handles the signal. It is passed on to Ray's handler.
-        codes = {Preempted.EXIT_CODE} | ({signal.SIGTERM, -signal.SIGTERM} if step == STEPS - 1 else set())
+        codes = {Preempted.EXIT_CODE} | (
+            {signal.SIGTERM, -signal.SIGTERM} if step == STEPS - 1 else set()
+        )
         assert code in codes and newest == step, f"{code}, {newest}, {step}: {self.run.log_tail()}"
         self.run.start()
         return "the driver"
@@ -251,9 +273,17 @@ def flaws(run: GrpoRun, reference: GrpoRun) -> list[str]:
     ours, theirs = numbers(run), numbers(reference)
     if [entry["step"] for entry in ours] != list(range(STEPS)):
         found.append(f"steps are lost or logged twice: {[entry['step'] for entry in ours]}")
-    found += [f"step {one['step']} has other numbers" for one, other in zip(ours, theirs, strict=False) if one != other]
+    found += [
+        f"step {one['step']} has other numbers"
+        for one, other in zip(ours, theirs, strict=False)
+        if one != other
+    ]
     hidden = [path.name for path in run.trial_root.glob("*/.*")]
-    found += [f"{name} was left" for name in hidden if not name.startswith((".staging-", ".retired-", ".lock"))]
+    found += [
+        f"{name} was left"
+        for name in hidden
+        if not name.startswith((".staging-", ".retired-", ".lock"))
+    ]
     end = time.monotonic() + GONE_S
     while (left := run.leftovers()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -290,15 +320,23 @@ def test_whatever_is_killed_or_stopped_the_run_ends_with_equal_bytes(
                     took_s, step = time.monotonic() - started, run.last_step()
                     started = time.monotonic()
                     number = n_signals - len(signals)
-                    say(f"{number} of {n_signals}: {kind} to {who} after step {step} of run {n_runs}, {took_s:.1f} s")
+                    say(
+                        f"{number} of {n_signals}: {kind} to {who} after step {step} of run "
+                        f"{n_runs}, {took_s:.1f} s"
+                    )
                 run.wait(PATIENCE_S)
             finally:
                 run.stop()
         problems = watcher.problems[:5] + flaws(run, reference)
         for kind, amount in sent.items():
             tally.add(KINDS[kind], **{"lost" if problems else "survived": amount})
-        assert not problems, f"run {n_runs}, after {dict(sent)} (seed {SEED}):\n" + "\n".join(problems)
+        assert not problems, f"run {n_runs}, after {dict(sent)} (seed {SEED}):\n" + "\n".join(
+            problems
+        )
         n_runs, n_verified = n_runs + 1, n_verified + watcher.verified
-        say(f"run {n_runs - 1} ended well after {dict(sent)}; {n_verified} generations verified so far")
+        say(
+            f"run {n_runs - 1} ended well after {dict(sent)}; {n_verified} generations verified "
+            "so far"
+        )
     assert n_verified >= n_runs * STEPS // 4, "the watcher has seen hardly any generation"
     assert struck[False], "no worker was ever found to send a signal to"

@@ -1,8 +1,10 @@
-"""Torn and corrupted files: any damage to the newest generation is found, and the older one is loaded.
+"""Torn and corrupted files: any damage to the newest generation is found, and the older one is
+loaded.
 
-Every damage is applied to a new copy of two valid generations of two ranks, which one warm process loads. The oracle is
-always the same: the damaged generation is quarantined with a reason that names a damaged file, the older one is
-restored to the bit, and there are no more writes to the state than in a load without damage.
+Every damage is applied to a new copy of two valid generations of two ranks, which one warm process
+loads. The oracle is always the same: the damaged generation is quarantined with a reason that names
+a damaged file, the older one is restored to the bit, and there are no more writes to the state than
+in a load without damage.
 """
 
 import os
@@ -46,7 +48,11 @@ def expected(good: Path, victim: Victim, tmp_path_factory: pytest.TempPathFactor
     copy_generations(good, root / "older", OLDER)
     copy_generations(good, root / "both", OLDER, NEWER)
     older, newer = victim.load(root / "older"), victim.load(root / "both")
-    assert (older.step, newer.step) == (0, 1) and older.record != newer.record and older.writes == newer.writes > 0
+    assert (
+        (older.step, newer.step) == (0, 1)
+        and older.record != newer.record
+        and older.writes == newer.writes > 0
+    )
     return older
 
 
@@ -54,7 +60,9 @@ _ALSO = {INFO_NAME: ("was renamed",)}
 """File -> other texts of a reason: an info with another step belongs to a renamed generation."""
 
 
-def _judge(damage: Damage, good: Path, root: Path, victim: Victim, expected: Loaded) -> tuple[str, str] | None:
+def _judge(
+    damage: Damage, good: Path, root: Path, victim: Victim, expected: Loaded
+) -> tuple[str, str] | None:
     """Return ``(column of the table, fault)``, or None if the damage was survived."""
     recover = copy_generations(good, root, OLDER, NEWER)
     damage.strike(recover / NEWER)
@@ -66,7 +74,11 @@ def _judge(damage: Damage, good: Path, root: Path, victim: Victim, expected: Loa
         return "undetected", "was loaded"
     if found != expected:
         return "lost", f"something else came back: {found}, not {expected}"
-    names = sorted(path.name for path in recover.iterdir() if path.name.startswith((".rejected-", "global_step_")))
+    names = sorted(
+        path.name
+        for path in recover.iterdir()
+        if path.name.startswith((".rejected-", "global_step_"))
+    )
     if len(names) != 2 or names[1] != OLDER or not names[0].startswith(f".rejected-{NEWER}-"):
         return "lost", f"left {names}"
     if not any(slug(name) in names[0] for name in (*damage.blame, *_ALSO.get(damage.blame[0], ()))):
@@ -95,7 +107,9 @@ def test_every_damage_is_found_set_aside_and_the_older_generation_used(
             tally.add(kind, injected=1, **{problem[0]: 1})
             problems.append(f"{damage.name}: {problem[1]}")
         progress(f"{kind}: {number + 1} of {len(damages)}, {len(problems)} bad")
-    assert damages and not problems, f"{len(problems)} of {len(damages)}:\n" + "\n".join(problems[:20])
+    assert damages and not problems, f"{len(problems)} of {len(damages)}:\n" + "\n".join(
+        problems[:20]
+    )
 
 
 def test_the_full_set_has_a_thousand_damages(good: Path) -> None:
@@ -126,7 +140,11 @@ def test_a_damaged_tracker_changes_nothing(
     assert sound.step == 1
     TRACKER_DAMAGES[damage](recover / TRACKER_NAME)
     found = victim.load(tmp_path)
-    assert found == sound and {OLDER, NEWER} <= set(os.listdir(recover)) and not list(recover.glob(".rejected-*"))
+    assert (
+        found == sound
+        and {OLDER, NEWER} <= set(os.listdir(recover))
+        and not list(recover.glob(".rejected-*"))
+    )
     tally.add("damaged tracker", injected=1, survived=1)
 
 
@@ -141,7 +159,9 @@ def _load_each(rank: int, world_size: int, roots: list[str]) -> list[tuple[int |
     return seen
 
 
-def test_two_ranks_agree_on_what_only_one_of_them_has_read(good: Path, tmp_path: Path, tally: Tally) -> None:
+def test_two_ranks_agree_on_what_only_one_of_them_has_read(
+    good: Path, tmp_path: Path, tally: Tally
+) -> None:
     """The ranks share the verification of the bytes. If one finds damage, all refuse."""
     damaged = files_of(good / NEWER)
     recover = copy_generations(good, tmp_path / "sound", OLDER)
@@ -179,7 +199,11 @@ def test_a_folder_without_a_manifest_that_is_cut_short_is_refused_too(
         except Exception as error:  # the harness reports every error
             problem = f"{type(error).__name__}: {error}"
         shutil.rmtree(folder)
-        tally.add("truncated file, no manifest", injected=1, **{"undetected" if problem else "survived": 1})
+        tally.add(
+            "truncated file, no manifest",
+            injected=1,
+            **{"undetected" if problem else "survived": 1},
+        )
         if problem:
             problems.append(f"{name} of {size} bytes cut at {at}: {problem}")
     assert not problems, "\n".join(problems[:20])

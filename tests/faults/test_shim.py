@@ -1,4 +1,6 @@
-"""The shim sees everything: replaying its record makes the same folder, and the kernel has seen no other calls."""
+"""The shim sees everything: replaying its record makes the same folder, and the kernel has seen no
+other calls.
+"""
 
 import builtins
 import ctypes
@@ -37,16 +39,19 @@ KINDS = {
 def contents(root: Path) -> dict[str, bytes | None]:
     """Path -> bytes, or None for a folder.
 
-    The lock file, which names its holder, and the journal, which is never read again, are left out. They are written
-    when a
-    scenario is armed, before the recording begins.
+    The lock file, which names its holder, and the journal, which is never read again, are left out.
+    They are written when a scenario is armed, before the recording begins.
     """
     paths = [path for path in root.rglob("*") if path.name not in ("recover.lock", JOURNAL_NAME)]
-    return {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in paths}
+    return {
+        str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in paths
+    }
 
 
 @pytest.mark.parametrize("name", slow_but(["snapshot that retires"], EVERY))
-def test_replaying_what_was_recorded_makes_the_same_folder(shop: Workshop, tmp_path: Path, name: str) -> None:
+def test_replaying_what_was_recorded_makes_the_same_folder(
+    shop: Workshop, tmp_path: Path, name: str
+) -> None:
     built = shop.build(make_scenario(name, shop.model))
     replay(built.calls, built.base, tmp_path)
     assert contents(tmp_path) == contents(built.base), "from an empty folder"
@@ -78,7 +83,9 @@ def _perform_traced(scenario: Scenario, root: str, rank: int) -> None:
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))  # PR_SET_PTRACER, PR_SET_PTRACER_ANY
     options = ["-f", "-y", "-s", "0", "-e", f"trace={','.join('?' + name for name in KINDS)}"]
     output = f"{root}.strace.{rank}"
-    tracer = subprocess.Popen(["strace", *options, "-o", output, "-p", str(os.getpid())], stderr=subprocess.PIPE)
+    tracer = subprocess.Popen(
+        ["strace", *options, "-o", output, "-p", str(os.getpid())], stderr=subprocess.PIPE
+    )
     assert tracer.stderr is not None
     said = tracer.stderr.readline()
     assert b"attached" in said, f"this process cannot be traced: {said!r}"
@@ -99,7 +106,11 @@ def traced(log: Path, root: Path) -> Counter[str]:
             continue
         text = begun.pop(thread, "") + re.sub(r"<\.\.\. \w+ resumed>", "", text)
         call = re.match(r"\s*(\w+)\(.*\)\s+= (-?\d+)", text)
-        if call is None or int(call[2]) < 0 or f"{root}/" not in text.replace(f"{root}>", f"{root}/"):
+        if (
+            call is None
+            or int(call[2]) < 0
+            or f"{root}/" not in text.replace(f"{root}>", f"{root}/")
+        ):
             continue
         kind = KINDS[call[1]]
         if kind != "open" or re.search("O_CREAT|O_TRUNC|O_WRONLY|O_RDWR", text):
@@ -108,7 +119,9 @@ def traced(log: Path, root: Path) -> Counter[str]:
 
 
 def changing(calls: list[Call]) -> Counter[str]:
-    """Count recorded calls in the same way, without opens for reading (the kernel counts listing a folder as one)."""
+    """Count recorded calls in the same way, without opens for reading (the kernel counts listing a
+    folder as one).
+    """
     writes = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_RDWR
     return Counter(call.name for call in calls if call.name != "open" or (call.flags or 0) & writes)
 
@@ -162,7 +175,9 @@ def test_every_way_of_changing_a_file_is_recorded_and_replayed(tmp_path: Path) -
     assert (builtins.open, os.write, os.scandir) == real, "all is as it was"
     replay(calls, root, into)
     assert contents(into) == contents(root) and (into / "link").is_symlink()
-    assert {call.name for call in calls} >= set(KINDS.values()) - {"truncate"} and {call.rank for call in calls} == {3}
+    assert {call.name for call in calls} >= set(KINDS.values()) - {"truncate"} and {
+        call.rank for call in calls
+    } == {3}
     assert read_calls(tmp_path / "log") == calls, "what a killed process leaves"
 
 
@@ -190,9 +205,18 @@ def test_files_without_an_fsync_are_not_durable(tmp_path: Path, forgotten: str) 
     with record(tmp_path) as calls:
         (staging / "sub").mkdir(parents=True)
         (staging / "sub" / "file").write_bytes(b"data")
-        for name, path in {"file": staging / "sub" / "file", "sub": staging / "sub", "folder": staging}.items():
+        for name, path in {
+            "file": staging / "sub" / "file",
+            "sub": staging / "sub",
+            "folder": staging,
+        }.items():
             sync(path, name)
         os.rename(staging, final)
         sync(tmp_path, "parent")
-    lost = {"nothing": [], "file": [staging / "sub" / "file"], "folder": [staging], "sub": [staging / "sub"]}
+    lost = {
+        "nothing": [],
+        "file": [staging / "sub" / "file"],
+        "folder": [staging],
+        "sub": [staging / "sub"],
+    }
     assert not_durable(calls, str(final)) == [str(path) for path in lost.get(forgotten, [tmp_path])]

@@ -1,9 +1,10 @@
-"""A disk that is really full, and real limits on file size: the kernel fails the calls instead of a hook.
+"""A disk that is really full, and real limits on file size: the kernel fails the calls instead of a
+hook.
 
-The disk is a small tmpfs in a separate mount namespace, which any user may create if the kernel allows it. Ballast
-leaves more and more room, by page or by inode, or appears in the middle of an attempt, after all checks of the free
-space. Without the ballast, the next attempt must succeed. The same is tested with a limit on file size, for one rank or
-both, at sizes that cut every write.
+The disk is a small tmpfs in a separate mount namespace, which any user may create if the kernel
+allows it. Ballast leaves more and more room, by page or by inode, or appears in the middle of an
+attempt, after all checks of the free space. Without the ballast, the next attempt must succeed. The
+same is tested with a limit on file size, for one rank or both, at sizes that cut every write.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 
 
 def mount_small_disk(path: str) -> None:
-    """Mount a private tmpfs at ``path`` for this process, which must have no threads, and its children.
+    """Mount a private tmpfs at ``path`` for this process, which must have no threads, and its
+    children.
 
     Raises:
         OSError: the kernel does not allow it.
@@ -55,7 +57,14 @@ def mount_small_disk(path: str) -> None:
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    call("mount", b"none", path.encode(), b"tmpfs", 0, f"size={DISK_BYTES},nr_inodes={DISK_INODES}".encode())
+    call(
+        "mount",
+        b"none",
+        path.encode(),
+        b"tmpfs",
+        0,
+        f"size={DISK_BYTES},nr_inodes={DISK_INODES}".encode(),
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,9 @@ class Ballast:
 def fill_the_disk(
     session_name: str, disk: str, model: str, inodes: bool, late: bool, share: float, rank: int
 ) -> tuple[int, int]:
-    """Stage: make attempts with more and more room until one succeeds. Returns the numbers of attempts and failures."""
+    """Stage: make attempts with more and more room until one succeeds. Returns the numbers of
+    attempts and failures.
+    """
     root = Path(disk, f"{session_name}-{inodes}-{late}")
     if rank == 0:
         root.mkdir()
@@ -170,12 +181,21 @@ FAST = [
 
 
 @pytest.mark.parametrize(
-    ("name", "lack", "when"), slow_but(FAST, product(SESSIONS, ("pages", "inodes"), ("before", "amidst")))
+    ("name", "lack", "when"),
+    slow_but(FAST, product(SESSIONS, ("pages", "inodes"), ("before", "amidst"))),
 )
 def test_a_disk_full_to_its_last_page_or_inode_costs_one_attempt(
     disk: SmallDisk, name: str, lack: str, when: str, tally: Tally, say: Callable[[str], None]
 ) -> None:
-    stage = partial(fill_the_disk, name, str(disk.path), disk.shop.model, lack == "inodes", when == "amidst", SHARE)
+    stage = partial(
+        fill_the_disk,
+        name,
+        str(disk.path),
+        disk.shop.model,
+        lack == "inodes",
+        when == "amidst",
+        SHARE,
+    )
     outcome = disk.shop.ranks.run(stage, timeout_s=900)
     _count(outcome.errors, "full disk", tally)
     faults, room = outcome.require_success()[0][0]
@@ -215,7 +235,10 @@ def _limit_files(
 
 @pytest.mark.parametrize(
     ("name", "victims"),
-    slow_but([("snapshot", (0, 1)), ("delta", (0,)), ("export", (1,))], product(SESSIONS, [(0,), (1,), (0, 1)])),
+    slow_but(
+        [("snapshot", (0, 1)), ("delta", (0,)), ("export", (1,))],
+        product(SESSIONS, [(0,), (1,), (0, 1)]),
+    ),
 )
 def test_a_limit_on_the_size_of_files_costs_only_the_attempt(
     shop: Workshop, name: str, victims: tuple[int, ...], tally: Tally, say: Callable[[str], None]

@@ -31,9 +31,8 @@ class Workshop:
 
     Attributes:
         ranks: two ranks.
-        folder: a folder in memory, if there is one. A killed process leaves the same files on every file system, unlike
-            a
-            power cut, and a thousand snapshots need no disk.
+        folder: a folder in memory, if there is one. A killed process leaves the same files on every
+            file system, unlike a power cut, and a thousand snapshots need no disk.
         model: folder with config and tokenizer of a tiny language model.
     """
 
@@ -75,7 +74,9 @@ class Built:
         return Path(shutil.copytree(self.base, self.workshop.new_path("copy"), symlinks=True))
 
     def record(self, root: Path) -> list[Call]:
-        """Perform the action without faults in a copy. Returns the calls of all ranks, ordered by time."""
+        """Perform the action without faults in a copy. Returns the calls of all ranks, ordered by
+        time.
+        """
         self.workshop.ranks.run(partial(perform, self.scenario, str(root), {})).require_success()
         return _logged(root)
 
@@ -90,7 +91,8 @@ def workshop(setup: Callable[[], None] | None = None) -> Iterator[Workshop]:
 
 
 def warm_up(model: str, rank: int) -> None:
-    """Fill the caches of torch and transformers in the parent of a rank, which saves each rank a second.
+    """Fill the caches of torch and transformers in the parent of a rank, which saves each rank a
+    second.
 
     A fake group of two ranks fills the caches that depend on the mesh.
     """

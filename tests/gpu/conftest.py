@@ -1,8 +1,9 @@
 """The machine of the tests, and the folder of their figures.
 
-``HOLDFAST_GPU_TESTS_DEVICE`` is ``cuda`` (default) or ``cpu``. ``HOLDFAST_GPU_TESTS_PARAMETERS`` is the size of the
-model to save and load. ``HOLDFAST_GPU_TESTS_OUT`` is the folder for the figures (default ``gpu_out``). On simulated
-devices (`tests.simulated_cuda`) sizes are small and no figures are kept.
+``HOLDFAST_GPU_TESTS_DEVICE`` is ``cuda`` (default) or ``cpu``. ``HOLDFAST_GPU_TESTS_PARAMETERS`` is
+the size of the model to save and load. ``HOLDFAST_GPU_TESTS_OUT`` is the folder for the figures
+(default ``gpu_out``). On simulated devices (`tests.simulated_cuda`) sizes are small and no figures
+are kept.
 """
 
 import io
@@ -49,8 +50,12 @@ class Machine:
 
     def options(self, scratch: Path) -> Options:
         """Benchmark options for the jobs with a model of configurable size."""
-        parameters = float(os.environ.get("HOLDFAST_GPU_TESTS_PARAMETERS", "100e6" if IS_GPU else "1e6"))
-        return Options(int(parameters), self.ranks, 5 if IS_GPU else 2, self.device, scratch, quick=not IS_GPU)
+        parameters = float(
+            os.environ.get("HOLDFAST_GPU_TESTS_PARAMETERS", "100e6" if IS_GPU else "1e6")
+        )
+        return Options(
+            int(parameters), self.ranks, 5 if IS_GPU else 2, self.device, scratch, quick=not IS_GPU
+        )
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +64,9 @@ def machine() -> Machine:
     if DEVICE == "cpu":
         return Machine("cpu", 3)
     if not torch.cuda.is_available():
-        pytest.skip(f"needs CUDA: torch {torch.__version__} sees no CUDA device (see docs/performance.md)")
+        pytest.skip(
+            f"needs CUDA: torch {torch.__version__} sees no CUDA device (see docs/performance.md)"
+        )
     return Machine("cuda", torch.cuda.device_count())
 
 
@@ -80,23 +87,38 @@ def figures(pytestconfig: pytest.Config) -> Figures:
 def pytest_configure(config: pytest.Config) -> None:
     """Create one collection of figures per session."""
     if DEVICE not in ("cuda", "cpu"):
-        raise pytest.UsageError(f"HOLDFAST_GPU_TESTS_DEVICE is {DEVICE!r}; expected 'cuda' or 'cpu'")
+        raise pytest.UsageError(
+            f"HOLDFAST_GPU_TESTS_DEVICE is {DEVICE!r}; expected 'cuda' or 'cpu'"
+        )
     config.stash[_FIGURES] = Figures(None if SIMULATED_DEVICES else FOLDER)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Print the figures, keep them, and say where they go."""
     figures = config.stash[_FIGURES]
     if not figures.all or SIMULATED_DEVICES:
         return
-    outcomes = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
+    outcomes = {
+        name: len(terminalreporter.stats.get(name, ()))
+        for name in ("passed", "failed", "error", "skipped")
+    }
     machine = describe_machine(Options(0, 0, 0, DEVICE, FOLDER))
-    gpu = f"{torch.cuda.device_count()} x {machine['gpu']}" if DEVICE == "cuda" else "CPU, to see that the list works"
-    title = f"{time.strftime('%Y-%m-%d')}: {gpu}, torch {torch.__version__}, {machine['cores']} cores."
+    gpu = (
+        f"{torch.cuda.device_count()} x {machine['gpu']}"
+        if DEVICE == "cuda"
+        else "CPU, to see that the list works"
+    )
+    title = (
+        f"{time.strftime('%Y-%m-%d')}: {gpu}, torch {torch.__version__}, {machine['cores']} cores."
+    )
     figures.save(title, machine, outcomes)
     text = io.StringIO()
     width = max(100, terminalreporter._tw.fullwidth)
-    Console(file=text, width=width, force_terminal=bool(terminalreporter.isatty)).print(figures.table(title))
+    Console(file=text, width=width, force_terminal=bool(terminalreporter.isatty)).print(
+        figures.table(title)
+    )
     terminalreporter.write_line("")
     terminalreporter.write(text.getvalue())
     kept = f"kept as {FOLDER / JSON} and {FOLDER / PAGE}"
@@ -104,5 +126,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{kept}; these are of a rehearsal and belong nowhere")
     else:
         terminalreporter.write_line(
-            f'{kept}; the latter takes the place of the block under "On GPUs" in docs/performance.md'
+            f'{kept}; the latter takes the place of the block under "On GPUs" in '
+            "docs/performance.md"
         )

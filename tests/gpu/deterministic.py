@@ -1,7 +1,8 @@
-"""Run a script with deterministic arithmetic: ``python tests/gpu/deterministic.py SCRIPT [arguments]``.
+"""Run a script with deterministic arithmetic: ``python tests/gpu/deterministic.py SCRIPT
+[arguments]``.
 
-A kernel without a deterministic version ends it with torch's error, which names the kernel. ``CUBLAS_WORKSPACE_CONFIG``
-must be set before CUDA starts (see torch.use_deterministic_algorithms).
+A kernel without a deterministic version ends it with torch's error, which names the kernel.
+``CUBLAS_WORKSPACE_CONFIG`` must be set before CUDA starts (see torch.use_deterministic_algorithms).
 """
 
 import runpy

@@ -36,7 +36,8 @@ class Figures:
     """All figures of a session, in the order of their measurement.
 
     Args:
-        folder: folder in which each figure is noted at once, for runs that are cut short. None: they are not kept.
+        folder: folder in which each figure is noted at once, for runs that are cut short. None:
+            they are not kept.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -61,12 +62,18 @@ class Figures:
     def page(self, title: str) -> str:
         """The block for docs/performance.md, markers included."""
         rows = [f"| {' | '.join(cells)} |" for cells in [figure.cells() for figure in self.all]]
-        return "\n".join([BEGIN, "", title, "", "| figure | value | of |", "|---|---:|---|", *rows, "", END, ""])
+        return "\n".join(
+            [BEGIN, "", title, "", "| figure | value | of |", "|---|---:|---|", *rows, "", END, ""]
+        )
 
     def save(self, title: str, machine: dict[str, Any], outcomes: dict[str, int]) -> None:
         """Write both files."""
         folder = self._folder
         assert folder is not None
-        document = {"machine": machine, "tests": outcomes, "figures": [asdict(figure) for figure in self.all]}
+        document = {
+            "machine": machine,
+            "tests": outcomes,
+            "figures": [asdict(figure) for figure in self.all],
+        }
         (folder / JSON).write_text(json.dumps(document, indent=2) + "\n")
         (folder / PAGE).write_text(self.page(title))

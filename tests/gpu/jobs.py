@@ -1,4 +1,6 @@
-"""Measurements and faults on ranks: functions for `benchmarks.ranks.on_ranks`, on GPUs or on the CPU."""
+"""Measurements and faults on ranks: functions for `benchmarks.ranks.on_ranks`, on GPUs or on the
+CPU.
+"""
 
 import subprocess
 import sys
@@ -49,14 +51,15 @@ BUSY_CYCLES = 500_000_000
 
 @dataclass(frozen=True)
 class StagingMemory:
-    """Host memory for one staged snapshot, divided by the bytes of the shard, on the rank that needs most.
+    """Host memory for one staged snapshot, divided by the bytes of the shard, on the rank that
+    needs most.
 
     Attributes:
         buffers: memory of the copy.
         resident: growth of the process.
         pinned_by_torch: growth of torch's own pinned memory, which is separate from the buffers.
-        all_pinned: whether all buffers of tensors on a device are pinned, on every rank. AdamW keeps the number of its
-            steps on the CPU, and a copy from there needs no pinned memory.
+        all_pinned: whether all buffers of tensors on a device are pinned, on every rank. AdamW
+            keeps the number of its steps on the CPU, and a copy from there needs no pinned memory.
     """
 
     buffers: float
@@ -78,10 +81,13 @@ def staging_memory(session: Session) -> StagingMemory:
     resident = peak_bytes(session, stage)
     copies = {name: local_tensor(tensor) for name, tensor in flatten(staged)}
     storages = {
-        storage.data_ptr(): storage.nbytes() for storage in (copy.untyped_storage() for copy in copies.values())
+        storage.data_ptr(): storage.nbytes()
+        for storage in (copy.untyped_storage() for copy in copies.values())
     }
     by_torch = _pinned_by_torch(session) - before
-    shares = session.all((sum(storages.values()) / shard_bytes, resident / shard_bytes, by_torch / shard_bytes))
+    shares = session.all(
+        (sum(storages.values()) / shard_bytes, resident / shard_bytes, by_torch / shard_bytes)
+    )
     live = dict(flatten(engine.dcp_state().state_dict()))
     of_device = [copy for name, copy in copies.items() if live[name].device == session.device]
     assert of_device
@@ -93,7 +99,11 @@ def staging_memory(session: Session) -> StagingMemory:
 
 
 def _pinned_by_torch(session: Session) -> int:
-    return torch.cuda.host_memory_stats()["allocated_bytes.current"] if session.device.type == "cuda" else 0
+    return (
+        torch.cuda.host_memory_stats()["allocated_bytes.current"]
+        if session.device.type == "cuda"
+        else 0
+    )
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,14 @@ def stalls(session: Session) -> Stalls:
     prepare_s = max(session.all(prepare_s))
     dump.close()
     engine.destroy()
-    return Stalls(prepare_s, stalled[0], median(stalled[1:]), median(written[1:]), median(copies[1:]), committed)
+    return Stalls(
+        prepare_s,
+        stalled[0],
+        median(stalled[1:]),
+        median(written[1:]),
+        median(copies[1:]),
+        committed,
+    )
 
 
 @dataclass(frozen=True)
@@ -159,9 +176,13 @@ class Transfer:
 
 
 def transfers(session: Session) -> dict[str, Transfer]:
-    """Save and load a training state, and export and import weights in their own dtype and in bfloat16."""
+    """Save and load a training state, and export and import weights in their own dtype and in
+    bfloat16.
+    """
     engine = build_engine(session)
-    dcp, hf, half = (ours.EngineSave(engine, *given) for given in (("dcp",), ("hf",), ("hf", "bfloat16")))
+    dcp, hf, half = (
+        ours.EngineSave(engine, *given) for given in (("dcp",), ("hf",), ("hf", "bfloat16"))
+    )
     results = {
         "DCP": _both_ways(session, engine, dcp, training_tensors),
         "Hugging Face, float32": _both_ways(session, engine, hf, weight_tensors),
@@ -182,7 +203,9 @@ def _both_ways(
     for _ in range(1 + session.options.rounds):
         saves.append(session.seconds(lambda: way.save(path)))
         n_bytes, tensors = folder_bytes(path), tensors_of(engine)
-        expected = [tensor.to(dtype).to(tensor.dtype) if dtype else tensor.clone() for tensor in tensors]
+        expected = [
+            tensor.to(dtype).to(tensor.dtype) if dtype else tensor.clone() for tensor in tensors
+        ]
         for tensor in tensors:
             tensor.fill_(1)
         loads.append(session.seconds(lambda: way.load(path)))
@@ -208,11 +231,15 @@ class Torn:
 
 
 def torn_snapshot(session: Session) -> Torn:
-    """Take snapshots of steps 0, 1 and 2. Right after the call for 1, every parameter is changed outside of a step."""
+    """Take snapshots of steps 0, 1 and 2. Right after the call for 1, every parameter is changed
+    outside of a step.
+    """
     engine = build_engine(session)
     batch, step = dense_batch(engine), StepInfo(0, 0, 0, SPEC.steps_per_epoch)
     root = str(session.options.scratch)
-    config = RecoverConfig("gpu", "torn", fileroot=root, freq_steps=1, max_ckpt_to_keep=None, stop_signals=[])
+    config = RecoverConfig(
+        "gpu", "torn", fileroot=root, freq_steps=1, max_ckpt_to_keep=None, stop_signals=[]
+    )
     error = ("none", "")
     with RecoverHandler(config, SPEC, group=engine.control_group) as handler:
         handler.load(engine)
@@ -220,7 +247,9 @@ def torn_snapshot(session: Session) -> Torn:
             train(engine, batch)
             session.barrier()
             if session.device.type == "cuda":
-                torch.cuda._sleep(BUSY_CYCLES)  # the copy begins after this, and the write is requested before it ends
+                torch.cuda._sleep(
+                    BUSY_CYCLES
+                )  # the copy begins after this, and the write is requested before it ends
             handler.dump(engine, step)
             if number == 1:
                 with torch.no_grad():
@@ -256,20 +285,33 @@ class Steps:
 def training_steps(
     session: Session, folder: str, rows: int, length: int, ways: dict[str, dict[str, Any]]
 ) -> dict[str, Steps]:
-    """Train a model from scratch with each of these configurations, in turn, in micro-batches of half a batch."""
-    return {way: _training_steps(session, folder, rows, length, changes) for way, changes in ways.items()}
+    """Train a model from scratch with each of these configurations, in turn, in micro-batches of
+    half a batch.
+    """
+    return {
+        way: _training_steps(session, folder, rows, length, changes)
+        for way, changes in ways.items()
+    }
 
 
-def _training_steps(session: Session, folder: str, rows: int, length: int, changes: dict[str, Any]) -> Steps:
+def _training_steps(
+    session: Session, folder: str, rows: int, length: int, changes: dict[str, Any]
+) -> Steps:
     tokens, device = rows * length // 2, session.options.device
-    settings = {"dtype": "bfloat16", "init_from_scratch": True, "optimizer": OptimizerConfig(lr=1e-4)}
+    settings = {
+        "dtype": "bfloat16",
+        "init_from_scratch": True,
+        "optimizer": OptimizerConfig(lr=1e-4),
+    }
     settings["mb_spec"] = MicroBatchSpec(max_tokens_per_mb=tokens)
     config = TrainEngineConfig(path=folder, device=device, **settings | changes)
     engine = FSDPEngine(config)
     engine.create_process_group()
     engine.initialize(None, SPEC)
     batch = dense_batch(engine, rows, length)
-    batch["input_ids"] = torch.randint(0, 1000, (rows, length), generator=torch.Generator().manual_seed(session.rank))
+    batch["input_ids"] = torch.randint(
+        0, 1000, (rows, length), generator=torch.Generator().manual_seed(session.rank)
+    )
     losses: list[float] = []
 
     def step() -> None:
@@ -282,8 +324,12 @@ def _training_steps(session: Session, folder: str, rows: int, length: int, chang
     seconds = [session.seconds(step) for _ in range(session.options.rounds)]
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     sizes = measure_model(config, tokens)
-    memory = torch.cuda.get_device_properties(session.device).total_memory if device == "cuda" else 0
-    planned = plan_step(sizes, config, ParallelStrategy().for_world(session.world_size), tokens, memory).peak
+    memory = (
+        torch.cuda.get_device_properties(session.device).total_memory if device == "cuda" else 0
+    )
+    planned = plan_step(
+        sizes, config, ParallelStrategy().for_world(session.world_size), tokens, memory
+    ).peak
     engine.destroy()
     return Steps(losses, session.world_size * rows * length / median(seconds), peak, planned)
 
@@ -338,7 +384,9 @@ def policy_update(session: Session, folder: str, rows: int, length: int) -> Poli
     gain = ((actor.compute_logp(batch) - batch["logprobs"]) * batch["loss_mask"]).sum(1)
     moved = bool(gain[1::2].mean() > gain[::2].mean())
     engine.destroy()
-    return PolicyUpdate(logp_s, update_s, all(session.all(moved)), session.world_size * rows * length)
+    return PolicyUpdate(
+        logp_s, update_s, all(session.all(moved)), session.world_size * rows * length
+    )
 
 
 @dataclass(frozen=True)
@@ -350,7 +398,8 @@ class Away:
         left: bytes that torch still has allocated there after `FSDPEngine.offload`.
         offload_s: median seconds of a later `offload`, whose host memory is there.
         onload_s: median seconds of `onload`.
-        refused: whether `onload` failed while another process had all of the memory. True without a GPU.
+        refused: whether `onload` failed while another process had all of the memory. True without a
+            GPU.
         came_back: whether every bit is as before.
     """
 
@@ -363,10 +412,18 @@ class Away:
 
 
 def away(session: Session, tenant: bool) -> Away:
-    """Offload a few times. The last time, with ``tenant``, a process takes memory that was not free before."""
+    """Offload a few times. The last time, with ``tenant``, a process takes memory that was not free
+    before.
+    """
     engine, on_device = build_engine(session), session.device.type == "cuda"
-    tensors = [tensor for tensor in training_tensors(engine) if tensor.device.type == session.device.type]
-    expected, state, refused = [tensor.cpu().clone() for tensor in tensors], bytes_of(tensors), not tenant
+    tensors = [
+        tensor for tensor in training_tensors(engine) if tensor.device.type == session.device.type
+    ]
+    expected, state, refused = (
+        [tensor.cpu().clone() for tensor in tensors],
+        bytes_of(tensors),
+        not tenant,
+    )
     offloads, onloads, left = list[float](), list[float](), 0
     for last in (*[False] * session.options.rounds, True):
         free = torch.cuda.mem_get_info(session.device)[0] if tenant else 0
@@ -384,17 +441,20 @@ def away(session: Session, tenant: bool) -> Away:
     train(engine, dense_batch(engine))
     engine.destroy()
     found = Away(state, left, median(offloads[1:]), median(onloads[1:]), refused, came_back)
-    return max(session.all(found), key=lambda one: (not one.refused, not one.came_back, one.left / one.state))
+    return max(
+        session.all(found),
+        key=lambda one: (not one.refused, not one.came_back, one.left / one.state),
+    )
 
 
 @contextmanager
 def _tenant(device: torch.device, n_bytes: int) -> Iterator[None]:
     """Another process, such as an inference server, that holds memory of the device in the block."""
-    code = (
-        f"import torch; held = torch.empty({n_bytes}, dtype=torch.uint8, device='{device}'); print('held', flush=True)"
-    )
+    code = f"import torch; held = torch.empty({n_bytes}, dtype=torch.uint8, device='{device}'); print('held', flush=True)"
     command = [sys.executable, "-c", f"{code}; input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n", "the memory that the engine left is not free"
         try:

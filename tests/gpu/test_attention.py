@@ -1,4 +1,6 @@
-"""Packed attention on a GPU: one kernel for all sequences gives the values of single sequences, in little memory."""
+"""Packed attention on a GPU: one kernel for all sequences gives the values of single sequences, in
+little memory.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -47,12 +49,16 @@ def test_one_kernel_gives_the_values_and_gradients_of_one_sequence_after_the_oth
 ) -> None:
     """In bfloat16, compared with float32, which the kernel does not accept."""
     row = _row(LENGTHS, machine.device, window)
-    half, full = (_inputs(sum(LENGTHS), machine.device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    half, full = (
+        _inputs(sum(LENGTHS), machine.device, dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
     assert attention._kernel_takes(half[0], half[2]) == (machine.device == "cuda")
     assert not attention._kernel_takes(full[0], full[2])
     pairs = zip(_values_and_gradients(row, half), _values_and_gradients(row, full), strict=True)
     for ours, reference in pairs:
-        difference = (ours.float() - reference).square().mean().sqrt() / reference.square().mean().sqrt()
+        difference = (
+            ours.float() - reference
+        ).square().mean().sqrt() / reference.square().mean().sqrt()
         assert float(difference) < 1e-2, "a window that is off by one differs by a tenth"
 
 
@@ -62,7 +68,10 @@ def test_attention_takes_no_memory_for_pairs_of_tokens_and_waits_for_nothing(
     if machine.device == "cpu":
         pytest.skip("torch counts memory and waiting on GPUs only")
     lengths = (512,) * 64
-    row, inputs = _row(lengths, machine.device), _inputs(sum(lengths), machine.device, torch.bfloat16)
+    row, inputs = (
+        _row(lengths, machine.device),
+        _inputs(sum(lengths), machine.device, torch.bfloat16),
+    )
     _values_and_gradients(row, inputs)
     for each in inputs:
         each.grad = None
@@ -74,7 +83,12 @@ def test_attention_takes_no_memory_for_pairs_of_tokens_and_waits_for_nothing(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     grown = torch.cuda.max_memory_allocated() - before
-    figures.add("packed attention: peak bytes / bytes of the queries", grown / inputs[0].nbytes, "", "32,768 tokens")
+    figures.add(
+        "packed attention: peak bytes / bytes of the queries",
+        grown / inputs[0].nbytes,
+        "",
+        "32,768 tokens",
+    )
     assert grown < sum(lengths) ** 2 / 2, "a mask alone has a byte for each pair"
 
 
@@ -98,7 +112,9 @@ def _trained(session: Session, folder: Path, attn_impl: str | None) -> Any:
     return taken, losses
 
 
-def test_an_engine_takes_it_by_itself_and_learns_as_with_sdpa(machine: Machine, tmp_path: Path) -> None:
+def test_an_engine_takes_it_by_itself_and_learns_as_with_sdpa(
+    machine: Machine, tmp_path: Path
+) -> None:
     """In bfloat16, with a window in every second layer."""
     config = Gemma3TextConfig(
         vocab_size=64,

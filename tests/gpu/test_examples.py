@@ -18,7 +18,9 @@ STEPS = 20
 PATIENCE_S = 500.0
 
 
-def test_supervised_fine_tuning_learns_on_the_device(machine: Machine, figures: Figures, tmp_path: Path) -> None:
+def test_supervised_fine_tuning_learns_on_the_device(
+    machine: Machine, figures: Figures, tmp_path: Path
+) -> None:
     started = time.monotonic()
     settings = (f"engine.device={machine.device}", "trainer.total_epochs=2", "trainer.save_freq=7")
     output = finish(start(tmp_path, machine.ranks, *settings), PATIENCE_S)
@@ -32,14 +34,23 @@ def test_supervised_fine_tuning_learns_on_the_device(machine: Machine, figures: 
 
 
 def grpo_settings(machine: Machine) -> list[str]:
-    """Trainer and rollout worker share a single GPU. With two, each has one. With three, there are two trainers."""
+    """Trainer and rollout worker share a single GPU. With two, each has one. With three, there are
+    two trainers.
+    """
     trainers = 2 if machine.devices >= 3 else 1
     gpus = 0.0 if machine.device == "cpu" else 0.5 if machine.devices == 1 else 1.0
-    keys = {"n_trainers": trainers, "gpus_per_trainer": gpus, "gpus_per_rollout": gpus, "actor.device": machine.device}
+    keys = {
+        "n_trainers": trainers,
+        "gpus_per_trainer": gpus,
+        "gpus_per_rollout": gpus,
+        "actor.device": machine.device,
+    }
     return [f"{key}={value}" for key, value in keys.items()]
 
 
-def test_grpo_trains_and_samples_on_the_device(machine: Machine, figures: Figures, tmp_path: Path) -> None:
+def test_grpo_trains_and_samples_on_the_device(
+    machine: Machine, figures: Figures, tmp_path: Path
+) -> None:
     settings = (f"total_steps={STEPS}", "log_level=INFO", "trackers=[]", "recover.freq_steps=7")
     run = GrpoRun(tmp_path / "run", *settings, *grpo_settings(machine))
     run.start()
@@ -55,5 +66,8 @@ def test_grpo_trains_and_samples_on_the_device(machine: Machine, figures: Figure
     assert run.final_weights().exists()
     seconds = statistics.median(entry["seconds"] for entry in stats[5:])
     figures.add(
-        "examples/grpo.py, a step (publish, sample, train)", seconds, "s", ", ".join(grpo_settings(machine)[:3])
+        "examples/grpo.py, a step (publish, sample, train)",
+        seconds,
+        "s",
+        ", ".join(grpo_settings(machine)[:3]),
     )

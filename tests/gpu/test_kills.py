@@ -1,6 +1,7 @@
 """SIGKILL of ranks that compute on GPUs: a resumed run ends with the bytes of an undisturbed one.
 
-The jobs run with deterministic algorithms (`deterministic.py`), and with attention that has deterministic kernels.
+The jobs run with deterministic algorithms (`deterministic.py`), and with attention that has
+deterministic kernels.
 """
 
 import os
@@ -25,14 +26,20 @@ EPOCHS, STEPS = 12, 120
 TIMEOUT_S = 30.0
 """Longest wait in a collective."""
 BOUND_S = TIMEOUT_S + 60
-"""Limit for the end of a rank whose peer is dead: that wait, `close_process_groups`, and the end itself."""
+"""Limit for the end of a rank whose peer is dead: that wait, `close_process_groups`, and the end
+itself.
+"""
 PATIENCE_S = 240.0
 REPEATABLE = Path(__file__).with_name("deterministic.py")
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def settings(machine: Machine) -> list[str]:
-    keys = [f"engine.device={machine.device}", f"engine.timeout_s={TIMEOUT_S}", "engine.attn_impl=eager"]
+    keys = [
+        f"engine.device={machine.device}",
+        f"engine.timeout_s={TIMEOUT_S}",
+        "engine.attn_impl=eager",
+    ]
     return [*keys, f"trainer.total_epochs={EPOCHS}", "trainer.save_freq=7"]
 
 
@@ -65,14 +72,20 @@ def test_a_killed_job_resumes_and_ends_with_the_weights_of_one_unharmed(
 @contextmanager
 def without_a_launcher(run: Path, machine: Machine) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks without a launcher, because torchrun would end the remaining one."""
-    env = os.environ | CUBLAS | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    env = (
+        os.environ
+        | CUBLAS
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    )
     command = [sys.executable, str(REPEATABLE), str(SCRIPT), f"trainer.default_local_dir={run}"]
     command += ["trainer.trackers=[]", *settings(machine)]
     jobs = []
     try:
         for rank in range(2):
             own, pipe = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, subprocess.PIPE
-            jobs.append(subprocess.Popen(command, env=own, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+            jobs.append(
+                subprocess.Popen(command, env=own, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+            )
         yield jobs
     finally:
         for job in jobs:
@@ -92,7 +105,12 @@ def test_a_rank_whose_peer_is_killed_ends_in_time_and_resumes(
         took_s = time.monotonic() - at
         assert jobs[1 - killed].returncode != 0, output
     assert "Error" in output or "error" in output, "it ended without a word"
-    figures.add(f"rank {killed} killed: the other ends after", took_s, "s", f"2 ranks, timeout_s={TIMEOUT_S:g}")
+    figures.add(
+        f"rank {killed} killed: the other ends after",
+        took_s,
+        "s",
+        f"2 ranks, timeout_s={TIMEOUT_S:g}",
+    )
     assert not (tmp_path / "hf").exists()
     resumed = finish(launch(tmp_path, two_gpus), PATIENCE_S)
     assert f"step   0/{STEPS}" not in resumed, resumed

@@ -1,4 +1,6 @@
-"""Buckets of weights over NCCL, to a worker that joins by the unique id alone, as vLLM's do. Never run so far."""
+"""Buckets of weights over NCCL, to a worker that joins by the unique id alone, as vLLM's do. Never
+run so far.
+"""
 
 import base64
 import time
@@ -32,9 +34,13 @@ def real_gpus(two_gpus: Machine) -> None:
 
 
 def _receive(told: dict[str, Any], sizes: tuple[int, ...], hang: bool, pipe: Connection) -> None:
-    """Join as PyNccl does, receive buckets, and answer with their digests. With ``hang``, receive only the first."""
+    """Join as PyNccl does, receive buckets, and answer with their digests. With ``hang``, receive
+    only the first.
+    """
     torch.cuda.set_device(1)
-    comm = nccl.init_rank(told["world_size"], base64.b64decode(told["nccl_unique_id_b64"]), told["rank_offset"])
+    comm = nccl.init_rank(
+        told["world_size"], base64.b64decode(told["nccl_unique_id_b64"]), told["rank_offset"]
+    )
     warm = torch.zeros(1, device="cuda")
     nccl.all_reduce([warm], [warm], comms=[comm])
     torch.cuda.synchronize()
@@ -54,7 +60,9 @@ def _joined(limit_s: float, hang: bool = False) -> Iterator[tuple[NcclGroup, Con
     connected = on_daemon_thread(group.connect, "weight sender")
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    worker = context.Process(target=_receive, args=(group.init_info, BUCKETS, hang, theirs), daemon=True)
+    worker = context.Process(
+        target=_receive, args=(group.init_info, BUCKETS, hang, theirs), daemon=True
+    )
     worker.start()
     try:
         connected.result(LIMIT_S)
@@ -80,10 +88,17 @@ def test_buckets_arrive_and_their_memory_may_change_after_the_send(figures: Figu
             seconds = time.monotonic() - begin
             memory.zero_()
             assert answers.poll(LIMIT_S) and answers.recv() == sent
-        figures.add("a bucket of 256 MiB from host memory to a GPU over NCCL", max(BUCKETS) / seconds / 1e9, "GB/s", "")
+        figures.add(
+            "a bucket of 256 MiB from host memory to a GPU over NCCL",
+            max(BUCKETS) / seconds / 1e9,
+            "GB/s",
+            "",
+        )
 
 
-def test_a_worker_that_hangs_costs_the_limit_and_harms_neither_the_device_nor_the_next_group() -> None:
+def test_a_worker_that_hangs_costs_the_limit_and_harms_neither_the_device_nor_the_next_group() -> (
+    None
+):
     with _joined(5.0, hang=True) as (group, _):
         group.send(_bucket(BUCKETS[0]))
         begin = time.monotonic()

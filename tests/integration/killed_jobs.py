@@ -25,14 +25,18 @@ def finish(run: GrpoRun) -> None:
         run.stop()
 
 
-def finish_killed(run: GrpoRun, trainer_after: int, driver_after: int, delay_s: float = 0.0) -> None:
-    """Run the command to its end, with a SIGKILL of trainer 1 and, after its recovery, one of the driver.
+def finish_killed(
+    run: GrpoRun, trainer_after: int, driver_after: int, delay_s: float = 0.0
+) -> None:
+    """Run the command to its end, with a SIGKILL of trainer 1 and, after its recovery, one of the
+    driver.
 
     Args:
         run: a run that has not started yet.
         trainer_after: logged step after which the trainer is killed.
         driver_after: logged step after which the driver is killed.
-        delay_s: additional delay, which decides the moment: sampling, training, a snapshot, a publication.
+        delay_s: additional delay, which decides the moment: sampling, training, a snapshot, a
+            publication.
     """
     try:
         run.start()
@@ -64,9 +68,13 @@ def last_generation(run: GrpoRun, last_step: int) -> dict[str, str]:
 
     The driver's files are left out, because its generators have no seed and are not used.
     """
-    manifest = json.loads((run.trial_root / "recover" / f"global_step_{last_step}" / "manifest.json").read_text())
+    manifest = json.loads(
+        (run.trial_root / "recover" / f"global_step_{last_step}" / "manifest.json").read_text()
+    )
     left_out = ("recover_info.json", "state/driver.pt")
-    return {name: entry["digest"] for name, entry in manifest["files"].items() if name not in left_out}
+    return {
+        name: entry["digest"] for name, entry in manifest["files"].items() if name not in left_out
+    }
 
 
 @contextlib.contextmanager

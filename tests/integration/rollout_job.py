@@ -1,7 +1,8 @@
 """A driver that samples from servers while it trains a tiny policy, for tests that kill it.
 
-The policy is trained on the servers' tokens, so that its weights reveal a token that was lost, repeated or taken from
-another sample. Every step is also written to a file, with its entries in the ledger.
+The policy is trained on the servers' tokens, so that its weights reveal a token that was lost,
+repeated or taken from another sample. Every step is also written to a file, with its entries in the
+ledger.
 """
 
 import asyncio
@@ -72,7 +73,9 @@ class Job:
 
     @property
     def spec(self) -> FinetuneSpec:
-        return FinetuneSpec(total_train_epochs=100, dataset_size=len(Prompts()), train_batch_size=BATCH_SIZE)
+        return FinetuneSpec(
+            total_train_epochs=100, dataset_size=len(Prompts()), train_batch_size=BATCH_SIZE
+        )
 
 
 BATCH_SIZE = 3
@@ -110,7 +113,9 @@ def make_loader(job: Job | None = None) -> ResumableDataLoader:
 
 
 async def _sample(engine: EpisodeEngine, prompt: list[int]) -> TokenSequence:
-    response = await engine.agenerate(ModelRequest(prompt, GenerationHyperparameters(max_new_tokens=N_TOKENS)))
+    response = await engine.agenerate(
+        ModelRequest(prompt, GenerationHyperparameters(max_new_tokens=N_TOKENS))
+    )
     sequence = TokenSequence()
     sequence.extend_given(prompt)
     sequence.extend_sampled(response)
@@ -122,7 +127,9 @@ class Workflow:
 
     async def arun_episode(self, engine: EpisodeEngine, data: list[int]) -> Trajectory:
         sequences = await asyncio.gather(*(_sample(engine, data) for _ in range(N_SAMPLES)))
-        return to_trajectory(sequences, [float(sequence.input_ids[2] % 2 == 0) for sequence in sequences])
+        return to_trajectory(
+            sequences, [float(sequence.input_ids[2] % 2 == 0) for sequence in sequences]
+        )
 
 
 def _rewards_differ(trajectory: Trajectory) -> bool:
@@ -139,7 +146,9 @@ class Policy:
         self.state = DCPState(self.model, self.optimizer)
 
     def train(self, batch: Batch) -> None:
-        """Run one step of policy gradient with the mean reward as baseline. Also draws a random number."""
+        """Run one step of policy gradient with the mean reward as baseline. Also draws a random
+        number.
+        """
         ids, mask = batch["input_ids"], batch["loss_mask"][:, 1:].float()
         logprobs = self.model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         advantages = batch["rewards"] - batch["rewards"].mean() + 0.1 * torch.rand(len(ids))
@@ -182,7 +191,9 @@ def drive(job: Job, kill: Kill | None) -> None:
         gconfig = GenerationHyperparameters(n_samples=N_SAMPLES, max_new_tokens=N_TOKENS)
         workflow = RLVRWorkflow(even_reward, gconfig, pool=CallPool(1), processor=make_processor())
     servers = [VLLMServer(url, timeout_s=stretched(20)) for url in job.urls]
-    config = RolloutConfig(job.ahead, max_concurrent_rollouts=2, total_steps=job.steps, batch_timeout_s=stretched(60))
+    config = RolloutConfig(
+        job.ahead, max_concurrent_rollouts=2, total_steps=job.steps, batch_timeout_s=stretched(60)
+    )
     accept = _rewards_differ if job.picky else None
     recover = RecoverConfig(experiment_name="e", trial_name="t", fileroot=job.root, freq_steps=1)
     with (
@@ -191,7 +202,9 @@ def drive(job: Job, kill: Kill | None) -> None:
     ):
         handler.register("rollouts", executor)
         info = handler.load(policy.state, dataloader=loader)
-        step = first = info.last_step_info.next() if info else StepInfo(0, 0, 0, job.spec.steps_per_epoch)
+        step = first = (
+            info.last_step_info.next() if info else StepInfo(0, 0, 0, job.spec.steps_per_epoch)
+        )
         while step.global_step < job.steps:
             begin(step.global_step - first.global_step)
             _publish(job, servers, step.global_step)
@@ -206,7 +219,9 @@ def drive(job: Job, kill: Kill | None) -> None:
 
 
 def _publish(job: Job, servers: list[VLLMServer], version: int) -> None:
-    """Update the servers to ``version`` one after the other, so that for a while they serve different ones."""
+    """Update the servers to ``version`` one after the other, so that for a while they serve
+    different ones.
+    """
     folder = version_path(f"{job.root}/weights", version)
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed life
     path = publish_hashed(folder.parent, version)
@@ -222,20 +237,36 @@ def _note(job: Job, executor: RolloutExecutor, step: int) -> None:
     ]
     samples = [
         asdict(ticket)
-        | {name: each[name][:, -N_TOKENS:].tolist() for name in ("input_ids", "logprobs", "versions")}
+        | {
+            name: each[name][:, -N_TOKENS:].tolist()
+            for name in ("input_ids", "logprobs", "versions")
+        }
         | {"whole": _digest(each)}
         for ticket, each in executor.next_trajectories(step)
     ]
-    line = {"life": os.getpid(), "step": step, "rejected": rejected, "samples": samples, "stats": executor.stats()}
+    line = {
+        "life": os.getpid(),
+        "step": step,
+        "rejected": rejected,
+        "samples": samples,
+        "stats": executor.stats(),
+    }
     file = os.open(f"{job.root}/{TRAINED}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.write(file, f"{json.dumps(line)}\n".encode())
     os.close(file)
 
 
 def _digest(trajectory: Trajectory) -> str:
-    """Digest of all bits of a trajectory, also of its pixels, but not of the versions, which depend on time."""
-    digest, rest = xxhash.xxh3_64(), {name: value for name, value in trajectory.items() if name != "versions"}
-    map_tensors(rest, lambda tensor: digest.update(tensor.numpy().tobytes()) or tensor)  # in the order of entries
+    """Digest of all bits of a trajectory, also of its pixels, but not of the versions, which depend
+    on time.
+    """
+    digest, rest = (
+        xxhash.xxh3_64(),
+        {name: value for name, value in trajectory.items() if name != "versions"},
+    )
+    map_tensors(
+        rest, lambda tensor: digest.update(tensor.numpy().tobytes()) or tensor
+    )  # in the order of entries
     return digest.hexdigest()
 
 
@@ -258,5 +289,7 @@ def trained(root: str | Path) -> list[dict[str, Any]]:
     kept: dict[int, Any] = {}
     for line in (Path(root) / TRAINED).read_text().splitlines():
         entry = json.loads(line)
-        kept = {step: one for step, one in kept.items() if step < entry["step"]} | {entry["step"]: entry}
+        kept = {step: one for step, one in kept.items() if step < entry["step"]} | {
+            entry["step"]: entry
+        }
     return [kept[step] for step in sorted(kept)]

@@ -16,7 +16,11 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "sft.py"
 
 
 def start(
-    run: Path, ranks: int, *overrides: str, script: Sequence[Path] = (SCRIPT,), env: Mapping[str, str] | None = None
+    run: Path,
+    ranks: int,
+    *overrides: str,
+    script: Sequence[Path] = (SCRIPT,),
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     """Train in the folder ``run``, with one rank without torchrun.
 
@@ -24,8 +28,17 @@ def start(
         script: command to run: the example, or a script with the example as its argument.
         env: additional environment variables.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    arguments = [*map(str, script), f"trainer.default_local_dir={run}", "trainer.trackers=[]", *overrides]
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks > 1
+        else []
+    )
+    arguments = [
+        *map(str, script),
+        f"trainer.default_local_dir={run}",
+        "trainer.trackers=[]",
+        *overrides,
+    ]
     return subprocess.Popen(
         [sys.executable, *launcher, *arguments],
         env={**os.environ, **(env or {})},
@@ -47,7 +60,9 @@ def finish(job: subprocess.Popen[str], timeout_s: float = 80) -> str:
 
 
 def kill_tree(job: subprocess.Popen[str], launcher_only: bool = False) -> None:
-    """SIGKILL torchrun and all its children, or only torchrun, in which case the ranks must end too."""
+    """SIGKILL torchrun and all its children, or only torchrun, in which case the ranks must end
+    too.
+    """
     launcher = psutil.Process(job.pid)
     tree = [*launcher.children(recursive=True), launcher]
     for process in [launcher] if launcher_only else tree:
@@ -57,14 +72,18 @@ def kill_tree(job: subprocess.Popen[str], launcher_only: bool = False) -> None:
     assert not alive
 
 
-def kill_after(job: subprocess.Popen[str], stats: Path, step: int, delay_s: float, launcher_only: bool = False) -> None:
+def kill_after(
+    job: subprocess.Popen[str], stats: Path, step: int, delay_s: float, launcher_only: bool = False
+) -> None:
     """Kill the job ``delay_s`` after it has logged ``step``."""
     wait_for_step(job, stats, step)
     time.sleep(delay_s)
     kill_tree(job, launcher_only)
 
 
-def wait_for_step(job: subprocess.Popen[str], stats: Path, step: int, timeout_s: float = 60) -> None:
+def wait_for_step(
+    job: subprocess.Popen[str], stats: Path, step: int, timeout_s: float = 60
+) -> None:
     """Wait until the job has logged ``step``."""
     deadline = time.monotonic() + stretched(timeout_s)
     while not (stats.exists() and any(entry["step"] >= step for entry in read_stats(stats))):

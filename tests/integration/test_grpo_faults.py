@@ -1,4 +1,5 @@
-"""The GRPO example when its rollout worker is lost, when a worker hangs, and when it is asked to stop.
+"""The GRPO example when its rollout worker is lost, when a worker hangs, and when it is asked to
+stop.
 
 Each run ends with the bytes of an undisturbed run.
 """
@@ -59,7 +60,9 @@ def train_until(run: GrpoRun, step: int) -> None:
 def assert_ends_as(run: GrpoRun, expected: str) -> None:
     assert run.wait(PATIENCE_S) == 0, run.log_tail()
     assert sha256(run.final_weights()) == expected
-    assert [entry["step"] for entry in read_stats(run.trial_root / "stats" / "stats.jsonl")] == list(range(STEPS))
+    assert [
+        entry["step"] for entry in read_stats(run.trial_root / "stats" / "stats.jsonl")
+    ] == list(range(STEPS))
 
 
 @pytest.mark.slow
@@ -124,7 +127,9 @@ def test_asked_to_stop_it_snapshots_exits_with_75_and_can_go_on(
     run.start()
     train_until(run, 4)
     pids = processes(run)
-    if signum == signal.SIGINT:  # Ctrl-C goes to every process of the terminal's group, Ray's among them
+    if (
+        signum == signal.SIGINT
+    ):  # Ctrl-C goes to every process of the terminal's group, Ray's among them
         os.killpg(os.getpgid(pids["driver"]), signum)
     else:
         os.kill(pids["driver"], signum)
@@ -140,7 +145,9 @@ def test_asked_to_stop_it_snapshots_exits_with_75_and_can_go_on(
 
 
 @pytest.mark.slow
-def test_ctrl_c_twice_stops_at_once_and_loses_nothing_committed(run: GrpoRun, expected: str) -> None:
+def test_ctrl_c_twice_stops_at_once_and_loses_nothing_committed(
+    run: GrpoRun, expected: str
+) -> None:
     run.start()
     train_until(run, 11)
     pids = processes(run)
@@ -148,7 +155,9 @@ def test_ctrl_c_twice_stops_at_once_and_loses_nothing_committed(run: GrpoRun, ex
     time.sleep(0.5)
     group = os.getpgid(pids["driver"])
     os.killpg(group, signal.SIGINT)
-    run.wait_until(lambda: "Ctrl-C again stops at once" in run.log_tail(), stretched(60))  # else both may count as one
+    run.wait_until(
+        lambda: "Ctrl-C again stops at once" in run.log_tail(), stretched(60)
+    )  # else both may count as one
     os.killpg(group, signal.SIGINT)
     assert run.wait(stretched(60)) == 1, run.log_tail()
     assert "the same command goes on" in run.log_tail()

@@ -1,7 +1,8 @@
-"""The GRPO example on a cluster whose control process (GCS) dies and is restarted, with tables in external storage.
+"""The GRPO example on a cluster whose control process (GCS) dies and is restarted, with tables in
+external storage.
 
-The storage is Redis, or RocksDB on a disk, which newer versions of Ray include. Tests of missing storage are skipped.
-`test_grpo_nodes` covers clusters without such storage.
+The storage is Redis, or RocksDB on a disk, which newer versions of Ray include. Tests of missing
+storage are skipped. `test_grpo_nodes` covers clusters without such storage.
 """
 
 import contextlib
@@ -43,7 +44,17 @@ def redis(folder: Path, set_env: Callable[[str, str], None]) -> Iterator[None]:
     if (program := shutil.which("redis-server")) is None:
         pytest.skip("there is no redis-server on this machine; install Redis")
     port = free_port()
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    command = [
+        program,
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--dir",
+        str(folder),
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
             end = time.monotonic() + stretched(20)
@@ -69,7 +80,9 @@ def rocksdb(folder: Path, set_env: Callable[[str, str], None]) -> Iterator[None]
 
 
 @pytest.fixture(params=[redis, rocksdb])
-def stored_elsewhere(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stored_elsewhere(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Clusters started inside the test store their tables in this way."""
     folder = tmp_path / "tables"
     folder.mkdir()
@@ -78,7 +91,9 @@ def stored_elsewhere(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("stored_elsewhere")
-def test_a_job_goes_on_over_the_death_of_rays_control_process(start: Callable[..., GrpoRun], expected: str) -> None:
+def test_a_job_goes_on_over_the_death_of_rays_control_process(
+    start: Callable[..., GrpoRun], expected: str
+) -> None:
     with cluster_of(3) as cluster:
         run = start(cluster)
         train_until(run, 11)
@@ -104,6 +119,9 @@ def test_a_node_lost_with_the_control_process_is_replaced_once_that_is_back(
         time.sleep(AWAY_S)
         cluster.head_node.start_gcs_server()
         attempt = wait_for_attempt(run, 1)
-        print(f"{time.time() - struck:.1f} s from the loss to the next attempt, {AWAY_S:g} s of them without a GCS")
+        print(
+            f"{time.time() - struck:.1f} s from the loss to the next attempt, {AWAY_S:g} s of "
+            "them without a GCS"
+        )
         assert_ends_as(run, expected)
         assert attempt["world_size"] == 2 and attempt["step"] >= 10

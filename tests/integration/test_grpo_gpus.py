@@ -17,7 +17,9 @@ class NoAttempt:
     def __init__(self) -> None:
         self.asked: dict[str, WorkerResources | None] = {}
 
-    def worker_group(self, *args: Any, name: str, resources: WorkerResources | None = None, **options: Any) -> str:
+    def worker_group(
+        self, *args: Any, name: str, resources: WorkerResources | None = None, **options: Any
+    ) -> str:
         self.asked[name] = resources
         return name
 
@@ -26,7 +28,11 @@ class NoAttempt:
     ("overrides", "trainer", "rollout"),
     [
         ([], WorkerResources(), WorkerResources()),
-        (["gpus_per_trainer=1", "gpus_per_rollout=0.5"], WorkerResources(gpus=1), WorkerResources(gpus=0.5)),
+        (
+            ["gpus_per_trainer=1", "gpus_per_rollout=0.5"],
+            WorkerResources(gpus=1),
+            WorkerResources(gpus=0.5),
+        ),
     ],
 )
 def test_trainers_and_the_rollout_worker_get_the_gpus_that_their_keys_name(
@@ -46,6 +52,8 @@ def test_trainers_and_the_rollout_worker_get_the_gpus_that_their_keys_name(
         ("actor.device=cuda", "'actor.device' is 'cuda', but 'gpus_per_trainer' is 0"),
     ],
 )
-def test_gpus_that_cannot_be_had_are_refused_before_anything_starts(override: str, why: str) -> None:
+def test_gpus_that_cannot_be_had_are_refused_before_anything_starts(
+    override: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         load_config(GRPOConfig, "examples/grpo_copy.yaml", [override])

@@ -1,4 +1,5 @@
-"""The GRPO example on a cluster of several nodes: one dies, and is replaced by a spare node, a late one, or none.
+"""The GRPO example on a cluster of several nodes: one dies, and is replaced by a spare node, a late
+one, or none.
 
 Each test reports the seconds from the loss to the next step, by phase (``-rP`` shows them).
 """
@@ -24,7 +25,9 @@ STEPS = 40
 SETTINGS = (f"total_steps={STEPS}", "n_prompts=60", "batch_size=4", "n_samples=4", "trackers=[]")
 PATIENCE_S = stretched(240.0)
 WANTED_S = stretched(10.0)
-"""Longest time for the loss of a node, not counting the start of workers, which takes the same time on every node."""
+"""Longest time for the loss of a node, not counting the start of workers, which takes the same time
+on every node.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., GrpoRun]]:
     runs: list[GrpoRun] = []
 
     def begin(cluster: Cluster, *overrides: str) -> GrpoRun:
-        own = (f"ray_address={cluster.address}", "strategy=SPREAD", "recover.freq_steps=5", "recover.retries=1")
+        own = (
+            f"ray_address={cluster.address}",
+            "strategy=SPREAD",
+            "recover.freq_steps=5",
+            "recover.retries=1",
+        )
         run = GrpoRun(tmp_path / "run", *SETTINGS, *own, "log_level=INFO", *overrides)
         runs.append(run)
         run.start()
@@ -78,7 +86,9 @@ def wait_for_attempt(run: GrpoRun, number: int) -> dict[str, Any]:
 
 
 def report(run: GrpoRun, struck: float, attempt: dict[str, Any]) -> float:
-    """Print the seconds of each phase of a recovery. Returns the seconds until the workers were placed."""
+    """Print the seconds of each phase of a recovery. Returns the seconds until the workers were
+    placed.
+    """
     loss, stats = attempt["loss"], read_stats(run.trial_root / "stats" / "stats.jsonl")
     trained = min(entry["time"] for entry in stats if entry["time"] > attempt["time"])
     detected = loss["detected_at"] - struck
@@ -90,7 +100,10 @@ def report(run: GrpoRun, struck: float, attempt: dict[str, Any]) -> float:
         "restored": attempt["time"] - struck,
         "first step": trained - struck,
     }
-    print("seconds from the loss:", ", ".join(f"{what} {seconds:.1f}" for what, seconds in phases.items()))
+    print(
+        "seconds from the loss:",
+        ", ".join(f"{what} {seconds:.1f}" for what, seconds in phases.items()),
+    )
     return phases["placed"]
 
 
@@ -105,7 +118,9 @@ def assert_all_trained_once(run: GrpoRun) -> None:
     assert {entry["n_seqs"] for entry in stats} == {16.0}, "a step without all of its batch"
 
 
-def test_a_spare_node_takes_the_place_of_one_that_dies(start: Callable[..., GrpoRun], expected: str) -> None:
+def test_a_spare_node_takes_the_place_of_one_that_dies(
+    start: Callable[..., GrpoRun], expected: str
+) -> None:
     with cluster_of(4) as cluster:
         run = start(cluster)
         train_until(run, 11)
@@ -116,13 +131,18 @@ def test_a_spare_node_takes_the_place_of_one_that_dies(start: Callable[..., Grpo
         assert [attempt["world_size"] for attempt in run.attempts()] == [2, 2]
 
 
-def test_a_node_that_comes_late_is_waited_for_without_a_retry(start: Callable[..., GrpoRun], expected: str) -> None:
+def test_a_node_that_comes_late_is_waited_for_without_a_retry(
+    start: Callable[..., GrpoRun], expected: str
+) -> None:
     with cluster_of(3) as cluster:
         run = start(cluster)
         train_until(run, 11)
         struck = kill_a_trainers_node(cluster, run)
         run.wait_until(lambda: "'trainer' has waited" in run.log_tail(), PATIENCE_S)
-        assert "for 2 x {'CPU': 1.0} (SPREAD): 2 node(s) have {'CPU': 2.0}, room for 2 rank(s)" in run.log_tail()
+        assert (
+            "for 2 x {'CPU': 1.0} (SPREAD): 2 node(s) have {'CPU': 2.0}, room for 2 rank(s)"
+            in run.log_tail()
+        )
         time.sleep(5.0)  # nothing may happen meanwhile
         assert len(run.attempts()) == 1 and run.exit_code() is None
         joined = time.time()
@@ -134,14 +154,18 @@ def test_a_node_that_comes_late_is_waited_for_without_a_retry(start: Callable[..
         assert [attempt["world_size"] for attempt in run.attempts()] == [2, 2]
 
 
-def test_without_another_node_fewer_ranks_go_on_until_one_joins(start: Callable[..., GrpoRun]) -> None:
+def test_without_another_node_fewer_ranks_go_on_until_one_joins(
+    start: Callable[..., GrpoRun],
+) -> None:
     with cluster_of(3) as cluster:
         run = start(cluster, "min_trainers=1", "recover.shrink_after_s=3", "batch_size=4")
         train_until(run, 11)
         struck = kill_a_trainers_node(cluster, run)
         attempt = wait_for_attempt(run, 1)
         assert attempt["world_size"] == 1
-        train_until(run, attempt["step"] + 6)  # a snapshot was taken, but there was no node to grow to
+        train_until(
+            run, attempt["step"] + 6
+        )  # a snapshot was taken, but there was no node to grow to
         assert len(run.attempts()) == 2
         cluster.add_node(**NODE)
         grown = wait_for_attempt(run, 2)
@@ -153,18 +177,24 @@ def test_without_another_node_fewer_ranks_go_on_until_one_joins(start: Callable[
         assert [attempt["world_size"] for attempt in run.attempts()] == [2, 1, 2]
 
 
-def test_a_wait_that_ends_is_one_error_and_the_command_resumes(start: Callable[..., GrpoRun], expected: str) -> None:
+def test_a_wait_that_ends_is_one_error_and_the_command_resumes(
+    start: Callable[..., GrpoRun], expected: str
+) -> None:
     with cluster_of(3) as cluster:
         run = start(cluster, "recover.node_wait_s=4")
         train_until(run, 11)
         kill_a_trainers_node(cluster, run)
         assert run.wait(PATIENCE_S) == 1
         (told,) = [line for line in run.log_tail().splitlines() if line.startswith("error: ")]
-        assert "which Ray could not reserve within 4 s" in told and "the same command resumes" in told
+        assert (
+            "which Ray could not reserve within 4 s" in told and "the same command resumes" in told
+        )
         cluster.add_node(**NODE)
         run.start()
         assert_ends_as(run, expected)
-        assert json.dumps([attempt["step"] for attempt in run.attempts()]) != "[0, 0]", "it began anew"
+        assert json.dumps([attempt["step"] for attempt in run.attempts()]) != "[0, 0]", (
+            "it began anew"
+        )
 
 
 def test_without_rays_control_process_the_job_ends_and_another_cluster_resumes_it(

@@ -1,6 +1,8 @@
-"""The GRPO example with inference servers: a server, a trainer and the driver die, and no ticket is lost.
+"""The GRPO example with inference servers: a server, a trainer and the driver die, and no ticket is
+lost.
 
-The servers are fakes of vLLM that sample from the published model. `make serve-demo` does the same with real ones.
+The servers are fakes of vLLM that sample from the published model. `make serve-demo` does the same
+with real ones.
 """
 
 import re
@@ -31,7 +33,10 @@ PATIENCE_S = stretched(240.0)
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[list[FakeServer]]:
     """Two servers, each with its own copy of the model."""
-    with FakeServer("vllm", tmp_path, dtype="float32") as one, FakeServer("vllm", tmp_path, dtype="float32") as other:
+    with (
+        FakeServer("vllm", tmp_path, dtype="float32") as one,
+        FakeServer("vllm", tmp_path, dtype="float32") as other,
+    ):
         yield [one, other]
 
 
@@ -54,14 +59,18 @@ def train_until(run: GrpoRun, step: int) -> None:
     assert run.exit_code() is None, run.log_tail()
 
 
-def test_a_server_a_trainer_and_the_driver_die_and_no_ticket_is_lost(run: GrpoRun, servers: list[FakeServer]) -> None:
+def test_a_server_a_trainer_and_the_driver_die_and_no_ticket_is_lost(
+    run: GrpoRun, servers: list[FakeServer]
+) -> None:
     run.start()
     train_until(run, 2)
     servers[0].kill()
     train_until(run, run.last_step() + 2)
     assert stats(run)[-1]["servers_serving"] == 1
     servers[0].restart()
-    run.wait_until(lambda: stats(run)[-1]["servers_serving"] == 2 or run.exit_code() is not None, PATIENCE_S)
+    run.wait_until(
+        lambda: stats(run)[-1]["servers_serving"] == 2 or run.exit_code() is not None, PATIENCE_S
+    )
     assert run.exit_code() is None, run.log_tail()
     assert run.kill("trainer", 1)
     attempts = len(run.attempts())
@@ -71,7 +80,9 @@ def test_a_server_a_trainer_and_the_driver_die_and_no_ticket_is_lost(run: GrpoRu
     assert run.wait(PATIENCE_S) == 0, run.log_tail()
     assert f"tickets 0 to {4 * STEPS - 1} were trained, each once and in its step" in run.log_tail()
     assert [entry["step"] for entry in stats(run)] == list(range(STEPS))
-    assert max(entry["rollouts/staleness_max"] for entry in stats(run)) == 1  # sampling is one step ahead, and no more
+    assert (
+        max(entry["rollouts/staleness_max"] for entry in stats(run)) == 1
+    )  # sampling is one step ahead, and no more
     spent = answer("top", run.trial_root)["spent_s"]
     assert all(spent[phase] > 0 for phase in ("publishing", "sampling", "training"))
     assert not any(token["mixed"] for server in servers for token in server.tokens())
@@ -90,18 +101,28 @@ def test_trainers_and_servers_take_turns(run: GrpoRun, servers: list[FakeServer]
     assert f"tickets 0 to {4 * STEPS - 1} were trained, each once and in its step" in run.log_tail()
     assert stats(run)[-1]["servers_asleep"] == 2
     for server in servers:
-        assert server.state()["asleep"] == ["kv_cache", "weights"] and "POST /wake_up?tags=kv_cache" in server.calls()
+        assert (
+            server.state()["asleep"] == ["kv_cache", "weights"]
+            and "POST /wake_up?tags=kv_cache" in server.calls()
+        )
         assert not any(token["mixed"] for token in server.tokens())
 
 
 def test_adapters_alone_are_published_to_servers_of_the_base(tmp_path: Path) -> None:
     base = write_model_folder(tmp_path / "base", hidden=128, for_vllm=True)
-    write_manifest(base, file_entries(base, list(walk_files(base))), {"weight_version": 0})  # the fakes read it
+    write_manifest(
+        base, file_entries(base, list(walk_files(base))), {"weight_version": 0}
+    )  # the fakes read it
     options = {"dtype": "float32", "lora": True, "folder": str(base)}
-    with FakeServer("vllm", tmp_path, **options) as one, FakeServer("vllm", tmp_path, **options) as other:
+    with (
+        FakeServer("vllm", tmp_path, **options) as one,
+        FakeServer("vllm", tmp_path, **options) as other,
+    ):
         lora = ("actor.use_lora=true", "actor.lora_rank=8", f"actor.path={base}", "publish=adapter")
         urls, script = f"servers=[{one.url},{other.url}]", GRPO.with_name("grpo_servers.py")
-        run = GrpoRun(tmp_path / "run", *SETTINGS, *lora, urls, script=script, experiment="grpo_servers")
+        run = GrpoRun(
+            tmp_path / "run", *SETTINGS, *lora, urls, script=script, experiment="grpo_servers"
+        )
         try:
             run.start()
             train_until(run, 2)
@@ -111,14 +132,19 @@ def test_adapters_alone_are_published_to_servers_of_the_base(tmp_path: Path) -> 
             assert run.wait(PATIENCE_S) == 0, run.log_tail()
         finally:
             run.stop()
-        assert f"tickets 0 to {4 * STEPS - 1} were trained, each once and in its step" in run.log_tail()
+        assert (
+            f"tickets 0 to {4 * STEPS - 1} were trained, each once and in its step"
+            in run.log_tail()
+        )
         assert max(entry["rollouts/staleness_max"] for entry in stats(run)) == 1
         tokens = [*one.tokens(), *other.tokens()]
         assert tokens and not any(token["mixed"] for token in tokens)
         assert {token["version"] for token in tokens} <= set(range(STEPS))
         for server in (one, other):
             calls = server.calls()
-            assert "POST /v1/load_lora_adapter" in calls and not any("/pause" in call for call in calls)
+            assert "POST /v1/load_lora_adapter" in calls and not any(
+                "/pause" in call for call in calls
+            )
             assert server.state()["label"] == "default" and len(server.state()["adapters"]) <= 2
         names = {path.name for path in (run.trial_root / "weights").glob("v*/*")}
         assert "adapter_model.safetensors" in names and "model.safetensors" not in names
@@ -128,18 +154,28 @@ def test_adapters_alone_are_published_to_servers_of_the_base(tmp_path: Path) -> 
     ("settings", "expected"),
     [
         (("publish=adapter",), "'actor.use_lora' is false"),
-        (("publish=adapter", "actor.use_lora=true"), "name a model folder with weights as 'actor.path'"),
+        (
+            ("publish=adapter", "actor.use_lora=true"),
+            "name a model folder with weights as 'actor.path'",
+        ),
         (("publish=adapters",), "'publish' is 'adapters'"),
-        (("publish=delta", "servers=[http://a:1]"), "'mirrors' has 0 URLs; expected one for each of the 1 'servers'"),
+        (
+            ("publish=delta", "servers=[http://a:1]"),
+            "'mirrors' has 0 URLs; expected one for each of the 1 'servers'",
+        ),
         (("servers=[http://a:1]", "mirrors=[http://a:2,http://a:3]"), "'mirrors' has 2 URLs"),
     ],
 )
-def test_publishing_in_a_way_that_lacks_something_is_refused(settings: tuple[str, ...], expected: str) -> None:
+def test_publishing_in_a_way_that_lacks_something_is_refused(
+    settings: tuple[str, ...], expected: str
+) -> None:
     with pytest.raises(ConfigError, match=expected):
         load_config(GRPOServersConfig, GRPO.with_name("grpo_servers.yaml"), settings)
 
 
-def test_servers_that_do_not_answer_end_the_job_before_it_trains(run: GrpoRun, servers: list[FakeServer]) -> None:
+def test_servers_that_do_not_answer_end_the_job_before_it_trains(
+    run: GrpoRun, servers: list[FakeServer]
+) -> None:
     for server in servers:
         server.kill()
     run._command.append("server_start_s=1")

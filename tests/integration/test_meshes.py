@@ -1,4 +1,6 @@
-"""The examples on meshes whose ranks share data: they train each row once, and survive kills as on any other mesh."""
+"""The examples on meshes whose ranks share data: they train each row once, and survive kills as on
+any other mesh.
+"""
 
 import random
 from pathlib import Path
@@ -17,7 +19,13 @@ from tests.integration import sft_runs
 from tests.integration.killed_jobs import finish, finish_killed, last_generation, stats_of
 
 STEPS = 8
-SETTINGS = (f"total_steps={STEPS}", "n_prompts=64", "batch_size=8", "trackers=[]", "recover.freq_steps=2")
+SETTINGS = (
+    f"total_steps={STEPS}",
+    "n_prompts=64",
+    "batch_size=8",
+    "trackers=[]",
+    "recover.freq_steps=2",
+)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MESHES = {
     "r2": ("backend=fsdp:d2", "actor.fsdp.replicate_size=2"),
@@ -60,8 +68,14 @@ def test_the_number_of_trainers_fits_the_mesh() -> None:
     assert (asked["world_size"], asked["min_world_size"], asked["multiple_of"]) == (6, 2, 2)
     for overrides, why in (
         (("backend=fsdp:d1c2", "n_trainers=3"), "data_parallel_size is 1, .*start 2 ranks"),
-        (("backend=fsdp:d2c2", "n_trainers=4", "min_trainers=2"), "data_parallel_size is 2, .*start 4 ranks"),
-        (("backend=fsdp:d2c2", "n_trainers=4", "batch_size=3"), "'batch_size' is 3; expected a multiple of 2,"),
+        (
+            ("backend=fsdp:d2c2", "n_trainers=4", "min_trainers=2"),
+            "data_parallel_size is 2, .*start 4 ranks",
+        ),
+        (
+            ("backend=fsdp:d2c2", "n_trainers=4", "batch_size=3"),
+            "'batch_size' is 3; expected a multiple of 2,",
+        ),
     ):
         with pytest.raises(ConfigError, match=why):
             grpo_config(*overrides)
@@ -73,13 +87,17 @@ def test_the_number_of_trainers_fits_the_mesh() -> None:
 def test_grpo_on_a_mesh_ends_with_the_same_bytes_after_a_trainer_and_the_driver_were_killed(
     tmp_path: Path, mesh: str
 ) -> None:
-    reference, run = (GrpoRun(tmp_path / name, *SETTINGS, *MESHES[mesh]) for name in ("reference", "run"))
+    reference, run = (
+        GrpoRun(tmp_path / name, *SETTINGS, *MESHES[mesh]) for name in ("reference", "run")
+    )
     finish(reference)
     finish_killed(run, trainer_after=2, driver_after=5)
     assert sha256(run.final_weights()) == sha256(reference.final_weights())
     files = last_generation(reference, STEPS - 1)
     first, second = (files[f"state/rank_{rank:05d}.pt"] for rank in range(2))
-    assert (first == second) == (mesh != "r2"), "ranks with the same data, and only they, have the same generators"
+    assert (first == second) == (mesh != "r2"), (
+        "ranks with the same data, and only they, have the same generators"
+    )
     assert last_generation(run, STEPS - 1) == files
     stats = stats_of(run)
     assert stats == stats_of(reference) and [entry["step"] for entry in stats] == list(range(STEPS))
@@ -91,7 +109,9 @@ def test_grpo_on_a_mesh_ends_with_the_same_bytes_after_a_trainer_and_the_driver_
 def test_actor_and_critic_on_a_mesh_resume_together(tmp_path: Path) -> None:
     options: dict[str, Any] = {"script": EXAMPLES / "ppo_critic.py", "experiment": "ppo_critic"}
     settings = (*SETTINGS, "backend=fsdp:d1c2")
-    reference, run = (GrpoRun(tmp_path / name, *settings, **options) for name in ("reference", "run"))
+    reference, run = (
+        GrpoRun(tmp_path / name, *settings, **options) for name in ("reference", "run")
+    )
     finish(reference)
     finish_killed(run, trainer_after=2, driver_after=5)
     assert last_generation(run, STEPS - 1) == last_generation(reference, STEPS - 1)
@@ -100,9 +120,14 @@ def test_actor_and_critic_on_a_mesh_resume_together(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_supervised_training_goes_on_with_another_mesh_and_logs_each_step_once(tmp_path: Path) -> None:
+def test_supervised_training_goes_on_with_another_mesh_and_logs_each_step_once(
+    tmp_path: Path,
+) -> None:
     overrides, last_step = ("trainer.total_epochs=6", "trainer.save_freq=7"), 59
-    moments = [(random.randrange(0, 25), random.random() * 0.1), (random.randrange(27, 52), random.random() * 0.1)]
+    moments = [
+        (random.randrange(0, 25), random.random() * 0.1),
+        (random.randrange(27, 52), random.random() * 0.1),
+    ]
     print(f"killing at (step, seconds after it) {moments}")
     for backend, (step, delay_s) in zip(("fsdp:d1c2", "fsdp:d2"), moments, strict=True):
         job = sft_runs.start(tmp_path, 2, *overrides, f"backend={backend}")

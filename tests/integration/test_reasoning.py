@@ -1,4 +1,6 @@
-"""`examples/reasoning.py`: items by number, held-out ones apart, verifiers that fail, and runs that are killed."""
+"""`examples/reasoning.py`: items by number, held-out ones apart, verifiers that fail, and runs that
+are killed.
+"""
 
 import json
 import sys
@@ -43,7 +45,11 @@ def tokenizer(modules: Any) -> Any:
 
 
 def make_task(
-    modules: Any, tokenizer: Any, names: tuple[str, ...] = tuple(OPTIONS), wrong: float = 0.0, **options: Any
+    modules: Any,
+    tokenizer: Any,
+    names: tuple[str, ...] = tuple(OPTIONS),
+    wrong: float = 0.0,
+    **options: Any,
 ) -> Any:
     data = (names, {**OPTIONS, **options}, 1, (400, 100))
     return modules[1].ReasoningTask(*data, tokenizer, max_new_tokens=8, wrong=wrong)
@@ -62,21 +68,33 @@ def test_a_number_is_always_the_same_item_and_no_question_is_both_held_out_and_t
     assert [item["data"]["task"] for item in trained[:8]] == [*OPTIONS, *OPTIONS]
     for item in trained[:20]:
         instruction, *_, end = item["prompt_ids"]
-        assert tokenizer.decode([instruction]) in modules[0].INSTRUCTIONS and end == tokenizer.bos_token_id
+        assert (
+            tokenizer.decode([instruction]) in modules[0].INSTRUCTIONS
+            and end == tokenizer.bos_token_id
+        )
         assert item["answer_ids"][-1] == tokenizer.eos_token_id
         assert tokenizer.decode(item["answer_ids"][:-1]) == item["data"]["entry"]["answer"]
         assert tokenizer.unk_token_id not in item["prompt_ids"] + item["answer_ids"]
 
 
-def test_a_share_of_the_supervised_answers_is_wrong_and_nothing_else_changes(modules: Any, tokenizer: Any) -> None:
-    right, spoiled = (make_task(modules, tokenizer, ("spell_backward",), wrong=share) for share in (0.0, 0.4))
+def test_a_share_of_the_supervised_answers_is_wrong_and_nothing_else_changes(
+    modules: Any, tokenizer: Any
+) -> None:
+    right, spoiled = (
+        make_task(modules, tokenizer, ("spell_backward",), wrong=share) for share in (0.0, 0.4)
+    )
     pairs = [(right.item(number), spoiled.item(number)) for number in range(400)]
     wrong = [good["answer_ids"] != bad["answer_ids"] for good, bad in pairs]
     assert 0.3 < sum(wrong) / len(wrong) < 0.5
     assert all({**good, "answer_ids": bad["answer_ids"]} == bad for good, bad in pairs)
     answers = [bad["answer_ids"] for _, bad in pairs]
-    assert spoiled.rewards([bad for _, bad in pairs], answers) == [float(not each) for each in wrong]
-    assert all(right.item(number, held_out=True) == spoiled.item(number, held_out=True) for number in range(100))
+    assert spoiled.rewards([bad for _, bad in pairs], answers) == [
+        float(not each) for each in wrong
+    ]
+    assert all(
+        right.item(number, held_out=True) == spoiled.item(number, held_out=True)
+        for number in range(100)
+    )
 
 
 def test_answers_are_scored_by_their_verifier_and_one_that_throws_costs_its_answer_alone(
@@ -94,20 +112,32 @@ def test_answers_are_scored_by_their_verifier_and_one_that_throws_costs_its_answ
 
 def test_with_answer_tags_only_what_stands_between_them_counts(modules: Any) -> None:
     entry = {"answer": "7", "metadata": {}}
-    for completion, expected in (("so <answer>7</answer>", 1.0), ("7", 0.0), ("<answer>8</answer> 7", 0.0)):
-        assert modules[1].score("", completion, [], [], "chain_sum", entry, answer_tags=True) == expected
+    for completion, expected in (
+        ("so <answer>7</answer>", 1.0),
+        ("7", 0.0),
+        ("<answer>8</answer> 7", 0.0),
+    ):
+        assert (
+            modules[1].score("", completion, [], [], "chain_sum", entry, answer_tags=True)
+            == expected
+        )
 
 
 def test_a_dataset_that_reasoning_gym_lacks_is_named(
     modules: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"names 'chain_sums', which reasoning-gym does not have; it has .*chain_sum"):
+    with pytest.raises(
+        ConfigError,
+        match=r"names 'chain_sums', which reasoning-gym does not have; it has .*chain_sum",
+    ):
         make_task(modules, tokenizer, ("chain_sums",))
     for options in ({"max_terms": 1, "min_terms": 2}, {"terms": 2}):
         with pytest.raises(ConfigError, match=r"task_options\.chain_sum"):
             make_task(modules, tokenizer, ("chain_sum",), chain_sum=options)
     monkeypatch.setattr(modules[1], "_HELD_OUT_ONE_IN", 1 << 40)
-    with pytest.raises(ConfigError, match="'palindrome_generation' has too few questions for held-out items"):
+    with pytest.raises(
+        ConfigError, match="'palindrome_generation' has too few questions for held-out items"
+    ):
         make_task(modules, tokenizer).item(0, held_out=True)
 
 
@@ -117,12 +147,19 @@ def test_every_stop_token_of_the_model_folder_ends_an_answer(
     folder = write_tiny_qwen3(tmp_path / "model", tokenizer, layers=1, hidden=16, for_vllm=True)
     also = list(range(10, 40))
     GenerationConfig(eos_token_id=[tokenizer.eos_token_id, *also]).save_pretrained(folder)
-    monkeypatch.setattr("examples.rollout.configure_logging", lambda level: None)  # it is meant for a separate process
+    monkeypatch.setattr(
+        "examples.rollout.configure_logging", lambda level: None
+    )  # it is meant for a separate process
     worker = RolloutWorker(str(folder))
     worker.update_weights_from_disk(str(folder), 0)
     batch = worker.generate([[5, 60, 1]], 64, max_new_tokens=6, temperature=1.0, seed=0)
-    stops = torch.isin(batch["input_ids"], torch.tensor([tokenizer.eos_token_id, *also])) & batch["loss_mask"].bool()
-    assert (stops.sum(1) == (~batch["truncated"]).long()).all() and 0 < int(batch["truncated"].sum()) < 64
+    stops = (
+        torch.isin(batch["input_ids"], torch.tensor([tokenizer.eos_token_id, *also]))
+        & batch["loss_mask"].bool()
+    )
+    assert (stops.sum(1) == (~batch["truncated"]).long()).all() and 0 < int(
+        batch["truncated"].sum()
+    ) < 64
     last = batch["attention_mask"].sum(1, keepdim=True) - 1
     assert (stops.gather(1, last)[:, 0] == ~batch["truncated"]).all()
 
@@ -135,7 +172,14 @@ def job(folder: Path, *overrides: str) -> GrpoRun:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_killed_in_both_of_its_phases_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    sizes = ("batch_size=4", "sft_batch_size=8", "n_samples=4", "n_held_out=8", "eval_steps=3", "model_layers=2")
+    sizes = (
+        "batch_size=4",
+        "sft_batch_size=8",
+        "n_samples=4",
+        "n_held_out=8",
+        "eval_steps=3",
+        "model_layers=2",
+    )
     settings = (*sizes, "total_steps=12", "sft_steps=6", "recover.freq_steps=2")
     reference, run = job(tmp_path / "reference", *settings), job(tmp_path / "run", *settings)
     finish(reference)
@@ -146,21 +190,37 @@ def test_a_run_killed_in_both_of_its_phases_ends_as_one_that_was_not(tmp_path: P
     assert [entry["step"] for entry in stats if "held_out" in entry] == [2, 5, 8, 11]
     assert ["reward" in entry for entry in stats] == [False] * 6 + [True] * 6
     spent = answer("top", run.trial_root)["spent_s"]
-    assert spent.keys() == {"publishing", "sampling", "training", "evaluating"} and min(spent.values()) > 0
+    assert (
+        spent.keys() == {"publishing", "sampling", "training", "evaluating"}
+        and min(spent.values()) > 0
+    )
     assert (run.trial_root / "held_out.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_settings_for_gpus_train_a_model_folder_with_a_chat_template(modules: Any, tmp_path: Path) -> None:
+def test_the_settings_for_gpus_train_a_model_folder_with_a_chat_template(
+    modules: Any, tmp_path: Path
+) -> None:
     template = (
         "{% for message in messages %}<bos>{{ message['content'] }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}<bos>{% endif %}"
     )
     tokenizer = make_tokenizer(modules[0].VOCABULARY, template)
-    folder = write_tiny_qwen3(tmp_path / "model", tokenizer, hidden=32, for_vllm=True, max_length=4096)
-    GenerationConfig(eos_token_id=[tokenizer.eos_token_id, 90], do_sample=True, top_p=0.8).save_pretrained(folder)
-    small = ("total_steps=2", "batch_size=2", "sft_batch_size=2", "n_samples=2", "n_held_out=2", "eval_steps=1")
+    folder = write_tiny_qwen3(
+        tmp_path / "model", tokenizer, hidden=32, for_vllm=True, max_length=4096
+    )
+    GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, 90], do_sample=True, top_p=0.8
+    ).save_pretrained(folder)
+    small = (
+        "total_steps=2",
+        "batch_size=2",
+        "sft_batch_size=2",
+        "n_samples=2",
+        "n_held_out=2",
+        "eval_steps=1",
+    )
     here = ("gpus_per_trainer=0", "gpus_per_rollout=0", "actor.dtype=float32", "max_new_tokens=16")
     run = GrpoRun(
         tmp_path / "run",

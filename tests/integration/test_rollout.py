@@ -23,22 +23,32 @@ def _sample_and_compare(rank: int, world_size: int, folder: str) -> None:
     other = rollout.generate(prompts, 4, MAX_NEW_TOKENS, TEMPERATURE, seed=2)
     assert all(torch.equal(batch[key], again[key]) for key in batch)
     assert not torch.equal(batch["input_ids"][:, :9], other["input_ids"][:, :9])
-    engine = FSDPEngine(TrainEngineConfig(path=folder, dtype="float32", temperature=TEMPERATURE, optimizer=None))
+    engine = FSDPEngine(
+        TrainEngineConfig(path=folder, dtype="float32", temperature=TEMPERATURE, optimizer=None)
+    )
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(1, 8, 1))
     sampled = batch["loss_mask"].bool()
-    assert torch.allclose(engine.forward_batch(batch)[sampled], batch["logprobs"][sampled], atol=1e-5)
+    assert torch.allclose(
+        engine.forward_batch(batch)[sampled], batch["logprobs"][sampled], atol=1e-5
+    )
     assert set(batch["versions"][sampled].tolist()) == {3}
     assert (batch["versions"][~sampled] == -1).all()
     lengths = sampled.sum(1)
-    assert 1 <= int(lengths.min()) < int(lengths.max()) == MAX_NEW_TOKENS  # some ended early with their end token
+    assert (
+        1 <= int(lengths.min()) < int(lengths.max()) == MAX_NEW_TOKENS
+    )  # some ended early with their end token
     last = batch["attention_mask"].sum(1) - 1
     ends = batch["input_ids"].gather(1, last[:, None])[:, 0] == rollout.tokenizer.eos_token_id
     assert (ends | (lengths == MAX_NEW_TOKENS)).all()
 
 
-def test_sampled_log_probabilities_are_the_trainers_whatever_the_folder_says_of_sampling(tmp_path: Path) -> None:
+def test_sampled_log_probabilities_are_the_trainers_whatever_the_folder_says_of_sampling(
+    tmp_path: Path,
+) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     make_tokenizer().save_pretrained(tmp_path / "model")
-    GenerationConfig(do_sample=True, top_p=0.5, top_k=3, repetition_penalty=1.5).save_pretrained(tmp_path / "model")
+    GenerationConfig(do_sample=True, top_p=0.5, top_k=3, repetition_penalty=1.5).save_pretrained(
+        tmp_path / "model"
+    )
     run_ranks(_sample_and_compare, 1, str(tmp_path / "model"))

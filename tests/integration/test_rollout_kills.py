@@ -1,18 +1,21 @@
 """The driver of asynchronous rollouts killed at any moment, with real processes, sockets and files.
 
-Always checked: the batch of a step has exactly the tickets of that step, each ticket is trained once, no token is
-staler than allowed, and the recorded version of every token is the version that the server wrote down.
+Always checked: the batch of a step has exactly the tickets of that step, each ticket is trained
+once, no token is staler than allowed, and the recorded version of every token is the version that
+the server wrote down.
 
-The weights are checked to be bitwise equal to an undisturbed run if the servers answer a repeated request with the same
-tokens. Samples that were unfinished in the restored generation are drawn again, and must come out the same. There are
-four cases:
+The weights are checked to be bitwise equal to an undisturbed run if the servers answer a repeated
+request with the same tokens. Samples that were unfinished in the restored generation are drawn
+again, and must come out the same. There are four cases:
 
-- `synchronous`: without off-policyness, a step is always sampled with its own version. It is enough that servers repeat
-  themselves with the same weights.
-- `asynchronous`: a repeated sample may meet other versions, so the fakes' tokens must not depend on the version.
-- `versioned`: tokens depend on the version, so two runs are two samples of the same process and their weights are not
-  compared.
-- `seeing`: prompts have images, as files and bytes. All trajectories are compared bit by bit, with their pixels.
+- `synchronous`: without off-policyness, a step is always sampled with its own version. It is enough
+  that servers repeat themselves with the same weights.
+- `asynchronous`: a repeated sample may meet other versions, so the fakes' tokens must not depend on
+  the version.
+- `versioned`: tokens depend on the version, so two runs are two samples of the same process and
+  their weights are not compared.
+- `seeing`: prompts have images, as files and bytes. All trajectories are compared bit by bit, with
+  their pixels.
 """
 
 import json
@@ -27,7 +30,17 @@ import torch
 from tests.engine.processors import IMAGE
 from tests.engine.servers.fake_images import Eyes
 from tests.engine.servers.fakes import FakeServer
-from tests.integration.rollout_job import BATCH_SIZE, N_SAMPLES, TRAINED, WEIGHTS, Job, Kill, live, make_loader, trained
+from tests.integration.rollout_job import (
+    BATCH_SIZE,
+    N_SAMPLES,
+    TRAINED,
+    WEIGHTS,
+    Job,
+    Kill,
+    live,
+    make_loader,
+    trained,
+)
 
 SIGKILLED = -9
 
@@ -72,14 +85,20 @@ def assert_exact(root: Path, kind: Kind, steps: int, tokens: list[dict[str, Any]
     numbers = [sample["number"] for entry in found for sample in entry["samples"]]
     rejected = [number for entry in found for number in entry["rejected"]]
     assert len(numbers) == steps * BATCH_SIZE and len(set(numbers)) == len(numbers)
-    assert sorted(numbers + rejected) == list(range(len(numbers) + len(rejected))), "a ticket was lost or repeated"
+    assert sorted(numbers + rejected) == list(range(len(numbers) + len(rejected))), (
+        "a ticket was lost or repeated"
+    )
     if not kind.picky:
         batches = make_loader().index_batches()
         order = [next(batches) for _ in range(steps)]
         assert [[sample["index"] for sample in entry["samples"]] for entry in found] == order
         assert numbers == list(range(steps * BATCH_SIZE)) and rejected == []
     keys = ("rid", "position", "token", "version")
-    sampled = {tuple(token[key] for key in keys): token["logprob"] for token in tokens if not token["mixed"]}
+    sampled = {
+        tuple(token[key] for key in keys): token["logprob"]
+        for token in tokens
+        if not token["mixed"]
+    }
     staleness = []
     for entry in found:
         for sample in entry["samples"]:
@@ -117,10 +136,14 @@ def check(tmp_path: Path, name: str, steps: int, kills: int) -> None:
     assert_exact(tmp_path / "untouched", kind, steps, tokens)
     tokens = run(tmp_path / "killed", kind, steps, kills)
     assert_exact(tmp_path / "killed", kind, steps, tokens)
-    assert n_resumed(tmp_path / "killed") > kills // 3, "most lives began anew: nothing of a ledger was restored"
+    assert n_resumed(tmp_path / "killed") > kills // 3, (
+        "most lives began anew: nothing of a ledger was restored"
+    )
     one, other = (torch.load(tmp_path / life / WEIGHTS) for life in ("untouched", "killed"))
     if name != "versioned":
-        assert all(torch.equal(one[key], other[key]) for key in one), "the weights are not those of the untouched run"
+        assert all(torch.equal(one[key], other[key]) for key in one), (
+            "the weights are not those of the untouched run"
+        )
         assert tickets(tmp_path / "untouched") == tickets(tmp_path / "killed")
     if kind.sees:  # a ticket may be sampled again by other weights, whose tokens are the same here
         assert trajectories(tmp_path / "untouched") == trajectories(tmp_path / "killed")

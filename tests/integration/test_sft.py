@@ -1,4 +1,6 @@
-"""`examples/sft.py` under real torchrun: it learns, and SIGKILL at any moment does not change the final bytes."""
+"""`examples/sft.py` under real torchrun: it learns, and SIGKILL at any moment does not change the
+final bytes.
+"""
 
 import random
 import runpy
@@ -25,10 +27,15 @@ EXPORT = f"hf/global_step_{STEPS - 1}"
 def test_a_run_killed_at_two_random_moments_ends_with_the_same_bytes(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     reference = start(whole, 2, *OVERRIDES, "trainer.trackers=[tensorboard]")
-    moments = [(random.randrange(0, 25), random.random() * 0.1), (random.randrange(27, 52), random.random() * 0.1)]
+    moments = [
+        (random.randrange(0, 25), random.random() * 0.1),
+        (random.randrange(27, 52), random.random() * 0.1),
+    ]
     print(f"killing at (step, seconds after it) {moments}")
     for launcher_only, (step, delay_s) in zip((False, True), moments, strict=True):
-        kill_after(start(killed, 2, *OVERRIDES), killed / "stats.jsonl", step, delay_s, launcher_only)
+        kill_after(
+            start(killed, 2, *OVERRIDES), killed / "stats.jsonl", step, delay_s, launcher_only
+        )
         assert not (killed / EXPORT).exists()
     resumed = finish(start(killed, 2, *OVERRIDES))
     finish(reference)
@@ -43,7 +50,12 @@ def test_a_run_killed_at_two_random_moments_ends_with_the_same_bytes(tmp_path: P
     assert list((whole / "tensorboard").glob("events.*"))
     for run in (whole, killed):
         kept = sorted(path.name for path in (run / "recover").iterdir())
-        assert kept == ["global_step_55", "global_step_59", "latest_checkpointed_iteration.txt", "run_id.txt"]
+        assert kept == [
+            "global_step_55",
+            "global_step_59",
+            "latest_checkpointed_iteration.txt",
+            "run_id.txt",
+        ]
     assert answers(killed / EXPORT, range(0, 1000, 7)) > 0.95
     on_one_rank = finish(start(killed, 1, *OVERRIDES))  # the same command has nothing left to do
     assert "this run has finished" in on_one_rank
@@ -54,7 +66,10 @@ def answers(export: Path, numbers: range) -> float:
     tokenizer = AutoTokenizer.from_pretrained(export)
     model: Any = AutoModelForCausalLM.from_pretrained(export)
     texts = [f"{number:03d}" for number in numbers]
-    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False) for text in texts]
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+        for text in texts
+    ]
     generated = model.generate(**tokenizer(prompts, return_tensors="pt"), max_new_tokens=5)
     completions = [tokenizer.decode(row[4:], skip_special_tokens=True) for row in generated]
     return sum(map(str.__eq__, completions, texts)) / len(texts)
@@ -72,7 +87,11 @@ def test_the_task_rewards_exact_copies_and_its_tokenizer_and_folder_repeat(tmp_p
         ([], 0.0),
     ):
         assert reward(completion, "407") == pytest.approx(expected), completion
-    for layers, name in ((2, "a"), (2, "b"), (5, "a")):  # the third finds a folder there and leaves it
+    for layers, name in (
+        (2, "a"),
+        (2, "b"),
+        (5, "a"),
+    ):  # the third finds a folder there and leaves it
         write_model_folder(tmp_path / name, layers)
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
@@ -80,7 +99,10 @@ def test_the_task_rewards_exact_copies_and_its_tokenizer_and_folder_repeat(tmp_p
     assert tokenizer.decode([*digits, EOS_ID], skip_special_tokens=True) == "407"
     prompts = CopyPrompts(50, seed=3)
     assert [prompts[i] for i in range(50)] == [CopyPrompts(50, seed=3)[i] for i in range(50)]
-    assert all(tokenizer.decode(p["prompt_ids"]) == p["answer"] + "=" for p in (prompts[i] for i in range(50)))
+    assert all(
+        tokenizer.decode(p["prompt_ids"]) == p["answer"] + "="
+        for p in (prompts[i] for i in range(50))
+    )
     assert prompts.fingerprint != CopyPrompts(50, seed=4).fingerprint
 
 

@@ -58,12 +58,16 @@ def job(folder: Path, kill: int = 0, options: dict[str, Any] | None = None) -> N
 
     given = dict(options or {})
     rows: Any = token_rows(given.pop("rows", 40))
-    accumulated, stream, workers = (given.pop(name, 0) for name in ("accumulated", "stream", "num_workers"))
+    accumulated, stream, workers = (
+        given.pop(name, 0) for name in ("accumulated", "stream", "num_workers")
+    )
     drop_last, collate = given.pop("drop_last", False), draw if given.pop("draw", True) else keep
     torch.set_num_threads(1)
     torch.manual_seed(0)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=accumulated or 1, dataloader_config=DataLoaderConfiguration(**given)
+        cpu=True,
+        gradient_accumulation_steps=accumulated or 1,
+        dataloader_config=DataLoaderConfiguration(**given),
     )
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -72,9 +76,14 @@ def job(folder: Path, kill: int = 0, options: dict[str, Any] | None = None) -> N
         drop_last=drop_last, num_workers=workers,
     )  # fmt: skip
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    loader, trained = recoverable(loader, gradient_accumulation_steps=accumulated or 1), (model, optimizer)
+    loader, trained = (
+        recoverable(loader, gradient_accumulation_steps=accumulated or 1),
+        (model, optimizer),
+    )
     steps = 100 if stream else loader.steps_per_epoch
-    with RecoverHandler(RecoverConfig(fileroot=str(folder), freq_steps=1), FinetuneSpec(EPOCHS, steps, 1)) as handler:
+    with RecoverHandler(
+        RecoverConfig(fileroot=str(folder), freq_steps=1), FinetuneSpec(EPOCHS, steps, 1)
+    ) as handler:
         info, count = handler.load(trained, dataloader=loader), 0
         step = 0 if info is None else info.last_step_info.global_step + 1
         for _ in range(loader.epoch, EPOCHS):
@@ -103,11 +112,16 @@ def untouched(options: str, ranks: int) -> str:
 
 WAYS = [
     pytest.param({"accumulated": 2}, id="gradient accumulation, a short last step"),
-    pytest.param({"accumulated": 3, "use_seedable_sampler": True, "data_seed": 5}, id="seedable, accumulation"),
+    pytest.param(
+        {"accumulated": 3, "use_seedable_sampler": True, "data_seed": 5},
+        id="seedable, accumulation",
+    ),
     pytest.param({"split_batches": True}, id="split_batches"),
     pytest.param({"dispatch_batches": True}, id="dispatch_batches"),
     pytest.param({"dispatch_batches": True, "split_batches": True}, id="dispatch and split"),
-    pytest.param({"dispatch_batches": True, "rows": 38, "drop_last": True}, id="dispatch, drop_last"),
+    pytest.param(
+        {"dispatch_batches": True, "rows": 38, "drop_last": True}, id="dispatch, drop_last"
+    ),
     pytest.param({"even_batches": False, "rows": 40}, id="even_batches=False"),
     pytest.param({"rows": 38}, id="an uneven end"),
     pytest.param({"stream": 1}, id="a stream, dispatched"),

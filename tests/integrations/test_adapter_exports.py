@@ -1,4 +1,6 @@
-"""TRL with ``peft_config``: periodic exports of `RecoverHandler`, with and without kills, under DDP and FSDP2."""
+"""TRL with ``peft_config``: periodic exports of `RecoverHandler`, with and without kills, under DDP
+and FSDP2.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,17 @@ def job(*args: Any) -> None:
     main(*args)
 
 
-def exported(folder: Path, adapters: str, kills: tuple[str, ...] = (), ranks: int = 1, **options: Any) -> Path:
+def exported(
+    folder: Path, adapters: str, kills: tuple[str, ...] = (), ranks: int = 1, **options: Any
+) -> Path:
     recover = {"hf_freq_steps": 4, "hf_adapters": adapters}
-    given = {"lora": True, "recover": recover, "num_train_epochs": 2 * ranks, "max_steps": LAST + 1, **options}
+    given = {
+        "lora": True,
+        "recover": recover,
+        "num_train_epochs": 2 * ranks,
+        "max_steps": LAST + 1,
+        **options,
+    }
     job_of = [("sft", kill, False, given) for kill in kills]
     run_killed(job, folder, job_of, "sft", "", False, given, ranks=ranks)
     return folder / f"runs/experiment/trial/hf/global_step_{LAST}"
@@ -52,7 +62,9 @@ def test_both_forms_are_what_trl_itself_ends_with_also_after_a_kill(tmp_path: Pa
     assert (peft / "tokenizer.json").is_file()
     merged = exported(tmp_path / "merged", "merged")
     ids = torch.tensor([[1, 2, 3, 4]])
-    expected = PeftModel.from_pretrained(tiny_model(), str(peft)).merge_and_unload()(input_ids=ids).logits
+    expected = (
+        PeftModel.from_pretrained(tiny_model(), str(peft)).merge_and_unload()(input_ids=ids).logits
+    )
     found = AutoModelForCausalLM.from_pretrained(merged)(input_ids=ids).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 

@@ -26,7 +26,11 @@ JOBS = {
 
 
 def start(name: str, folder: Path, ranks: int) -> subprocess.Popen[bytes]:
-    torchrun = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    torchrun = [
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        f"--master-port={free_port()}",
+    ]
     file = ROOT / "examples" / "integrations" / f"{name}.py"
     command = [sys.executable, *(("-m", *torchrun) if ranks > 1 else ()), str(file), str(folder)]
     log = open(folder / "log", "ab")  # noqa: SIM115
@@ -39,7 +43,11 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> str:
 
 
 def steps_saved(folder: Path) -> set[str]:
-    return {path.name for pattern in ("*/*/recover/global_step_*", "global_step_*") for path in folder.glob(pattern)}
+    return {
+        path.name
+        for pattern in ("*/*/recover/global_step_*", "global_step_*")
+        for path in folder.glob(pattern)
+    }
 
 
 _IMPORT_EACH = """
@@ -58,17 +66,27 @@ for file in sys.argv[1:]:
 
 @pytest.mark.slow
 def test_every_example_that_is_started_as_a_file_finds_its_modules(tmp_path: Path) -> None:
-    files = [file for file in (ROOT / "examples").rglob("*.py") if file.name not in ("__init__.py", "tiny.py")]
+    files = [
+        file
+        for file in (ROOT / "examples").rglob("*.py")
+        if file.name not in ("__init__.py", "tiny.py")
+    ]
     command = [sys.executable, "-c", _IMPORT_EACH, *map(str, files)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=stretched(90))
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=stretched(90)
+    )
     assert done.returncode == 0, done.stderr
     missing = dict(line.split() for line in done.stdout.splitlines())
-    assert set(missing.values()) <= {host for host, _ in JOBS.values() if find_spec(host) is None}, missing
+    assert set(missing.values()) <= {
+        host for host, _ in JOBS.values() if find_spec(host) is None
+    }, missing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
-def test_an_example_killed_at_random_moments_ends_as_one_left_alone(name: str, tmp_path: Path) -> None:
+def test_an_example_killed_at_random_moments_ends_as_one_left_alone(
+    name: str, tmp_path: Path
+) -> None:
     host, ranks = JOBS[name]
     if find_spec(host) is None:
         pytest.skip(f"{host} is not installed")

@@ -102,14 +102,22 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "plain": lambda: plain(shuffle=True),
     "plain, in order": plain,
     "a generator of the loader": lambda: plain(shuffle=True, generator=own_generator()),
-    "a generator of the sampler": lambda: plain(sampler=RandomSampler(Rows(), generator=own_generator())),
+    "a generator of the sampler": lambda: plain(
+        sampler=RandomSampler(Rows(), generator=own_generator())
+    ),
     "weighted": lambda: plain(sampler=WeightedRandomSampler([1.0] * 14, 14)),
-    "DistributedSampler": lambda: plain(sampler=DistributedSampler(Rows(), num_replicas=2, rank=1, shuffle=True)),
+    "DistributedSampler": lambda: plain(
+        sampler=DistributedSampler(Rows(), num_replicas=2, rank=1, shuffle=True)
+    ),
     "DistributedSampler, seeded by the process": lambda: plain(
         sampler=seeded(DistributedSampler, num_replicas=1, rank=0)
     ),
-    "numpy's Generator": lambda: plain(sampler=Shuffled(np.random.default_rng(torch.initial_seed()))),
-    "numpy's RandomState": lambda: plain(sampler=Shuffled(np.random.RandomState(torch.initial_seed()))),
+    "numpy's Generator": lambda: plain(
+        sampler=Shuffled(np.random.default_rng(torch.initial_seed()))
+    ),
+    "numpy's RandomState": lambda: plain(
+        sampler=Shuffled(np.random.RandomState(torch.initial_seed()))
+    ),
     "python's Random": lambda: plain(sampler=Shuffled(random.Random(torch.initial_seed()))),
     "no batches": lambda: DataLoader(Rows(), batch_size=None, shuffle=True),
     "stream": lambda: DataLoader(Stream(), batch_size=4),
@@ -117,7 +125,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 def train(loader: Any, until: int | None = None) -> list[tuple[int, Any, float]]:
-    """Epoch, batch and random draw of every step, from the loader's position to its ``until``-th batch."""
+    """Epoch, batch and random draw of every step, from the loader's position to its ``until``-th
+    batch.
+    """
     found = []
     for epoch in range(loader.epoch, EPOCHS):
         for batch in loader:
@@ -128,7 +138,9 @@ def train(loader: Any, until: int | None = None) -> list[tuple[int, Any, float]]
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_loader_left_after_any_batch_gives_the_others_and_draws_as_if_never_left(name: str) -> None:
+def test_a_loader_left_after_any_batch_gives_the_others_and_draws_as_if_never_left(
+    name: str,
+) -> None:
     torch.manual_seed(1)
     expected = train(recoverable(LOADERS[name]()))
     assert len(expected) >= 2 * EPOCHS and expected[0][1] != expected[len(expected) // EPOCHS][1]
@@ -160,7 +172,9 @@ def test_a_loader_left_twice_in_one_epoch_and_at_once_comes_back() -> None:
 
 
 def train_capped(loader: Any, until: int | None = None) -> list[tuple[int, int, Any, float]]:
-    """Two steps of each epoch. The third batch is fetched and dropped, as with ``if step == max_steps: break``."""
+    """Two steps of each epoch. The third batch is fetched and dropped, as with ``if step ==
+    max_steps: break``.
+    """
     found = []
     for epoch in range(loader.epoch, EPOCHS):
         for batch in loader:
@@ -179,7 +193,9 @@ SHORT = ("DistributedSampler", "stream")  # two batches only, and no length
 def test_an_epoch_left_by_break_is_over_and_a_resume_after_it_gives_the_others(name: str) -> None:
     torch.manual_seed(1)
     expected = train_capped(recoverable(LOADERS[name]()))
-    assert [found[:2] for found in expected] == [(epoch, epoch) for epoch in range(EPOCHS) for _ in range(2)]
+    assert [found[:2] for found in expected] == [
+        (epoch, epoch) for epoch in range(EPOCHS) for _ in range(2)
+    ]
     for cut in range(1, len(expected) + 1):
         torch.manual_seed(1)
         left = recoverable(LOADERS[name]())
@@ -197,24 +213,32 @@ def test_an_epoch_left_at_its_last_batch_makes_the_last_draws_of_its_order() -> 
     rows: Any = list(range(8))
     orders = []
     for cut in (None, 2):
-        loader = recoverable(DataLoader(rows, batch_size=4, shuffle=True, generator=own_generator()))
+        loader = recoverable(
+            DataLoader(rows, batch_size=4, shuffle=True, generator=own_generator())
+        )
         found: list[Any] = []
         for _ in range(3):
             batches = iter(loader)
             found += [next(batches).tolist() for _ in range(2)]
             if cut == len(found):
                 state = loader.state_dict()
-                loader = recoverable(DataLoader(rows, batch_size=4, shuffle=True, generator=torch.Generator()))
+                loader = recoverable(
+                    DataLoader(rows, batch_size=4, shuffle=True, generator=torch.Generator())
+                )
                 loader.load_state_dict(state)
         orders.append(found)
     assert orders[0] == orders[1]
 
 
-@pytest.mark.parametrize("cut", [2, 6, 8, 13])  # in the first epoch, after it, in the second, in the third
+@pytest.mark.parametrize(
+    "cut", [2, 6, 8, 13]
+)  # in the first epoch, after it, in the second, in the third
 def test_persistent_workers_read_the_rest_of_an_epoch_in_its_order(cut: int) -> None:
     def loader() -> Any:
         rows: Any = list(range(24))
-        return recoverable(DataLoader(rows, 4, shuffle=True, num_workers=1, persistent_workers=True))
+        return recoverable(
+            DataLoader(rows, 4, shuffle=True, num_workers=1, persistent_workers=True)
+        )
 
     torch.manual_seed(1)
     expected = train(loader())
@@ -253,7 +277,9 @@ def test_a_sampler_with_another_order_is_refused(cut: int) -> None:
         next(batches)
     again = recoverable(DataLoader(rows, 4, sampler=rows[::-1]))
     again.load_state_dict(left.state_dict())
-    with pytest.raises(CheckpointMismatchError, match=f"the first {cut} batches of the epoch have other samples"):
+    with pytest.raises(
+        CheckpointMismatchError, match=f"the first {cut} batches of the epoch have other samples"
+    ):
         next(iter(again))
 
 
@@ -287,15 +313,22 @@ def rotated(by: int) -> list[int]:
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
-def test_another_fixed_order_is_noticed_also_between_epochs(epochs: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_fixed_order_is_noticed_also_between_epochs(
+    epochs: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """After one epoch there is only a message, because the script may set an order for each epoch."""
     state = between_epochs(epochs, lambda _: rotated(0))
     again = recoverable(DataLoader(FOURTEEN, 4, sampler=Settable(rotated(3))))
     again.load_state_dict(state)
     if epochs == 1:
-        assert len(list(again)) == 4 and "the first batch of the epoch has other samples" in caplog.text
+        assert (
+            len(list(again)) == 4
+            and "the first batch of the epoch has other samples" in caplog.text
+        )
         return
-    with pytest.raises(CheckpointMismatchError, match="the first batch of the epoch has other samples"):
+    with pytest.raises(
+        CheckpointMismatchError, match="the first batch of the epoch has other samples"
+    ):
         next(iter(again))
 
 
@@ -306,7 +339,9 @@ def test_a_script_that_sets_the_order_of_each_epoch_is_resumed_between_epochs() 
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_loaders_saved_between_epochs_are_no_false_alarm(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_loaders_saved_between_epochs_are_no_false_alarm(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for epochs in (1, 2):
         torch.manual_seed(1)
         left = recoverable(LOADERS[name]())
@@ -341,7 +376,9 @@ def augmented(text: str) -> tuple[str, float, float, float]:
 
 @pytest.mark.parametrize("make", [str, augmented, lambda text: (text, np.arange(3))])
 @pytest.mark.parametrize("cut", [2, 4, None])
-def test_a_dataset_in_another_order_is_refused_also_if_it_augments(make: Any, cut: int | None) -> None:
+def test_a_dataset_in_another_order_is_refused_also_if_it_augments(
+    make: Any, cut: int | None
+) -> None:
     torch.manual_seed(1)
     left = recoverable(DataLoader(Prompts(make), 4, shuffle=True, collate_fn=list))
     for number, _ in enumerate(left, 1):
@@ -352,7 +389,9 @@ def test_a_dataset_in_another_order_is_refused_also_if_it_augments(make: Any, cu
     again = recoverable(DataLoader(Prompts(make), 4, shuffle=True, collate_fn=list))
     again.load_state_dict(state)
     again = recoverable(DataLoader(Prompts(make, order=-1), 4, shuffle=True, collate_fn=list))
-    with pytest.raises(DatasetMismatchError, match=r"14 samples, xxh3_128:\w+: other samples, or another order"):
+    with pytest.raises(
+        DatasetMismatchError, match=r"14 samples, xxh3_128:\w+: other samples, or another order"
+    ):
         again.load_state_dict(state)
 
 
@@ -382,7 +421,10 @@ def test_a_dataset_that_cannot_be_compared_is_resumed_with_a_message(
     make, workers, reason = NOT_COMPARED[name]
     state = recoverable(DataLoader(make(), 4, num_workers=workers)).state_dict()
     recoverable(DataLoader(make(), 4, num_workers=workers)).load_state_dict(state)
-    assert "cannot see whether its Prompts has the samples of the run" in caplog.text and reason in caplog.text
+    assert (
+        "cannot see whether its Prompts has the samples of the run" in caplog.text
+        and reason in caplog.text
+    )
 
 
 def test_a_fingerprint_of_the_users_is_compared_with_its_like_alone() -> None:
@@ -439,7 +481,10 @@ def test_samplers_are_pickled_and_copied_as_the_user_made_them() -> None:
         own = type(loader.batch_sampler)
         batches = iter(recoverable(recoverable(loader).loader))
         next(batches)
-        for twin in (pickle.loads(pickle.dumps(loader.batch_sampler)), copy.deepcopy(loader.batch_sampler)):
+        for twin in (
+            pickle.loads(pickle.dumps(loader.batch_sampler)),
+            copy.deepcopy(loader.batch_sampler),
+        ):
             assert type(twin) is own and len(list(twin)) == len(loader)
             assert vars(twin).keys() == vars(loader.batch_sampler).keys()
 
@@ -450,7 +495,9 @@ def test_samplers_are_told_the_next_epoch_after_a_break() -> None:
 
 
 def test_accelerates_own_state_and_skip_read_another_order(tmp_path: Path) -> None:
-    """The control: Accelerate's default sampler draws the order of the epoch again, with other random numbers."""
+    """The control: Accelerate's default sampler draws the order of the epoch again, with other
+    random numbers.
+    """
     torch.manual_seed(1)
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(plain(shuffle=True))
@@ -488,14 +535,22 @@ def test_other_loaders_and_states_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected at least 1"):
         recoverable(plain(), gradient_accumulation_steps=0)
     state = recoverable(plain()).state_dict()
-    with pytest.raises(CheckpointMismatchError, match="has 7 batches an epoch, the run was saved with 4"):
+    with pytest.raises(
+        CheckpointMismatchError, match="has 7 batches an epoch, the run was saved with 4"
+    ):
         recoverable(DataLoader(Rows(), batch_size=2)).load_state_dict(state)
-    with pytest.raises(CheckpointMismatchError, match=r"a state with \['epoch'\] is not one of RecoverableLoader"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"a state with \['epoch'\] is not one of RecoverableLoader"
+    ):
         recoverable(plain()).load_state_dict({"epoch": 1})
 
 
-@pytest.mark.parametrize(("rows", "split", "refused"), [(16, False, False), (20, False, True), (22, True, True)])
-def test_ranks_with_other_numbers_of_batches_are_refused(rows: int, split: bool, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "split", "refused"), [(16, False, False), (20, False, True), (22, True, True)]
+)
+def test_ranks_with_other_numbers_of_batches_are_refused(
+    rows: int, split: bool, refused: bool
+) -> None:
     lengths, samplers = [], []
     for rank in range(2):
         inner = BatchSampler(range(rows), 4, drop_last=False)  # type: ignore[arg-type]

@@ -17,7 +17,12 @@ from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.integrations.transformers import gaps, recoverable
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.compat import require_attributes
-from holdfast.utils.errors import CheckpointMismatchError, ConfigError, DatasetMismatchError, UnsupportedVersionError
+from holdfast.utils.errors import (
+    CheckpointMismatchError,
+    ConfigError,
+    DatasetMismatchError,
+    UnsupportedVersionError,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -47,8 +52,20 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def make(folder: Path, base: Any = RECOVERABLE, *, callbacks: Any = (), mode: str = "auto", **options: Any) -> Any:
-    common = {"output_dir": str(folder / "trainer"), "use_cpu": True, "report_to": [], "disable_tqdm": True}
+def make(
+    folder: Path,
+    base: Any = RECOVERABLE,
+    *,
+    callbacks: Any = (),
+    mode: str = "auto",
+    **options: Any,
+) -> Any:
+    common = {
+        "output_dir": str(folder / "trainer"),
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
     common |= {"per_device_train_batch_size": 2, "max_steps": 6, "save_strategy": "no"}
     rows = Dataset.from_list([{"input_ids": [i % 15 + 3] * 4} for i in range(8)])
     given: dict[str, Any] = {} if base in (Trainer, Own) else {
@@ -72,21 +89,32 @@ def test_a_checkpoint_of_trainers_own_is_loaded_as_long_as_there_is_no_generatio
     caplog.set_level(logging.INFO)
     trainer = make(tmp_path, max_steps=5)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 5 and generations(tmp_path) == ["global_step_3", "global_step_4"]
+    assert trainer.state.global_step == 5 and generations(tmp_path) == [
+        "global_step_3",
+        "global_step_4",
+    ]
     again = make(tmp_path, max_steps=6)
     again.train(resume_from_checkpoint=True)
-    assert "there is a generation of step 4: True is not used" in caplog.text and again.state.global_step == 6
+    assert (
+        "there is a generation of step 4: True is not used" in caplog.text
+        and again.state.global_step == 6
+    )
     assert "resumed at step 5 from" in caplog.text
     caplog.clear()
     caplog.set_level(logging.WARNING)
     make(tmp_path, max_steps=6).train()
-    assert "resumed at step 6 from" in caplog.text, "a user who configures nothing sees where the run goes on"
+    assert "resumed at step 6 from" in caplog.text, (
+        "a user who configures nothing sees where the run goes on"
+    )
 
 
 def test_an_unused_checkpoint_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, Trainer, max_steps=1, save_strategy="steps", save_steps=1).train()
     make(tmp_path, max_steps=1).train()
-    assert "checkpoint-1: training starts at step 0. train(resume_from_checkpoint=True) begins" in caplog.text
+    assert (
+        "checkpoint-1: training starts at step 0. train(resume_from_checkpoint=True) begins"
+        in caplog.text
+    )
 
 
 @pytest.mark.slow
@@ -101,7 +129,9 @@ def test_attributes_of_a_subclass_come_back_where_they_are_named(tmp_path: Path)
         make(tmp_path, recoverable(Own, attributes=("_buffer",)))
 
 
-def test_state_that_is_not_restored_is_reported_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_state_that_is_not_restored_is_reported_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make(tmp_path, recoverable(Own), callbacks=[Forgetful()], dataloader_num_workers=1)
     assert "Own is a class of your own: what it keeps between steps is not saved" in caplog.text
     assert "callback Forgetful has attributes (best) and says nothing of its state" in caplog.text
@@ -144,7 +174,9 @@ def test_other_misuse_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allowed(tmp_path: Path) -> None:
+def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allowed(
+    tmp_path: Path,
+) -> None:
     make(tmp_path, max_steps=6).train()  # 4 steps per epoch
     with pytest.raises(CheckpointMismatchError, match="4 steps an epoch, this one has 8"):
         make(tmp_path, per_device_train_batch_size=1, max_steps=20).train()
@@ -154,13 +186,21 @@ def test_another_batch_size_is_resumed_at_the_same_part_of_the_epoch_where_allow
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             places.append(state.epoch)
 
-    make(tmp_path, per_device_train_batch_size=1, max_steps=9, epochs_may_change=True, callbacks=[Note()]).train()
+    make(
+        tmp_path,
+        per_device_train_batch_size=1,
+        max_steps=9,
+        epochs_may_change=True,
+        callbacks=[Note()],
+    ).train()
     assert places == [1.625, 1.75, 1.875]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_another_seed_at_a_restart_leaves_the_order_of_the_run(workers: int, tmp_path: Path) -> None:
+def test_another_seed_at_a_restart_leaves_the_order_of_the_run(
+    workers: int, tmp_path: Path
+) -> None:
     """Compared with plain Trainer, with evaluations and persistent workers.
 
     The restart is in the second epoch of four steps.
@@ -180,7 +220,11 @@ def test_another_seed_at_a_restart_leaves_the_order_of_the_run(workers: int, tmp
         )  # fmt: skip
         rows = Dataset.from_list([{"input_ids": [i % 15 + 3] * 4} for i in range(8)])
         base: Any = recoverable(Noting, attributes=()) if recover else Noting
-        given = {"train_dataset": rows, "eval_dataset": rows.select(range(4)), "data_collator": collate}
+        given = {
+            "train_dataset": rows,
+            "eval_dataset": rows.select(range(4)),
+            "data_collator": collate,
+        }
         base(model=tiny_model(), args=args, **given, **recover).train()
 
     train(1, 12, {})
@@ -194,7 +238,9 @@ def test_another_seed_at_a_restart_leaves_the_order_of_the_run(workers: int, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_another_seed_at_a_restart_leaves_the_prompts_that_grpo_evaluates(workers: int, tmp_path: Path) -> None:
+def test_another_seed_at_a_restart_leaves_the_prompts_that_grpo_evaluates(
+    workers: int, tmp_path: Path
+) -> None:
     """Compared with plain GRPOTrainer: the prompts of each evaluation, in their order."""
     from trl import GRPOConfig, GRPOTrainer
 
@@ -238,7 +284,9 @@ def test_a_dataset_that_is_shuffled_otherwise_at_a_restart_is_refused(
     options: dict[str, Any] = {"max_steps": 4}
     other = make(tmp_path, **options)
     other.train_dataset = other.train_dataset.shuffle(seed=2)
-    with pytest.raises(DatasetMismatchError, match=r"8 samples, xxh3_128:\w+: other samples, or another order"):
+    with pytest.raises(
+        DatasetMismatchError, match=r"8 samples, xxh3_128:\w+: other samples, or another order"
+    ):
         other.train()
     allowed = make(tmp_path, epochs_may_change=True, **options)
     allowed.train_dataset = other.train_dataset
@@ -260,15 +308,21 @@ def test_a_generation_of_another_program_is_refused(tmp_path: Path) -> None:
     with RecoverHandler(trainer.recover, FinetuneSpec(2, 4, 1)) as handler:
         handler.load(trainer)
         handler.dump(trainer, StepInfo.at(1, 4))
-    with pytest.raises(CheckpointMismatchError, match="holds no state of a Trainer: another program wrote it"):
+    with pytest.raises(
+        CheckpointMismatchError, match="holds no state of a Trainer: another program wrote it"
+    ):
         make(tmp_path).train()
 
 
 def test_a_trainer_without_a_needed_private_attribute_is_refused() -> None:
     from trl import GRPOTrainer, SFTTrainer
 
-    assert issubclass(recoverable(GRPOTrainer), GRPOTrainer) and recoverable(SFTTrainer) is recoverable(SFTTrainer)
-    with pytest.raises(UnsupportedVersionError, match=r"trl .* does not fit: its Trainer has no '_buffered_inputs'"):
+    assert issubclass(recoverable(GRPOTrainer), GRPOTrainer) and recoverable(
+        SFTTrainer
+    ) is recoverable(SFTTrainer)
+    with pytest.raises(
+        UnsupportedVersionError, match=r"trl .* does not fit: its Trainer has no '_buffered_inputs'"
+    ):
         require_attributes("trl", object.__new__(Trainer), ("_buffered_inputs",), "go on")
 
 
@@ -277,7 +331,11 @@ def test_a_restart_with_other_arguments_says_once_what_is_in_use_and_what_is_not
 ) -> None:
     cosine: dict[str, Any] = {"lr_scheduler_type": "cosine", "learning_rate": 0.01}
     make(tmp_path, max_steps=4, **cosine, weight_decay=0.1).train()
-    other: dict[str, Any] = cosine | {"learning_rate": 0.02, "weight_decay": 0.2, "max_grad_norm": 0.5}
+    other: dict[str, Any] = cosine | {
+        "learning_rate": 0.02,
+        "weight_decay": 0.2,
+        "max_grad_norm": 0.5,
+    }
     trainer = make(tmp_path, max_steps=6, **other, logging_steps=1)
     trainer.train()
     (warning,) = [text for text in caplog.messages if "was saved with other settings" in text]

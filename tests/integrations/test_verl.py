@@ -1,4 +1,6 @@
-"""verl's FSDP engine with Holdfast's checkpoint manager, called like verl's trainer does. Needs verl."""
+"""verl's FSDP engine with Holdfast's checkpoint manager, called like verl's trainer does. Needs
+verl.
+"""
 
 import os
 import signal
@@ -31,7 +33,9 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 STEPS = 6
 
 
-def job(folder: Path, kill: str = "", plain: bool = False, n_keep: int = 2, steps: int = STEPS) -> None:
+def job(
+    folder: Path, kill: str = "", plain: bool = False, n_keep: int = 2, steps: int = STEPS
+) -> None:
     """Train, and end with SIGKILL at ``where:count`` on rank 0."""
     where, _, count = kill.partition(":")
     left = [int(count or 0)]
@@ -56,19 +60,29 @@ def untouched() -> str:
 
 
 def saved(folder: Path) -> list[int]:
-    return sorted(int(path.parent.parent.name.rpartition("_")[2]) for path in folder.glob("global_step_*/actor/dcp"))
+    return sorted(
+        int(path.parent.parent.name.rpartition("_")[2])
+        for path in folder.glob("global_step_*/actor/dcp")
+    )
 
 
 @pytest.mark.parametrize("kills", [["named:3"], ["saved:3"], ["saved:2", "saved:1", "named:2"]])
-def test_an_engine_killed_ends_with_the_weights_and_moments_of_one_left_alone(kills: list[str], tmp_path: Path) -> None:
+def test_an_engine_killed_ends_with_the_weights_and_moments_of_one_left_alone(
+    kills: list[str], tmp_path: Path
+) -> None:
     run_killed(job, tmp_path, [(kill,) for kill in kills], ranks=2)
     assert digest(tmp_path) == untouched()
     assert saved(tmp_path) == [STEPS - 2, STEPS - 1]
-    assert "writes actor, critic, data.pt and the tracker one after another" in (tmp_path / "log").read_text()
+    assert (
+        "writes actor, critic, data.pt and the tracker one after another"
+        in (tmp_path / "log").read_text()
+    )
 
 
 def test_the_step_that_the_tracker_names_is_never_removed(tmp_path: Path) -> None:
-    """The control: with one step to keep, every start of verl's own manager fails, because it has removed that step."""
+    """The control: with one step to keep, every start of verl's own manager fails, because it has
+    removed that step.
+    """
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     run_killed(job, ours, [("saved:4", False, 1)], "", False, 1, ranks=2)
     assert digest(ours) == untouched()
@@ -123,7 +137,9 @@ def _save_as_verl_and_as_holdfast(folder: Path) -> None:
 
 
 def test_a_tokenizer_under_its_older_name_is_saved_as_verl_saves_it(tmp_path: Path) -> None:
-    assert run_job(_save_as_verl_and_as_holdfast, tmp_path, ranks=2) == [0, 0], (tmp_path / "log").read_text()
+    assert run_job(_save_as_verl_and_as_holdfast, tmp_path, ranks=2) == [0, 0], (
+        tmp_path / "log"
+    ).read_text()
     theirs = tmp_path / "theirs" / "tokenizer" / "global_step_0" / "actor" / "huggingface"
     names = {path.name for path in theirs.glob("tokenizer*")}
     assert names
@@ -144,13 +160,27 @@ def test_the_export_loads_and_another_number_of_ranks_goes_on(tmp_path: Path) ->
 
 
 VEOMNI = [
-    *("arguments", "distributed", "distributed.parallel_state", "distributed.torch_parallelize", "models"),
-    *("models.auto", "models.checkpoint_tensor_loading", "optim", "utils", "utils.seqlen_pos_transform_utils"),
+    *(
+        "arguments",
+        "distributed",
+        "distributed.parallel_state",
+        "distributed.torch_parallelize",
+        "models",
+    ),
+    *(
+        "models.auto",
+        "models.checkpoint_tensor_loading",
+        "optim",
+        "utils",
+        "utils.seqlen_pos_transform_utils",
+    ),
 ]
 
 
 def _veomni_saves_and_loads(folder: Path) -> None:
-    """VeOmni's engine, with stand-ins for what it imports from there and with VeOmni's mesh: a flattened slice."""
+    """VeOmni's engine, with stand-ins for what it imports from there and with VeOmni's mesh: a
+    flattened slice.
+    """
     dist.init_process_group("gloo")
     sys.modules["veomni"] = MagicMock()
     for name in VEOMNI:
@@ -169,7 +199,10 @@ def _veomni_saves_and_loads(folder: Path) -> None:
 
     class Engine(veomni_impl.VeOmniEngine):
         def __init__(self) -> None:
-            self.checkpoint_config = {"save_contents": ["model", "optimizer"], "load_contents": ["model", "optimizer"]}
+            self.checkpoint_config = {
+                "save_contents": ["model", "optimizer"],
+                "load_contents": ["model", "optimizer"],
+            }
             self.model_config = MagicMock(trust_remote_code=False)
             self.model_config.get_processor.return_value = None
             self.enable_routing_replay = self._is_offload_param = self._is_offload_optimizer = False
@@ -191,7 +224,9 @@ def _veomni_saves_and_loads(folder: Path) -> None:
     path = str(folder / "global_step_0" / "actor")
     engines[0].checkpoint_manager.save_checkpoint(path, None, 0, None)
     engines[1].checkpoint_manager.load_checkpoint(path)
-    assert digest_of(engines[0].module, engines[0].optimizer) == digest_of(engines[1].module, engines[1].optimizer)
+    assert digest_of(engines[0].module, engines[0].optimizer) == digest_of(
+        engines[1].module, engines[1].optimizer
+    )
     state.ep_enabled, state.ep_size = True, 2
     with pytest.raises(ConfigError, match="deals the experts to 2 ranks under the same names"):
         engines[0].initialize()
@@ -199,4 +234,6 @@ def _veomni_saves_and_loads(folder: Path) -> None:
 
 
 def test_veomnis_engine_saves_and_loads_unless_it_deals_out_experts(tmp_path: Path) -> None:
-    assert run_job(_veomni_saves_and_loads, tmp_path, ranks=2) == [0, 0], (tmp_path / "log").read_text()
+    assert run_job(_veomni_saves_and_loads, tmp_path, ranks=2) == [0, 0], (
+        tmp_path / "log"
+    ).read_text()

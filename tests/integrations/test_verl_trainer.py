@@ -1,4 +1,6 @@
-"""verl's unchanged SFT trainer on two CPU ranks, killed and started again, in verl's own environment."""
+"""verl's unchanged SFT trainer on two CPU ranks, killed and started again, in verl's own
+environment.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -10,7 +12,9 @@ pytest.importorskip("verl")
 try:
     import verl.trainer.sft_trainer  # type: ignore[import-not-found]  # noqa: F401
 except ImportError as error:
-    pytest.skip(f"verl's trainers need the packages that verl asks for: {error}", allow_module_level=True)
+    pytest.skip(
+        f"verl's trainers need the packages that verl asks for: {error}", allow_module_level=True
+    )
 
 from tests.integrations.processes import run_killed
 from tests.integrations.verl_sft import main, prepare

@@ -1,4 +1,5 @@
-"""A job of transformers' or TRL's Trainer, for tests to kill: ``python -m tests.integrations.trainer_job FOLDER KIND``.
+"""A job of transformers' or TRL's Trainer, for tests to kill: ``python -m
+tests.integrations.trainer_job FOLDER KIND``.
 
 It writes ``digest.json`` at its end (see `ending`).
 """
@@ -39,7 +40,8 @@ N_ROWS = 16
 
 
 class Killer:
-    """Sends SIGKILL when this process reaches ``where`` for the ``count``-th time. Written ``where:count``.
+    """Sends SIGKILL when this process reaches ``where`` for the ``count``-th time. Written
+    ``where:count``.
 
     ``where:count:SIGUSR1`` sends another signal to the whole process group.
     """
@@ -106,7 +108,9 @@ class Counter(TrainerCallback):
 
 
 class MergedSends(TrainerCallback):
-    """Merges and unmerges adapters before each step, as TRL does around each send of the weights to vLLM."""
+    """Merges and unmerges adapters before each step, as TRL does around each send of the weights to
+    vLLM.
+    """
 
     def on_step_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
         model.merge_adapter()
@@ -131,16 +135,28 @@ def preferences(kind: str) -> Dataset:
     if kind == "kto":
         return Dataset.from_list(
             [
-                {"prompt": prompt + equals, "completion": right if i % 2 else "00", "label": bool(i % 2)}
+                {
+                    "prompt": prompt + equals,
+                    "completion": right if i % 2 else "00",
+                    "label": bool(i % 2),
+                }
                 for i, (prompt, equals, right) in enumerate(prompts)
             ]
         )
-    return Dataset.from_list([{"prompt": p + e, "chosen": right, "rejected": "00"} for p, e, right in prompts])
+    return Dataset.from_list(
+        [{"prompt": p + e, "chosen": right, "rejected": "00"} for p, e, right in prompts]
+    )
 
 
-def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: dict[str, Any]) -> Any:
+def make_trainer(
+    kind: str, folder: Path, plain: bool, killer: Killer, options: dict[str, Any]
+) -> Any:
     tokenizer = tiny_tokenizer()
-    keys = {"freq_steps": options.pop("freq_steps", 1), "max_ckpt_to_keep": 3, **options.pop("recover", {})}
+    keys = {
+        "freq_steps": options.pop("freq_steps", 1),
+        "max_ckpt_to_keep": 3,
+        **options.pop("recover", {}),
+    }
     recover = RecoverConfig(fileroot=str(folder / "runs"), **keys)
     common: dict[str, Any] = {
         "output_dir": str(folder / "trainer"), "use_cpu": True, "report_to": [], "learning_rate": 1e-2, "seed": 3,
@@ -151,7 +167,11 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
     patience, lora, merges, distributed = (common.pop(name, None) for name in own)
     if "WORLD_SIZE" in os.environ:
         common["ddp_backend"] = "gloo"
-    wrap = (lambda base: base) if plain else (lambda base: lambda **given: recoverable(base)(recover=recover, **given))
+    wrap = (
+        (lambda base: base)
+        if plain
+        else (lambda base: lambda **given: recoverable(base)(recover=recover, **given))
+    )
     given: dict[str, Any] = {"model": tiny_model(), "callbacks": [KillSteps(killer), Counter()]}
     if distributed:
         ParallelismConfig._validate_accelerator = lambda *_: None  # type: ignore[method-assign]  # it asks for GPUs
@@ -163,12 +183,16 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
         )
     if merges:
         given["callbacks"].append(MergedSends())
-    if options.get("beta") or merges or kind in ("rloo", "dpo", "kto"):  # TRL reads the reference model from a folder
+    if (
+        options.get("beta") or merges or kind in ("rloo", "dpo", "kto")
+    ):  # TRL reads the reference model from a folder
         given["model"].save_pretrained(folder / "model")
         given["model"] = str(folder / "model")
     if lora:
         task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
-        given["peft_config"] = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type=task)
+        given["peft_config"] = LoraConfig(
+            r=4, lora_dropout=0.1, target_modules="all-linear", task_type=task
+        )
     if patience is not None:
         given["callbacks"].append(EarlyStoppingCallback(early_stopping_patience=patience))
     if kind in ("grpo", "rloo"):
@@ -178,7 +202,14 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
             return [sum(c in "02468" for c in text) / 4 - 0.1 * len(text) for text in completions]
 
         config, base = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[kind]
-        args = config(**{"num_generations": 2, "max_completion_length": 4, "steps_per_generation": 4, **common})
+        args = config(
+            **{
+                "num_generations": 2,
+                "max_completion_length": 4,
+                "steps_per_generation": 4,
+                **common,
+            }
+        )
         rows = Dataset.from_dict({"prompt": sums(N_ROWS)})
         return wrap(base)(
             **given, args=args, train_dataset=rows, eval_dataset=rows.select(range(4)), reward_funcs=reward,
@@ -208,7 +239,9 @@ def make_trainer(kind: str, folder: Path, plain: bool, killer: Killer, options: 
 
 def shard_with_fsdp2(trainer: Any) -> None:
     """Restore the plugin that accelerate drops if there is no GPU."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+    )
     plugin.set_auto_wrap_policy(trainer.model)
     AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
     trainer.is_fsdp_enabled = True
@@ -216,12 +249,21 @@ def shard_with_fsdp2(trainer: Any) -> None:
 
 def ending(trainer: Any) -> dict[str, Any]:
     """The values to compare between runs: SHA-256 of weights and moments, counters and logs."""
-    logs = [{k: v for k, v in row.items() if k in ("step", "loss", "eval_loss")} for row in trainer.state.log_history]
+    logs = [
+        {k: v for k, v in row.items() if k in ("step", "loss", "eval_loss")}
+        for row in trainer.state.log_history
+    ]
     found = {"digest": digest(trainer.model, trainer.optimizer), "step": trainer.state.global_step}
     return found | {"best": trainer.state.best_metric, "logs": logs}
 
 
-def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: dict[str, Any] | None = None) -> None:
+def main(
+    folder: Path,
+    kind: str,
+    kill: str = "",
+    plain: bool = False,
+    options: dict[str, Any] | None = None,
+) -> None:
     """Train to the end, or until ``kill`` (see `Killer`).
 
     Args:
@@ -229,10 +271,9 @@ def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: 
         kind: ``grpo``, ``rloo``, ``sft``, ``dpo``, ``kto``, ``reward`` or ``trainer``.
         kill: moment of the kill, or empty.
         plain: use the host's own checkpoints, one per step, and start from the newest.
-        options: training arguments, and ``freq_steps`` of the generations, ``recover`` for other keys of
-            `RecoverConfig`,
-            ``lora`` to train only adapters, ``merged_sends`` to merge and unmerge them, ``distributed`` for sizes of
-            transformers' `DistributedConfig`.
+        options: training arguments, and ``freq_steps`` of the generations, ``recover`` for other
+            keys of `RecoverConfig`, ``lora`` to train only adapters, ``merged_sends`` to merge and
+            unmerge them, ``distributed`` for sizes of transformers' `DistributedConfig`.
     """
     torch.set_num_threads(1)
     options = dict(options or {})
@@ -242,14 +283,18 @@ def main(folder: Path, kind: str, kill: str = "", plain: bool = False, options: 
         shard_with_fsdp2(trainer)
     has_checkpoint = any((folder / "trainer").glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=True if plain and has_checkpoint else None)
-    assert isinstance(trainer.model, FSDPModule) == (fsdp2 or options.get("distributed", {}).get("fsdp_size", 1) > 1)
+    assert isinstance(trainer.model, FSDPModule) == (
+        fsdp2 or options.get("distributed", {}).get("fsdp_size", 1) > 1
+    )
     found = ending(trainer)
     weights = None
     if options.get("lora") and fsdp2:
         weights = {name: whole(tensor) for name, tensor in trainer.model.state_dict().items()}
     if trainer.is_world_process_zero():
         if options.get("lora"):
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder / "adapters", state_dict=weights)
+            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(
+                folder / "adapters", state_dict=weights
+            )
         (folder / "digest.json").write_text(json.dumps(found))
 
 

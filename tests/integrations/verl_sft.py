@@ -1,6 +1,7 @@
 """verl's own SFT trainer on a CPU, for tests to kill.
 
-verl has a registry of platforms, and none without a GPU. `CPU` adds one with gloo. Everything else is verl's code.
+verl has a registry of platforms, and none without a GPU. `CPU` adds one with gloo. Everything else
+is verl's code.
 """
 
 import os
@@ -37,7 +38,9 @@ def use_cpu() -> None:
         is_available = is_platform_available = lambda *_, **__: True
         current_device = lambda *_: "cpu"  # noqa: E731
         communication_backend_name = lambda *_: "gloo"  # noqa: E731
-        set_device = synchronize = empty_cache = manual_seed = manual_seed_all = set_allocator_settings = _nothing
+        set_device = synchronize = empty_cache = manual_seed = manual_seed_all = (
+            set_allocator_settings
+        ) = _nothing
 
     os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # selects the FSDP engine
     PlatformRegistry.register(platform="cpu")(CPU)
@@ -51,9 +54,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 def prepare(folder: Path) -> None:
     """Write the trainer's texts, and a model without dropout.
 
-    With dropout, a run killed inside an epoch ends with other weights, with either manager: verl's new loader draws
-    from
-    torch's generator after the checkpoint was loaded.
+    With dropout, a run killed inside an epoch ends with other weights, with either manager: verl's
+    new loader draws from torch's generator after the checkpoint was loaded.
     """
     import pandas as pd
 
@@ -65,19 +67,26 @@ def prepare(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
     texts = [text.partition("=") for text in sums(ROWS)]
     rows = [
-        {"messages": [{"role": "user", "content": sum_ + equals}, {"role": "assistant", "content": result}]}
+        {
+            "messages": [
+                {"role": "user", "content": sum_ + equals},
+                {"role": "assistant", "content": result},
+            ]
+        }
         for sum_, equals, result in texts
     ]
     pd.DataFrame(rows).to_parquet(folder / "train.parquet")
 
 
 def main(folder: Path, inputs: Path, kill: str = "", plain: bool = False, n_keep: int = 2) -> None:
-    """Train like ``python -m verl.trainer.sft_trainer``, and end with SIGKILL on rank 0 at ``where:step``.
+    """Train like ``python -m verl.trainer.sft_trainer``, and end with SIGKILL on rank 0 at
+    ``where:step``.
 
     Args:
         folder: folder of the run.
         inputs: folder written by `prepare`.
-        kill: ``saved``: the model is saved and the tracker names the previous step. ``named``: it names this step.
+        kill: ``saved``: the model is saved and the tracker names the previous step. ``named``: it
+            names this step.
         plain: use verl's own checkpoint manager.
         n_keep: ``max_ckpt_to_keep``.
     """
@@ -99,11 +108,16 @@ def main(folder: Path, inputs: Path, kill: str = "", plain: bool = False, n_keep
     if not plain:
         options["model.external_lib"] = "holdfast.integrations.verl"
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("sft_trainer_engine", overrides=[f"{name}={value}" for name, value in options.items()])
+        config = compose(
+            "sft_trainer_engine", overrides=[f"{name}={value}" for name, value in options.items()]
+        )
     torch.manual_seed(dist.get_rank())
     trainer = SFTTrainer(config)
     where, _, step = kill.partition(":")
-    for place, owner in (("saved", trainer.engine.checkpoint_manager), ("named", trainer.ckpt_handler)):
+    for place, owner in (
+        ("saved", trainer.engine.checkpoint_manager),
+        ("named", trainer.ckpt_handler),
+    ):
         if place == where:
             owner.save_checkpoint = _killing(owner.save_checkpoint, folder / f"global_step_{step}")
     trainer.fit()

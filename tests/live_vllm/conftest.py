@@ -1,7 +1,7 @@
 """Two vLLM servers for all tests, and the engine that publishes to them.
 
-A start takes half a minute on an idle machine, so everything here is started once. A test leaves both servers healthy:
-it may restart them, and the next publication updates them.
+A start takes half a minute on an idle machine, so everything here is started once. A test leaves
+both servers healthy: it may restart them, and the next publication updates them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,13 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig, WeightUpdateMeta
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    OptimizerConfig,
+    TrainEngineConfig,
+    WeightUpdateMeta,
+)
 from holdfast.engine.servers import VLLMServer
 from tests.engine.models import write_model_folder
 from tests.limits import stretched
@@ -50,8 +56,12 @@ def model_folder(scratch: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def live_servers(model_folder: Path, scratch: Path) -> Iterator[dict[str, LiveServer]]:
-    """``stock``, with processed log-probabilities, and ``plugin``, with raw log-probabilities, both ready."""
-    assert PYTHON.exists(), f"{PYTHON} is missing: make test-vllm makes it, or name an environment by HOLDFAST_VLLM"
+    """``stock``, with processed log-probabilities, and ``plugin``, with raw log-probabilities, both
+    ready.
+    """
+    assert PYTHON.exists(), (
+        f"{PYTHON} is missing: make test-vllm makes it, or name an environment by HOLDFAST_VLLM"
+    )
     servers = {
         "stock": LiveServer(model_folder, scratch, "--logprobs-mode", "processed_logprobs"),
         "plugin": LiveServer(model_folder, scratch, *plugin("holdfast_disk")),
@@ -72,7 +82,9 @@ def clients(live_servers: dict[str, LiveServer]) -> dict[str, VLLMServer]:
     """A client of each."""
     return {
         "stock": VLLMServer(live_servers["stock"].url, timeout_s=stretched(60)),
-        "plugin": VLLMServer(live_servers["plugin"].url, timeout_s=stretched(60), transfer="holdfast_disk"),
+        "plugin": VLLMServer(
+            live_servers["plugin"].url, timeout_s=stretched(60), transfer="holdfast_disk"
+        ),
     }
 
 
@@ -81,9 +93,15 @@ def trainer(model_folder: Path, scratch: Path) -> Iterator[Trainer]:
     """One rank in this process that has published nothing yet."""
     torch.set_num_threads(1)
     optimizer = OptimizerConfig(lr=1e-2)
-    engine = FSDPEngine(TrainEngineConfig(path=str(model_folder), dtype="float32", optimizer=optimizer))
+    engine = FSDPEngine(
+        TrainEngineConfig(path=str(model_folder), dtype="float32", optimizer=optimizer)
+    )
     engine.create_process_group()
-    engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1))
-    trainer = Trainer(engine, WeightUpdateMeta("disk", str(scratch / "weights"), keep=8, timeout_s=stretched(120)))
+    engine.initialize(
+        None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1)
+    )
+    trainer = Trainer(
+        engine, WeightUpdateMeta("disk", str(scratch / "weights"), keep=8, timeout_s=stretched(120))
+    )
     yield trainer
     engine.destroy()

@@ -1,7 +1,9 @@
-"""``examples/grpo_servers.py``, whose driver or trainer is killed after calls of a turn with the servers.
+"""``examples/grpo_servers.py``, whose driver or trainer is killed after calls of a turn with the
+servers.
 
-``HOLDFAST_KILLS`` names a file with a list of ``[call, victim]``. A call is a method of the trainers (``offload``) or a
-request to a server (``POST /sleep``). A kill that is done leaves the list, so the next start goes on with the next one.
+``HOLDFAST_KILLS`` names a file with a list of ``[call, victim]``. A call is a method of the
+trainers (``offload``) or a request to a server (``POST /sleep``). A kill that is done leaves the
+list, so the next start goes on with the next one.
 """
 
 import json
@@ -21,7 +23,9 @@ _KILLS = Path(os.environ["HOLDFAST_KILLS"])
 
 
 class _Killer:
-    """Kills the next victim when its call has returned, but only after this process has trained a step."""
+    """Kills the next victim when its call has returned, but only after this process has trained a
+    step.
+    """
 
     def __init__(self) -> None:
         self._trainer: WorkerGroup | None = None
@@ -34,7 +38,9 @@ class _Killer:
         _KILLS.write_text(json.dumps(kills[1:]))
         print(f"SIGKILL to the {kills[0][1]} after {call}", flush=True)
         assert self._trainer is not None
-        os.kill(self._trainer.pids()[1] if kills[0][1] == "trainer" else os.getpid(), signal.SIGKILL)
+        os.kill(
+            self._trainer.pids()[1] if kills[0][1] == "trainer" else os.getpid(), signal.SIGKILL
+        )
 
     def watch(self) -> None:
         call_all, send = WorkerGroup.call_all, Calls._send
@@ -46,7 +52,9 @@ class _Killer:
             self._trained |= method == "train_step"
             return answers
 
-        def watched_request(calls: Calls, phase: str, method: str, path: str, *args: Any, **options: Any) -> Any:
+        def watched_request(
+            calls: Calls, phase: str, method: str, path: str, *args: Any, **options: Any
+        ) -> Any:
             answer = send(calls, phase, method, path, *args, **options)
             self.after(f"{method} {path}")
             return answer

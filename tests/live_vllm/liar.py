@@ -1,5 +1,6 @@
-"""A vLLM plugin for tests: while a file exists, the server confirms loads of weights without loading them. While
-another one exists, each step of the model takes as long as a larger model's."""
+"""A vLLM plugin for tests: while a file exists, the server confirms loads of weights without
+loading them. While another one exists, each step of the model takes as long as a larger model's.
+"""
 
 import os
 import time

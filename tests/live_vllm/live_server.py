@@ -16,7 +16,11 @@ from tests.helpers import free_port
 from tests.limits import stretched
 from tests.live_vllm import liar
 
-PYTHON = Path(os.environ.get("HOLDFAST_VLLM", Path(__file__).parents[2] / ".venv-vllm")) / "bin" / "python"
+PYTHON = (
+    Path(os.environ.get("HOLDFAST_VLLM", Path(__file__).parents[2] / ".venv-vllm"))
+    / "bin"
+    / "python"
+)
 """Python of the environment with vLLM and the plugin."""
 
 TORCHVISION = PYTHON.parents[1] / "torchvision"
@@ -26,7 +30,9 @@ library = torch.library.Library("torchvision", "DEF")
 for name in ("nms", "qnms"):
     library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
-"""``sitecustomize.py``: torchvision of PyPI, which is built for CUDA, can be imported if two of its operators exist."""
+"""``sitecustomize.py``: torchvision of PyPI, which is built for CUDA, can be imported if two of its
+operators exist.
+"""
 _GENERATED = "vllm:generation_tokens_total{"
 _START_S = 300
 _ENVIRONMENT = {
@@ -60,13 +66,25 @@ class LiveServer:
             (self._search[0] / "sitecustomize.py").write_text(_OPERATORS)
             self._search.append(TORCHVISION)
         self._command: Sequence[str | Path] = (
-            *(PYTHON, "-m", "vllm.entrypoints.openai.api_server"),  # the command `vllm` is not in the CPU build
-            *("--model", model, "--host", "127.0.0.1", "--port", str(self.port), "--enable-scale-out"),
+            *(
+                PYTHON,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+            ),  # the command `vllm` is not in the CPU build
+            *(
+                "--model",
+                model,
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--enable-scale-out",
+            ),
             *([] if sees else ["--skip-tokenizer-init"]),
             *("--enforce-eager", "--dtype", "float32"),
             *("--max-model-len", "2048", "--max-num-seqs", "16", *options),
-            # On CPUs vLLM 0.32 dies of a request with a seed whose prompt is computed in parts, so all must fit at
-            # once.
+            # On CPUs vLLM 0.32 dies of a request with a seed whose prompt is computed in parts, so
+            # all must fit at once.
             *("--max-num-batched-tokens", str(16 * 2048)),
         )
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,12 +92,19 @@ class LiveServer:
     def start(self) -> None:
         """Start the process. `wait_until_ready` waits for the server."""
         search = os.pathsep.join([*map(str, self._search), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": search, liar.SWITCH: str(self._lie)}
+        environment = {
+            **os.environ,
+            **_ENVIRONMENT,
+            "PYTHONPATH": search,
+            liar.SWITCH: str(self._lie),
+        }
         with open(self.log, "ab") as log:
             self._process = start_guarded(self._command, log, env=environment)
 
     def wait_until_ready(self) -> None:
-        """Wait until it answers requests. Raises AssertionError with the end of its log if it does not."""
+        """Wait until it answers requests. Raises AssertionError with the end of its log if it does
+        not.
+        """
         deadline = time.monotonic() + stretched(_START_S)
         while True:
             try:
@@ -120,7 +145,8 @@ class LiveServer:
     def slow(self) -> Iterator[None]:
         """Let each step of the model take 20 ms more in the block.
 
-        Steps of a tiny model are so short that vLLM 0.32 answers nothing else until a request is done.
+        Steps of a tiny model are so short that vLLM 0.32 answers nothing else until a request is
+        done.
         """
         switch = self._lie.with_name(self._lie.name + liar.SLOW)
         switch.touch()
@@ -135,12 +161,20 @@ class LiveServer:
 
     def sleeps(self) -> bool:
         """Whether vLLM says that it sleeps."""
-        return httpx2.get(self.url + "/is_sleeping", timeout=stretched(60)).raise_for_status().json()["is_sleeping"]
+        return (
+            httpx2.get(self.url + "/is_sleeping", timeout=stretched(60))
+            .raise_for_status()
+            .json()["is_sleeping"]
+        )
 
     def generated_tokens(self) -> float:
         """Number of tokens sampled since its start."""
         metrics = httpx2.get(self.url + "/metrics", timeout=stretched(60)).raise_for_status().text
-        return sum(float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(_GENERATED))
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in metrics.splitlines()
+            if line.startswith(_GENERATED)
+        )
 
 
 def plugin(backend: str) -> tuple[str, str]:
@@ -153,6 +187,8 @@ def _liar_distribution(folder: Path) -> Path:
     facts = folder / "holdfast_test_liar-1.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: holdfast-test-liar\nVersion: 1\n")
-    (facts / "entry_points.txt").write_text("[vllm.general_plugins]\nliar = holdfast_test_liar:register\n")
+    (facts / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nliar = holdfast_test_liar:register\n"
+    )
     (folder / "holdfast_test_liar.py").write_text(Path(liar.__file__).read_text())
     return folder

@@ -1,8 +1,9 @@
-"""Seconds from the optimizer step to a server's first token, by phase and way. ``make bench-vllm`` prints them.
+"""Seconds from the optimizer step to a server's first token, by phase and way. ``make bench-vllm``
+prints them.
 
-Ranks publish weights to a vLLM server on the same machine, in turns: to a disk and to memory (tmpfs), in float32 and
-bfloat16, loaded by vLLM itself, by the plugin, or sent. Also adapters alone. The first turn warms up, and the medians
-of the others are printed.
+Ranks publish weights to a vLLM server on the same machine, in turns: to a disk and to memory
+(tmpfs), in float32 and bfloat16, loaded by vLLM itself, by the plugin, or sent. Also adapters
+alone. The first turn warms up, and the medians of the others are printed.
 """
 
 import argparse
@@ -89,10 +90,14 @@ class Way:
 WAYS = {
     "disk, reload_weights": Way("disk", "disk", "loads"),
     "disk, holdfast_disk": Way("disk", "disk", "loads", transfer="holdfast_disk"),
-    "disk, holdfast_disk, bfloat16": Way("disk", "disk", "loads, bfloat16", "bfloat16", "holdfast_disk"),
+    "disk, holdfast_disk, bfloat16": Way(
+        "disk", "disk", "loads, bfloat16", "bfloat16", "holdfast_disk"
+    ),
     "tmpfs, reload_weights": Way("disk", "tmpfs", "loads"),
     "tmpfs, holdfast_disk": Way("disk", "tmpfs", "loads", transfer="holdfast_disk"),
-    "tmpfs, holdfast_disk, bfloat16": Way("disk", "tmpfs", "loads, bfloat16", "bfloat16", "holdfast_disk"),
+    "tmpfs, holdfast_disk, bfloat16": Way(
+        "disk", "tmpfs", "loads, bfloat16", "bfloat16", "holdfast_disk"
+    ),
     "sent": Way("xccl", None, "receives"),
     "sent, bfloat16": Way("xccl", None, "receives, bfloat16", "bfloat16"),
     "tmpfs, sent": Way("xccl", "tmpfs", "receives"),
@@ -117,13 +122,17 @@ def started(model: Path, scratch: Path) -> Iterator[Mapping[str, LiveServer]]:
 
 def make_engine(model: Path, **options: Any) -> FSDPEngine:
     """Make the engine of the calling ranks."""
-    engine = FSDPEngine(TrainEngineConfig(path=str(model), dtype="float32", optimizer=None, **options))
+    engine = FSDPEngine(
+        TrainEngineConfig(path=str(model), dtype="float32", optimizer=None, **options)
+    )
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1, train_batch_size=1))
     return engine
 
 
-def measure(engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta, rank: int) -> dict[str, float]:
+def measure(
+    engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta, rank: int
+) -> dict[str, float]:
     """Measure the seconds of each of `PHASES` in one publication, on rank 0."""
     with torch.no_grad():
         for name, parameter in engine.model.named_parameters():
@@ -139,23 +148,38 @@ def measure(engine: FSDPEngine, client: VLLMServer, meta: WeightUpdateMeta, rank
     confirmed = time.monotonic()
     sample(client, tokens=1)
     end = time.monotonic()
-    seconds = {**client.seconds, **published.seconds, "first token": end - confirmed, "all": end - begin}
+    seconds = {
+        **client.seconds,
+        **published.seconds,
+        "first token": end - confirmed,
+        "all": end - begin,
+    }
     return {phase: seconds.get(phase, 0.0) for phase in PHASES}
 
 
 def publish(
-    rank: int, world_size: int, model: Path, urls: Mapping[str, str], folders: Mapping[str, Path], rounds: int
+    rank: int,
+    world_size: int,
+    model: Path,
+    urls: Mapping[str, str],
+    folders: Mapping[str, Path],
+    rounds: int,
 ) -> dict[str, list[dict[str, float]]]:
     """Publish in all ways in turns, ``1 + rounds`` times. Returns `measure` of each on rank 0."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
     lora: dict[str, Any] = {"use_lora": True, "lora_rank": LORA_RANK, "lora_alpha": 2 * LORA_RANK}
     whole, adapted = make_engine(model), make_engine(model, **lora)
-    clients = {name: VLLMServer(urls[way.server], transfer=way.transfer, timeout_s=900) for name, way in WAYS.items()}
+    clients = {
+        name: VLLMServer(urls[way.server], transfer=way.transfer, timeout_s=900)
+        for name, way in WAYS.items()
+    }
     for _ in range(1 + rounds):
         for name, way in WAYS.items():
             path = None if way.folder is None else str(folders[way.folder] / way.type)
             meta = WeightUpdateMeta(way.type, path, keep=1, timeout_s=900, dtype=way.dtype)
-            rows[name].append(measure(adapted if way.type == "adapter" else whole, clients[name], meta, rank))
+            rows[name].append(
+                measure(adapted if way.type == "adapter" else whole, clients[name], meta, rank)
+            )
     adapted.destroy()
     whole.destroy()
     return rows
@@ -164,11 +188,16 @@ def publish(
 def main() -> None:
     """Start the servers, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=13, help="13 are 128M parameters with both ends")
+    parser.add_argument(
+        "--layers", type=int, default=13, help="13 are 128M parameters with both ends"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="after one that warms up")
     given = parser.parse_args()
-    scratch, memory = Path(tempfile.mkdtemp(prefix="publish-")), Path(tempfile.mkdtemp(prefix="publish-", dir=_MEMORY))
+    scratch, memory = (
+        Path(tempfile.mkdtemp(prefix="publish-")),
+        Path(tempfile.mkdtemp(prefix="publish-", dir=_MEMORY)),
+    )
     folders = {"disk": scratch / "weights", "tmpfs": memory / "weights"}
     try:
         model = write_model_folder(scratch / "model", model_config(given.layers))
@@ -184,7 +213,10 @@ def main() -> None:
     title = f"{parameters / 1e6:.0f}M parameters, {given.ranks} rank(s), seconds, medians of {given.rounds}"
     table = Table("", *PHASES, title=title)
     for way, measured in rows.items():
-        table.add_row(way, *(f"{statistics.median(row[phase] for row in measured[1:]):.2f}" for phase in PHASES))
+        table.add_row(
+            way,
+            *(f"{statistics.median(row[phase] for row in measured[1:]):.2f}" for phase in PHASES),
+        )
     Console(width=140).print(table)
 
 

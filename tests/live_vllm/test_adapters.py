@@ -12,7 +12,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig, WeightUpdateMeta
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    OptimizerConfig,
+    TrainEngineConfig,
+    WeightUpdateMeta,
+)
 from holdfast.engine.servers import ServerFleet, VLLMServer
 from holdfast.engine.servers.api import ModelResponse, weights_label
 from holdfast.utils.errors import PublishError
@@ -30,7 +36,15 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 @pytest.fixture(scope="module")
 def live(model_folder: Path, scratch: Path) -> Iterator[LiveServer]:
     """A server that accepts adapters, with room for two versions."""
-    flags = ("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "2", "--lora-target-modules", *LAYERS)
+    flags = (
+        "--enable-lora",
+        "--max-lora-rank",
+        str(RANK),
+        "--max-loras",
+        "2",
+        "--lora-target-modules",
+        *LAYERS,
+    )
     server = LiveServer(model_folder, scratch, "--logprobs-mode", "processed_logprobs", *flags)
     try:
         server.start()
@@ -54,11 +68,17 @@ def adapted(model_folder: Path, scratch: Path) -> Iterator[Trainer]:
     torch.set_num_threads(1)
     lora: Any = {"use_lora": True, "lora_rank": RANK, "lora_alpha": 16}
     engine = FSDPEngine(
-        TrainEngineConfig(path=str(model_folder), dtype="float32", optimizer=OptimizerConfig(lr=1e-2), **lora)
+        TrainEngineConfig(
+            path=str(model_folder), dtype="float32", optimizer=OptimizerConfig(lr=1e-2), **lora
+        )
     )
     engine.create_process_group()
-    engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1))
-    yield Trainer(engine, WeightUpdateMeta("adapter", str(scratch / "adapters"), timeout_s=stretched(120)))
+    engine.initialize(
+        None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1)
+    )
+    yield Trainer(
+        engine, WeightUpdateMeta("adapter", str(scratch / "adapters"), timeout_s=stretched(120))
+    )
     engine.destroy()
 
 
@@ -71,13 +91,17 @@ def error_of(response: ModelResponse, expected: Sequence[float]) -> float:
 def trainers_logprobs(engine: FSDPEngine, response: ModelResponse) -> list[float]:
     """Log-probabilities of the trainer's own forward, with adapters."""
     ids = torch.tensor([response.input_tokens + response.output_tokens])
-    return engine.forward_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0].tolist()
+    return engine.forward_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[
+        0
+    ].tolist()
 
 
 @torch.no_grad()
 def folder_logprobs(base: Path, adapters: Path, response: ModelResponse) -> list[float]:
     """Log-probabilities of transformers and PEFT, from the folders."""
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapters).eval()
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapters
+    ).eval()
     ids = response.input_tokens + response.output_tokens
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
     return [0.0, *logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]].tolist()]
@@ -97,7 +121,9 @@ def assert_serves(client: VLLMServer, trainer: Trainer) -> float:
     return error
 
 
-def test_three_versions_are_served(adapted: Trainer, fleet: ServerFleet[VLLMServer], scratch: Path) -> None:
+def test_three_versions_are_served(
+    adapted: Trainer, fleet: ServerFleet[VLLMServer], scratch: Path
+) -> None:
     errors = []
     for _ in range(3):
         folder = adapted.publish_to(fleet)
@@ -110,7 +136,10 @@ def test_three_versions_are_served(adapted: Trainer, fleet: ServerFleet[VLLMServ
     adapted.engine.connect_engine([], WeightUpdateMeta("disk", str(scratch / "merged")))
     merged = size_of(adapted.engine.update_weights().path)
     assert size_of(folder) < merged
-    print(f"differences: {errors}; adapters {size_of(folder)} bytes, merged {merged} bytes; {dict(client.seconds)}")
+    print(
+        f"differences: {errors}; adapters {size_of(folder)} bytes, merged {merged} bytes; "
+        f"{dict(client.seconds)}"
+    )
 
 
 async def publish_meanwhile(
@@ -137,7 +166,10 @@ def test_a_request_in_flight_ends_on_the_version_it_began_with(
     with live.slow():
         response = asyncio.run(publish_meanwhile(adapted, fleet, live, tokens=1000))
     assert response.output_versions == [old] * 1000
-    assert error_of(response, folder_logprobs(model_folder, adapted.folder_of(old), response)) < TOLERANCE
+    assert (
+        error_of(response, folder_logprobs(model_folder, adapted.folder_of(old), response))
+        < TOLERANCE
+    )
     newer = folder_logprobs(model_folder, adapted.folder, response)
     assert error_of(response, newer) > 100 * TOLERANCE
 
@@ -150,8 +182,12 @@ def test_a_load_that_failed_leaves_the_old_adapters_serving(
     unseen = shutil.copytree(adapted.folder, tmp_path / "unseen")
     (unseen / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     manifest = unseen / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"weight_version"', b'"weight_Version"'))  # changes the digest
-    with pytest.raises(PublishError, match=r"/v1/load_lora_adapter was answered with 500 .*it goes on with the"):
+    manifest.write_bytes(
+        manifest.read_bytes().replace(b'"weight_version"', b'"weight_Version"')
+    )  # changes the digest
+    with pytest.raises(
+        PublishError, match=r"/v1/load_lora_adapter was answered with 500 .*it goes on with the"
+    ):
         client.update_adapters_from_disk(str(unseen), adapted.version + 1)
     assert_serves(client, adapted)
 

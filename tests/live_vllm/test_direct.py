@@ -47,7 +47,9 @@ def trainer(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train
 
 
 def assert_serves(client: VLLMServer, trainer: Trainer, folder: Path) -> None:
-    """Check that it samples with the weights of ``folder``, reports their version, and is not paused."""
+    """Check that it samples with the weights of ``folder``, reports their version, and is not
+    paused.
+    """
     status = client.status()
     assert (status.label, status.paused) == (weights_label(folder, trainer.version), False)
     assert trainer.error(sample(client)) < TOLERANCE
@@ -67,7 +69,9 @@ def test_versions_that_are_sent_are_served(trainer: Trainer, client: VLLMServer)
         assert_serves(client, trainer, trainer.publish([client]))
 
 
-def test_the_same_weights_without_a_folder_have_the_same_label(trainer: Trainer, client: VLLMServer) -> None:
+def test_the_same_weights_without_a_folder_have_the_same_label(
+    trainer: Trainer, client: VLLMServer
+) -> None:
     folder = trainer.publish([client])
     trainer.engine.update_weights(replace(trainer.meta, path=None))
     assert_serves(client, trainer, folder)
@@ -91,13 +95,17 @@ def test_a_sender_that_dies_leaves_a_server_that_the_next_version_repairs(
         assert "it goes on with the weights it has" in str(caught.value)
         assert client.status().label == weights_label(folder, trainer.version - 1)
     else:
-        assert "old and new weights are mixed" in str(caught.value) or "still mixed" in str(caught.value)
+        assert "old and new weights are mixed" in str(caught.value) or "still mixed" in str(
+            caught.value
+        )
         assert client.status().paused
     assert_serves(client, trainer, trainer.publish([client]))
 
 
 @pytest.mark.parametrize("bucket", [0, 2])
-def test_tensors_that_arrive_changed_are_refused(bucket: int, trainer: Trainer, client: VLLMServer) -> None:
+def test_tensors_that_arrive_changed_are_refused(
+    bucket: int, trainer: Trainer, client: VLLMServer
+) -> None:
     send = GlooGroup.send
 
     def change(number: int, group: GlooGroup, data: torch.Tensor) -> None:
@@ -111,7 +119,9 @@ def test_tensors_that_arrive_changed_are_refused(bucket: int, trainer: Trainer, 
     assert_serves(client, trainer, trainer.publish([client]))
 
 
-def test_a_folder_repairs_a_server_that_received_a_part(trainer: Trainer, client: VLLMServer) -> None:
+def test_a_folder_repairs_a_server_that_received_a_part(
+    trainer: Trainer, client: VLLMServer
+) -> None:
     send = GlooGroup.send
 
     def change(number: int, group: GlooGroup, data: torch.Tensor) -> None:

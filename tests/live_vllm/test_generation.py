@@ -8,7 +8,14 @@ from holdfast.engine.servers import VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
 from holdfast.utils.errors import PromptError, ServerError
 from tests.live_vllm.live_server import LiveServer
-from tests.live_vllm.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs, sample, sample_later
+from tests.live_vllm.trainer import (
+    PROMPT,
+    TOLERANCE,
+    Trainer,
+    folder_logprobs,
+    sample,
+    sample_later,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -24,7 +31,9 @@ def test_tokens_sampled_across_an_update_name_their_version(
     old, before = trainer.version, live.generated_tokens()
 
     async def sample_and_publish() -> list[ModelResponse]:
-        answers = [asyncio.create_task(sample_later(client, tokens=1500, seed=seed)) for seed in range(3)]
+        answers = [
+            asyncio.create_task(sample_later(client, tokens=1500, seed=seed)) for seed in range(3)
+        ]
         while True:  # until they wait for the update with some tokens sampled
             await asyncio.to_thread(live.post, "/pause?mode=keep")
             if await asyncio.to_thread(live.generated_tokens) > before:
@@ -45,23 +54,33 @@ def test_tokens_sampled_across_an_update_name_their_version(
 
 
 @both
-def test_a_seed_repeats_a_completion(name: str, trainer: Trainer, clients: dict[str, VLLMServer]) -> None:
+def test_a_seed_repeats_a_completion(
+    name: str, trainer: Trainer, clients: dict[str, VLLMServer]
+) -> None:
     trainer.publish([clients[name]])
     first, again, other = (sample(clients[name], seed=seed) for seed in (7, 7, 8))
     assert first == again
     assert first.output_tokens != other.output_tokens
 
 
-def test_log_probabilities_are_those_at_the_temperature(trainer: Trainer, clients: dict[str, VLLMServer]) -> None:
+def test_log_probabilities_are_those_at_the_temperature(
+    trainer: Trainer, clients: dict[str, VLLMServer]
+) -> None:
     client = clients["stock"]
     client.check_generation(GenerationHyperparameters(temperature=0.5))
     folder = trainer.publish([client])
     response = sample(client, temperature=0.5)
-    expected = folder_logprobs(folder, [*PROMPT, *response.output_tokens], temperature=0.5)[len(PROMPT) :]
-    assert max(abs(a - b) for a, b in zip(response.output_logprobs, expected, strict=True)) < TOLERANCE
+    expected = folder_logprobs(folder, [*PROMPT, *response.output_tokens], temperature=0.5)[
+        len(PROMPT) :
+    ]
+    assert (
+        max(abs(a - b) for a, b in zip(response.output_logprobs, expected, strict=True)) < TOLERANCE
+    )
 
 
-def test_a_server_with_raw_log_probabilities_is_refused(trainer: Trainer, clients: dict[str, VLLMServer]) -> None:
+def test_a_server_with_raw_log_probabilities_is_refused(
+    trainer: Trainer, clients: dict[str, VLLMServer]
+) -> None:
     client = clients["plugin"]
     trainer.publish([client])
     client.check_generation(GenerationHyperparameters(temperature=1.0))
@@ -77,7 +96,9 @@ BAD_PROMPTS = {
 }
 
 
-def test_prompts_that_might_kill_the_server_are_not_sent(trainer: Trainer, clients: dict[str, VLLMServer]) -> None:
+def test_prompts_that_might_kill_the_server_are_not_sent(
+    trainer: Trainer, clients: dict[str, VLLMServer]
+) -> None:
     client = clients["stock"]
     trainer.publish([client])
     one_token = GenerationHyperparameters(max_new_tokens=1)

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngineConfig, WeightUpdateMeta
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    OptimizerConfig,
+    TrainEngineConfig,
+    WeightUpdateMeta,
+)
 from holdfast.engine.rollouts.images import EncodedPrompt, encode_prompt
 from holdfast.engine.servers import VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
@@ -34,7 +40,9 @@ def folder(scratch: Path) -> Path:
 def live(folder: Path, scratch: Path) -> Iterator[LiveServer]:
     """A server with raw log-probabilities that takes up to three images."""
     assert TORCHVISION.exists(), f"{TORCHVISION} is missing: make test-vllm makes it"
-    server = LiveServer(folder, scratch, "--limit-mm-per-prompt", '{"image": 3, "video": 0}', sees=True)
+    server = LiveServer(
+        folder, scratch, "--limit-mm-per-prompt", '{"image": 3, "video": 0}', sees=True
+    )
     try:
         server.start()
         server.wait_until_ready()
@@ -56,11 +64,17 @@ class Seer:
         torch.set_num_threads(1)
         optimizer = OptimizerConfig(lr=1e-2)
         self.engine = FSDPEngine(
-            TrainEngineConfig(path=str(folder), dtype="float32", train_vision=True, optimizer=optimizer)
+            TrainEngineConfig(
+                path=str(folder), dtype="float32", train_vision=True, optimizer=optimizer
+            )
         )
         self.engine.create_process_group()
-        self.engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1))
-        self._meta = WeightUpdateMeta("disk", str(scratch / "seeing-weights"), timeout_s=stretched(120))
+        self.engine.initialize(
+            None, FinetuneSpec(total_train_epochs=1, dataset_size=1000, train_batch_size=1)
+        )
+        self._meta = WeightUpdateMeta(
+            "disk", str(scratch / "seeing-weights"), timeout_s=stretched(120)
+        )
         self.version = 0
 
     def publish(self, client: VLLMServer) -> None:
@@ -91,7 +105,9 @@ def make_prompt(*seeds: int, width: int = 56) -> EncodedPrompt:
     """A prompt with an image for each seed."""
     content = [{"type": "text", "text": "w1 w2"}, *[{"type": "image"}] * len(seeds)]
     images = [picture(seed, width, 28 * (1 + seed % 2)) for seed in seeds]
-    return encode_prompt(make_processor(), {"messages": [{"role": "user", "content": content}], "images": images})
+    return encode_prompt(
+        make_processor(), {"messages": [{"role": "user", "content": content}], "images": images}
+    )
 
 
 def batch_of(prompt: EncodedPrompt, completion: Sequence[int]) -> Any:
@@ -103,7 +119,12 @@ def batch_of(prompt: EncodedPrompt, completion: Sequence[int]) -> Any:
 
 
 def request(prompt: EncodedPrompt, tokens: int = 24, seed: int = 1) -> ModelRequest:
-    return ModelRequest(prompt.input_ids, GenerationHyperparameters(max_new_tokens=tokens), seed, images=prompt.images)
+    return ModelRequest(
+        prompt.input_ids,
+        GenerationHyperparameters(max_new_tokens=tokens),
+        seed,
+        images=prompt.images,
+    )
 
 
 def sample(client: VLLMServer, prompt: EncodedPrompt, **options: int) -> ModelResponse:
@@ -111,19 +132,29 @@ def sample(client: VLLMServer, prompt: EncodedPrompt, **options: int) -> ModelRe
 
 
 @pytest.mark.parametrize("seeds", [(1,), (2, 3), (4, 4, 5)])
-def test_log_probabilities_with_images_are_the_trainers(seeds: tuple[int, ...], client: VLLMServer, seer: Seer) -> None:
+def test_log_probabilities_with_images_are_the_trainers(
+    seeds: tuple[int, ...], client: VLLMServer, seer: Seer
+) -> None:
     seer.publish(client)
     prompt = make_prompt(*seeds)
     response = sample(client, prompt)
-    assert response.input_tokens == prompt.input_ids and response.output_versions == [seer.version] * 24
+    assert (
+        response.input_tokens == prompt.input_ids
+        and response.output_versions == [seer.version] * 24
+    )
     assert max(seer.error(prompt, response)) < TOLERANCE
     blind = replace(
-        prompt, pixels={name: value * 0 if "pixel" in name else value for name, value in prompt.pixels.items()}
+        prompt,
+        pixels={
+            name: value * 0 if "pixel" in name else value for name, value in prompt.pixels.items()
+        },
     )
     assert max(seer.error(blind, response)) > 10 * TOLERANCE, "the images make no difference"
 
 
-def test_an_update_forgets_images_that_the_old_tower_encoded(client: VLLMServer, seer: Seer) -> None:
+def test_an_update_forgets_images_that_the_old_tower_encoded(
+    client: VLLMServer, seer: Seer
+) -> None:
     prompt = make_prompt(6, 7)
     for _ in range(2):
         seer.publish(client)
@@ -154,24 +185,37 @@ def test_image_tokens_and_others_are_excluded(client: VLLMServer, seer: Seer) ->
     prompt = make_prompt(1)
     assert prompt.images is not None
     most = replace(
-        prompt, images=replace(prompt.images, forbidden=[token for token in range(96) if token not in (8, 9)])
+        prompt,
+        images=replace(
+            prompt.images, forbidden=[token for token in range(96) if token not in (8, 9)]
+        ),
     )
     assert set(sample(client, most).output_tokens) == {8, 9}
 
 
-def test_other_prompts_and_images_are_refused(client: VLLMServer, seer: Seer, live: LiveServer) -> None:
+def test_other_prompts_and_images_are_refused(
+    client: VLLMServer, seer: Seer, live: LiveServer
+) -> None:
     seer.publish(client)
     prompt = make_prompt(1, 2)
     assert prompt.images is not None
     again = replace(prompt, images=replace(prompt.images, token_ids=prompt.input_ids))
-    with pytest.raises(PromptError, match=r"with 2 image\(s\) has \d+ tokens on .* and \d+ by the processor here"):
+    with pytest.raises(
+        PromptError, match=r"with 2 image\(s\) has \d+ tokens on .* and \d+ by the processor here"
+    ):
         sample(client, again)
-    cut = replace(prompt, images=replace(prompt.images, files=[file[:300] for file in prompt.images.files]))
+    cut = replace(
+        prompt, images=replace(prompt.images, files=[file[:300] for file in prompt.images.files])
+    )
     with pytest.raises(ServerError, match=r"was answered with 400 .*Failed to load image"):
         sample(client, cut)
-    with pytest.raises(ServerError, match=r"was answered with 400 .*At most 3 image\(s\) may be provided"):
+    with pytest.raises(
+        ServerError, match=r"was answered with 400 .*At most 3 image\(s\) may be provided"
+    ):
         sample(client, make_prompt(1, 2, 3, 4))
     fewer = replace(prompt, images=replace(prompt.images, token_ids=[5, IMAGE, 6]))
-    with pytest.raises(ServerError, match=r"was answered with \d+ .*Failed to apply prompt replacement"):
+    with pytest.raises(
+        ServerError, match=r"was answered with \d+ .*Failed to apply prompt replacement"
+    ):
         sample(client, fewer)
     assert len(sample(client, prompt).output_tokens) == 24, "it still serves"

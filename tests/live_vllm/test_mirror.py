@@ -1,4 +1,6 @@
-"""A stock vLLM server that starts with ``LOCAL/current`` and follows the deltas of a trainer through a real mirror."""
+"""A stock vLLM server that starts with ``LOCAL/current`` and follows the deltas of a trainer
+through a real mirror.
+"""
 
 import os
 from collections.abc import Iterator
@@ -29,7 +31,9 @@ RATE = 2e-5
 
 @dataclass
 class Mirrored:
-    """A trainer that publishes deltas, the mirror that follows it, and a server that starts with its newest version."""
+    """A trainer that publishes deltas, the mirror that follows it, and a server that starts with
+    its newest version.
+    """
 
     trainer: Trainer
     mirror: Running
@@ -57,10 +61,14 @@ class Mirrored:
         """Check that tokens are sampled with the newest weights, also by a server without a label."""
         sampling = {"max_tokens": 24, "logprobs": 0, "seed": 1, "ignore_eos": True}
         body = {"token_ids": PROMPT, "sampling_params": sampling}
-        choice = self.live.post("/inference/v1/generate", body).raise_for_status().json()["choices"][0]
+        choice = (
+            self.live.post("/inference/v1/generate", body).raise_for_status().json()["choices"][0]
+        )
         found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         ids = [*PROMPT, *choice["token_ids"]]
-        before, newest = (folder_logprobs(path, ids)[len(PROMPT) :] for path in sorted(self.local.glob("v*")))
+        before, newest = (
+            folder_logprobs(path, ids)[len(PROMPT) :] for path in sorted(self.local.glob("v*"))
+        )
         assert max(abs(a - b) for a, b in zip(found, newest, strict=True)) < TOLERANCE
         assert max(abs(a - b) for a, b in zip(found, before, strict=True)) > TOLERANCE
 
@@ -111,7 +119,9 @@ def test_a_server_that_missed_versions_loads_once(mirrored: Mirrored) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_server_that_slept_over_five_versions_wakes_up_with_the_newest(level: int, mirrored: Mirrored) -> None:
+def test_a_server_that_slept_over_five_versions_wakes_up_with_the_newest(
+    level: int, mirrored: Mirrored
+) -> None:
     trainer, client = mirrored.trainer, mirrored.client
     mirrored.publish(client)
     with closing(ServerFleet([client], probe_interval_s=None)) as fleet:
@@ -122,7 +132,9 @@ def test_a_server_that_slept_over_five_versions_wakes_up_with_the_newest(level: 
         fleet.wake_up((WEIGHTS,))
         fleet.update(trainer.folder, trainer.version, stretched(60))
         assert fleet.states()[0].state is ServerState.SERVING and not mirrored.live.sleeps()
-        assert client.status() == ServerStatus(weights_label(trainer.folder, trainer.version), paused=False)
+        assert client.status() == ServerStatus(
+            weights_label(trainer.folder, trainer.version), paused=False
+        )
     mirrored.assert_serves()
 
 
@@ -133,7 +145,9 @@ def test_a_restarted_server_has_the_newest_version_at_once(mirrored: Mirrored) -
     mirrored.assert_serves()
 
 
-def test_a_wrong_byte_in_the_local_folder_is_found(mirrored: Mirrored, clients: dict[str, VLLMServer]) -> None:
+def test_a_wrong_byte_in_the_local_folder_is_found(
+    mirrored: Mirrored, clients: dict[str, VLLMServer]
+) -> None:
     mirrored.publish()
     folder, version = mirrored.prepare(), mirrored.trainer.version
     clients["plugin"].update_weights_from_disk(str(folder), version)
@@ -142,7 +156,9 @@ def test_a_wrong_byte_in_the_local_folder_is_found(mirrored: Mirrored, clients: 
     file = os.open(path, os.O_RDWR)
     try:
         values = np.frombuffer(os.pread(file, 2 * largest.count, largest.offset), "<u2").copy()
-        os.pwrite(file, (values ^ 0x0200).tobytes(), largest.offset)  # 16 times as large, or a sixteenth
+        os.pwrite(
+            file, (values ^ 0x0200).tobytes(), largest.offset
+        )  # 16 times as large, or a sixteenth
         with pytest.raises(PublishError, match="it goes on with the weights it has") as caught:
             clients["plugin"].update_weights_from_disk(str(folder), version)
         assert not isinstance(caught.value, PoisonedServerError)

@@ -1,4 +1,6 @@
-"""A real vLLM server that takes turns with a trainer. On CPUs vLLM sleeps in all respects but the memory."""
+"""A real vLLM server that takes turns with a trainer. On CPUs vLLM sleeps in all respects but the
+memory.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def live(model_folder: Path, scratch: Path) -> Iterator[LiveServer]:
     """A separate server, which ends before the servers of other modules start."""
-    server = LiveServer(model_folder, scratch, "--logprobs-mode", "processed_logprobs", *plugin("holdfast_gloo"))
+    server = LiveServer(
+        model_folder, scratch, "--logprobs-mode", "processed_logprobs", *plugin("holdfast_gloo")
+    )
     try:
         server.start()
         server.wait_until_ready()
@@ -38,13 +42,19 @@ def client(live: LiveServer) -> VLLMServer:
 
 def assert_serves(client: VLLMServer, trainer: Trainer) -> None:
     """Check that it samples with the weights of the last version and reports exactly that version."""
-    assert client.status() == ServerStatus(weights_label(trainer.folder, trainer.version), paused=False)
+    assert client.status() == ServerStatus(
+        weights_label(trainer.folder, trainer.version), paused=False
+    )
     response = sample(client)
-    assert set(response.output_versions) == {trainer.version} and trainer.error(response) < TOLERANCE
+    assert (
+        set(response.output_versions) == {trainer.version} and trainer.error(response) < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_server_sleeps_and_wakes_up(level: int, trainer: Trainer, client: VLLMServer, live: LiveServer) -> None:
+def test_a_server_sleeps_and_wakes_up(
+    level: int, trainer: Trainer, client: VLLMServer, live: LiveServer
+) -> None:
     label = weights_label(trainer.publish([client]), trainer.version)
     client.sleep(level)
     assert live.sleeps()
@@ -79,7 +89,10 @@ def test_a_request_in_flight_sleeps_and_ends_on_the_next_version(
         assert live.generated_tokens() == sampled and not response.done()
         await asyncio.to_thread(trainer.publish, [client])
         versions = (done := await response).output_versions
-        assert versions == sorted(versions) and set(versions) == {trainer.version - 1, trainer.version}
+        assert versions == sorted(versions) and set(versions) == {
+            trainer.version - 1,
+            trainer.version,
+        }
         assert trainer.error(done) < TOLERANCE
 
     with live.slow():
@@ -87,7 +100,9 @@ def test_a_request_in_flight_sleeps_and_ends_on_the_next_version(
 
 
 @pytest.mark.parametrize("way", ["disk", "xccl"])
-def test_turns_have_exact_labels(way: str, trainer: Trainer, client: VLLMServer, live: LiveServer) -> None:
+def test_turns_have_exact_labels(
+    way: str, trainer: Trainer, client: VLLMServer, live: LiveServer
+) -> None:
     with closing(ServerFleet([client], probe_interval_s=0.5)) as fleet:
         trainer.engine.connect_engine(fleet, replace(trainer.meta, type=way))
         fleet.sleep()

@@ -1,4 +1,6 @@
-"""The GRPO example takes turns with two real vLLM servers. It is killed in turns, and no ticket is lost."""
+"""The GRPO example takes turns with two real vLLM servers. It is killed in turns, and no ticket is
+lost.
+"""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +19,14 @@ from tests.recover.cli.commands import answer, holdfast
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 STEPS = 12
-SETTINGS = (f"total_steps={STEPS}", "n_prompts=60", "batch_size=2", "n_samples=2", "trackers=[]", "colocate=true")
+SETTINGS = (
+    f"total_steps={STEPS}",
+    "n_prompts=60",
+    "batch_size=2",
+    "n_samples=2",
+    "trackers=[]",
+    "colocate=true",
+)
 KILLS = [
     ("offload", "driver"),  # all of them are away
     ("POST /wake_up", "driver"),  # one server has its weights, the other may have
@@ -28,14 +37,23 @@ KILLS = [
     ("onload", "trainer"),
     ("train_step", "driver"),  # a step without a snapshot
 ]
-"""Calls of a turn after which a process is killed, and whose. Each start of the job trains a step before."""
+"""Calls of a turn after which a process is killed, and whose. Each start of the job trains a step
+before.
+"""
 
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[list[LiveServer]]:
     """Two servers with the model of the example."""
     model = write_model_folder(tmp_path / "model", hidden=128, for_vllm=True)
-    options = ("--logprobs-mode", "processed_logprobs", "--max-model-len", "64", "--max-num-batched-tokens", "4096")
+    options = (
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--max-model-len",
+        "64",
+        "--max-num-batched-tokens",
+        "4096",
+    )
     servers = [LiveServer(model, tmp_path, *options) for _ in range(2)]
     try:
         for server in servers:
@@ -54,7 +72,10 @@ def test_a_job_that_is_killed_in_turns_trains_each_ticket_once(
     kills = tmp_path / "kills.json"
     kills.write_text(json.dumps(KILLS))
     monkeypatch.setenv("HOLDFAST_KILLS", str(kills))
-    script, urls = Path(__file__).with_name("doomed_turns.py"), f"servers=[{servers[0].url},{servers[1].url}]"
+    script, urls = (
+        Path(__file__).with_name("doomed_turns.py"),
+        f"servers=[{servers[0].url},{servers[1].url}]",
+    )
     settings = (*SETTINGS, urls, "recover.freq_steps=1")
     run = GrpoRun(tmp_path / "run", *settings, script=script, experiment="grpo_servers")
     try:
@@ -70,7 +91,11 @@ def test_a_job_that_is_killed_in_turns_trains_each_ticket_once(
     stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
     assert [entry["step"] for entry in stats] == list(range(STEPS))
     assert max(entry["rollouts/staleness_max"] for entry in stats) <= 1
-    assert all(server.sleeps() for server in servers) and {entry["servers_asleep"] for entry in stats} == {2}
+    assert all(server.sleeps() for server in servers) and {
+        entry["servers_asleep"] for entry in stats
+    } == {2}
     spent = answer("top", run.trial_root)["spent_s"]
-    assert all(spent[phase] > 0 for phase in ("waking", "publishing", "sampling", "sleeping", "training"))
+    assert all(
+        spent[phase] > 0 for phase in ("waking", "publishing", "sampling", "sleeping", "training")
+    )
     assert "2 asleep" in holdfast("top", run.trial_root, "--once")[1]

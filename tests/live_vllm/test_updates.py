@@ -22,13 +22,18 @@ from tests.limits import stretched
 from tests.live_vllm.live_server import LiveServer
 from tests.live_vllm.trainer import PROMPT, TOLERANCE, Trainer, folder_logprobs, sample
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]  # the first test waits for the start of two servers
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+]  # the first test waits for the start of two servers
 
 both = pytest.mark.parametrize("name", ["stock", "plugin"])
 
 
 def assert_serves(client: VLLMServer, trainer: Trainer, folder: Path, seed: int = 1) -> None:
-    """Check that it samples with the weights of ``folder``, reports their version, and is not paused."""
+    """Check that it samples with the weights of ``folder``, reports their version, and is not
+    paused.
+    """
     version = trainer.version
     status = client.status()
     assert (status.label, status.paused) == (weights_label(folder, version), False)
@@ -70,7 +75,9 @@ def test_a_kept_cache_changes_the_sampled_tokens(
     old = trainer.publish([client])
     sample_by_hand(live)
     new = trainer.publish([clients["plugin"]])
-    live.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(new)}}).raise_for_status()
+    live.post(
+        "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(new)}}
+    ).raise_for_status()
     tokens, logprobs = sample_by_hand(live)
     for folder in (old, new):
         expected = folder_logprobs(folder, [*LONG_PROMPT, *tokens])[len(LONG_PROMPT) :]
@@ -82,7 +89,9 @@ LONG_PROMPT = [3 + i % 90 for i in range(400)]  # several blocks of 128 tokens
 
 
 def sample_by_hand(live: LiveServer) -> tuple[list[int], list[float]]:
-    """Tokens and log-probabilities without a cache salt, which would be enough to avoid the cached blocks."""
+    """Tokens and log-probabilities without a cache salt, which would be enough to avoid the cached
+    blocks.
+    """
     sampling = {"max_tokens": 4, "logprobs": 0, "seed": 5, "ignore_eos": True}
     body = {"token_ids": LONG_PROMPT, "sampling_params": sampling}
     choice = live.post("/inference/v1/generate", body).raise_for_status().json()["choices"][0]
@@ -174,14 +183,19 @@ def test_the_plugin_repairs_a_load_that_failed_in_the_middle(
 
 
 def test_a_stock_server_is_never_believed_after_a_load_that_failed_in_the_middle(
-    trainer: Trainer, clients: dict[str, VLLMServer], live_servers: dict[str, LiveServer], tmp_path: Path
+    trainer: Trainer,
+    clients: dict[str, VLLMServer],
+    live_servers: dict[str, LiveServer],
+    tmp_path: Path,
 ) -> None:
     client, folder = clients["stock"], trainer.publish([clients["stock"]])
     bad = shutil.copytree(folder, tmp_path / "bad")
     half_a_layer(bad)
     with pytest.raises(PoisonedServerError, match="restart it"):
         client.update_weights_from_disk(str(bad), trainer.version)
-    for _ in range(3):  # vLLM begins with its kept part: an error, then an answer of 200 with wrong weights
+    for _ in range(
+        3
+    ):  # vLLM begins with its kept part: an error, then an answer of 200 with wrong weights
         with pytest.raises(PublishError):
             trainer.publish([client])
     live_servers["stock"].restart()
@@ -210,13 +224,24 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize(("name", "route"), [(name, route) for name, routes in DEATHS.items() for route in routes])
+@pytest.mark.parametrize(
+    ("name", "route"), [(name, route) for name, routes in DEATHS.items() for route in routes]
+)
 def test_a_server_whose_publisher_was_killed_is_repaired(
     name: str, route: str, trainer: Trainer, clients: dict[str, VLLMServer]
 ) -> None:
     client, folder = clients[name], trainer.publish([clients[name]])
     transfer = client.transfer or ""
-    command = [sys.executable, "-c", _PUBLISHER, route, client.url, str(folder), str(trainer.version), transfer]
+    command = [
+        sys.executable,
+        "-c",
+        _PUBLISHER,
+        route,
+        client.url,
+        str(folder),
+        str(trainer.version),
+        transfer,
+    ]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=stretched(60))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert client.status().paused

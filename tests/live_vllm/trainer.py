@@ -1,4 +1,6 @@
-"""A real engine that trains a step and publishes, and log-probabilities computed from published folders."""
+"""A real engine that trains a step and publishes, and log-probabilities computed from published
+folders.
+"""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -33,7 +35,9 @@ class Trainer:
         self.engine.set_version(self.version)
 
     def publish(self, servers: Iterable[InferenceServer]) -> Path:
-        """Train a step, publish it as the next version and return its folder. Raises like `update_weights`."""
+        """Train a step, publish it as the next version and return its folder. Raises like
+        `update_weights`.
+        """
         return self.publish_to(ServerFleet(servers, probe_interval_s=None))
 
     def publish_to(self, fleet: ServerFleet) -> Path:
@@ -54,13 +58,19 @@ class Trainer:
         return Path(self.meta.path) / f"v{version:08d}"
 
     def error(self, response: ModelResponse) -> float:
-        """Largest difference between a response's log-probabilities and those computed from its versions' folders."""
+        """Largest difference between a response's log-probabilities and those computed from its
+        versions' folders.
+        """
         ids = response.input_tokens + response.output_tokens
-        expected = {v: folder_logprobs(self.folder_of(v), ids) for v in set(response.output_versions)}
+        expected = {
+            v: folder_logprobs(self.folder_of(v), ids) for v in set(response.output_versions)
+        }
         start = len(response.input_tokens)
         return max(
             abs(logprob - expected[version][start + i])
-            for i, (logprob, version) in enumerate(zip(response.output_logprobs, response.output_versions, strict=True))
+            for i, (logprob, version) in enumerate(
+                zip(response.output_logprobs, response.output_versions, strict=True)
+            )
         )
 
 
@@ -71,18 +81,24 @@ def _model(folder: Path, mtime_ns: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def folder_logprobs(folder: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Log-probability of each of ``ids`` given the previous ones, by the weights of a folder. The first is 0."""
+    """Log-probability of each of ``ids`` given the previous ones, by the weights of a folder. The
+    first is 0.
+    """
     model = _model(folder, (folder / "config.json").stat().st_mtime_ns)
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1] / temperature
     return [0.0, *logits.log_softmax(-1)[torch.arange(len(ids) - 1), list(ids[1:])].tolist()]
 
 
-def sample(client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0) -> ModelResponse:
+def sample(
+    client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0
+) -> ModelResponse:
     """Sample a completion of `PROMPT`."""
     return asyncio.run(sample_later(client, tokens, seed, temperature))
 
 
-async def sample_later(client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0) -> ModelResponse:
+async def sample_later(
+    client: VLLMServer, tokens: int = 24, seed: int = 1, temperature: float = 1.0
+) -> ModelResponse:
     """`sample`, awaited."""
     gconfig = GenerationHyperparameters(max_new_tokens=tokens, temperature=temperature)
     return await client.agenerate(ModelRequest(PROMPT, gconfig, seed))

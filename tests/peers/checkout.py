@@ -10,7 +10,9 @@ import pytest
 
 
 def checkout(variable: str, file: str) -> Path:
-    """Path of a file in the checkout that an environment variable names. Without it, the module's tests are skipped."""
+    """Path of a file in the checkout that an environment variable names. Without it, the module's
+    tests are skipped.
+    """
     if not (root := os.environ.get(variable)):
         pytest.skip(f"{variable} names no checkout; see make test-peers", allow_module_level=True)
     path = Path(root) / file
@@ -19,7 +21,9 @@ def checkout(variable: str, file: str) -> Path:
 
 
 def load(path: Path) -> ModuleType:
-    """Import a test module of a checkout. Its relative imports work, and its package is not called ``tests``."""
+    """Import a test module of a checkout. Its relative imports work, and its package is not called
+    ``tests``.
+    """
     package = ModuleType("peer")
     package.__path__ = [str(path.parent)]
     sys.modules["peer"] = package

@@ -1,6 +1,8 @@
-"""Accelerate's own test of samplers and checkpoints, with Holdfast's save and load and a SIGKILL after each save.
+"""Accelerate's own test of samplers and checkpoints, with Holdfast's save and load and a SIGKILL
+after each save.
 
-The undisturbed run is Accelerate's, without Holdfast. The resumed process has the same seed, or another one.
+The undisturbed run is Accelerate's, without Holdfast. The resumed process has the same seed, or
+another one.
 """
 
 import os
@@ -25,7 +27,9 @@ EPOCHS = 3
 
 
 class Checkpoints:
-    """Replaces ``save_state``, ``load_state`` and ``skip_first_batches`` of one Accelerator by Holdfast."""
+    """Replaces ``save_state``, ``load_state`` and ``skip_first_batches`` of one Accelerator by
+    Holdfast.
+    """
 
     def __init__(self) -> None:
         self.trained: Any = None
@@ -53,7 +57,8 @@ class Checkpoints:
         from holdfast.recover import RecoverConfig, RecoverHandler
 
         return RecoverHandler(
-            RecoverConfig(fileroot=str(folder), freq_steps=1), FinetuneSpec(EPOCHS, len(self.loader), 1)
+            RecoverConfig(fileroot=str(folder), freq_steps=1),
+            FinetuneSpec(EPOCHS, len(self.loader), 1),
         )
 
     def save(self, folder: Path) -> None:
@@ -104,7 +109,9 @@ def phases(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         (code,) = run_job(job, log, seed, True, phase, *arguments)
         wrong = code != (-signal.SIGKILL if killed else 0)
         return SimpleNamespace(
-            returncode=int(wrong), stdout=f"{phase} ended with {code}\n", stderr=(log / "log").read_text()
+            returncode=int(wrong),
+            stdout=f"{phase} ended with {code}\n",
+            stderr=(log / "log").read_text(),
         )
 
     monkeypatch.setattr(peer, "subprocess", SimpleNamespace(run=run))
@@ -115,5 +122,7 @@ def _elsewhere(folder: Path, arguments: list[str]) -> list[str]:
     return [str(folder / "alone"), *arguments[1:]]
 
 
-test_checkpoint_restores_sampler_and_training_rng = peer.test_checkpoint_restores_sampler_and_training_rng
+test_checkpoint_restores_sampler_and_training_rng = (
+    peer.test_checkpoint_restores_sampler_and_training_rng
+)
 test_checkpoint_during_resumed_epoch = peer.test_checkpoint_during_resumed_epoch

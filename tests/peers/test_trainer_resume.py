@@ -1,8 +1,9 @@
-"""transformers' own tests of resuming a Trainer, with Holdfast's save and load and a SIGKILL in between.
+"""transformers' own tests of resuming a Trainer, with Holdfast's save and load and a SIGKILL in
+between.
 
-The undisturbed run is Trainer's, without Holdfast. If the test resumes from ``checkpoint-N``, a process trains the same
-run with `recoverable` and is killed when step N + 1 begins. The test's own process resumes that run, with the same seed
-or another one.
+The undisturbed run is Trainer's, without Holdfast. If the test resumes from ``checkpoint-N``, a
+process trains the same run with `recoverable` and is killed when step N + 1 begins. The test's own
+process resumes that run, with the same seed or another one.
 """
 
 import ast
@@ -31,7 +32,9 @@ pytestmark = [pytest.mark.peers, pytest.mark.timeout(300)]
 
 
 def substitute(peer: Any, folder: Path, seed: int) -> None:
-    """Put a Trainer into the peer's modules that resumes with Holdfast. ``seed`` is added in the resumed process."""
+    """Put a Trainer into the peer's modules that resumes with Holdfast. ``seed`` is added in the
+    resumed process.
+    """
     from transformers import Trainer, TrainerCallback
 
     from holdfast.integrations.transformers import recoverable
@@ -84,8 +87,12 @@ def substitute(peer: Any, folder: Path, seed: int) -> None:
                 finally:
                     os._exit(1)  # it should have been killed
             _, status = os.waitpid(child, 0)
-            assert os.WTERMSIG(status) == signal.SIGKILL, f"the run ended with {status}, not by SIGKILL"
-            steps = [int(path.name.rpartition("_")[2]) for path in root.glob("*/*/recover/global_step_*")]
+            assert os.WTERMSIG(status) == signal.SIGKILL, (
+                f"the run ended with {status}, not by SIGKILL"
+            )
+            steps = [
+                int(path.name.rpartition("_")[2]) for path in root.glob("*/*/recover/global_step_*")
+            ]
             assert max(steps) == step - 1, f"generations of {steps}"
 
     peer.Trainer = sys.modules[peer.RegressionDataset.__module__].Trainer = Adapted  # type: ignore[attr-defined]
@@ -109,9 +116,15 @@ def job(folder: Path, name: str, seed: int) -> None:
 
 
 def names() -> list[str]:
-    found = next(each for each in ast.parse(PEER.read_text()).body if getattr(each, "name", "") == SUITE)
+    found = next(
+        each for each in ast.parse(PEER.read_text()).body if getattr(each, "name", "") == SUITE
+    )
     assert isinstance(found, ast.ClassDef)
-    return [each.name for each in found.body if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")]
+    return [
+        each.name
+        for each in found.body
+        if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 57], ids=["the same seed", "another seed"])
@@ -122,6 +135,8 @@ def test_a_trainer_resumes_as_its_own_tests_ask(name: str, seed: int, tmp_path: 
     if (reason := tmp_path / "skipped").exists():
         pytest.skip(reason.read_text())
     if name in REFUSED:
-        assert code == 1 and re.search(f"CheckpointMismatchError: .*{REFUSED[name]}", log), log[-4000:]
+        assert code == 1 and re.search(f"CheckpointMismatchError: .*{REFUSED[name]}", log), log[
+            -4000:
+        ]
     else:
         assert code == 0, log[-4000:]

@@ -46,12 +46,21 @@ def test_a_published_folder_is_accepted(tmp_path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no manifest": (lambda folder: (folder / MANIFEST_NAME).unlink(), "is missing: this server does not see"),
+    "no manifest": (
+        lambda folder: (folder / MANIFEST_NAME).unlink(),
+        "is missing: this server does not see",
+    ),
     "no folder": (shutil.rmtree, "is missing: this server does not see"),
     "manifest of other bytes": (lambda folder: flip_bit(folder / MANIFEST_NAME, 60), "is damaged"),
     "manifest cut": (lambda folder: (folder / MANIFEST_NAME).write_bytes(b""), "is damaged"),
-    "file of other bytes": (lambda folder: flip_bit(folder / sorted(FILES)[1], 999), "has digest xxh3_128:"),
-    "file cut": (lambda folder: (folder / "config.json").write_bytes(b"{"), "has 1 bytes, the manifest says 2"),
+    "file of other bytes": (
+        lambda folder: flip_bit(folder / sorted(FILES)[1], 999),
+        "has digest xxh3_128:",
+    ),
+    "file cut": (
+        lambda folder: (folder / "config.json").write_bytes(b"{"),
+        "has 1 bytes, the manifest says 2",
+    ),
     "file missing": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
 }
 
@@ -81,7 +90,18 @@ def test_every_file_is_read_by_one_of_the_workers(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_model_is_refused() -> None:
-    served = {"hidden_size": 64, "dtype": "float32", "text_config": {"num_hidden_layers": 2}, "num_labels": 2}
-    check_model({"hidden_size": 64, "dtype": "bfloat16", "text_config": {"num_hidden_layers": 2}}, served, "v3")
-    with pytest.raises(FolderError, match="v3, text_config: num_hidden_layers is 4, this server's model has 2"):
+    served = {
+        "hidden_size": 64,
+        "dtype": "float32",
+        "text_config": {"num_hidden_layers": 2},
+        "num_labels": 2,
+    }
+    check_model(
+        {"hidden_size": 64, "dtype": "bfloat16", "text_config": {"num_hidden_layers": 2}},
+        served,
+        "v3",
+    )
+    with pytest.raises(
+        FolderError, match="v3, text_config: num_hidden_layers is 4, this server's model has 2"
+    ):
         check_model({"hidden_size": 64, "text_config": {"num_hidden_layers": 4}}, served, "v3")

@@ -1,8 +1,9 @@
-"""Two records of trained samples, for tests that no sample is lost or repeated, however often the run was killed.
+"""Two records of trained samples, for tests that no sample is lost or repeated, however often the
+run was killed.
 
-Each process appends the sample numbers of a trained step to a file. The model also counts: it has one weight per sample
-and epoch, so that the last generation reveals every sample that was lost, repeated or trained in another epoch,
-independently of the file.
+Each process appends the sample numbers of a trained step to a file. The model also counts: it has
+one weight per sample and epoch, so that the last generation reveals every sample that was lost,
+repeated or trained in another epoch, independently of the file.
 """
 
 import json
@@ -45,11 +46,16 @@ class Run:
     def spec(self) -> FinetuneSpec:
         return FinetuneSpec(self.epochs, self.samples, self.batch_size)
 
-    def loaders(self, ranks: Iterable[int] = (0,), world_size: int = 1) -> list[ResumableDataLoader]:
+    def loaders(
+        self, ranks: Iterable[int] = (0,), world_size: int = 1
+    ) -> list[ResumableDataLoader]:
         """One loader per rank."""
         order = {"seed": self.seed, "shuffle": self.shuffle, "drop_last": self.drop_last}
         data = list(range(self.samples))
-        return [ResumableDataLoader(data, self.batch_size, rank=r, world_size=world_size, **order) for r in ranks]
+        return [
+            ResumableDataLoader(data, self.batch_size, rank=r, world_size=world_size, **order)
+            for r in ranks
+        ]
 
     def order(self, epoch: int) -> list[int]:
         """All samples in the order of an epoch, according to docs/checkpoint-format.md."""
@@ -67,7 +73,9 @@ class Run:
     @property
     def most_ranks(self) -> int:
         """Largest number of ranks that all get a sample of each batch."""
-        return self.batch_size if self.drop_last else self.samples % self.batch_size or self.batch_size
+        return (
+            self.batch_size if self.drop_last else self.samples % self.batch_size or self.batch_size
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,8 @@ class Life:
         world_size: number of ranks.
         freq_steps: steps between snapshots.
         steps: number of steps before the victim is killed. None: no kill, the run finishes.
-        moment: moment of the kill in the last step: ``trained`` (not dumped), ``dumping``, or ``dumped``.
+        moment: moment of the kill in the last step: ``trained`` (not dumped), ``dumping``, or
+            ``dumped``.
         calls: number of file system calls that a ``dumping`` victim completes.
         victim: the rank to kill.
     """
@@ -105,7 +114,9 @@ class Counting:
         self.samples, self.model = run.samples, _Weights(run.epochs * run.samples)
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         if dist.is_initialized():
-            fully_shard(self.model, mesh=dist.device_mesh.init_device_mesh("cpu", (self.world_size,)))
+            fully_shard(
+                self.model, mesh=dist.device_mesh.init_device_mesh("cpu", (self.world_size,))
+            )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.state = DCPState(self.model, self.optimizer)
 
@@ -161,7 +172,9 @@ def live(run: Run, life: Life, root: str, number: int, ranks: list[int]) -> list
             os.kill(os.getpid(), signal.SIGKILL)
         step = step.next()
     if step.global_step > 0:
-        handler.dump(counting.state, replace(step, global_step=step.global_step - 1), loaders[0], force=True)
+        handler.dump(
+            counting.state, replace(step, global_step=step.global_step - 1), loaders[0], force=True
+        )
     handler.close()
     return counting.counts()
 
@@ -181,18 +194,24 @@ def _die_after(calls: int, root: str) -> None:
 
 def newest_step(root: Path) -> int:
     """The step from which a restart continues, -1 for the start."""
-    return max((g.step for g in GenerationStore(root / "e" / "t" / "recover").generations()), default=-1)
+    return max(
+        (g.step for g in GenerationStore(root / "e" / "t" / "recover").generations()), default=-1
+    )
 
 
 def history(root: Path) -> list[Step]:
-    """The steps that led to the newest generation. A step that was trained twice counts from the later life."""
+    """The steps that led to the newest generation. A step that was trained twice counts from the
+    later life.
+    """
     kept: dict[int, dict[int, Any]] = {}
     for ledger in sorted(root.glob("ledger-*")):
         lines = [json.loads(line) for line in ledger.read_text().splitlines()]
         first = min((line[0] for line in lines), default=len(kept))
         kept = {step: ranks for step, ranks in kept.items() if step < first}
         for step, rank, *rest in lines:
-            assert rank not in kept.setdefault(step, {}), f"rank {rank} trained step {step} twice in {ledger.name}"
+            assert rank not in kept.setdefault(step, {}), (
+                f"rank {rank} trained step {step} twice in {ledger.name}"
+            )
             kept[step][rank] = rest
     steps = []
     for step in range(newest_step(root) + 1):
@@ -204,7 +223,9 @@ def history(root: Path) -> list[Step]:
 
 
 def assert_trained_once(run: Run, steps: list[Step]) -> None:
-    """Check that every epoch has all samples once, in the order of an uninterrupted run, without incomplete batches."""
+    """Check that every epoch has all samples once, in the order of an uninterrupted run, without
+    incomplete batches.
+    """
     (loader,) = run.loaders()
     assert [step.ids for step in steps] == list(run.batches(loader))
     assert [step.epoch for step in steps] == sorted(step.epoch for step in steps)
@@ -212,13 +233,17 @@ def assert_trained_once(run: Run, steps: list[Step]) -> None:
         order = run.order(epoch)
         seen = [i for step in steps if step.epoch == epoch for i in step.ids]
         assert seen == order[: len(seen)], f"epoch {epoch} is out of order"
-        assert len(order) - len(seen) < (run.batch_size if run.drop_last else 1), f"epoch {epoch} lost samples"
+        assert len(order) - len(seen) < (run.batch_size if run.drop_last else 1), (
+            f"epoch {epoch} lost samples"
+        )
 
 
 def assert_counted_once(run: Run, steps: list[Step], counts: list[float]) -> None:
     """Check the same with the model's weights."""
     expected = Counter(step.epoch * run.samples + i for step in steps for i in step.ids)
-    assert set(expected.values()) == {1} and counts == [expected[i] for i in range(run.epochs * run.samples)]
+    assert set(expected.values()) == {1} and counts == [
+        expected[i] for i in range(run.epochs * run.samples)
+    ]
 
 
 def random_run(draw: random.Random) -> tuple[Run, list[Life]]:
@@ -228,6 +253,11 @@ def random_run(draw: random.Random) -> tuple[Run, list[Life]]:
     run = replace(run, batch_size=draw.randint(1, min(9, run.samples)))
     lives = []
     for _ in range(draw.randint(2, 7)):
-        moment, ranks = draw.choice(["trained", "dumping", "dumped"]), draw.randint(1, min(4, run.most_ranks))
-        lives.append(Life(ranks, draw.randint(1, 3), draw.randint(1, 9), moment, draw.randrange(40)))
+        moment, ranks = (
+            draw.choice(["trained", "dumping", "dumped"]),
+            draw.randint(1, min(4, run.most_ranks)),
+        )
+        lives.append(
+            Life(ranks, draw.randint(1, 3), draw.randint(1, 9), moment, draw.randrange(40))
+        )
     return run, [*lives, replace(lives[-1], steps=None)]

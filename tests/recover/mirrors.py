@@ -1,4 +1,6 @@
-"""Helpers for the mirror: an S3 server that can be stopped at any request, small generations, processes to kill."""
+"""Helpers for the mirror: an S3 server that can be stopped at any request, small generations,
+processes to kill.
+"""
 
 import multiprocessing
 import os
@@ -70,7 +72,9 @@ class S3Server:
         }
 
     def hold_at(self, number: int) -> None:
-        """Hold the request with this number (from 0) and all later ones until `clear`. Sets `held` when it arrives."""
+        """Hold the request with this number (from 0) and all later ones until `clear`. Sets `held`
+        when it arrives.
+        """
         self.clear()
         self._hold_at = number
 
@@ -96,7 +100,9 @@ class S3Server:
 
     def keys_put(self) -> list[str]:
         """Keys of PUT requests, in order."""
-        return [request.split("/", 2)[-1] for request in self.requests if request.startswith("PUT ")]
+        return [
+            request.split("/", 2)[-1] for request in self.requests if request.startswith("PUT ")
+        ]
 
     def _gate(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         with self._lock:
@@ -116,14 +122,18 @@ class S3Server:
         return self._app(environ, start_response)
 
 
-def commit(store: GenerationStore, step: int, sizes: Iterable[int] = (1000, 0, 30_000), seed: int = 0) -> Generation:
+def commit(
+    store: GenerationStore, step: int, sizes: Iterable[int] = (1000, 0, 30_000), seed: int = 0
+) -> Generation:
     """Commit a generation with files of these sizes. The bytes depend on ``seed``."""
     staging, names = store.open_staging(step), []
     (staging / "default").mkdir()
     for index, size in enumerate(sizes):
         names.append(f"default/shard_{index}")
         write_durably(staging / names[-1], random.Random(f"{seed} {step} {index}").randbytes(size))
-    return store.commit(staging, step, file_entries(staging, names), {"step": step, "run_id": f"run {seed}"})
+    return store.commit(
+        staging, step, file_entries(staging, names), {"step": step, "run_id": f"run {seed}"}
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -157,12 +167,16 @@ def start(function: Callable[..., None], environment: dict[str, str], *args: Any
     return process
 
 
-def _with_environment(function: Callable[..., None], environment: dict[str, str], args: tuple[Any, ...]) -> None:
+def _with_environment(
+    function: Callable[..., None], environment: dict[str, str], args: tuple[Any, ...]
+) -> None:
     os.environ.update(environment)
     function(*args)
 
 
-def start_copy(url: str, generation: Generation, environment: dict[str, str], keep: int | None = None) -> Any:
+def start_copy(
+    url: str, generation: Generation, environment: dict[str, str], keep: int | None = None
+) -> Any:
     """Start a process that copies a generation and exits."""
     return start(_copy, environment, url, generation, keep)
 

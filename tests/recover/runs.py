@@ -21,7 +21,9 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 
 IN_BACKGROUND = os.environ.get("HOLDFAST_ASYNC_SAVE", "1") == "1"
-"""Whether handlers write in the background and are waited for. Every test and every fault must pass both ways."""
+"""Whether handlers write in the background and are waited for. Every test and every fault must pass
+both ways.
+"""
 SPEC = FinetuneSpec(total_train_epochs=3, dataset_size=24, train_batch_size=4)
 FIRST = StepInfo(epoch=0, epoch_step=0, global_step=0, steps_per_epoch=SPEC.steps_per_epoch)
 
@@ -32,7 +34,9 @@ def step_info(step: int) -> StepInfo:
 
 
 class SettledHandler(RecoverHandler):
-    """A handler that waits for background writes, so that `dump` has the same effect as without them."""
+    """A handler that waits for background writes, so that `dump` has the same effect as without
+    them.
+    """
 
     def dump(self, *args: Any, **kwargs: Any) -> bool:
         before = self.save_stats.committed
@@ -44,7 +48,9 @@ class SettledHandler(RecoverHandler):
         return self.save_stats.committed > before
 
 
-def make_handler(fileroot: Path | str, notices: Sequence[Any] = (), **options: Any) -> RecoverHandler:
+def make_handler(
+    fileroot: Path | str, notices: Sequence[Any] = (), **options: Any
+) -> RecoverHandler:
     options = {"async_save": IN_BACKGROUND} | options
     config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(fileroot), **options)
     return (SettledHandler if config.async_save else RecoverHandler)(config, SPEC, notices=notices)
@@ -52,7 +58,12 @@ def make_handler(fileroot: Path | str, notices: Sequence[Any] = (), **options: A
 
 def draw() -> tuple[float, ...]:
     """Draw a number from each generator. The Gaussian draws leave a cached half behind."""
-    return random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(1).item(), torch.randn(1).item()
+    return (
+        random.gauss(0, 1),
+        float(np.random.standard_normal()),
+        torch.rand(1).item(),
+        torch.randn(1).item(),
+    )
 
 
 def digest(states: Mapping[str, DCPState]) -> str:
@@ -86,7 +97,9 @@ class Tiny:
         torch.manual_seed(0)
         self.model = nn.Linear(width, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (1 + step)
+        )
         self.state = DCPState(self.model, self.optimizer, self.scheduler)
 
     def step(self) -> str:
@@ -112,7 +125,9 @@ class Prompts(Dataset):
 
 
 def make_loader(kind: str, rank: int, world_size: int) -> Any:
-    """``own``: Holdfast's loader. ``torchdata``: a typical loader, with a separate order on each rank."""
+    """``own``: Holdfast's loader. ``torchdata``: a typical loader, with a separate order on each
+    rank.
+    """
     if kind == "own":
         return ResumableDataLoader(Prompts(), 4, seed=3, rank=rank, world_size=world_size)
     sampler = RandomSampler(Prompts(), generator=torch.Generator().manual_seed(rank))
@@ -121,7 +136,9 @@ def make_loader(kind: str, rank: int, world_size: int) -> Any:
 
 def make_engine(path: str, **changes: Any) -> FSDPEngine:
     optimizer = changes.pop("optimizer", OptimizerConfig(lr=1e-2, lr_scheduler_type="linear"))
-    engine = FSDPEngine(TrainEngineConfig(path=path, dtype="float32", optimizer=optimizer, **changes))
+    engine = FSDPEngine(
+        TrainEngineConfig(path=path, dtype="float32", optimizer=optimizer, **changes)
+    )
     engine.create_process_group()
     engine.initialize(None, SPEC)
     return engine
@@ -156,7 +173,9 @@ class Job:
     """Loss of engines that are no critics."""
 
     def __init__(self, model: str, names: tuple[str, ...] = ("default",), **changes: Any) -> None:
-        self.engines = {name: make_engine(model, is_critic=name == "critic", **changes) for name in names}
+        self.engines = {
+            name: make_engine(model, is_critic=name == "critic", **changes) for name in names
+        }
         self.meter = Meter()
         self.stateful = {"meter": self.meter}
 
@@ -181,7 +200,9 @@ class Job:
         """Everything except the generators."""
         engines = self.engines.items()
         return {
-            "digest": digest({name: engine.dcp_state(engine.optimizer is not None) for name, engine in engines}),
+            "digest": digest(
+                {name: engine.dcp_state(engine.optimizer is not None) for name, engine in engines}
+            ),
             "counters": {name: engine.counters.state_dict() for name, engine in engines},
             "meter": (list(self.meter.seen), self.meter.mean.tolist()),
         }
@@ -192,7 +213,9 @@ def stream(loader: Any) -> Iterator[list[int]]:
     return chain.from_iterable(repeat(loader))
 
 
-def train_steps(job: Job, batches: Iterator[list[int]], first: int, steps: int) -> Iterator[tuple[StepInfo, Any]]:
+def train_steps(
+    job: Job, batches: Iterator[list[int]], first: int, steps: int
+) -> Iterator[tuple[StepInfo, Any]]:
     """``(step info, record)`` of each step."""
     for step in range(first, first + steps):
         yield step_info(step), job.train(next(batches))
@@ -210,7 +233,9 @@ def hidden(fileroot: Path | str) -> list[str]:
 
 
 def run_until(root: Path, steps: int, first: int = 0, **options: Any) -> list[str]:
-    """Train steps ``first`` to ``steps - 1`` with a snapshot of each, and return the digest after each."""
+    """Train steps ``first`` to ``steps - 1`` with a snapshot of each, and return the digest after
+    each.
+    """
     handler, tiny = make_handler(root, freq_steps=1, **options), Tiny()
     info = handler.load(tiny.state)
     assert (info.last_step_info.next().global_step if info else 0) == first

@@ -1,4 +1,5 @@
-"""Consequences of damage for a run: it resumes from the previous generation. Without a valid one it never starts over.
+"""Consequences of damage for a run: it resumes from the previous generation. Without a valid one it
+never starts over.
 
 tests/faults/test_rotten.py shows that every kind of damage is found.
 """
@@ -55,7 +56,8 @@ def test_a_run_with_nothing_usable_left_never_starts_over(tmp_path: Path, mode: 
     for _ in range(2):  # the second time only the quarantined one is left
         handler = make_handler(tmp_path, mode=mode, freq_steps=1)
         with pytest.raises(
-            CheckpointCorruptError, match=r"no usable generation left: \.rejected-global_step_0-default"
+            CheckpointCorruptError,
+            match=r"no usable generation left: \.rejected-global_step_0-default",
         ):
             handler.load(Tiny().state)
         with pytest.raises(ConfigError, match="before load"):
@@ -69,7 +71,9 @@ def test_a_generation_of_a_newer_format_stays_and_stops_the_run(tmp_path: Path) 
     _rewrite_manifest(newest(tmp_path), format_version=99, files="in another way")
     for _ in range(2):
         handler = make_handler(tmp_path)
-        with pytest.raises(CheckpointMismatchError, match="has format version 99; this Holdfast reads version"):
+        with pytest.raises(
+            CheckpointMismatchError, match="has format version 99; this Holdfast reads version"
+        ):
             handler.load(Tiny().state)
         handler.close()
     assert names(tmp_path) == ["global_step_0", "global_step_1"]
@@ -96,7 +100,9 @@ def test_a_generation_lacking_tensors_is_set_aside_although_its_digests_fit(tmp_
     digests = run_until(tmp_path, 2)
     folder = newest(tmp_path)
     metadata = FileSystemReader(folder / "default").read_metadata()
-    name, entry = next((n, e) for n, e in metadata.state_dict_metadata.items() if len(getattr(e, "size", ())) == 2)
+    name, entry = next(
+        (n, e) for n, e in metadata.state_dict_metadata.items() if len(getattr(e, "size", ())) == 2
+    )
     assert isinstance(entry, TensorStorageMetadata)
     entry.chunks.pop()
     (folder / "default" / ".metadata").write_bytes(pickle.dumps(metadata))

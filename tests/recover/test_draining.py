@@ -37,10 +37,15 @@ def cluster() -> Iterator[Cluster]:
         logging_level=logging.ERROR,
         runtime_env=worker_environment(),
     )
-    # A drained node is removed once it is idle, and with the driver's node this process too. These actors keep the two
-    # nodes busy until the end.
-    strangers = [ray.remote(num_cpus=0, resources={name: 1})(Server).remote() for name in ("driver", "b")]
-    assert ray.get([stranger.update_weights_from_disk.remote("", 1) for stranger in strangers]) == [1, 1]
+    # A drained node is removed once it is idle, and with the driver's node this process too. These
+    # actors keep the two nodes busy until the end.
+    strangers = [
+        ray.remote(num_cpus=0, resources={name: 1})(Server).remote() for name in ("driver", "b")
+    ]
+    assert ray.get([stranger.update_weights_from_disk.remote("", 1) for stranger in strangers]) == [
+        1,
+        1,
+    ]
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -69,7 +74,9 @@ def test_only_notices_of_nodes_with_a_worker_or_the_driver_count(cluster: Cluste
 
         by = drain(node_a, DEADLINE_S)
         assert attempt.draining() == StopNotice(f"Ray drains node(s) {node_a}", by)
-        assert rollout.call(0, "update_weights_from_disk", "", 2) == 2, "until the deadline the worker works"
+        assert rollout.call(0, "update_weights_from_disk", "", 2) == 2, (
+            "until the deadline the worker works"
+        )
 
         own = ray.get_runtime_context().get_node_id()
         drain(own, None)
@@ -81,7 +88,9 @@ def test_only_notices_of_nodes_with_a_worker_or_the_driver_count(cluster: Cluste
 
 
 @pytest.mark.slow
-def test_a_ray_that_cannot_tell_has_no_notices(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_ray_that_cannot_tell_has_no_notices(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     assert cluster.head_node is not None
     control = cluster.head_node.all_processes["gcs_server"][0].process
     os.kill(control.pid, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""Frozen weights that change, or that no start creates again: runs killed after any step end as if never killed."""
+"""Frozen weights that change, or that no start creates again: runs killed after any step end as if
+never killed.
+"""
 
 import os
 import signal
@@ -70,12 +72,16 @@ class TargetNetworks(Run):
         _reshard(self.model)
         with torch.no_grad():
             for target in self.model[1:]:
-                for param, source in zip(target.parameters(), self.model[0].parameters(), strict=True):
+                for param, source in zip(
+                    target.parameters(), self.model[0].parameters(), strict=True
+                ):
                     param.lerp_(source, 0.1)
 
 
 class EditedBody(Run):
-    """A frozen body with one element edited after step 1, invisibly to torch. The caller leaves the body out."""
+    """A frozen body with one element edited after step 1, invisibly to torch. The caller leaves the
+    body out.
+    """
 
     def __init__(self, root: Path, first: int) -> None:
         super().__init__(root, first)
@@ -132,7 +138,9 @@ class UnseededProjection(Run):
         super().__init__(root, first)
         torch.seed()
         projection = nn.Linear(8, 100)
-        if (root / "projection.pt").exists() and first == 0:  # left by the killed run for the undisturbed one
+        if (
+            root / "projection.pt"
+        ).exists() and first == 0:  # left by the killed run for the undisturbed one
             projection.load_state_dict(torch.load(root / "projection.pt"))
         elif first == 0:
             torch.save(projection.state_dict(), root / "projection.pt")
@@ -149,8 +157,12 @@ class Adapters(Run):
         base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
         self.before(base, first)
         torch.manual_seed(0)
-        self.model = get_peft_model(base, LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "down_proj"]))
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        self.model = get_peft_model(
+            base, LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "down_proj"])
+        )
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=0.1
+        )
 
     def before(self, base: Any, first: int) -> None:
         """Change the base before it gets adapters."""
@@ -161,7 +173,9 @@ class Adapters(Run):
 
 
 class MergedSends(Adapters):
-    """Adapters are merged for each send of the weights and unmerged afterwards, which rounds the base each time."""
+    """Adapters are merged for each send of the weights and unmerged afterwards, which rounds the
+    base each time.
+    """
 
     def train(self, step: int) -> None:
         self.model.merge_adapter()
@@ -188,7 +202,9 @@ class SnapshotsWhileMerged(Adapters):
 
 
 class TrainedBase(Adapters):
-    """The model was trained in the same job before it got adapters. A resumed job skips that training."""
+    """The model was trained in the same job before it got adapters. A resumed job skips that
+    training.
+    """
 
     def before(self, base: Any, first: int) -> None:
         optimizer = torch.optim.AdamW(base.parameters(), lr=0.01)
@@ -218,8 +234,12 @@ def _whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _train(rank: int, world_size: int, kind: type[Run], root: str, kill_after: int) -> dict[str, torch.Tensor]:
-    """Train to the end, or until SIGKILL after the snapshot of a step. Returns all weights and moments."""
+def _train(
+    rank: int, world_size: int, kind: type[Run], root: str, kill_after: int
+) -> dict[str, torch.Tensor]:
+    """Train to the end, or until SIGKILL after the snapshot of a step. Returns all weights and
+    moments.
+    """
     handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=2)
     last = handler.peek()
     first = 0 if last is None else last.global_step + 1
@@ -272,7 +292,9 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_run_whose_frozen_weights_change_ends_as_if_it_was_never_killed(kind: type[Run], tmp_path: Path) -> None:
+def test_a_run_whose_frozen_weights_change_ends_as_if_it_was_never_killed(
+    kind: type[Run], tmp_path: Path
+) -> None:
     check(kind, tmp_path, (3,))
 
 
@@ -284,5 +306,7 @@ def test_such_a_run_is_killed_again_and_again(kind: type[Run], tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TargetNetworks, EditedBody])
-def test_ranks_agree_on_frozen_weights_that_changed_on_one_of_them(kind: type[Run], tmp_path: Path) -> None:
+def test_ranks_agree_on_frozen_weights_that_changed_on_one_of_them(
+    kind: type[Run], tmp_path: Path
+) -> None:
     check(kind, tmp_path, (0, 2), world_size=2)

@@ -23,7 +23,17 @@ from holdfast.utils.errors import (
     DatasetMismatchError,
 )
 from holdfast.utils.rng import seed_rng
-from tests.recover.runs import SPEC, Meter, Tiny, hidden, make_handler, names, newest, run_until, step_info
+from tests.recover.runs import (
+    SPEC,
+    Meter,
+    Tiny,
+    hidden,
+    make_handler,
+    names,
+    newest,
+    run_until,
+    step_info,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,19 +56,42 @@ def test_a_generation_is_laid_out_as_documented_its_manifest_lists_all(tmp_path:
     assert handler.dump({"actor": tiny.state, "critic": Tiny().state}, step_info(7), loader)
 
     root, folder = tmp_path / "e" / "t" / "recover", newest(tmp_path)
-    assert sorted(os.listdir(root)) == ["global_step_7", "latest_checkpointed_iteration.txt", "run_id.txt"]
+    assert sorted(os.listdir(root)) == [
+        "global_step_7",
+        "latest_checkpointed_iteration.txt",
+        "run_id.txt",
+    ]
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "7"
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    parts = {f"{name}/{part}" for name in ("actor", "critic") for part in (".metadata", "__0_0.distcp")}
+    parts = {
+        f"{name}/{part}" for name in ("actor", "critic") for part in (".metadata", "__0_0.distcp")
+    }
     assert files == {"manifest.json", "recover_info.json", "data.pt", "state/rank_00000.pt"} | parts
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["files"].keys() == files - {"manifest.json"}
-    assert all(entry["bytes"] == (folder / name).stat().st_size for name, entry in manifest["files"].items())
-    facts = {key: manifest[key] for key in ("format_version", "step", "world_size", "mesh", "weight_versions")}
-    assert facts == {"format_version": 2, "step": 7, "world_size": 1, "mesh": {}, "weight_versions": {}}
+    assert all(
+        entry["bytes"] == (folder / name).stat().st_size
+        for name, entry in manifest["files"].items()
+    )
+    facts = {
+        key: manifest[key]
+        for key in ("format_version", "step", "world_size", "mesh", "weight_versions")
+    }
+    assert facts == {
+        "format_version": 2,
+        "step": 7,
+        "world_size": 1,
+        "mesh": {},
+        "weight_versions": {},
+    }
     assert manifest["libraries"]["torch"] == torch.__version__
     info = json.loads((folder / "recover_info.json").read_text())
-    assert info["last_step_info"] == {"epoch": 1, "epoch_step": 1, "global_step": 7, "steps_per_epoch": 6}
+    assert info["last_step_info"] == {
+        "epoch": 1,
+        "epoch_step": 1,
+        "global_step": 7,
+        "steps_per_epoch": 6,
+    }
     assert info["run_id"] == manifest["run_id"] == (root / "run_id.txt").read_text().strip()
     for name in ("data.pt", "state/rank_00000.pt"):
         torch.load(folder / name, weights_only=True)
@@ -86,7 +119,9 @@ def test_a_second_engine_that_cannot_be_read_leaves_half_of_a_run_and_says_so(
 
     monkeypatch.setattr(DCPLoad, "apply", count_applied)
     monkeypatch.setattr(os, "stat", fail_for_the_second)
-    with pytest.raises(OSError, match="the model is now half loaded and must be loaded again: Stale file handle"):
+    with pytest.raises(
+        OSError, match="the model is now half loaded and must be loaded again: Stale file handle"
+    ):
         make_handler(tmp_path, freq_steps=1).load(engines)
     assert len(applied) == 1
 
@@ -99,7 +134,9 @@ def test_the_run_id_is_kept_through_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [4]), (2, [3, 4]), (None, [0, 1, 2, 3, 4])])
-def test_the_newest_generations_are_kept_also_over_a_restart(tmp_path: Path, keep: int | None, left: list[int]) -> None:
+def test_the_newest_generations_are_kept_also_over_a_restart(
+    tmp_path: Path, keep: int | None, left: list[int]
+) -> None:
     run_until(tmp_path, 3, max_ckpt_to_keep=keep)
     run_until(tmp_path, 5, first=3, max_ckpt_to_keep=keep)
     assert names(tmp_path) == [f"global_step_{step}" for step in left]
@@ -107,7 +144,10 @@ def test_the_newest_generations_are_kept_also_over_a_restart(tmp_path: Path, kee
 
 
 def test_a_dump_is_made_when_due_or_forced_once_a_step(tmp_path: Path) -> None:
-    handler, tiny = make_handler(tmp_path, freq_steps=4, freq_epochs=1, max_ckpt_to_keep=None), Tiny()
+    handler, tiny = (
+        make_handler(tmp_path, freq_steps=4, freq_epochs=1, max_ckpt_to_keep=None),
+        Tiny(),
+    )
     handler.load(tiny.state)
     dumped = [step for step in range(12) if handler.dump(tiny.state, step_info(step))]
     assert dumped == [3, 5, 7, 11]  # steps 4, 8, 12 and the ends of epochs of six steps
@@ -145,16 +185,24 @@ def test_dump_insists_on_load_first_going_forward_and_an_open_handler(tmp_path: 
         handler.dump(tiny.state, step_info(4))
     handler.close()
     handler.close()
-    for call in (handler.load, lambda state: handler.dump(state, step_info(6)), lambda _: handler.wait()):
+    for call in (
+        handler.load,
+        lambda state: handler.dump(state, step_info(6)),
+        lambda _: handler.wait(),
+    ):
         with pytest.raises(ConfigError, match="closed"):
             call(tiny.state)
 
 
 @pytest.mark.parametrize("metric", ["text", "0.5", None, [1.0], torch.ones(2)])
-def test_a_metric_that_is_no_number_is_named_and_nothing_is_dumped(tmp_path: Path, metric: Any) -> None:
+def test_a_metric_that_is_no_number_is_named_and_nothing_is_dumped(
+    tmp_path: Path, metric: Any
+) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
     handler.load(tiny.state)
-    with pytest.raises(ConfigError, match=r"dump was given the metric 'reward' as .*; expected a number"):
+    with pytest.raises(
+        ConfigError, match=r"dump was given the metric 'reward' as .*; expected a number"
+    ):
         handler.dump(tiny.state, step_info(0), metrics={"reward": metric})
     assert names(tmp_path) == [] and hidden(tmp_path) == []
     scalar: Any = torch.tensor(0.5)
@@ -179,7 +227,9 @@ def test_registering_wants_a_free_name_and_a_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [{}, {"state": 1}, {"../x": 1}, {"": 1}])
-def test_engine_names_that_cannot_be_folders_are_refused(tmp_path: Path, names: dict[str, int]) -> None:
+def test_engine_names_that_cannot_be_folders_are_refused(
+    tmp_path: Path, names: dict[str, int]
+) -> None:
     with pytest.raises(ConfigError, match=r"no engine|engine name"):
         make_handler(tmp_path).load(dict.fromkeys(names, Tiny().state))
     with pytest.raises(ConfigError, match="int has neither 'engines' nor 'engine'"):
@@ -236,7 +286,9 @@ def test_a_bad_resume_path_is_an_error_that_changes_nothing(tmp_path: Path) -> N
     with pytest.raises(CheckpointNotFoundError, match=r"no generation at .*global_step_9"):
         make_handler(tmp_path, resume_path=str(root / "global_step_9")).load(Tiny().state)
     with pytest.raises(CheckpointCorruptError, match=r"manifest\.json is missing"):
-        make_handler(tmp_path, resume_path=str(root / "global_step_1" / "default")).load(Tiny().state)
+        make_handler(tmp_path, resume_path=str(root / "global_step_1" / "default")).load(
+            Tiny().state
+        )
     with pytest.raises(CheckpointMismatchError, match="shape"):
         make_handler(tmp_path, resume_path=str(root / "global_step_0")).load(Tiny(width=4).state)
     assert names(tmp_path) == ["global_step_0", "global_step_1"] and hidden(tmp_path) == []
@@ -252,28 +304,46 @@ def test_a_generation_of_another_job_is_refused_before_anything_changes(tmp_path
     tiny.step()
     handler.dump({"a": tiny.state, "b": Tiny().state}, step_info(0), loader)
 
-    def refused(engines: Any, error: type[Exception], message: str, data: Any = None, spec: Any = None) -> None:
+    def refused(
+        engines: Any, error: type[Exception], message: str, data: Any = None, spec: Any = None
+    ) -> None:
         other = RecoverHandler(make_handler(tmp_path).config, spec or SPEC)
-        before = {name: state.state_dict()["model"]["weight"].clone() for name, state in engines.items()}
+        before = {
+            name: state.state_dict()["model"]["weight"].clone() for name, state in engines.items()
+        }
         cursor, rng = (data.state_dict() if data else None), torch.get_rng_state()
         with pytest.raises(error, match=message):
             other.load(engines, data)
         for name, state in engines.items():
             assert torch.equal(before[name], state.state_dict()["model"]["weight"])
-        assert (data.state_dict() if data else None) == cursor and torch.equal(rng, torch.get_rng_state())
+        assert (data.state_dict() if data else None) == cursor and torch.equal(
+            rng, torch.get_rng_state()
+        )
 
     def fresh(width: int = 3) -> Any:
         return Tiny(width).state
 
     refused(
-        {"a": fresh(), "c": fresh()}, CheckpointMismatchError, r"holds engines \['a', 'b'\], this job has \['a', 'c"
+        {"a": fresh(), "c": fresh()},
+        CheckpointMismatchError,
+        r"holds engines \['a', 'b'\], this job has \['a', 'c",
     )
     own = ResumableDataLoader(list(range(24)), 4, seed=0)
-    refused({"a": fresh(), "b": fresh(4)}, CheckpointMismatchError, r"weight has shape \[2, 3\]", own)
+    refused(
+        {"a": fresh(), "b": fresh(4)}, CheckpointMismatchError, r"weight has shape \[2, 3\]", own
+    )
     other_data = ResumableDataLoader(list(range(1, 25)), 4, seed=0)
-    refused({"a": fresh(), "b": fresh()}, DatasetMismatchError, "saved for a dataset of", other_data)
+    refused(
+        {"a": fresh(), "b": fresh()}, DatasetMismatchError, "saved for a dataset of", other_data
+    )
     spec = FinetuneSpec(total_train_epochs=1, dataset_size=40, train_batch_size=4)
-    refused({"a": fresh(), "b": fresh()}, CheckpointMismatchError, "6 steps an epoch, this one has 10", own, spec)
+    refused(
+        {"a": fresh(), "b": fresh()},
+        CheckpointMismatchError,
+        "6 steps an epoch, this one has 10",
+        own,
+        spec,
+    )
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
     assert make_handler(tmp_path).load({"a": fresh(), "b": fresh()}, own)
 
@@ -285,21 +355,29 @@ def test_a_generation_without_a_dataloader_is_not_resumed_with_one(tmp_path: Pat
 
 
 def test_a_generation_with_a_dataloader_is_not_resumed_without_one(tmp_path: Path) -> None:
-    handler, tiny, loader = make_handler(tmp_path, freq_steps=1), Tiny(), ResumableDataLoader(range(24), 4, seed=0)
+    handler, tiny, loader = (
+        make_handler(tmp_path, freq_steps=1),
+        Tiny(),
+        ResumableDataLoader(range(24), 4, seed=0),
+    )
     handler.load(tiny.state, loader)
     handler.dump(tiny.state, step_info(0), loader)
     with pytest.raises(CheckpointMismatchError, match="pass that dataloader, or data starts over"):
         make_handler(tmp_path).load(tiny.state)
 
 
-def test_a_handler_that_would_never_snapshot_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handler_that_would_never_snapshot_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_handler(tmp_path, mode="off")
     assert caplog.text == ""
     make_handler(tmp_path)
     assert "only forced snapshots" in caplog.text
 
 
-def test_user_objects_come_and_go_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_user_objects_come_and_go_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     handler, tiny, meter = make_handler(tmp_path, freq_steps=1), Tiny(), Meter()
     handler.register("meter", meter)
     handler.register("old", Meter())
@@ -312,7 +390,10 @@ def test_user_objects_come_and_go_with_a_word(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         resumed.load(tiny.state)
     assert again.seen == [4, 5]
-    assert "no state for 'new'; it starts anew" in caplog.text and "state for 'old', which nothing" in caplog.text
+    assert (
+        "no state for 'new'; it starts anew" in caplog.text
+        and "state for 'old', which nothing" in caplog.text
+    )
 
 
 # Failing writes
@@ -344,7 +425,9 @@ def test_an_unsavable_user_object_fails_the_dump_and_leaves_nothing(
     handler.register("thing", thing)
     handler.load(tiny.state)
     thing.value = value
-    with pytest.raises(error, match="state of 'thing' cannot be saved" if error is ConfigError else None):
+    with pytest.raises(
+        error, match="state of 'thing' cannot be saved" if error is ConfigError else None
+    ):
         handler.dump(tiny.state, step_info(1))
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
     thing.value = 2

@@ -51,9 +51,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def _resume(rank: int, world_size: int, model: str, root: str, kind: str, engines: tuple[str, ...]) -> Any:
+def _resume(
+    rank: int, world_size: int, model: str, root: str, kind: str, engines: tuple[str, ...]
+) -> Any:
     seed_rng(100 + rank)
-    loader, job, handler = make_loader(kind, rank, world_size), Job(model, engines), make_handler(root)
+    loader, job, handler = (
+        make_loader(kind, rank, world_size),
+        Job(model, engines),
+        make_handler(root),
+    )
     handler.register("meter", job.meter)
     assert handler.load(job.engine, loader) is None
     batches = stream(loader)
@@ -62,7 +68,11 @@ def _resume(rank: int, world_size: int, model: str, root: str, kind: str, engine
     expected = [record for _, record in train_steps(job, batches, 4, 6)]  # into the next epoch
 
     seed_rng(rank)
-    loader, job, handler = make_loader(kind, rank, world_size), Job(model, engines), make_handler(root)
+    loader, job, handler = (
+        make_loader(kind, rank, world_size),
+        Job(model, engines),
+        make_handler(root),
+    )
     handler.register("meter", job.meter)
     info = handler.load(job.engine, loader)
     assert info is not None and info.last_step_info.next() == step_info(4)
@@ -70,7 +80,9 @@ def _resume(rank: int, world_size: int, model: str, root: str, kind: str, engine
     resumed = [record for _, record in train_steps(job, stream(loader), 4, 6)]
     for step, (one, other) in enumerate(zip(expected, resumed, strict=True), start=4):
         assert one == other, f"step {step}"
-    assert not handler.dump(job.engine, step_info(9), loader) and handler.dump(job.engine, step_info(9), force=True)
+    assert not handler.dump(job.engine, step_info(9), loader) and handler.dump(
+        job.engine, step_info(9), force=True
+    )
     return resumed
 
 
@@ -83,10 +95,15 @@ def test_a_resumed_run_repeats_every_number_of_one_that_went_on(
     kind: str, engines: tuple[str, ...], model: str, tmp_path: Path
 ) -> None:
     first, second = run_ranks(_resume, 2, model, str(tmp_path), kind, engines)
-    assert all(a["draws"] != b["draws"] and a["ids"] != b["ids"] for a, b in zip(first, second, strict=True))
+    assert all(
+        a["draws"] != b["draws"] and a["ids"] != b["ids"]
+        for a, b in zip(first, second, strict=True)
+    )
     assert len({record["digest"] for record in first}) == 6
     folder = newest(tmp_path).with_name("global_step_3")
-    assert len(torch.load(folder / "data.pt", weights_only=True)["states"]) == (1 if kind == "own" else 2)
+    assert len(torch.load(folder / "data.pt", weights_only=True)["states"]) == (
+        1 if kind == "own" else 2
+    )
     of_ranks = [name for name in sorted(os.listdir(folder / "state")) if name.startswith("rank_")]
     assert of_ranks == ["rank_00000.pt", "rank_00001.pt"]
     for name in engines:
@@ -102,7 +119,10 @@ def test_a_resumed_run_repeats_every_number_of_one_that_went_on(
 def _load_whole(rank: int, world_size: int, model: str, folder: str) -> dict[str, torch.Tensor]:
     engine = make_engine(model)
     engine.load(SaveLoadMeta(folder, "dcp", with_optim=True))
-    return {name: param.full_tensor().detach().clone() for name, param in engine.model.named_parameters()}  # type: ignore[attr-defined]
+    return {
+        name: param.full_tensor().detach().clone()
+        for name, param in engine.model.named_parameters()
+    }  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -123,7 +143,9 @@ def _fail(rank: int, world_size: int, model: str, root: str) -> None:
     handler.load(job.engine, loader)
     batches = stream(loader)
 
-    def dump_fails(step: int, own: type[HoldfastError], others: type[HoldfastError], culprit: int) -> None:
+    def dump_fails(
+        step: int, own: type[HoldfastError], others: type[HoldfastError], culprit: int
+    ) -> None:
         kept = names(Path(root))
         with pytest.raises(own if rank == culprit else others):
             handler.dump(job.engine, step_info(step), loader, force=True)
@@ -149,10 +171,14 @@ def _fail(rank: int, world_size: int, model: str, root: str) -> None:
     other = ResumableDataLoader(data, 4, seed=3, rank=rank, world_size=world_size)
     with pytest.raises(DatasetMismatchError if rank == 1 else PeerError):
         make_handler(root).load(job.engine, other)
-    with pytest.raises(CheckpointMismatchError, match=r"holds engines \['default'\], this job has \['actor'\]"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"holds engines \['default'\], this job has \['actor'\]"
+    ):
         make_handler(root).load({"actor": job.engine})
     assert job.snapshot()["digest"] == changed
-    assert make_handler(root).load(job.engine, loader) and job.snapshot()["digest"] == saved["digest"]
+    assert (
+        make_handler(root).load(job.engine, loader) and job.snapshot()["digest"] == saved["digest"]
+    )
 
 
 def test_a_failure_on_one_rank_fails_that_dump_on_all_ranks(model: str, tmp_path: Path) -> None:
@@ -160,7 +186,9 @@ def test_a_failure_on_one_rank_fails_that_dump_on_all_ranks(model: str, tmp_path
 
 
 def _reference_model(rank: int, world_size: int, model: str, root: str) -> None:
-    """An actor, and a reference model without an optimizer whose weights and version are restored too."""
+    """An actor, and a reference model without an optimizer whose weights and version are restored
+    too.
+    """
 
     def make_pair() -> dict[str, Any]:
         return {"actor": make_engine(model), "ref": make_engine(model, optimizer=None)}
@@ -175,8 +203,12 @@ def _reference_model(rank: int, world_size: int, model: str, root: str) -> None:
     handler.dump(pair, step_info(0))
     fresh = make_pair()
     info = make_handler(root).load(fresh)
-    assert info and info.weight_versions == {"actor": 0, "ref": 5} and fresh["ref"].get_version() == 5
-    for one, other in zip(pair["ref"].model.parameters(), fresh["ref"].model.parameters(), strict=True):
+    assert (
+        info and info.weight_versions == {"actor": 0, "ref": 5} and fresh["ref"].get_version() == 5
+    )
+    for one, other in zip(
+        pair["ref"].model.parameters(), fresh["ref"].model.parameters(), strict=True
+    ):
         assert torch.equal(one.to_local(), other.to_local())
     pair["ref"] = make_engine(model, optimizer=OptimizerConfig())
     with pytest.raises(CheckpointMismatchError, match="holds a model only, no optimizer state"):
@@ -196,12 +228,16 @@ def _per_rank_data(rank: int, world_size: int, model: str, root: str) -> None:
         next(stream(loader))
         handler.dump(job.engine, step_info(0), loader)
     else:
-        with pytest.raises(CheckpointMismatchError, match="states of 2 ranks with different data, now there are 1"):
+        with pytest.raises(
+            CheckpointMismatchError, match="states of 2 ranks with different data, now there are 1"
+        ):
             handler.load(job.engine, loader)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_cursors_that_differ_by_rank_do_not_move_to_another_world_size(model: str, tmp_path: Path) -> None:
+def test_cursors_that_differ_by_rank_do_not_move_to_another_world_size(
+    model: str, tmp_path: Path
+) -> None:
     run_ranks(_per_rank_data, 2, model, str(tmp_path))
     run_ranks(_per_rank_data, 1, model, str(tmp_path))
 

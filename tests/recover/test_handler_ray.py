@@ -1,4 +1,6 @@
-"""The handler in a Ray driver: the ranks are actors, and the driver has generators, a dataloader and objects too."""
+"""The handler in a Ray driver: the ranks are actors, and the driver has generators, a dataloader
+and objects too.
+"""
 
 import os
 import signal
@@ -74,9 +76,13 @@ def placement(local_ray: None) -> Iterator[Placement]:
 class Driver:
     """The driver's part of a run."""
 
-    def __init__(self, model: str, placement: Placement, root: Path, seed: int, backend: str = "fsdp:d2") -> None:
+    def __init__(
+        self, model: str, placement: Placement, root: Path, seed: int, backend: str = "fsdp:d2"
+    ) -> None:
         args = model, seed, backend
-        self.group = WorkerGroup(Trainer, args=args, world_size=2, placement=placement, name="trainer")
+        self.group = WorkerGroup(
+            Trainer, args=args, world_size=2, placement=placement, name="trainer"
+        )
         self._shares_data = backend != "fsdp:d2"
         seed_rng(seed)
         self.loader, self.progress = make_loader("own", 0, 1), Meter()
@@ -111,12 +117,20 @@ def _draw_in_rank(worker: Trainer) -> None:
 def _go_on_under_torchrun(rank: int, world_size: int, model: str, root: str, first: int) -> Any:
     """Resume a run that a driver wrote, and write a generation that a driver can resume."""
     seed_rng(50 + rank)
-    loader, job, progress, handler = make_loader("own", rank, 2), LogprobJob(model), Meter(), make_handler(root)
+    loader, job, progress, handler = (
+        make_loader("own", rank, 2),
+        LogprobJob(model),
+        Meter(),
+        make_handler(root),
+    )
     handler.register("meter", job.meter)
     handler.register("progress", progress)
     info = handler.load(job.engine, loader)
     assert info is not None and info.last_step_info.next() == step_info(first)
-    seen, records = list(progress.seen), [record for _, record in train_steps(job, stream(loader), first, 2)]
+    seen, records = (
+        list(progress.seen),
+        [record for _, record in train_steps(job, stream(loader), first, 2)],
+    )
     progress.seen = [rank]
     assert handler.dump(job.engine, step_info(first + 1), loader, force=True)
     assert not (newest(root) / "state" / "driver.pt").exists()
@@ -134,7 +148,11 @@ def test_a_killed_group_goes_on_bit_for_bit_under_torchrun_and_back(
     seen = list(driver.progress.seen)
     expected = driver.train(4)
     driver.die()
-    assert sorted(os.listdir(newest(tmp_path) / "state")) == ["driver.pt", "rank_00000.pt", "rank_00001.pt"]
+    assert sorted(os.listdir(newest(tmp_path) / "state")) == [
+        "driver.pt",
+        "rank_00000.pt",
+        "rank_00001.pt",
+    ]
 
     resumed = Driver(model, placement, tmp_path, seed=8)
     assert resumed.info and resumed.info.last_step_info.next() == step_info(4)
@@ -174,14 +192,19 @@ def test_a_killed_group_goes_on_bit_for_bit_on_a_mesh_and_then_on_another(
     seen = list(resumed.progress.seen)
     resumed.die()
     other = Driver(model, placement, tmp_path, 9, "fsdp:d2")
-    assert other.group.call_all("snapshot")[0]["digest"] == first["digest"] and other.progress.seen == seen
+    assert (
+        other.group.call_all("snapshot")[0]["digest"] == first["digest"]
+        and other.progress.seen == seen
+    )
     (mine, new), _, _ = other.train(1)[0]
     assert len({*mine["ids"], *new["ids"]}) == 4 and mine["draws"] != new["draws"]
     other.die()
 
 
 @pytest.mark.slow
-def test_the_failure_or_death_of_a_rank_leaves_no_generation(model: str, placement: Placement, tmp_path: Path) -> None:
+def test_the_failure_or_death_of_a_rank_leaves_no_generation(
+    model: str, placement: Placement, tmp_path: Path
+) -> None:
     driver = Driver(model, placement, tmp_path, seed=1)
     assert driver.dump(0)
     driver.group.call_all("break_meter", 1, True)

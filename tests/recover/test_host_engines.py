@@ -1,4 +1,6 @@
-"""Trainers of other libraries: the objects they pass instead of an engine, and how they count steps."""
+"""Trainers of other libraries: the objects they pass instead of an engine, and how they count
+steps.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,11 +31,15 @@ def as_tuple(tiny: Tiny) -> Any:
 
 def as_trainer(tiny: Tiny) -> Any:
     """A trainer with the names used by transformers' Trainer and AReaL's engines."""
-    return SimpleNamespace(model=tiny.model, optimizer=tiny.optimizer, lr_scheduler=tiny.scheduler, cpu_group=None)
+    return SimpleNamespace(
+        model=tiny.model, optimizer=tiny.optimizer, lr_scheduler=tiny.scheduler, cpu_group=None
+    )
 
 
 @pytest.mark.parametrize("shown", [as_tuple, as_trainer, lambda tiny: {"actor": as_tuple(tiny)}])
-def test_a_model_with_its_optimizer_and_schedule_resumes_exactly_by_step_numbers(shown: Any, tmp_path: Path) -> None:
+def test_a_model_with_its_optimizer_and_schedule_resumes_exactly_by_step_numbers(
+    shown: Any, tmp_path: Path
+) -> None:
     untouched, tiny, handler = Tiny(), Tiny(), make_handler(tmp_path, freq_steps=1)
     torch.manual_seed(1)
     expected = [untouched.step() for _ in range(5)]
@@ -51,20 +57,33 @@ def test_a_model_with_its_optimizer_and_schedule_resumes_exactly_by_step_numbers
     handler.close()
 
 
-@pytest.mark.parametrize("thing", [nn.Linear(2, 2), (1, 2), (), "model", SimpleNamespace(model=nn.Linear(2, 2))])
-def test_an_object_without_model_and_optimizer_is_refused_with_its_type(thing: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"{type(thing).__name__} has neither 'engines' nor 'engine', nor 'model'"):
+@pytest.mark.parametrize(
+    "thing", [nn.Linear(2, 2), (1, 2), (), "model", SimpleNamespace(model=nn.Linear(2, 2))]
+)
+def test_an_object_without_model_and_optimizer_is_refused_with_its_type(
+    thing: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=rf"{type(thing).__name__} has neither 'engines' nor 'engine', nor 'model'",
+    ):
         make_handler(tmp_path, freq_steps=1).load(thing)
-    with pytest.raises(ConfigError, match=r"cannot be snapshotted; expected an engine, a DCPState, a tuple \(model"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be snapshotted; expected an engine, a DCPState, a tuple \(model"
+    ):
         make_handler(tmp_path / "named", freq_steps=1).load({"actor": thing})
 
 
-def test_a_changed_number_of_steps_an_epoch_is_resumed_only_where_the_host_allows_it(tmp_path: Path) -> None:
+def test_a_changed_number_of_steps_an_epoch_is_resumed_only_where_the_host_allows_it(
+    tmp_path: Path,
+) -> None:
     tiny, handler = Tiny(), make_handler(tmp_path, freq_steps=1)
     handler.load(tiny.state)
     handler.dump(tiny.state, 4)
     handler.close()
-    config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(tmp_path), freq_steps=1)
+    config = RecoverConfig(
+        experiment_name="e", trial_name="t", fileroot=str(tmp_path), freq_steps=1
+    )
     longer = FinetuneSpec(total_train_epochs=3, dataset_size=40, train_batch_size=4)
     with pytest.raises(CheckpointMismatchError, match="6 steps an epoch, this one has 10"):
         RecoverHandler(config, longer).load(Tiny().state)
@@ -87,7 +106,9 @@ def test_a_step_is_known_by_its_number_alone() -> None:
             StepInfo.at(step, per_epoch)
 
 
-def test_a_gradient_scaler_and_an_average_of_the_weights_are_in_the_same_generation(tmp_path: Path) -> None:
+def test_a_gradient_scaler_and_an_average_of_the_weights_are_in_the_same_generation(
+    tmp_path: Path,
+) -> None:
     def parts() -> tuple[Tiny, Any, Any]:
         tiny = Tiny()
         average = torch.optim.swa_utils.AveragedModel(
@@ -161,7 +182,9 @@ def test_a_run_moves_between_ddp_fsdp2_and_one_process(tmp_path: Path) -> None:
         assert digest({"": DCPState(model, optimizer)}) == expected
 
 
-def test_a_folder_is_replaced_only_on_request_and_only_by_a_complete_one(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_folder_is_replaced_only_on_request_and_only_by_a_complete_one(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     tiny, path = Tiny(), tmp_path / "step_1"
     save_dcp(path, tiny.state)
     first = tiny.digest()
@@ -194,7 +217,9 @@ def test_a_folder_put_aside_by_a_killed_replacement_comes_back_with_the_next_one
     assert _loaded(path) == first
     path.rename(tmp_path / ".replaced-step_1")
     save_dcp(path, tiny.state, replace=True)
-    assert _loaded(path) == tiny.digest() and [entry.name for entry in tmp_path.iterdir()] == ["step_1"]
+    assert _loaded(path) == tiny.digest() and [entry.name for entry in tmp_path.iterdir()] == [
+        "step_1"
+    ]
 
 
 def _refuse(*_: Any) -> Any:

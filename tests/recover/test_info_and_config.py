@@ -62,7 +62,8 @@ def test_a_value_of_another_type_is_found_when_the_info_is_read(
 ) -> None:
     (tmp_path / INFO_NAME).write_text(json.dumps(json.loads(INFO.to_json()) | {field: value}))
     with pytest.raises(
-        CheckpointMismatchError, match=rf"recover_info\.json: info.*{found}.*another version of Holdfast"
+        CheckpointMismatchError,
+        match=rf"recover_info\.json: info.*{found}.*another version of Holdfast",
     ):
         RecoverInfo.read(tmp_path)
 
@@ -74,15 +75,21 @@ def test_a_value_of_another_type_is_found_when_the_info_is_read(
         ("save_s", 10**400, "int too large to convert to float"),
     ],
 )
-def test_an_info_with_a_part_missing_is_corrupt(tmp_path: Path, field: str, value: Any, found: str) -> None:
+def test_an_info_with_a_part_missing_is_corrupt(
+    tmp_path: Path, field: str, value: Any, found: str
+) -> None:
     (tmp_path / INFO_NAME).write_text(json.dumps(json.loads(INFO.to_json()) | {field: value}))
-    with pytest.raises(CheckpointCorruptError, match=rf"recover_info\.json cannot be read: .*{found}"):
+    with pytest.raises(
+        CheckpointCorruptError, match=rf"recover_info\.json cannot be read: .*{found}"
+    ):
         RecoverInfo.read(tmp_path)
 
 
 def test_an_info_that_could_not_be_read_back_is_not_written() -> None:
     for version in ("v9", None, 9.5, object()):
-        with pytest.raises(ConfigError, match=r"step 8 .*(expected int|not JSON serializable).*get_version"):
+        with pytest.raises(
+            ConfigError, match=r"step 8 .*(expected int|not JSON serializable).*get_version"
+        ):
             replace(INFO, weight_versions={"actor": version}).to_json()
 
 
@@ -98,18 +105,33 @@ def test_whole_steps_are_ints_whatever_they_were_computed_with(tmp_path: Path) -
 
 
 def test_additions_of_newer_versions_are_ignored_and_numbers_may_be_whole(tmp_path: Path) -> None:
-    facts = {"optimizer_steps": None, "lr": 1, "schedule_step": 2, "fingerprints": {}, "moved": False, "more": [1]}
-    content = json.loads(INFO.to_json()) | {"engines": {"actor": facts}, "save_s": 2, "later": {"x": 1}}
+    facts = {
+        "optimizer_steps": None,
+        "lr": 1,
+        "schedule_step": 2,
+        "fingerprints": {},
+        "moved": False,
+        "more": [1],
+    }
+    content = json.loads(INFO.to_json()) | {
+        "engines": {"actor": facts},
+        "save_s": 2,
+        "later": {"x": 1},
+    }
     content["last_step_info"]["later"] = 1
     (tmp_path / INFO_NAME).write_text(json.dumps(content))
     found = RecoverInfo.read(tmp_path)
-    assert found == replace(INFO, engines={"actor": EngineFacts(None, 1.0, 2, {}, False)}, save_s=2.0)
+    assert found == replace(
+        INFO, engines={"actor": EngineFacts(None, 1.0, 2, {}, False)}, save_s=2.0
+    )
     assert type(found.engines["actor"].lr) is type(found.save_s) is float
 
 
 def test_rates_that_are_not_finite_survive_the_file(tmp_path: Path) -> None:
     for lr in (float("nan"), float("inf"), -float("inf")):
-        (tmp_path / INFO_NAME).write_bytes(replace(INFO, engines={"a": EngineFacts(1, lr, None, {}, True)}).to_json())
+        (tmp_path / INFO_NAME).write_bytes(
+            replace(INFO, engines={"a": EngineFacts(1, lr, None, {}, True)}).to_json()
+        )
         assert repr(RecoverInfo.read(tmp_path).engines["a"].lr) == repr(lr)
 
 
@@ -128,14 +150,25 @@ def test_a_path_that_leaves_no_room_for_the_names_of_files_is_refused(key: str) 
 
 def test_paths_follow_experiment_and_trial() -> None:
     config = RecoverConfig(experiment_name="gsm8k", trial_name="a", fileroot="/data")
-    assert config.trial_root == Path("/data/gsm8k/a") and config.recover_root == Path("/data/gsm8k/a/recover")
+    assert config.trial_root == Path("/data/gsm8k/a") and config.recover_root == Path(
+        "/data/gsm8k/a/recover"
+    )
 
 
 @pytest.mark.parametrize(
     ("word", "mode"),
-    [("auto", "auto"), ("must", "must"), ("off", "off"), ("on", "auto"), ("disabled", "off"), ("'off'", "off")],
+    [
+        ("auto", "auto"),
+        ("must", "must"),
+        ("off", "off"),
+        ("on", "auto"),
+        ("disabled", "off"),
+        ("'off'", "off"),
+    ],
 )
-def test_every_mode_is_understood_in_yaml_in_an_override_and_in_python(tmp_path: Path, word: str, mode: str) -> None:
+def test_every_mode_is_understood_in_yaml_in_an_override_and_in_python(
+    tmp_path: Path, word: str, mode: str
+) -> None:
     (tmp_path / "c.yaml").write_text(f"mode: {word}\n")
     assert load_config(RecoverConfig, tmp_path / "c.yaml").mode == mode
     assert load_config(RecoverConfig, overrides=[f"mode={word}"]).mode == mode
@@ -152,7 +185,9 @@ def test_a_bad_value_names_its_key(field: str, value: Any) -> None:
         RecoverConfig(**{field: value})
 
 
-@pytest.mark.parametrize(("field", "advice"), [("fileroot", "set recover.mirror_url"), ("resume_path", "fetch it")])
+@pytest.mark.parametrize(
+    ("field", "advice"), [("fileroot", "set recover.mirror_url"), ("resume_path", "fetch it")]
+)
 def test_a_url_never_becomes_a_local_folder(field: str, advice: str) -> None:
     expected = rf"config key 'recover\.{field}' is memory:///shared/runs; .* needs a folder of this machine: .*{advice}"
     remote, local = ({field: f"{protocol}:///shared/runs"} for protocol in ("memory", "file"))

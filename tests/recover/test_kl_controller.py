@@ -51,7 +51,9 @@ def make_batch(step: int, rank: int) -> Batch:
     }
 
 
-def _train(rank: int, world_size: int, path: str, root: str, kl_target: float | None, kill: str) -> Any:
+def _train(
+    rank: int, world_size: int, path: str, root: str, kl_target: float | None, kill: str
+) -> Any:
     actor = make_actor(path, kl_target)
     engine: Any = actor.engine
     handler = make_handler(root, freq_steps=1)
@@ -73,7 +75,11 @@ def _train(rank: int, world_size: int, path: str, root: str, kl_target: float | 
         place("after the snapshot", step)
     handler.wait()
     handler.close()
-    found = {"used": used, "value": actor.kl_ctl.value, "digest": digest({"actor": engine.dcp_state()})}
+    found = {
+        "used": used,
+        "value": actor.kl_ctl.value,
+        "digest": digest({"actor": engine.dcp_state()}),
+    }
     engine.destroy()
     return found
 
@@ -99,7 +105,10 @@ def test_a_run_that_was_killed_ends_with_the_coefficient_and_the_weights_of_one_
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(_train, 2, model_path, str(tmp_path / "killed"), 0.02, kill, timeout_s=20)
     resumed, _ = run_ranks(_train, 2, model_path, str(tmp_path / "killed"), 0.02, kill)
-    assert 0 < len(resumed["used"]) < STEPS and resumed["used"] == untouched["used"][-len(resumed["used"]) :]
+    assert (
+        0 < len(resumed["used"]) < STEPS
+        and resumed["used"] == untouched["used"][-len(resumed["used"]) :]
+    )
     assert (resumed["value"], resumed["digest"]) == (untouched["value"], untouched["digest"])
 
 
@@ -117,9 +126,13 @@ def test_a_generation_without_a_controller_is_loaded_by_a_run_with_one_and_the_o
     ]
 
 
-def _load(rank: int, world_size: int, path: str, root: str, kl_target: float | None) -> tuple[float, list[str]]:
+def _load(
+    rank: int, world_size: int, path: str, root: str, kl_target: float | None
+) -> tuple[float, list[str]]:
     warned: list[str] = []
-    get_logger("holdfast.engine.training.counters").addFilter(lambda record: warned.append(record.getMessage()) or True)
+    get_logger("holdfast.engine.training.counters").addFilter(
+        lambda record: warned.append(record.getMessage()) or True
+    )
     actor = make_actor(path, kl_target)
     assert make_handler(root, freq_steps=1).load(actor.engine) is not None
     actor.engine.destroy()  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""What a dump accepts, a load of the same job takes: also if parameters are frozen or set free during the run."""
+"""What a dump accepts, a load of the same job takes: also if parameters are frozen or set free
+during the run.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -54,9 +56,13 @@ class Job:
 
 
 class Case(NamedTuple):
-    """When the first layer is frozen: before `CHANGE` or since, and at the top of the script of each life."""
+    """When the first layer is frozen: before `CHANGE` or since, and at the top of the script of
+    each life.
+    """
 
-    free_first: bool  # whether the layer is trained before `CHANGE`. Afterwards it is the other way round
+    free_first: (
+        bool  # whether the layer is trained before `CHANGE`. Afterwards it is the other way round
+    )
     stop: int  # the first step of the second life
     frozen_at_top: bool  # of the second life
 
@@ -69,7 +75,9 @@ CASES = {
 
 
 def stop_and_resume(root: Path, optimizer: str, case: Case, sharded: bool = False) -> None:
-    whole, first, second = (Job(optimizer, frozen, sharded) for frozen in (False, False, case.frozen_at_top))
+    whole, first, second = (
+        Job(optimizer, frozen, sharded) for frozen in (False, False, case.frozen_at_top)
+    )
     free = [case.free_first == (step < CHANGE) for step in range(STEPS)]
     for step in range(STEPS):
         whole.train(step, free[step])
@@ -100,12 +108,16 @@ def _stop_and_resume_sharded(rank: int, world_size: int, root: str) -> None:
         stop_and_resume(Path(root, name), "AdamW", case, sharded=True)
 
 
-def test_a_sharded_layer_may_be_frozen_or_trained_before_the_load_of_a_restart(tmp_path: Path) -> None:
+def test_a_sharded_layer_may_be_frozen_or_trained_before_the_load_of_a_restart(
+    tmp_path: Path,
+) -> None:
     run_ranks(_stop_and_resume_sharded, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_load_of_an_older_step_takes_state_back_from_parameters_that_had_none(optimizer: str, tmp_path: Path) -> None:
+def test_a_load_of_an_older_step_takes_state_back_from_parameters_that_had_none(
+    optimizer: str, tmp_path: Path
+) -> None:
     job, whole = Job(optimizer, False, False), Job(optimizer, False, False)
     state = DCPState(*job.engine)
     job.train(0, False)
@@ -126,16 +138,23 @@ def test_a_parameter_that_another_optimizer_left_out_is_refused(tmp_path: Path) 
     saved = torch.optim.AdamW(job.model[1].parameters(), lr=0.1)
     save_dcp(tmp_path / "c", DCPState(job.model, saved))
     job.model.requires_grad_(True)
-    with pytest.raises(CheckpointMismatchError, match=r"lacks optimizer state of 0\.bias \(2 such\), because the opt"):
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"lacks optimizer state of 0\.bias \(2 such\), because the opt",
+    ):
         load_dcp(tmp_path / "c", DCPState(*job.engine))
 
 
-def test_state_of_a_parameter_that_the_optimizer_does_not_have_is_refused_with_advice(tmp_path: Path) -> None:
+def test_state_of_a_parameter_that_the_optimizer_does_not_have_is_refused_with_advice(
+    tmp_path: Path,
+) -> None:
     job = Job("AdamW", False, False)
     job.train(0, True)
     save_dcp(tmp_path / "c", DCPState(*job.engine))
     fewer = torch.optim.AdamW(job.model[1].parameters(), lr=0.1)
-    with pytest.raises(CheckpointMismatchError, match="give the optimizer all parameters that it had in the saved"):
+    with pytest.raises(
+        CheckpointMismatchError, match="give the optimizer all parameters that it had in the saved"
+    ):
         load_dcp(tmp_path / "c", DCPState(job.model, fewer))
 
 
@@ -155,13 +174,16 @@ class Dotted(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("first", [1, 3])
-def test_state_that_no_load_would_take_ends_the_run_at_the_dump_that_meets_it(first: int, tmp_path: Path) -> None:
+def test_state_that_no_load_would_take_ends_the_run_at_the_dump_that_meets_it(
+    first: int, tmp_path: Path
+) -> None:
     model = nn.Linear(3, 2)
     optimizer = Dotted(model.parameters(), lr=0.1)
     optimizer.first = first
     handler = make_handler(tmp_path, freq_steps=1)
     told = pytest.raises(
-        ConfigError, match=r"Linear and Dotted is not saved, because the same job could not load it ag"
+        ConfigError,
+        match=r"Linear and Dotted is not saved, because the same job could not load it ag",
     )
     with told, handler:
         handler.load((model, optimizer))
@@ -180,8 +202,14 @@ class Listed(torch.optim.lr_scheduler.StepLR):
 
 
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_schedule_that_no_load_would_take_ends_the_run_at_its_load(async_save: bool, tmp_path: Path) -> None:
+def test_a_schedule_that_no_load_would_take_ends_the_run_at_its_load(
+    async_save: bool, tmp_path: Path
+) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ConfigError, match="could not load it again: scheduler in the checkpoint is a list"):
-        make_handler(tmp_path, freq_steps=1, async_save=async_save).load((model, optimizer, Listed(optimizer, 2)))
+    with pytest.raises(
+        ConfigError, match="could not load it again: scheduler in the checkpoint is a list"
+    ):
+        make_handler(tmp_path, freq_steps=1, async_save=async_save).load(
+            (model, optimizer, Listed(optimizer, 2))
+        )

@@ -1,4 +1,6 @@
-"""Trouble without damage: ranks that see other folders, folders that move, full disks, unusual states."""
+"""Trouble without damage: ranks that see other folders, folders that move, full disks, unusual
+states.
+"""
 
 import fcntl
 import logging
@@ -24,7 +26,12 @@ from holdfast.recover.info import rank_state_name
 from holdfast.recover.resuming.check import check_bytes
 from holdfast.recover.resuming.restore import ProcessState
 from holdfast.recover.saving.snapshot import capture_process, write_process
-from holdfast.utils.errors import CheckpointCorruptError, CheckpointNotFoundError, ConfigError, PeerError
+from holdfast.utils.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigError,
+    PeerError,
+)
 from holdfast.utils.manifest import read_manifest
 from holdfast.utils.plain_values import pack_plain
 from holdfast.utils.rng import capture_rng
@@ -40,7 +47,9 @@ def test_a_rank_that_misses_a_file_stops_without_setting_anything_aside(tmp_path
     files = read_manifest(newest(tmp_path))["files"]
     target = RankEngines({"default": Tiny().state})
     assert check_bytes(target, str(newest(tmp_path)), files) is None
-    with pytest.raises(CheckpointNotFoundError, match=r"rank 0 does not see .*which the leader sees"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"rank 0 does not see .*which the leader sees"
+    ):
         check_bytes(target, str(tmp_path / "not mounted here"), files)
 
 
@@ -58,14 +67,19 @@ def _with_a_relative_fileroot(rank: int, world_size: int, root: str) -> list[int
 
 def test_a_relative_fileroot_is_relative_to_the_leaders_folder(tmp_path: Path) -> None:
     assert run_ranks(_with_a_relative_fileroot, 2, str(tmp_path)) == [[-1, 0], [-1, 0]]
-    assert names(tmp_path / "runs") == ["global_step_0", "global_step_1"] and hidden(tmp_path / "runs") == []
+    assert (
+        names(tmp_path / "runs") == ["global_step_0", "global_step_1"]
+        and hidden(tmp_path / "runs") == []
+    )
 
 
 def _with_folders_of_their_own(rank: int, world_size: int, root: str) -> str:
     own = Path(root) / str(rank)
     (own / "runs" / "e" / "t").mkdir(parents=True)
     os.chdir(own)
-    handler = make_handler("/proc/self/cwd/runs", freq_steps=1)  # one path that is another folder for each process
+    handler = make_handler(
+        "/proc/self/cwd/runs", freq_steps=1
+    )  # one path that is another folder for each process
     with pytest.raises(ConfigError) as refusal:
         handler.load(Tiny().state)
     handler.close()
@@ -91,22 +105,32 @@ def test_a_run_that_went_back_and_moved_does_not_go_back_again(tmp_path: Path) -
     assert info and info.last_step_info.global_step == 3
 
 
-def test_a_folder_whose_generations_were_removed_does_not_start_over_by_itself(tmp_path: Path) -> None:
+def test_a_folder_whose_generations_were_removed_does_not_start_over_by_itself(
+    tmp_path: Path,
+) -> None:
     run_until(tmp_path, 2)
     for name in names(tmp_path):
         shutil.rmtree(tmp_path / "e" / "t" / "recover" / name)
-    with pytest.raises(CheckpointCorruptError, match="says that generations were committed here, but there is none"):
+    with pytest.raises(
+        CheckpointCorruptError, match="says that generations were committed here, but there is none"
+    ):
         make_handler(tmp_path).load(Tiny().state)
     (tmp_path / "e" / "t" / "recover" / "latest_checkpointed_iteration.txt").unlink()
     assert make_handler(tmp_path).load(Tiny().state) is None
 
 
 def test_a_run_that_would_repeat_a_step_not_resumed_is_stopped(tmp_path: Path) -> None:
-    first, second, tiny = make_handler(tmp_path, freq_steps=1), make_handler(tmp_path, freq_steps=1), Tiny()
+    first, second, tiny = (
+        make_handler(tmp_path, freq_steps=1),
+        make_handler(tmp_path, freq_steps=1),
+        Tiny(),
+    )
     first.load(tiny.state)
     second.load(tiny.state)
     assert first.dump(tiny.state, step_info(0))
-    with pytest.raises(ConfigError, match=r"step 0 is to be snapshotted, but .* holds step 0: the job went back"):
+    with pytest.raises(
+        ConfigError, match=r"step 0 is to be snapshotted, but .* holds step 0: the job went back"
+    ):
         second.dump(tiny.state, step_info(0))
 
 
@@ -138,7 +162,9 @@ def test_a_buffer_that_differs_is_saved_from_the_first_rank(tmp_path: Path) -> N
 def test_a_chain_of_schedulers_is_no_reason_to_fail(tmp_path: Path) -> None:
     tiny = Tiny()
     schedulers = [torch.optim.lr_scheduler.ConstantLR(tiny.optimizer), tiny.scheduler]
-    state = DCPState(tiny.model, tiny.optimizer, torch.optim.lr_scheduler.ChainedScheduler(schedulers))
+    state = DCPState(
+        tiny.model, tiny.optimizer, torch.optim.lr_scheduler.ChainedScheduler(schedulers)
+    )
     handler = make_handler(tmp_path, freq_steps=1)
     handler.load(state)
     assert handler.dump(state, step_info(0))
@@ -150,7 +176,10 @@ def test_an_accumulator_that_gradients_are_too_small_for_is_no_stale_snapshot(
 ) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.1)
-    state, handler = DCPState(model, optimizer), make_handler(tmp_path, freq_steps=1, save_failures_allowed=0)
+    state, handler = (
+        DCPState(model, optimizer),
+        make_handler(tmp_path, freq_steps=1, save_failures_allowed=0),
+    )
     handler.load(state)
     for step in range(3):
         for param in model.parameters():
@@ -198,7 +227,9 @@ def _wait_for_the_lock(rank: int, world_size: int, root: str) -> float:
 @pytest.mark.slow
 def test_ranks_wait_for_a_slow_decision_for_longer_than_their_group_would(tmp_path: Path) -> None:
     lock = tmp_path / "e" / "t" / "recover.lock"
-    holder = subprocess.Popen([sys.executable, "-c", _HOLD_THE_LOCK, str(lock)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD_THE_LOCK, str(lock)], stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     assert min(run_ranks(_wait_for_the_lock, 2, str(tmp_path))) > 0
     holder.wait(timeout=stretched(20))
@@ -225,14 +256,22 @@ def test_a_dataloader_on_some_ranks_only_is_an_error_on_all(tmp_path: Path) -> N
 def test_an_error_that_ends_the_block_does_not_wait_for_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.recover.storage.mirror.Mirror._copy", lambda self, generation: time.sleep(30) or 0)
-    handler, started = make_handler(tmp_path, freq_steps=1, mirror_url=f"file://{tmp_path}/mirror"), time.monotonic()
+    monkeypatch.setattr(
+        "holdfast.recover.storage.mirror.Mirror._copy", lambda self, generation: time.sleep(30) or 0
+    )
+    handler, started = (
+        make_handler(tmp_path, freq_steps=1, mirror_url=f"file://{tmp_path}/mirror"),
+        time.monotonic(),
+    )
     with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError), handler:
         tiny = Tiny()
         handler.load(tiny.state)
         handler.dump(tiny.state, step_info(0))
         raise ZeroDivisionError
-    assert time.monotonic() - started < 20 and "gave up after 0.0 s on copying step(s) [0]" in caplog.text
+    assert (
+        time.monotonic() - started < 20
+        and "gave up after 0.0 s on copying step(s) [0]" in caplog.text
+    )
 
 
 @pytest.mark.slow
@@ -245,5 +284,7 @@ from holdfast.recover.engines import RankEngines
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 LocalRanks(RankEngines({"it": object()})).decide_slowly(lambda: time.sleep(60))
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=stretched(30))
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=stretched(30)
+    )
     assert ended.returncode != 0 and "KeyboardInterrupt" in ended.stderr

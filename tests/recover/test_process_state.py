@@ -1,4 +1,6 @@
-"""The files of process state: plain values only, nothing that runs, and a fallback for new processes."""
+"""The files of process state: plain values only, nothing that runs, and a fallback for new
+processes.
+"""
 
 import logging
 import pickle
@@ -42,13 +44,19 @@ class Evil:
         return exec, ("raise SystemExit('code was run')",)
 
 
-@pytest.mark.parametrize("value", [lambda: 1, Path("x"), np.random.default_rng(), Evil(), open, Meter()])
+@pytest.mark.parametrize(
+    "value", [lambda: 1, Path("x"), np.random.default_rng(), Evil(), open, Meter()]
+)
 def test_values_that_need_code_to_be_read_are_refused_when_written(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"state of 'x' cannot be saved: .*may hold tensors, numbers"):
+    with pytest.raises(
+        ConfigError, match=r"state of 'x' cannot be saved: .*may hold tensors, numbers"
+    ):
         pack_plain("state of 'x'", {"deep": [value]})
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(Evil()), b"PK\x03\x04 half a zip"])
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", pickle.dumps(Evil()), b"PK\x03\x04 half a zip"]
+)
 def test_a_file_that_is_not_plain_is_corrupt_and_not_run(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "state.pt").write_bytes(content)
     with pytest.raises(CheckpointCorruptError, match=r"state\.pt cannot be read"):
@@ -65,7 +73,11 @@ def test_a_process_reads_back_its_objects_and_generators(tmp_path: Path) -> None
     entry = write_process(tmp_path, rank_state_name(0), state)
     expected, again = draw(), Meter()
     file = tmp_path / "state" / "rank_00000.pt"
-    assert (entry.name, entry.bytes, entry.digest) == ("state/rank_00000.pt", file.stat().st_size, file_digest(file))
+    assert (entry.name, entry.bytes, entry.digest) == (
+        "state/rank_00000.pt",
+        file.stat().st_size,
+        file_digest(file),
+    )
     seed_rng(5)
     assert ProcessState.read(tmp_path, 0).restore({"meter": again}) == rng_digest(rng)
     assert (again.seen, again.mean.tolist(), draw()) == ([1, 2], [0.5, 0.25], expected)
@@ -81,8 +93,12 @@ def test_a_new_process_takes_objects_from_rank_zero_then_the_driver(
         return made
 
     seed_rng(4)
-    write_process(tmp_path, rank_state_name(0), capture_process({"both": meter(0), "rank": meter(1)})[0])
-    write_process(tmp_path, DRIVER_STATE, capture_process({"both": meter(2), "driver": meter(3)})[0])
+    write_process(
+        tmp_path, rank_state_name(0), capture_process({"both": meter(0), "rank": meter(1)})[0]
+    )
+    write_process(
+        tmp_path, DRIVER_STATE, capture_process({"both": meter(2), "driver": meter(3)})[0]
+    )
     taken = draw()
     things = {name: meter(9) for name in ("both", "rank", "driver", "new")}
     draws = []
@@ -90,11 +106,21 @@ def test_a_new_process_takes_objects_from_rank_zero_then_the_driver(
         with caplog.at_level(logging.WARNING):
             assert ProcessState.read(tmp_path, 7).restore(things) is None
         draws.append(draw())
-    assert {name: thing.seen for name, thing in things.items()} == {"both": [0], "rank": [1], "driver": [3], "new": [9]}
+    assert {name: thing.seen for name, thing in things.items()} == {
+        "both": [0],
+        "rank": [1],
+        "driver": [3],
+        "new": [9],
+    }
     assert draws[0] == draws[1] != taken, "derived, and the same after every restart"
     assert "no state for 'new'; it starts anew" in caplog.text
     ProcessState.read(tmp_path, None).restore(things)
-    assert {name: thing.seen for name, thing in things.items()} == {"both": [2], "rank": [1], "driver": [3], "new": [9]}
+    assert {name: thing.seen for name, thing in things.items()} == {
+        "both": [2],
+        "rank": [1],
+        "driver": [3],
+        "new": [9],
+    }
 
 
 def test_a_plain_file_not_of_a_process_is_corrupt_changing_nothing(tmp_path: Path) -> None:
@@ -118,7 +144,9 @@ def test_a_holder_shows_its_engines_in_one_of_four_ways() -> None:
 
     assert engines_of(state).engines == {"default": state}
     assert engines_of({"x": state}).engines == {"x": state}
-    assert engines_of(Worker()).engines == {"default": state} and engines_of(Worker()).stateful.keys() == {"meter"}
+    assert engines_of(Worker()).engines == {"default": state} and engines_of(
+        Worker()
+    ).stateful.keys() == {"meter"}
     assert engines_of(Many()).engines == {"a": state, "b": state}
     target = RankEngines({"y": state})
     assert engines_of(target) is target

@@ -1,4 +1,6 @@
-"""A handler that is asked to stop takes a snapshot and exits with the documented code. A second job is refused."""
+"""A handler that is asked to stop takes a snapshot and exits with the documented code. A second job
+is refused.
+"""
 
 import json
 import os
@@ -62,7 +64,9 @@ class Job:
     def wait_for(self, pattern: str) -> None:
         end = time.monotonic() + stretched(40)
         while not list(self.root.glob(pattern)):
-            assert self.process.poll() is None and time.monotonic() < end, self.process.communicate(timeout=5)
+            assert self.process.poll() is None and time.monotonic() < end, self.process.communicate(
+                timeout=5
+            )
             time.sleep(0.01)
 
     def finish(self) -> tuple[int, str]:
@@ -82,7 +86,9 @@ def test_a_signal_leads_to_a_snapshot_next_step_and_exit_75(tmp_path: Path, name
     assert hidden(tmp_path) == []
     info = make_handler(tmp_path).load(Tiny().state)
     assert info and generation == f"global_step_{info.last_step_info.global_step}"
-    assert (tmp_path / f"step_{info.last_step_info.global_step - 1}").exists(), "the last step is in it"
+    assert (tmp_path / f"step_{info.last_step_info.global_step - 1}").exists(), (
+        "the last step is in it"
+    )
 
 
 @pytest.mark.slow
@@ -105,7 +111,9 @@ def test_control_c_twice_stops_at_once_and_loses_nothing_that_was_committed(tmp_
 @pytest.mark.slow
 def test_a_deadline_leads_to_a_snapshot_before_it(tmp_path: Path) -> None:
     started = time.time()
-    job = Job(tmp_path, wait=False, must_save_by="80s")  # a first save counts as one minute until one was measured
+    job = Job(
+        tmp_path, wait=False, must_save_by="80s"
+    )  # a first save counts as one minute until one was measured
     code, err = job.finish()
     assert code == 75 and "must_save_by '80s'" in err and time.time() - started < 60
     assert len(names(tmp_path)) == 1
@@ -114,7 +122,9 @@ def test_a_deadline_leads_to_a_snapshot_before_it(tmp_path: Path) -> None:
 def test_a_notice_from_outside_stops_the_run(tmp_path: Path) -> None:
     notices = [None, None, StopNotice("the node is drained")]
     handler = make_handler(
-        tmp_path, freq_steps=100, notices=[lambda: notices.pop(0) if len(notices) > 1 else notices[0]]
+        tmp_path,
+        freq_steps=100,
+        notices=[lambda: notices.pop(0) if len(notices) > 1 else notices[0]],
     )
     tiny = Tiny()
     handler.load(tiny.state)
@@ -148,7 +158,11 @@ def test_a_signal_to_one_rank_is_one_agreed_snapshot_of_all(tmp_path: Path) -> N
 
 
 def test_a_stop_right_after_a_due_snapshot_makes_no_second_one(tmp_path: Path) -> None:
-    handler, tiny, before = make_handler(tmp_path, freq_steps=1), Tiny(), signal.getsignal(signal.SIGTERM)
+    handler, tiny, before = (
+        make_handler(tmp_path, freq_steps=1),
+        Tiny(),
+        signal.getsignal(signal.SIGTERM),
+    )
     handler.load(tiny.state)
     assert handler.dump(tiny.state, step_info(0))
     os.kill(os.getpid(), signal.SIGTERM)
@@ -160,7 +174,9 @@ def test_a_stop_right_after_a_due_snapshot_makes_no_second_one(tmp_path: Path) -
 
 def test_a_second_job_in_the_folder_is_refused_with_the_name_of_the_holder(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    with pytest.raises(FolderInUseError, match=rf"in use by pid {job.process.pid} on host .*, started 20"):
+    with pytest.raises(
+        FolderInUseError, match=rf"in use by pid {job.process.pid} on host .*, started 20"
+    ):
         make_handler(tmp_path, lock_timeout_s=0.2).load(Tiny().state)
     assert hidden(tmp_path) == []
     job.process.kill()
@@ -189,8 +205,11 @@ def _robbed_between_steps(rank: int, world_size: int, root: str) -> tuple[str, s
     handler.dump(tiny.state, step_info(0))
     if rank == 0:
         handler.config.lock_path.unlink()
-        other = subprocess.Popen(  # a separate process, because all locks of one process on a path are the same
-            [sys.executable, "-c", _THIEF, handler.config.lock_path], cwd=ROOT, stdout=subprocess.PIPE
+        # a separate process, because all locks of one process on a path are the same
+        other = subprocess.Popen(
+            [sys.executable, "-c", _THIEF, handler.config.lock_path],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
         )
         assert other.stdout and other.stdout.readline() == b"locked\n"
     try:
@@ -235,7 +254,9 @@ def test_a_second_job_waits_for_the_first_when_told_to(tmp_path: Path) -> None:
 
 
 def test_a_signal_that_no_step_answers_any_more_is_passed_on(tmp_path: Path) -> None:
-    """A worker is lost right after SIGTERM: the handler is closed, and another attempt would just train on."""
+    """A worker is lost right after SIGTERM: the handler is closed, and another attempt would just
+    train on.
+    """
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
@@ -251,17 +272,29 @@ def test_a_signal_that_no_step_answers_any_more_is_passed_on(tmp_path: Path) -> 
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_first_load_that_fails_gives_up_lock_journal_and_signals_and_may_be_tried_again(tmp_path: Path) -> None:
+def test_a_first_load_that_fails_gives_up_lock_journal_and_signals_and_may_be_tried_again(
+    tmp_path: Path,
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run_until(tmp_path / "other", 2)
-    handler = make_handler(tmp_path / "runs", mode="must", freq_steps=1, mirror_url=f"file://{tmp_path}/mirror")
+    handler = make_handler(
+        tmp_path / "runs", mode="must", freq_steps=1, mirror_url=f"file://{tmp_path}/mirror"
+    )
     trial, tiny = handler.config.trial_root, Tiny()
     with pytest.raises(CheckpointNotFoundError):
         handler.load(tiny.state)
-    assert probe_lock(handler.config.lock_path) is False and signal.getsignal(signal.SIGTERM) == before
-    assert not [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).startswith(f"{trial}/")]
+    assert (
+        probe_lock(handler.config.lock_path) is False and signal.getsignal(signal.SIGTERM) == before
+    )
+    assert not [
+        link
+        for link in Path("/proc/self/fd").iterdir()
+        if os.path.realpath(link).startswith(f"{trial}/")
+    ]
 
-    shutil.copytree(tmp_path / "other" / "e" / "t" / "recover", trial / "recover", dirs_exist_ok=True)
+    shutil.copytree(
+        tmp_path / "other" / "e" / "t" / "recover", trial / "recover", dirs_exist_ok=True
+    )
     info = handler.load(tiny.state)
     assert info and info.last_step_info.global_step == 1 and probe_lock(handler.config.lock_path)
     tiny.step()
@@ -288,7 +321,9 @@ def test_a_handler_closed_by_another_thread_leaves_no_signal_unanswered(tmp_path
 def test_a_second_signal_after_the_stop_was_agreed_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm and torchrun may both send a signal, so that the second arrives during the last snapshot."""
+    """Slurm and torchrun may both send a signal, so that the second arrives during the last
+    snapshot.
+    """
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:

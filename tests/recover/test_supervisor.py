@@ -19,7 +19,13 @@ from holdfast.engine.workers.group import WorkerGroup
 from holdfast.engine.workers.placement import PlacementRequest, WorkerResources, place
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.errors import ConfigError, FolderInUseError, Preempted, RetriesExhausted, WorkerLost
+from holdfast.utils.errors import (
+    ConfigError,
+    FolderInUseError,
+    Preempted,
+    RetriesExhausted,
+    WorkerLost,
+)
 from tests.limits import stretched
 from tests.ray_helpers import (
     ROOT,
@@ -96,7 +102,9 @@ def test_a_rollout_that_is_lost_is_started_again_alone(tmp_path: Path) -> None:
 
     def job(attempt: Attempt) -> list[int]:
         trainer = attempt.worker_group(Worker, name="trainer", world_size=2)
-        rollout = attempt.worker_group(MortalServer, args=(str(lives), ()), name="rollout", process_group=False)
+        rollout = attempt.worker_group(
+            MortalServer, args=(str(lives), ()), name="rollout", process_group=False
+        )
         pids, old = trainer.pids(), rollout.pids()
         os.kill(old[0], signal.SIGKILL)
         with pytest.raises(WorkerLost) as lost:
@@ -141,7 +149,9 @@ def test_a_restart_can_be_retried_and_a_trainers_loss_ends_the_attempt(tmp_path:
 
     def job(attempt: Attempt) -> int:
         trainer = attempt.worker_group(Worker, name="trainer", kwargs={"base": 5})
-        rollout = attempt.worker_group(MortalServer, args=(str(lives), (1, 2)), name="rollout", process_group=False)
+        rollout = attempt.worker_group(
+            MortalServer, args=(str(lives), (1, 2)), name="rollout", process_group=False
+        )
         assert not any(running(pid) for pid in pids)
         pids.extend(trainer.pids() + rollout.pids())
         if attempt.number == 1:
@@ -157,13 +167,26 @@ def test_a_restart_can_be_retried_and_a_trainers_loss_ends_the_attempt(tmp_path:
                 lost = again
         assert restarts == 3
         os.kill(trainer.pids()[0], signal.SIGKILL)
-        assert attempt.restart(WorkerLost("rollout", [0], "once more")).server().update_weights_from_disk("", 6) == 6
+        assert (
+            attempt.restart(WorkerLost("rollout", [0], "once more"))
+            .server()
+            .update_weights_from_disk("", 6)
+            == 6
+        )
         return trainer.call(0, "add", 1)
 
     supervisor = Supervisor(RecoverConfig(mode="off", retries=5))
     assert supervisor.run(job) == 7
-    assert [(event.group, event.attempt) for event in supervisor.events] == [("rollout", 0)] * 4 + [("trainer", 0)]
-    assert [event.rebuilt_s is None for event in supervisor.events] == [True, True, False, False, False]
+    assert [(event.group, event.attempt) for event in supervisor.events] == [("rollout", 0)] * 4 + [
+        ("trainer", 0)
+    ]
+    assert [event.rebuilt_s is None for event in supervisor.events] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert not any(running(int(pid)) for pid in [*pids, *lives.read_text().split()])
 
 
@@ -261,7 +284,9 @@ def test_losses_end_the_job_when_too_many_fall_in_one_window() -> None:
     with pytest.raises(RetriesExhausted, match="after 1 retries within 60 s") as caught:
         strict.run(job)
     assert attempts == [0, 1] and len(strict.events) == 2
-    assert isinstance(caught.value.__cause__, WorkerLost) and caught.value.__cause__.cause == "loss 2"
+    assert (
+        isinstance(caught.value.__cause__, WorkerLost) and caught.value.__cause__.cause == "loss 2"
+    )
 
     attempts.clear()
 
@@ -269,7 +294,10 @@ def test_losses_end_the_job_when_too_many_fall_in_one_window() -> None:
         time.sleep(0.02)
         return job(attempt)
 
-    assert Supervisor(RecoverConfig(mode="off", retries=1, retry_window_s=0.01)).run(slow_job) == "done"
+    assert (
+        Supervisor(RecoverConfig(mode="off", retries=1, retry_window_s=0.01)).run(slow_job)
+        == "done"
+    )
     assert attempts == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match="retries"):
         RecoverConfig(retries=-1)
@@ -300,7 +328,11 @@ def test_a_group_that_still_starts_in_another_thread_ends_with_the_attempt(tmp_p
         starter = ThreadPoolExecutor(2)
         rollout = starter.submit(attempt.worker_group, Server, name="rollout", process_group=False)
         if attempt.number == 0:
-            late.append(starter.submit(attempt.worker_group, SlowToBuild, args=(str(pid_file),), name="trainer"))
+            late.append(
+                starter.submit(
+                    attempt.worker_group, SlowToBuild, args=(str(pid_file),), name="trainer"
+                )
+            )
             while not (pid_file.exists() and pid_file.read_text()):
                 time.sleep(0.05)
             lose(rollout.result())
@@ -339,7 +371,10 @@ def test_a_group_lost_for_want_of_progress_may_take_longer_next(
     assert [event.cause for event in supervisor.events] == [
         f"no progress for {limit} s during nap()" for limit in ("2", "4")
     ]
-    assert "'rollout' made no progress for its stall_timeout_s; the next one may take 4 times as long" in caplog.text
+    assert (
+        "'rollout' made no progress for its stall_timeout_s; the next one may take 4 times as long"
+        in caplog.text
+    )
 
 
 @pytest.mark.slow
@@ -357,7 +392,11 @@ def test_a_start_that_timed_out_is_repeated_after_a_growing_pause(
     assert Supervisor(RecoverConfig(mode="off", retries=4)).run(job) == 1
     pauses = [later - earlier for earlier, later in pairwise(begun)]
     assert pauses[0] >= 0.5 and pauses[1] >= 1.0
-    told = [record.getMessage() for record in caplog.records if "is started again in" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "is started again in" in record.getMessage()
+    ]
     assert ["in 0.5 s" in told[0], "in 1 s" in told[1], len(told)] == [True, True, 2]
 
 
@@ -431,7 +470,11 @@ def test_the_journal_tells_of_workers_that_never_came_up_and_of_a_job_that_fails
     Supervisor(config).run(lambda attempt: None)
     first, second, third = (one["verdict"] for one in answer("why", config.trial_root)["attempts"])
     lost = "before it had loaded: worker group 'trainer' lost rank(s) [0]: "
-    assert first.startswith(lost) and second.startswith(lost) and "; given up: RetriesExhausted: " in second
+    assert (
+        first.startswith(lost)
+        and second.startswith(lost)
+        and "; given up: RetriesExhausted: " in second
+    )
     assert third == "before it had loaded: ConfigError: config key 'path' is empty"
     assert answer("top", config.trial_root)["ended"].startswith("ConfigError")
 

@@ -1,6 +1,7 @@
 """Run the tests that have something to show on simulated CUDA devices: ``make test-simulated-gpu``.
 
-Each mode is a session of pytest. Every process has the devices, so that ``device: auto`` trains on them.
+Each mode is a session of pytest. Every process has the devices, so that ``device: auto`` trains on
+them.
 """
 
 import argparse
@@ -56,9 +57,17 @@ TIER = "not slow and not matrix and not vllm and not peers"
 def run_pytest(
     mode: str, *arguments: str, tier: str = TIER, quiet: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run pytest in ``mode``, with more variables in its environment. The result has its output if ``quiet``."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "tests" / "startup"), os.environ.get("PYTHONPATH", "")]))
-    devices = {"HOLDFAST_SIMULATED_CUDA": mode, "HOLDFAST_GPU_TESTS_DEVICE": "cuda", "PYTHONPATH": path}
+    """Run pytest in ``mode``, with more variables in its environment. The result has its output if
+    ``quiet``.
+    """
+    path = os.pathsep.join(
+        filter(None, [str(ROOT / "tests" / "startup"), os.environ.get("PYTHONPATH", "")])
+    )
+    devices = {
+        "HOLDFAST_SIMULATED_CUDA": mode,
+        "HOLDFAST_GPU_TESTS_DEVICE": "cuda",
+        "PYTHONPATH": path,
+    }
     env = os.environ | devices | variables
     command = [sys.executable, "-m", "pytest", "-m", tier, "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=quiet)
@@ -69,18 +78,31 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--processes", default="2")
     parser.add_argument("--tier", default=TIER, help="pytest's -m")
-    parser.add_argument("tests", nargs="*", default=TESTS, help="files instead of all that are known to show something")
+    parser.add_argument(
+        "tests",
+        nargs="*",
+        default=TESTS,
+        help="files instead of all that are known to show something",
+    )
     given = parser.parse_args()
     try:
         built_library()
     except BuildError as error:
         print(f"no simulated CUDA devices here: {error}", file=sys.stderr)
         return 1
-    options = ["-n", given.processes, "--dist", "loadfile", *(f"--deselect={test}" for test in WITHOUT)]
+    options = [
+        "-n",
+        given.processes,
+        "--dist",
+        "loadfile",
+        *(f"--deselect={test}" for test in WITHOUT),
+    ]
     codes = []
     for mode in given.modes:
         left_out = [f"--deselect={test}" for test in RACES_ON_PURPOSE if mode == "races"]
-        codes.append(run_pytest(mode, *options, *left_out, *given.tests, tier=given.tier).returncode)
+        codes.append(
+            run_pytest(mode, *options, *left_out, *given.tests, tier=given.tier).returncode
+        )
     return max(codes)
 
 

@@ -47,7 +47,9 @@ def _full(value: float) -> torch.Tensor:
     return torch.full((N,), value, device="cuda")
 
 
-def _snapshot(source_waits: bool = True, write_waits: bool = True, read_waits: bool = True) -> list[float]:
+def _snapshot(
+    source_waits: bool = True, write_waits: bool = True, read_waits: bool = True
+) -> list[float]:
     """Copy to pinned memory on a separate stream, while training goes on."""
     live = _full(0.0)
     live.fill_(1.0)  # the last kernel before the copy
@@ -81,7 +83,11 @@ def _copied_before_it_is_made(waits: bool) -> list[float]:
 
 def _block_used_again(waits: bool) -> list[float]:
     """A pinned block is filled again while the device copies from it."""
-    block, target, copied = torch.full((N,), 1.0).pin_memory(), torch.empty(N, device="cuda"), torch.cuda.Event()
+    block, target, copied = (
+        torch.full((N,), 1.0).pin_memory(),
+        torch.empty(N, device="cuda"),
+        torch.cuda.Event(),
+    )
     target.copy_(block, non_blocking=True)
     copied.record()
     if waits:
@@ -128,13 +134,25 @@ def _unregistered_during_a_copy(waits: bool) -> list[float]:
 
 
 BUGS = {
-    "a tensor is written while another stream copies it": Bug(_written_during_its_copy, [1.0], [2.0], ("late-copies",)),
-    "the host reads a copy before it is done": Bug(_read_before_it_is_copied, [1.0], [-5.0], ("late-copies",)),
+    "a tensor is written while another stream copies it": Bug(
+        _written_during_its_copy, [1.0], [2.0], ("late-copies",)
+    ),
+    "the host reads a copy before it is done": Bug(
+        _read_before_it_is_copied, [1.0], [-5.0], ("late-copies",)
+    ),
     "a stream copies a tensor before another has made it": Bug(
         _copied_before_it_is_made, [1.0], [0.0], ("late-kernels",)
     ),
-    "a pinned block is filled again before it is copied": Bug(_block_used_again, [1.0], [7.0], ("late-copies",)),
-    "a tensor is freed while another stream copies it": Bug(_freed_during_its_copy, [3.0], None, ("late-copies",)),
-    "a result is used before another stream has made it": Bug(_used_before_it_is_made, [3.0], [1.0], ("late-copies",)),
-    "memory is unregistered while it is copied to": Bug(_unregistered_during_a_copy, [0.0], [1.0], tuple(device.MODES)),
+    "a pinned block is filled again before it is copied": Bug(
+        _block_used_again, [1.0], [7.0], ("late-copies",)
+    ),
+    "a tensor is freed while another stream copies it": Bug(
+        _freed_during_its_copy, [3.0], None, ("late-copies",)
+    ),
+    "a result is used before another stream has made it": Bug(
+        _used_before_it_is_made, [3.0], [1.0], ("late-copies",)
+    ),
+    "memory is unregistered while it is copied to": Bug(
+        _unregistered_during_a_copy, [0.0], [1.0], tuple(device.MODES)
+    ),
 }

@@ -1,4 +1,6 @@
-"""Compile extensions in C++, once per version of torch and of the sources (half a minute), into ``.simulated_cuda``."""
+"""Compile extensions in C++, once per version of torch and of the sources (half a minute), into
+``.simulated_cuda``.
+"""
 
 import fcntl
 import hashlib
@@ -27,15 +29,21 @@ def built_library() -> Path:
     """The simulated device for this torch. Compiles it if needed.
 
     Raises:
-        BuildError: torch has CUDA, the platform is not Linux, there is no g++, or torch's private names differ.
+        BuildError: torch has CUDA, the platform is not Linux, there is no g++, or torch's private
+            names differ.
     """
     if torch.version.cuda or torch.version.hip:
-        raise BuildError(f"torch {torch.__version__} is built for real devices; a simulated one needs a CPU build")
+        raise BuildError(
+            f"torch {torch.__version__} is built for real devices; a simulated one needs a CPU "
+            "build"
+        )
     return compiled(NAME, SOURCES / "module.cpp")
 
 
 def compiled(name: str, source: Path) -> Path:
-    """The extension of ``source`` and headers of `SOURCES`. Processes that need it at the same time compile it once."""
+    """The extension of ``source`` and headers of `SOURCES`. Processes that need it at the same time
+    compile it once.
+    """
     if sys.platform != "linux":
         raise BuildError(f"it is for Linux, not {sys.platform}")
     library = CACHE / _digest(source) / f"{name}.so"
@@ -69,15 +77,29 @@ def _digest(source: Path) -> str:
 
 def _compile(name: str, source: Path, target: Path) -> None:
     root = Path(torch.__file__).parent
-    includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    command = ["g++", *_FLAGS, *(f"-D{define}" for define in (f"TORCH_EXTENSION_NAME={name}", *_DEFINES))]
+    includes = [
+        root / "include",
+        root / "include/torch/csrc/api/include",
+        sysconfig.get_paths()["include"],
+    ]
+    command = [
+        "g++",
+        *_FLAGS,
+        *(f"-D{define}" for define in (f"TORCH_EXTENSION_NAME={name}", *_DEFINES)),
+    ]
     command += [argument for folder in includes for argument in ("-isystem", str(folder))]
     command += [str(source), "-o", str(target)]
-    command += [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", *(f"-l{name}" for name in _LIBRARIES)]
+    command += [
+        f"-L{root / 'lib'}",
+        f"-Wl,-rpath,{root / 'lib'}",
+        *(f"-l{name}" for name in _LIBRARIES),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError as error:
         raise BuildError("there is no g++") from error
     if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+        first = next(
+            (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()
+        )
         raise BuildError(f"g++ and torch {torch.__version__}: {first}")

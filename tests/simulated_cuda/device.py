@@ -1,17 +1,20 @@
-"""Install the simulated device: afterwards this process has CUDA, in torch and in torch.distributed (as NCCL).
+"""Install the simulated device: afterwards this process has CUDA, in torch and in torch.distributed
+(as NCCL).
 
-``HOLDFAST_SIMULATED_CUDA`` names the mode (`MODES`). Then every Python that a test starts installs the device after its
-import of torch (``tests/startup/sitecustomize.py``). One schedule of a run does not show all missing waits, two do:
+``HOLDFAST_SIMULATED_CUDA`` names the mode (`MODES`). Then every Python that a test starts installs
+the device after its import of torch (``tests/startup/sitecustomize.py``). One schedule of a run
+does not show all missing waits, two do:
 
 - ``late-copies``: a copy runs when a wait requires it, a kernel runs at once.
-- ``late-kernels``: the results of the last kernel of a stream reach memory when a wait requires them, a copy runs at
-  once.
+- ``late-kernels``: the results of the last kernel of a stream reach memory when a wait requires
+  them, a copy runs at once.
 - ``immediate``: everything runs at once. For comparison.
-- ``races``: the same, and two accesses of device memory that no wait orders are found, whatever their values
-  (`races`). Accesses of the host are not seen.
+- ``races``: the same, and two accesses of device memory that no wait orders are found, whatever
+  their values (`races`). Accesses of the host are not seen.
 
-It cannot show speed, overlap, limits of real memory, the numbers of a GPU's kernels, hangs inside NCCL, errors of a
-driver, kernels that the CPU lacks (flash attention), or CUDA graphs. A collective reads its inputs when it is called.
+It cannot show speed, overlap, limits of real memory, the numbers of a GPU's kernels, hangs inside
+NCCL, errors of a driver, kernels that the CPU lacks (flash attention), or CUDA graphs. A collective
+reads its inputs when it is called.
 """
 
 import os
@@ -26,26 +29,33 @@ from tests.simulated_cuda.build import NAME, built_library, load
 
 VARIABLE = "HOLDFAST_SIMULATED_CUDA"
 REPORTS = "HOLDFAST_SIMULATED_CUDA_REPORTS"
-"""Variable for a folder in which each process reports races and memory that is unregistered during a copy."""
+"""Variable for a folder in which each process reports races and memory that is unregistered during
+a copy.
+"""
 MODES = {
     "late-copies": (True, False, False),
     "late-kernels": (False, True, False),
     "immediate": (False, False, False),
     "races": (False, False, True),
 }
-"""Name -> whether copies are late, whether results of kernels are late, and whether races are looked for."""
+"""Name -> whether copies are late, whether results of kernels are late, and whether races are
+looked for.
+"""
 DEVICES = 4
 """Devices, unless ``CUDA_VISIBLE_DEVICES`` names fewer."""
 FAULTS = ("allocation", "copy", "host_register", "collective")
 """Calls that can be made to fail: see `inject`."""
 CAPABILITY = (7, 0)
-"""Compute capability of the last generation without flash attention, which has no operator on the CPU."""
+"""Compute capability of the last generation without flash attention, which has no operator on the
+CPU.
+"""
 
 _C: Any = None
 
 
 def install(mode: str | None = None) -> None:
-    """Give this process the device. Later calls set the mode, and forget the races and the reports of this process.
+    """Give this process the device. Later calls set the mode, and forget the races and the reports
+    of this process.
 
     Args:
         mode: one of `MODES`. Default: ``HOLDFAST_SIMULATED_CUDA``, or ``late-copies``.
@@ -71,16 +81,19 @@ def inject(fault: str, nth: int) -> None:
     """Let the ``nth`` call from now fail, in this process. 0 takes the fault back.
 
     - ``allocation``: out of memory.
-    - ``copy``: the device is lost when a copy runs. Every call that waits for it, and every later one, raises.
+    - ``copy``: the device is lost when a copy runs. Every call that waits for it, and every later
+      one, raises.
     - ``host_register``: ``cudaHostRegister`` refuses.
-    - ``collective``: a collective never ends. The process that waits for it is aborted after the timeout of the group,
-      as NCCL's watchdog does.
+    - ``collective``: a collective never ends. The process that waits for it is aborted after the
+      timeout of the group, as NCCL's watchdog does.
     """
     _C.inject(fault, nth)
 
 
 def races() -> list[str]:
-    """Races since the mode was set. Each names both operators, their streams and their lines of Python."""
+    """Races since the mode was set. Each names both operators, their streams and their lines of
+    Python.
+    """
     return _C.races()
 
 
@@ -89,7 +102,8 @@ def counts() -> dict[str, int]:
 
     - ``deferred``: copies and results that did not run at once.
     - ``registered``, ``unregistered``: calls of ``cudaHostRegister`` and ``cudaHostUnregister``.
-    - ``unregistered_in_use``: calls of ``cudaHostUnregister`` before the end of a copy is known. Each is a bug.
+    - ``unregistered_in_use``: calls of ``cudaHostUnregister`` before the end of a copy is known.
+      Each is a bug.
     - ``pinned_by_torch``: bytes of ``pin_memory``.
     """
     return _C.counts()
@@ -100,11 +114,17 @@ _operators = torch.library.Library("aten", "IMPL")
 
 
 def _visible() -> list[int]:
-    """Numbers of the devices that this process sees. As in CUDA, the variable is read until the first use."""
+    """Numbers of the devices that this process sees. As in CUDA, the variable is read until the
+    first use.
+    """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is None:
         return list(range(DEVICES))
-    return [int(number) for number in shown.split(",") if number.strip().isdigit() and int(number) < DEVICES]
+    return [
+        int(number)
+        for number in shown.split(",")
+        if number.strip().isdigit() and int(number) < DEVICES
+    ]
 
 
 def _device_count() -> int:
@@ -124,7 +144,9 @@ def _histogram(values: torch.Tensor, bins: int, low: float, high: float) -> torc
     """``torch.histc``, which counts integers on CUDA, but not on CPUs."""
     places = ((values.double() - low) * (bins / (high - low))).long().clamp(0, bins - 1)
     inside = (values >= low) & (values <= high)
-    return values.new_zeros(bins).scatter_add_(0, places.flatten(), inside.flatten().to(values.dtype))
+    return values.new_zeros(bins).scatter_add_(
+        0, places.flatten(), inside.flatten().to(values.dtype)
+    )
 
 
 def _set_device(index: int) -> None:
@@ -157,7 +179,9 @@ class _Properties:
 
 
 def _install_core() -> None:
-    """The functions of torch._C that only a torch with CUDA has, and what torch.cuda has read from it at its import."""
+    """The functions of torch._C that only a torch with CUDA has, and what torch.cuda has read from
+    it at its import.
+    """
     core: dict[str, Callable[..., Any]] = {
         "_cuda_init": _device_count,
         "_cuda_isInBadFork": lambda: False,
@@ -170,14 +194,18 @@ def _install_core() -> None:
         "_cuda_getCurrentRawStream": lambda index: torch.cuda.current_stream(index).stream_id,
         "_cuda_sleep": lambda _cycles: None,
         "_cuda_emptyCache": lambda: None,
-        "_cuda_hostMemoryStats": lambda: {"allocated_bytes": {"current": counts()["pinned_by_torch"]}},
+        "_cuda_hostMemoryStats": lambda: {
+            "allocated_bytes": {"current": counts()["pinned_by_torch"]}
+        },
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_set_sync_debug_mode": lambda _mode: None,
         "_cuda_get_sync_debug_mode": lambda: 0,
     }
     for name, function in core.items():
         setattr(torch._C, name, function)
-    _operators.impl("histc", lambda values, bins=100, low=0, high=0: _histogram(values, bins, low, high), "CUDA")
+    _operators.impl(
+        "histc", lambda values, bins=100, low=0, high=0: _histogram(values, bins, low, high), "CUDA"
+    )
     python: dict[str, Any] = {
         "_cudart": _Runtime,
         "_exchange_device": _C.exchange_device,
@@ -204,7 +232,9 @@ def _install_streams() -> None:
             torch.cuda.init()
             if by_id:
                 return super().__new__(cls, **by_id)
-            return super().__new__(cls, device=torch.device("cuda", _index(device)), priority=priority)
+            return super().__new__(
+                cls, device=torch.device("cuda", _index(device)), priority=priority
+            )
 
         @property
         def cuda_stream(self) -> int:
@@ -212,7 +242,11 @@ def _install_streams() -> None:
 
     class Event(torch.Event):
         def __new__(
-            cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+            cls,
+            enable_timing: bool = False,
+            blocking: bool = False,
+            interprocess: bool = False,
+            external: bool = False,
         ) -> "Event":
             return super().__new__(cls, "cuda", enable_timing=enable_timing)
 
@@ -254,7 +288,9 @@ def _install_storage() -> None:
         _C.resize_storage(bytes_of(self), n_bytes)
         return self
 
-    def to(self: torch.UntypedStorage, *, device: torch.device, non_blocking: bool = False) -> torch.UntypedStorage:
+    def to(
+        self: torch.UntypedStorage, *, device: torch.device, non_blocking: bool = False
+    ) -> torch.UntypedStorage:
         if torch.device(device).type != "cuda":
             return move(self, device=device, non_blocking=non_blocking)
         return bytes_of(self).to(device, non_blocking=non_blocking).untyped_storage()

@@ -1,7 +1,9 @@
-"""Import one module of Holdfast with another text: the finder behind `tests.simulated_cuda.mutations`.
+"""Import one module of Holdfast with another text: the finder behind
+`tests.simulated_cuda.mutations`.
 
-``HOLDFAST_MUTATION`` is a JSON list: the module, the text that is replaced, and the text in its place. Every Python
-that a test starts reads it (``tests/startup/sitecustomize.py``), so that ranks are mutated too.
+``HOLDFAST_MUTATION`` is a JSON list: the module, the text that is replaced, and the text in its
+place. Every Python that a test starts reads it (``tests/startup/sitecustomize.py``), so that ranks
+are mutated too.
 """
 
 import importlib.util
@@ -35,7 +37,9 @@ class MutatedModule(MetaPathFinder):
     def __init__(self, module: str, old: str, new: str) -> None:
         self._module, self._old, self._new = module, old, new
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> Any:
         if name != self._module:
             return None
         sys.meta_path.remove(self)

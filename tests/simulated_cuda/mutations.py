@@ -1,7 +1,8 @@
 """Every wait of the product for a device, taken out in turn: which test fails without it.
 
-The waits are those that grep finds for ``wait``, ``synchronize``, ``record``, ``non_blocking`` and ``drain`` in
-engine/, recover/ and utils/, and those of their callers. Waits for host threads alone are not among them.
+The waits are those that grep finds for ``wait``, ``synchronize``, ``record``, ``non_blocking`` and
+``drain`` in engine/, recover/ and utils/, and those of their callers. Waits for host threads alone
+are not among them.
 
 ``python -m tests.simulated_cuda.mutations`` prints the table, and takes a few minutes.
 """
@@ -58,7 +59,14 @@ MUTATIONS = (
         KERNELS,
         STAGED,
     ),
-    Mutation("the end of the copy is recorded", STAGED_STATE, "self._event.record(stream)", "pass", COPIES, STAGED),
+    Mutation(
+        "the end of the copy is recorded",
+        STAGED_STATE,
+        "self._event.record(stream)",
+        "pass",
+        COPIES,
+        STAGED,
+    ),
     Mutation(
         "the next step waits for the copy, on the device",
         STAGED_STATE,
@@ -142,10 +150,9 @@ MUTATIONS = (
     Mutation(
         "no copy is under way if a snapshot cannot begin",
         STAGED_STATE,
-        "            if self._watch is not None:\n"
-        "                self._watch.fetch_samples()  # first: nothing waits for copies if it raises\n"
-        "            for _, live, copy in transfers:\n"
-        "                copy.copy_(local_tensor(live), non_blocking=True)\n",
+        "            if self._watch is not None:\n                self._watch.fetch_samples()  # "
+        "first: nothing waits for copies if it raises\n            for _, live, copy in "
+        "transfers:\n                copy.copy_(local_tensor(live), non_blocking=True)\n",
         "            for _, live, copy in transfers:\n"
         "                copy.copy_(local_tensor(live), non_blocking=True)\n"
         "            if self._watch is not None:\n"

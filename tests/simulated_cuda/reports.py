@@ -1,6 +1,8 @@
-"""A test fails if the simulated device has seen a bug in any process that it started: a plugin of pytest.
+"""A test fails if the simulated device has seen a bug in any process that it started: a plugin of
+pytest.
 
-Ranks of `run_ranks` check themselves. Jobs under torchrun and Ray do not, and some of their processes are killed.
+Ranks of `run_ranks` check themselves. Jobs under torchrun and Ray do not, and some of their
+processes are killed.
 """
 
 import os

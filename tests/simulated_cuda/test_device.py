@@ -1,4 +1,6 @@
-"""The simulated device itself: it shows bugs, blames no correct program, and computes as the CPU does."""
+"""The simulated device itself: it shows bugs, blames no correct program, and computes as the CPU
+does.
+"""
 
 import os
 from collections.abc import Callable

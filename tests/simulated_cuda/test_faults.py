@@ -1,4 +1,6 @@
-"""Faults of a device end a job with an error that names them, and leave the committed generation as it was."""
+"""Faults of a device end a job with an error that names them, and leave the committed generation as
+it was.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,16 @@ import torch
 from holdfast.recover import RecoverConfig, RecoverHandler
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
-from tests.recover.runs import SPEC, digest, make_batch, make_engine, names, square_loss, step_info, token_count
+from tests.recover.runs import (
+    SPEC,
+    digest,
+    make_batch,
+    make_engine,
+    names,
+    square_loss,
+    step_info,
+    token_count,
+)
 from tests.simulated_cuda import device
 
 pytestmark = [pytest.mark.simulated_gpu, pytest.mark.timeout(150)]
@@ -41,7 +52,9 @@ def _first_step(rank: int, world_size: int, model: str, root: str) -> str:
     return found
 
 
-def _resume_with_a_fault(rank: int, world_size: int, model: str, root: str, fault: str, nth: int, when: str) -> str:
+def _resume_with_a_fault(
+    rank: int, world_size: int, model: str, root: str, fault: str, nth: int, when: str
+) -> str:
     """Resume, and let one call of a rank fail. Returns this rank's error."""
     engine = make_engine(model)
 
@@ -102,6 +115,8 @@ def test_a_fault_is_one_error_and_the_committed_step_is_resumed(
     before = names(run)
     errors = run_ranks(_resume_with_a_fault, 2, model, str(run), fault, nth, when)
     assert message in errors[FAULTY], errors
-    assert (message in errors[1 - FAULTY]) != (when == "step"), errors  # in a step only the connection breaks
+    assert (message in errors[1 - FAULTY]) != (when == "step"), (
+        errors
+    )  # in a step only the connection breaks
     assert names(run) == before == ["global_step_0"]
     assert run_ranks(_resume, 2, model, str(run)) == [(0, expected)] * 2

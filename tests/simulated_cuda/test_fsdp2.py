@@ -1,4 +1,6 @@
-"""FSDP2 on simulated devices learns as the model does on the CPU, and a wait that is taken out of it shows."""
+"""FSDP2 on simulated devices learns as the model does on the CPU, and a wait that is taken out of
+it shows.
+"""
 
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +26,9 @@ STEPS = 5
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 3))
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 3)
+    )
 
 
 def _train(model: nn.Module, batches: torch.Tensor) -> list[float]:
@@ -49,7 +53,9 @@ def _sharded(world_size: int) -> nn.Sequential:
     return model
 
 
-def _largest_difference(rank: int, world_size: int, mode: str, wait_taken_out: bool = False) -> float:
+def _largest_difference(
+    rank: int, world_size: int, mode: str, wait_taken_out: bool = False
+) -> float:
     """Largest difference between weights trained here and on the CPU. NaN if any weight is NaN."""
     device.install(mode)
     batches = torch.randn(STEPS, world_size, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -59,16 +65,27 @@ def _largest_difference(rank: int, world_size: int, mode: str, wait_taken_out: b
     _train(model, batches[:, rank].to("cuda"))
     _train(reference, batches.flatten(1, 2))
     found: dict[str, Any] = model.state_dict()
-    weights = {name: weight.full_tensor().cpu() for name, weight in found.items() if isinstance(weight, DTensor)}
+    weights = {
+        name: weight.full_tensor().cpu()
+        for name, weight in found.items()
+        if isinstance(weight, DTensor)
+    }
     assert weights.keys() == reference.state_dict().keys()
-    differences = [(weights[name] - weight).abs() for name, weight in reference.state_dict().items()]
+    differences = [
+        (weights[name] - weight).abs() for name, weight in reference.state_dict().items()
+    ]
     if not wait_taken_out:
         assert device.races() == [], "\n".join(device.races()[:6])
-    return max(difference.max().item() if not difference.isnan().any() else float("nan") for difference in differences)
+    return max(
+        difference.max().item() if not difference.isnan().any() else float("nan")
+        for difference in differences
+    )
 
 
 def _take_out_the_wait_for_an_all_gather() -> None:
-    """The copy out of the gathered buffer waits neither for the event nor for the work of the collective."""
+    """The copy out of the gathered buffer waits neither for the event nor for the work of the
+    collective.
+    """
     copy_out = _fsdp_param_group.foreach_all_gather_copy_out
 
     def without_wait(result: Any, *others: Any) -> None:
@@ -98,7 +115,9 @@ def _races_without_a_wait(rank: int, world_size: int) -> list[str]:
 
 def test_a_wait_taken_out_of_fsdp2_is_a_race() -> None:
     for races in run_ranks(_races_without_a_wait, 2):
-        assert any("written by a collective" in race and "read by " in race for race in races), races
+        assert any("written by a collective" in race and "read by " in race for race in races), (
+            races
+        )
 
 
 def _wait_for_a_collective_that_hangs(rank: int, world_size: int, folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""The GRPO example under Ray on simulated GPUs: two trainers have one each, and the rollout worker has a third."""
+"""The GRPO example under Ray on simulated GPUs: two trainers have one each, and the rollout worker
+has a third.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +42,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 def train_until(run: GrpoRun, step: int, attempt: int = 0) -> None:
     """Wait until attempt ``attempt`` has begun and ``step`` is logged."""
     run.wait_until(
-        lambda: (len(run.attempts()) > attempt and run.last_step() >= step) or run.exit_code() is not None, PATIENCE_S
+        lambda: (
+            (len(run.attempts()) > attempt and run.last_step() >= step)
+            or run.exit_code() is not None
+        ),
+        PATIENCE_S,
     )
     assert run.exit_code() is None, run.log_tail()
 
@@ -57,9 +63,13 @@ def final_digest(run: GrpoRun) -> str:
     return sha256(run.final_weights())
 
 
-def test_a_killed_trainer_and_a_killed_rollout_worker_leave_no_trace(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_trainer_and_a_killed_rollout_worker_leave_no_trace(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     address = f"ray_address={cluster.address}"
-    untouched, killed = (GrpoRun(tmp_path / name, *SETTINGS, address) for name in ("untouched", "killed"))
+    untouched, killed = (
+        GrpoRun(tmp_path / name, *SETTINGS, address) for name in ("untouched", "killed")
+    )
     try:
         untouched.start()
         expected = final_digest(untouched)
@@ -75,4 +85,7 @@ def test_a_killed_trainer_and_a_killed_rollout_worker_leave_no_trace(cluster: Cl
         untouched.stop()
         killed.stop()
     assert killed.pids()["rollout"] != first["rollout"]
-    assert [(attempt["number"], attempt["step"]) for attempt in killed.attempts()] == [(0, 0), (1, 2)]
+    assert [(attempt["number"], attempt["step"]) for attempt in killed.attempts()] == [
+        (0, 0),
+        (1, 2),
+    ]

@@ -1,4 +1,6 @@
-"""Staging, blocks, saves and loads of Holdfast on a simulated device, with one rank: every wait is in place."""
+"""Staging, blocks, saves and loads of Holdfast on a simulated device, with one rank: every wait is
+in place.
+"""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -132,7 +134,9 @@ def test_weights_may_change_in_a_block_that_says_so(on: torch.device) -> None:
 
 
 def test_a_second_snapshot_of_the_same_step_waits_for_the_first(on: torch.device) -> None:
-    """Else the first copy, which no step waits for any more, would read the weights of a later step."""
+    """Else the first copy, which no step waits for any more, would read the weights of a later
+    step.
+    """
     state = trained(on)
     staging, expected = Staging(state.model), values_of(state)
     staging.stage(state)
@@ -166,7 +170,9 @@ def test_buffers_are_pinned(on: torch.device) -> None:
     staging.release()
 
 
-def test_a_write_during_the_copy_is_noticed(in_mode: Callable[[str], None], on: torch.device) -> None:
+def test_a_write_during_the_copy_is_noticed(
+    in_mode: Callable[[str], None], on: torch.device
+) -> None:
     in_mode("late-copies")
     state = trained(on)
     staging = Staging(state.model)
@@ -240,11 +246,22 @@ def test_an_offloaded_state_comes_back_with_the_values_of_its_step(on: torch.dev
         step(state, seed)
         step(twin, seed)
         offload.offload({"weights", "optimizer"})
-        held = [tensor for tensor in state.live_tensors(readable=False).values() if tensor.is_cuda and tensor.dim()]
+        held = [
+            tensor
+            for tensor in state.live_tensors(readable=False).values()
+            if tensor.is_cuda and tensor.dim()
+        ]
         assert [tensor for tensor in held if tensor.untyped_storage().nbytes()] == []
         taken = torch.full((1 << 16,), 9.0, device=on)
-        copies = {name: tensor.clone() for name, tensor in flatten(state.state_dict()) if tensor.dim()}
-        assert differing(copies, {name: tensor for name, tensor in values_of(twin).items() if tensor.dim()}) == []
+        copies = {
+            name: tensor.clone() for name, tensor in flatten(state.state_dict()) if tensor.dim()
+        }
+        assert (
+            differing(
+                copies, {name: tensor for name, tensor in values_of(twin).items() if tensor.dim()}
+            )
+            == []
+        )
         del taken
         offload.onload({"weights", "optimizer"})
         for copy in host_copies_in(offload):
@@ -262,7 +279,9 @@ ALL = {"weights", "optimizer"}
 
 
 @pytest.mark.parametrize("interrupted", ["offload", "onload"])
-def test_after_an_interrupt_at_any_line_an_onload_brings_every_bit_back(on: torch.device, interrupted: str) -> None:
+def test_after_an_interrupt_at_any_line_an_onload_brings_every_bit_back(
+    on: torch.device, interrupted: str
+) -> None:
     state, twin = trained(on), trained(on)
     offload = Offload(state, on, None)  # type: ignore[arg-type]
     call = partial(getattr(offload, interrupted), ALL)
@@ -281,8 +300,15 @@ def test_after_an_interrupt_at_any_line_an_onload_brings_every_bit_back(on: torc
         if seed % 2:
             offload.offload(ALL)
         taken = torch.full((1 << 16,), 9.0, device=on)
-        copies = {name: tensor.clone() for name, tensor in flatten(state.state_dict()) if tensor.dim()}
-        assert differing(copies, {name: tensor for name, tensor in values_of(twin).items() if tensor.dim()}) == []
+        copies = {
+            name: tensor.clone() for name, tensor in flatten(state.state_dict()) if tensor.dim()
+        }
+        assert (
+            differing(
+                copies, {name: tensor for name, tensor in values_of(twin).items() if tensor.dim()}
+            )
+            == []
+        )
         del taken
         offload.onload(ALL)
         for copy in host_copies_in(offload):
@@ -307,7 +333,9 @@ def test_an_engine_leaves_with_the_snapshot_that_is_being_copied(on: torch.devic
     staging.release()
 
 
-def test_an_engine_that_does_not_fit_stays_away(faults: Callable[[str, int], None], on: torch.device) -> None:
+def test_an_engine_that_does_not_fit_stays_away(
+    faults: Callable[[str, int], None], on: torch.device
+) -> None:
     state, twin = trained(on), trained(on)
     offload = Offload(state, on, None)  # type: ignore[arg-type]
     offload.offload({"weights", "optimizer"})
@@ -315,7 +343,9 @@ def test_an_engine_that_does_not_fit_stays_away(faults: Callable[[str, int], Non
     with pytest.raises(torch.OutOfMemoryError):
         offload.onload({"weights", "optimizer"})
     assert all(
-        not t.untyped_storage().nbytes() for t in state.live_tensors(readable=False).values() if t.is_cuda and t.dim()
+        not t.untyped_storage().nbytes()
+        for t in state.live_tensors(readable=False).values()
+        if t.is_cuda and t.dim()
     )
     with pytest.raises(EngineOffloadedError):
         offload.require_onloaded("weights")
@@ -334,9 +364,13 @@ def test_an_optimizer_on_the_host_steps_as_one_on_the_device(
     for seed in range(3):
         step(state, seed)
         step(twin, seed)
-        moments = [tensor for name, tensor in state.live_tensors().items() if name.startswith("optim")]
+        moments = [
+            tensor for name, tensor in state.live_tensors().items() if name.startswith("optim")
+        ]
         assert len(moments) > 9 and not any(tensor.is_cuda for tensor in moments)
-        assert differing({n: t.clone() for n, t in flatten(state.state_dict())}, values_of(twin)) == []
+        assert (
+            differing({n: t.clone() for n, t in flatten(state.state_dict())}, values_of(twin)) == []
+        )
     expected = values_of(state)
     save_dcp(tmp_path / "saved", state)
     step(state)
@@ -351,7 +385,9 @@ SIZES = ([7], [3] * 7, [8] * 6, [1, 8, 2, 20, 3, 4, 0, 5, 8, 8])
 def test_blocks_take_values_from_the_device(on: torch.device, sizes: list[int]) -> None:
     pieces = [torch.randn(n, dtype=torch.float64) for n in sizes]
     there = [piece.to(on) for piece in pieces]
-    copies = (piece.clone() for piece in there)  # freed while they are packed, and nothing waits for the device
+    copies = (
+        piece.clone() for piece in there
+    )  # freed while they are packed, and nothing waits for the device
     found = b"".join(bytes(block) for block in HostBlocks(8 * 4, on).pack(copies, torch.float32))
     assert found == torch.cat(pieces).float().numpy().tobytes()
 
@@ -367,7 +403,9 @@ def test_blocks_bring_values_to_the_device(on: torch.device, sizes: list[int]) -
         blocks.copy(target, block)
     blocks.drain()
     del blocks
-    assert [target.cpu().float().tolist() for target in targets] == [piece.tolist() for piece in pieces]
+    assert [target.cpu().float().tolist() for target in targets] == [
+        piece.tolist() for piece in pieces
+    ]
 
 
 def test_a_drained_block_may_be_filled_again(on: torch.device) -> None:
@@ -409,10 +447,18 @@ def test_weight_files_hold_the_values_of_the_device_and_bring_them_back(
 ) -> None:
     monkeypatch.setattr(weight_files, "WRITE_BYTES", 64)
     monkeypatch.setattr(weight_files, "READ_BYTES", 64)
-    given = {"a": torch.randn(9, 11).to(on), "b": torch.randn(100).to(on), "c": torch.randn(8, 8).to(on).t()}
-    layout = plan_layout([TensorSpec(k, tuple(v.shape), stored, k, 0) for k, v in given.items()], 10**9, 0)
+    given = {
+        "a": torch.randn(9, 11).to(on),
+        "b": torch.randn(100).to(on),
+        "c": torch.randn(8, 8).to(on).t(),
+    }
+    layout = plan_layout(
+        [TensorSpec(k, tuple(v.shape), stored, k, 0) for k, v in given.items()], 10**9, 0
+    )
     seen: list[tuple[Piece, bytes]] = []
-    with WeightWriter(tmp_path, lambda _, piece, data: seen.append((piece, piece_digest(data)))) as writer:
+    with WeightWriter(
+        tmp_path, lambda _, piece, data: seen.append((piece, piece_digest(data)))
+    ) as writer:
         for file in layout.files:
             writer.create(file)
         for name, values in given.items():
@@ -429,11 +475,15 @@ def test_weight_files_hold_the_values_of_the_device_and_bring_them_back(
         slots = files.layout()
         for name, target in targets.items():
             files.read(slots[name], 0, target)
-    assert all(torch.equal(target.cpu().to(stored), expected[name]) for name, target in targets.items())
+    assert all(
+        torch.equal(target.cpu().to(stored), expected[name]) for name, target in targets.items()
+    )
 
 
 @pytest.mark.parametrize("other_stream", [False, True])
-def test_a_load_is_ordered_with_the_stream_of_its_caller(on: torch.device, other_stream: bool, tmp_path: Path) -> None:
+def test_a_load_is_ordered_with_the_stream_of_its_caller(
+    on: torch.device, other_stream: bool, tmp_path: Path
+) -> None:
     """Threads read the files. The step before is still under way, and the values are used at once."""
     state = trained(on)
     expected = values_of(state)
@@ -446,7 +496,10 @@ def test_a_load_is_ordered_with_the_stream_of_its_caller(on: torch.device, other
             for tensor in state.live_tensors().values():
                 tensor.mul_(2)
         load_dcp(tmp_path / "saved", state)
-        assert differing({name: tensor + 0 for name, tensor in flatten(state.state_dict())}, expected) == []
+        assert (
+            differing({name: tensor + 0 for name, tensor in flatten(state.state_dict())}, expected)
+            == []
+        )
 
 
 def test_a_load_ends_with_the_error_of_its_copies(
@@ -465,9 +518,16 @@ def test_a_load_ends_with_the_error_of_its_copies(
 
 
 def test_a_dcp_load_ends_with_the_error_of_its_copies(
-    faults: Callable[[str, int], None], on: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    faults: Callable[[str, int], None],
+    on: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state, ended, read_all = DCPState(nn.Linear(4, 3, bias=False).to(on)), list[str](), reader._read_all
+    state, ended, read_all = (
+        DCPState(nn.Linear(4, 3, bias=False).to(on)),
+        list[str](),
+        reader._read_all,
+    )
     save_dcp(tmp_path / "saved", state)
 
     def read_and_lose_the_device(*arguments: Any) -> None:
@@ -485,7 +545,10 @@ def test_a_dcp_load_ends_with_the_error_of_its_copies(
 
 
 def test_a_micro_batch_that_is_moved_to_the_host_is_there(on: torch.device) -> None:
-    batch = {"input_ids": torch.arange(12).view(3, 4), "attention_mask": torch.ones(3, 4, dtype=torch.int64)}
+    batch = {
+        "input_ids": torch.arange(12).view(3, 4),
+        "attention_mask": torch.ones(3, 4, dtype=torch.int64),
+    }
     there = MicroBatch(batch, torch.arange(3), lengths=(4, 4, 4)).to(on)
     back = there.to("cpu")
     assert all(torch.equal(back.data[key].clone(), tensor) for key, tensor in batch.items())

@@ -1,4 +1,5 @@
-"""A job of two ranks on simulated devices, killed at random moments, ends with the bytes of an undisturbed run.
+"""A job of two ranks on simulated devices, killed at random moments, ends with the bytes of an
+undisturbed run.
 
     python -m tests.simulated_cuda --tier slow tests/simulated_cuda/test_kills.py
 
@@ -19,7 +20,12 @@ pytestmark = [pytest.mark.simulated_gpu, pytest.mark.slow, pytest.mark.timeout(1
 KILLS = int(os.environ.get("HOLDFAST_KILLS", "5"))
 SEED = int(os.environ.get("HOLDFAST_SEED", "0"))
 STEPS = 120
-SETTINGS = ("engine.device=cuda", "trainer.total_epochs=12", "trainer.save_freq=3", "engine.attn_impl=eager")
+SETTINGS = (
+    "engine.device=cuda",
+    "trainer.total_epochs=12",
+    "trainer.save_freq=3",
+    "engine.attn_impl=eager",
+)
 PATIENCE_S = 300.0
 
 

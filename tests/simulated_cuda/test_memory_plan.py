@@ -1,4 +1,6 @@
-"""Plans with state in host memory agree with the memory of real steps, on the device and in the host."""
+"""Plans with state in host memory agree with the memory of real steps, on the device and in the
+host.
+"""
 
 import logging
 from pathlib import Path
@@ -30,29 +32,53 @@ OFFLOAD: dict[str, dict[str, Any]] = {
     },
 }
 TOKENS = 16
-"""Few, because the attention of these devices is not flash attention, and so that state is most of the memory."""
+"""Few, because the attention of these devices is not flash attention, and so that state is most of
+the memory.
+"""
 
 
-def _measured_and_planned(rank: int, world_size: int, folder: str, block_bytes: int) -> dict[str, Any]:
+def _measured_and_planned(
+    rank: int, world_size: int, folder: str, block_bytes: int
+) -> dict[str, Any]:
     """Setting -> ((peak of the device, state in host memory), the same as planned)."""
     host_optimizer.BLOCK_BYTES = memory_plan.BLOCK_BYTES = block_bytes
     return {name: _of_one_setting(world_size, folder, changes) for name, changes in OFFLOAD.items()}
 
 
 def _of_one_setting(world_size: int, folder: str, changes: dict[str, Any]) -> Any:
-    settings = {"init_from_scratch": True, "dtype": "bfloat16", "fsdp": FSDPConfig(gradient_sync="every"), **changes}
-    engine = make_engine(folder, device="cuda", mb_spec=MicroBatchSpec(max_tokens_per_mb=TOKENS), **settings)
+    settings = {
+        "init_from_scratch": True,
+        "dtype": "bfloat16",
+        "fsdp": FSDPConfig(gradient_sync="every"),
+        **changes,
+    }
+    engine = make_engine(
+        folder, device="cuda", mb_spec=MicroBatchSpec(max_tokens_per_mb=TOKENS), **settings
+    )
     ids = torch.randint(0, 500, (4, TOKENS // 2))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "loss_mask": torch.ones_like(ids),
+    }
     engine.train_batch(batch, loss, loss_tokens)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     engine.train_batch(batch, loss, loss_tokens)
     peak = torch.cuda.max_memory_allocated()
     params = list(engine.model.parameters())
-    states = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim() > 0]
+    states = [
+        value
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if value.dim() > 0
+    ]
     gradients = params if engine.config.fsdp.offload_params else []
-    on_host = sum(local_tensor(each).nbytes for each in (*params, *gradients, *states) if each.device.type == "cpu")
+    on_host = sum(
+        local_tensor(each).nbytes
+        for each in (*params, *gradients, *states)
+        if each.device.type == "cpu"
+    )
     sizes = measure_model(engine.config, TOKENS)
     memory = torch.cuda.get_device_properties(0).total_memory
     plan = plan_step(sizes, engine.config, ParallelStrategy().for_world(world_size), TOKENS, memory)
@@ -61,7 +87,9 @@ def _of_one_setting(world_size: int, folder: str, changes: dict[str, Any]) -> An
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 20, 256 << 20])
-def test_the_plan_of_a_step_is_within_a_tenth_of_the_measured_one(tmp_path: Path, block_bytes: int) -> None:
+def test_the_plan_of_a_step_is_within_a_tenth_of_the_measured_one(
+    tmp_path: Path, block_bytes: int
+) -> None:
     """With small blocks the peak is in the backward, with one large block it is in the step."""
     MODELS["wide"].save_pretrained(tmp_path)
     for found in run_ranks(_measured_and_planned, 2, str(tmp_path), block_bytes):
@@ -83,5 +111,7 @@ def _lines_of_a_start(rank: int, world_size: int, folder: str) -> list[str]:
 def test_rank_0_logs_the_plan_at_the_start(tmp_path: Path) -> None:
     MODELS["qwen3"].save_pretrained(tmp_path)
     (line,), none = run_ranks(_lines_of_a_start, 2, str(tmp_path))
-    assert line.startswith("a step of 8192 tokens per micro-batch") and line.endswith("the device has 8.59 GB")
+    assert line.startswith("a step of 8192 tokens per micro-batch") and line.endswith(
+        "the device has 8.59 GB"
+    )
     assert none == []

@@ -1,4 +1,6 @@
-"""Meshes on two simulated devices train as the unsharded model does, and save in the background while they train."""
+"""Meshes on two simulated devices train as the unsharded model does, and save in the background
+while they train.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -32,10 +34,14 @@ def _train(engine: Any, n_steps: int = 1) -> list[float]:
 
 
 def _weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in whole(engine).items() if name.startswith("model.")}
+    return {
+        name: tensor.cpu() for name, tensor in whole(engine).items() if name.startswith("model.")
+    }
 
 
-def _on_the_cpu(rank: int, world_size: int, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _on_the_cpu(
+    rank: int, world_size: int, folder: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     engine = make_engine(folder, device="cpu")
     return _train(engine, STEPS), _weights(engine)
 
@@ -44,13 +50,17 @@ def _on_the_device(
     rank: int, world_size: int, folder: str, out: Path, mesh: str
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train, and check what was saved meanwhile against a twin that saves nothing."""
-    engine, twin, other = (make_engine(folder, device="cuda", backend=mesh.split()[0], **MESHES[mesh]) for _ in "123")
+    engine, twin, other = (
+        make_engine(folder, device="cuda", backend=mesh.split()[0], **MESHES[mesh]) for _ in "123"
+    )
     assert {param.device for param in engine.model.parameters()} == {torch.device("cuda", rank)}
     stats = _train(engine, STEPS)
     assert _train(twin, STEPS) == stats
     result = stats, _weights(twin)
     for kind, with_optim in (("dcp", True), ("hf", False)):
-        later, now = (SaveLoadMeta(str(out / f"{when}_{kind}"), kind, with_optim) for when in ("later", "now"))
+        later, now = (
+            SaveLoadMeta(str(out / f"{when}_{kind}"), kind, with_optim) for when in ("later", "now")
+        )
         engine.save(later, blocking=False)
         _train(engine)  # nothing waits for the copies before this
         engine.wait_for_save()
@@ -87,7 +97,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_trains_as_the_unsharded_model_and_saves_while_it_trains(folder: str, mesh: str, tmp_path: Path) -> None:
+def test_a_mesh_trains_as_the_unsharded_model_and_saves_while_it_trains(
+    folder: str, mesh: str, tmp_path: Path
+) -> None:
     ((expected_stats, expected),) = run_ranks(_on_the_cpu, 1, folder)
     for stats, weights in run_ranks(_on_the_device, 2, folder, tmp_path, mesh):
         assert stats == pytest.approx(expected_stats, rel=1e-5)

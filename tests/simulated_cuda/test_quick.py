@@ -1,4 +1,6 @@
-"""The part of ``make test-simulated-gpu`` for every change: the device, and staging and blocks on it, in all modes."""
+"""The part of ``make test-simulated-gpu`` for every change: the device, and staging and blocks on
+it, in all modes.
+"""
 
 import pytest
 

@@ -1,11 +1,11 @@
 """Imported first by every Python that a test starts, so that deprecations are errors there too.
 
-pytest's ``filterwarnings`` apply only to its own process. `tests.conftest` puts this folder on ``PYTHONPATH``, which
-ranks, Ray's workers and whole jobs inherit.
+pytest's ``filterwarnings`` apply only to its own process. `tests.conftest` puts this folder on
+``PYTHONPATH``, which ranks, Ray's workers and whole jobs inherit.
 
-With ``HOLDFAST_SIMULATED_CUDA`` such a process also gets simulated CUDA devices, as soon as it has imported torch, and
-with ``HOLDFAST_SHARED_GPU`` its ranks share a real one. With ``HOLDFAST_MUTATION`` one module of Holdfast has another
-text.
+With ``HOLDFAST_SIMULATED_CUDA`` such a process also gets simulated CUDA devices, as soon as it has
+imported torch, and with ``HOLDFAST_SHARED_GPU`` its ranks share a real one. With
+``HOLDFAST_MUTATION`` one module of Holdfast has another text.
 """
 
 import importlib
@@ -39,7 +39,9 @@ class _DevicesAfterTorch(MetaPathFinder):
     def __init__(self, module: str) -> None:
         self._module = module
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> Any:
         if name != "torch":
             return None
         sys.meta_path.remove(self)

@@ -38,7 +38,9 @@ def test_defaults_file_and_overrides_win_in_that_order(tmp_path: Path) -> None:
     assert load_config(Config) == Config()
     path = write(tmp_path, "path: other\nsection:\n  lr: 0.5\n  names: [a, b]\n")
     assert load_config(Config, path) == Config("other", section=Section(0.5, ["a", "b"]))
-    config = load_config(Config, str(path), ["section.lr=1e-3", "steps=4", "flag=true", "section.names=[c]"])
+    config = load_config(
+        Config, str(path), ["section.lr=1e-3", "steps=4", "flag=true", "section.names=[c]"]
+    )
     assert config == Config("other", 4, True, Section(1e-3, ["c"]))
     assert type(config.section) is Section and type(config.section.names) is list
     assert load_config(Config, write(tmp_path, "")) == Config()
@@ -56,23 +58,35 @@ def test_defaults_file_and_overrides_win_in_that_order(tmp_path: Path) -> None:
         (["steps"], "'steps' is not of the form key=value"),
     ],
 )
-def test_a_wrong_override_is_an_error_that_names_the_key(overrides: list[str], message: str) -> None:
+def test_a_wrong_override_is_an_error_that_names_the_key(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(Config, overrides=overrides)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("stepz: 1", "'stepz' in .*config.yaml"), ("a: [1", "is not YAML"), ("section: {lr: x}", "section.lr")],
+    [
+        ("stepz: 1", "'stepz' in .*config.yaml"),
+        ("a: [1", "is not YAML"),
+        ("section: {lr: x}", "section.lr"),
+    ],
 )
-def test_a_wrong_file_is_an_error_that_names_file_and_key(text: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_an_error_that_names_file_and_key(
+    text: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(Config, write(tmp_path, text))
 
 
 @pytest.mark.parametrize("text", ["1:00:30:00", "3:30:00"])
-def test_a_value_that_yaml_reads_as_base_60_is_refused_unless_quoted(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{text} is a number in base 60 to YAML; put it in quotes: '{text}'"):
+def test_a_value_that_yaml_reads_as_base_60_is_refused_unless_quoted(
+    text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{text} is a number in base 60 to YAML; put it in quotes: '{text}'"
+    ):
         load_config(Config, overrides=[f"path={text}"])
     with pytest.raises(ConfigError, match="base 60"):
         load_config(Config, write(tmp_path, f"path: {text}"))

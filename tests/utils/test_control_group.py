@@ -18,7 +18,12 @@ from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.hf.load import load_hf
 from holdfast.engine.hf.save import full_state_dict, save_hf
-from holdfast.utils.distributed import all_ranks_succeed, control_group, gather_objects, rank_zero_decides
+from holdfast.utils.distributed import (
+    all_ranks_succeed,
+    control_group,
+    gather_objects,
+    rank_zero_decides,
+)
 from holdfast.utils.metrics import reduce_stats
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
@@ -30,7 +35,11 @@ def _only_cuda(rank: int, world_size: int, store: str) -> None:
     dist.destroy_process_group()
     timeout = timedelta(seconds=30)
     dist.init_process_group(
-        "cuda:gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
+        "cuda:gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
 
 
@@ -44,7 +53,9 @@ def _agree(rank: int, world_size: int, store: str) -> str:
         assert reduce_stats({"x": float(rank)}) == {"x": 1.0}
         control = control_group()
         assert control is not None and control is control_group(dist.group.WORLD), "it is made once"
-        assert control_group(control) is control, "a group that carries CPU tensors is taken as it is"
+        assert control_group(control) is control, (
+            "a group that carries CPU tensors is taken as it is"
+        )
         one: Any = dist.new_group([rank], backend="cuda:gloo", use_local_synchronization=True)
         assert gather_objects("alone", one) == ["alone"]
     return "agreed"
@@ -62,7 +73,10 @@ def _save_and_load(rank: int, world_size: int, root: str, folder: str) -> str:
     before = full_state_dict(model)
     save_dcp(f"{root}/dcp", DCPState(model))
     save_hf(model, f"{root}/hf")
-    for load in (lambda: load_dcp(f"{root}/dcp", DCPState(model)), lambda: load_hf(model, f"{root}/hf")):
+    for load in (
+        lambda: load_dcp(f"{root}/dcp", DCPState(model)),
+        lambda: load_hf(model, f"{root}/hf"),
+    ):
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
@@ -75,11 +89,15 @@ def _save_and_load(rank: int, world_size: int, root: str, folder: str) -> str:
     assert handler.dump(tiny.state, step_info(0))
     handler.close()
     again = make_handler(f"{root}/runs").load(Tiny().state)
-    assert again is not None and again.last_step_info.global_step == 0 and SPEC.total_train_steps > 1
+    assert (
+        again is not None and again.last_step_info.global_step == 0 and SPEC.total_train_steps > 1
+    )
     return " ".join(names(Path(f"{root}/runs")))
 
 
 def test_checkpoints_and_the_handler_work_with_such_a_default_group(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     folder = str(tmp_path / "model")
-    assert run_ranks(_save_and_load, 2, str(tmp_path), folder, timeout_s=90) == ["global_step_0"] * 2
+    assert (
+        run_ranks(_save_and_load, 2, str(tmp_path), folder, timeout_s=90) == ["global_step_0"] * 2
+    )

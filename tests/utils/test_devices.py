@@ -1,4 +1,5 @@
-"""The device of a rank: never silently the CPU on a machine with GPUs, never one GPU for two ranks. All ranks agree.
+"""The device of a rank: never silently the CPU on a machine with GPUs, never one GPU for two ranks.
+All ranks agree.
 
 There is no GPU here: the functions that decide get made-up reports of GPUs.
 """
@@ -16,7 +17,12 @@ import torch.distributed as dist
 
 from holdfast.engine import FSDPEngine, TrainEngineConfig
 from holdfast.engine.training.process_groups import ProcessGroups, close_process_groups
-from holdfast.utils.devices import DeviceReport, agree_on_device, choose_device, require_devices_of_their_own
+from holdfast.utils.devices import (
+    DeviceReport,
+    agree_on_device,
+    choose_device,
+    require_devices_of_their_own,
+)
 from holdfast.utils.distributed import gather_objects
 from holdfast.utils.errors import ConfigError, HoldfastError, PeerError
 from tests.helpers import free_port, run_ranks
@@ -44,20 +50,29 @@ def test_a_rank_takes_its_places_device_or_the_only_one_it_sees(
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 def test_a_rank_without_a_visible_device_is_refused_not_computed_on_cpu(wanted: str) -> None:
-    with pytest.raises(ConfigError, match="LOCAL_RANK is 3 and torch sees 2 CUDA devices: show each rank one device"):
+    with pytest.raises(
+        ConfigError,
+        match="LOCAL_RANK is 3 and torch sees 2 CUDA devices: show each rank one device",
+    ):
         choose_device(wanted, visible=2, local_rank=3)
 
 
-def test_cuda_without_a_device_is_refused_with_what_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_device_is_refused_with_what_hides_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match=r"sees no CUDA device here .CUDA_VISIBLE_DEVICES is ''"):
         choose_device("cuda", visible=0, local_rank=0)
 
 
-def test_a_default_group_without_nccl_means_the_cpu_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_default_group_without_nccl_means_the_cpu_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert choose_device("auto", visible=2, local_rank=1, has_nccl=False) == CPU
     assert "training on the CPU, although there are 2 CUDA device(s)" in caplog.text
-    with pytest.raises(ConfigError, match="default process group has no nccl; make the group with backend"):
+    with pytest.raises(
+        ConfigError, match="default process group has no nccl; make the group with backend"
+    ):
         choose_device("cuda", visible=2, local_rank=1, has_nccl=False)
 
 
@@ -74,7 +89,9 @@ def test_ranks_of_two_kinds_or_with_one_gpu_are_refused_and_named() -> None:
         require_devices_of_their_own([on(gpu) for gpu in fine])
     with pytest.raises(ConfigError, match=r"rank\(s\) \[1\] on node1 see no GPU, the other 2 do"):
         require_devices_of_their_own([on("0"), on(""), on("1")])
-    with pytest.raises(ConfigError, match=r"ranks \[0, 2\] on node1 have chosen the same GPU, GPU-0: start no more"):
+    with pytest.raises(
+        ConfigError, match=r"ranks \[0, 2\] on node1 have chosen the same GPU, GPU-0: start no more"
+    ):
         require_devices_of_their_own([on("0"), on("1"), on("0")])
 
 
@@ -104,8 +121,12 @@ def test_a_rank_without_a_device_is_an_error_on_all_ranks() -> None:
     first, second = run_ranks(_disagree, 2, [free_port(), free_port()], timeout_s=50)
     assert len(first) == len(second) == 2
     for theirs, own in zip(first, second, strict=True):
-        assert theirs.startswith("PeerError: choosing a device failed on rank 1: ConfigError: config key 'device' is")
-        assert own.startswith("ConfigError: config key 'device' is 'cuda', but torch sees no CUDA device here")
+        assert theirs.startswith(
+            "PeerError: choosing a device failed on rank 1: ConfigError: config key 'device' is"
+        )
+        assert own.startswith(
+            "ConfigError: config key 'device' is 'cuda', but torch sees no CUDA device here"
+        )
 
 
 def _fail_in_cuda(rank: int, world_size: int) -> str:
@@ -132,13 +153,17 @@ def test_each_rank_logs_its_device(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _leave(rank: int, world_size: int, folder: str, dies: bool) -> str:
-    """Groups where the engine owns the default one and takes it for NCCL's. gloo shows which rank waits for another."""
+    """Groups where the engine owns the default one and takes it for NCCL's. gloo shows which rank
+    waits for another.
+    """
     logging.getLogger("holdfast").addHandler(logging.FileHandler(f"{folder}/{rank}.log"))
     control: Any = dist.new_group(backend="gloo")
     gather_objects(None, control)
     if dies and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    close_process_groups(ProcessGroups(control, owns_default=True, device=CUDA(0), meshes=cast(Any, None)))
+    close_process_groups(
+        ProcessGroups(control, owns_default=True, device=CUDA(0), meshes=cast(Any, None))
+    )
     assert not dist.is_initialized()
     logging.getLogger("holdfast").warning("left")
     return "left"

@@ -1,4 +1,6 @@
-"""All ranks succeed or all raise. Rank zero decides for all. The same code runs in a single process."""
+"""All ranks succeed or all raise. Rank zero decides for all. The same code runs in a single
+process.
+"""
 
 import logging
 import os
@@ -56,7 +58,11 @@ def check_agreement(rank: int, world_size: int) -> None:
             if rank == 1:
                 raise CheckpointWriteError("disk full")
     except PeerError as error:
-        assert rank != 1 and error.errors == {1: "CheckpointWriteError: disk full"} and error.what == "saving"
+        assert (
+            rank != 1
+            and error.errors == {1: "CheckpointWriteError: disk full"}
+            and error.what == "saving"
+        )
     except CheckpointWriteError:
         assert rank == 1
     else:
@@ -89,10 +95,18 @@ def check_write_failures(rank: int) -> None:
             assert is_write_failure(error) == write_failed, f"{errors} gave {error!r}"
             assert error is own or isinstance(error, PeerError)
             if own is full and not write_failed:
-                assert isinstance(error, PeerError) and "bug" in str(error) and "disk full" not in str(error)
+                assert (
+                    isinstance(error, PeerError)
+                    and "bug" in str(error)
+                    and "disk full" not in str(error)
+                )
         else:
             raise AssertionError("no error")
-    assert is_write_failure(full) and not is_write_failure(bug) and not is_write_failure(OSError(28, "no space"))
+    assert (
+        is_write_failure(full)
+        and not is_write_failure(bug)
+        and not is_write_failure(OSError(28, "no space"))
+    )
 
 
 def raise_(error: Exception) -> Any:
@@ -105,7 +119,10 @@ def check_staging(rank: int, folder: Path) -> None:
         assert not (folder / "done").exists()
     assert sorted(os.listdir(folder / "done")) == ["0", "1"]
 
-    with pytest.raises(CheckpointExistsError, match="never written over"), staged_folder(folder / "done"):
+    with (
+        pytest.raises(CheckpointExistsError, match="never written over"),
+        staged_folder(folder / "done"),
+    ):
         raise AssertionError("the block ran")
     with (
         pytest.raises(CheckpointWriteError if rank == 1 else PeerError, match="No space"),
@@ -155,12 +172,19 @@ def test_a_gathered_object_is_pickled_once_and_read_once_on_each_rank() -> None:
 
 
 def share_what_cannot_be_sent(rank: int, world_size: int) -> str:
-    for result, why in ((threading.Lock(), "TypeError: cannot pickle"), (UnreadableResult(), "KeyError: 'on arrival'")):
-        with pytest.raises(PeerError, match=f"rank 0: its result cannot be sent to the other ranks: {why}"):
+    for result, why in (
+        (threading.Lock(), "TypeError: cannot pickle"),
+        (UnreadableResult(), "KeyError: 'on arrival'"),
+    ):
+        with pytest.raises(
+            PeerError, match=f"rank 0: its result cannot be sent to the other ranks: {why}"
+        ):
             rank_zero_decides(lambda result=result: result)
     with pytest.raises(PeerError, match="rank 0: StubbornError: so there"):
         rank_zero_decides(lambda: raise_(StubbornError("so there")))
-    with pytest.raises(PeerError, match="rank 1: it cannot be sent to the other ranks: TypeError: cannot pickle"):
+    with pytest.raises(
+        PeerError, match="rank 1: it cannot be sent to the other ranks: TypeError: cannot pickle"
+    ):
         gather_objects(threading.Lock() if rank == 1 else "fine")
     with pytest.raises(PeerError, match=r"rank 0: it cannot be sent .*; rank 1: it cannot be sent"):
         gather_objects(UnreadableResult())
@@ -184,12 +208,25 @@ def test_ranks_agree_on_success_failure_decisions_and_staged_folders(tmp_path: P
 
 
 def numbers_of_all_ranks(rank: int, world_size: int) -> str:
-    assert gather_numbers([rank, 2**53 - rank, 0.1]) == [[r, 2.0**53 - r, 0.1] for r in range(world_size)]
+    assert gather_numbers([rank, 2**53 - rank, 0.1]) == [
+        [r, 2.0**53 - r, 0.1] for r in range(world_size)
+    ]
     with torch.device("meta"):
-        assert gather_numbers([rank]) == [[r] for r in range(world_size)], "the default device has no say"
-    assert reduce_flags_of("flags", lambda: 1 << (20 * rank)) == sum(1 << (20 * r) for r in range(world_size))
-    assert (any_rank(rank == 1), any_rank(False), all_agree(rank == 1), all_agree(True)) == (True, False, False, True)
-    assert gather_numbers_of("counting", lambda: (rank, -rank), 2) == [[r, -r] for r in range(world_size)]
+        assert gather_numbers([rank]) == [[r] for r in range(world_size)], (
+            "the default device has no say"
+        )
+    assert reduce_flags_of("flags", lambda: 1 << (20 * rank)) == sum(
+        1 << (20 * r) for r in range(world_size)
+    )
+    assert (any_rank(rank == 1), any_rank(False), all_agree(rank == 1), all_agree(True)) == (
+        True,
+        False,
+        False,
+        True,
+    )
+    assert gather_numbers_of("counting", lambda: (rank, -rank), 2) == [
+        [r, -r] for r in range(world_size)
+    ]
     assert reduce_flags_of("flagging", lambda: rank + 1) == 3
     with pytest.raises(KeyError if rank == 0 else PeerError, match="lost") as caught:
         reduce_flags_of("flagging", lambda: raise_(KeyError("lost")) if rank == 0 else 1)
@@ -257,7 +294,9 @@ def test_log_lines_name_the_rank_and_configuring_twice_does_not_double_them(
     configure_logging("INFO")
     configure_logging("INFO")
     get_logger("holdfast.recover.storage.generations").info("step %d", 3)
-    assert capfd.readouterr().err.count(" rank 0 holdfast.recover.storage.generations | step 3\n") == 1
+    assert (
+        capfd.readouterr().err.count(" rank 0 holdfast.recover.storage.generations | step 3\n") == 1
+    )
 
 
 def test_before_there_is_a_group_the_rank_is_that_of_the_launcher(
@@ -310,7 +349,12 @@ def test_a_line_for_everybody_is_seen_whatever_the_levels_of_logger_and_handlers
     assert capfd.readouterr().err == "resumed at step 16\n"
 
     seen = []
-    for level, of_handler in [("INFO", "NOTSET"), ("WARNING", "NOTSET"), ("DEBUG", "WARNING"), ("ERROR", "NOTSET")]:
+    for level, of_handler in [
+        ("INFO", "NOTSET"),
+        ("WARNING", "NOTSET"),
+        ("DEBUG", "WARNING"),
+        ("ERROR", "NOTSET"),
+    ]:
         logger = logging.Logger("of somebody", level)
         collected = Collected(of_handler)
         logger.addHandler(collected)
@@ -326,7 +370,9 @@ def _decide_slowly(rank: int, world_size: int) -> float:
     return seconds_since_beat()
 
 
-def test_ranks_that_wait_for_a_slow_decision_make_progress_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_for_a_slow_decision_make_progress_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(distributed, "WORD_EVERY_S", 0.1)
     assert max(_decide_slowly(0, 1), *run_ranks(_decide_slowly, 2)) < 0.6
     before = seconds_since_beat()

@@ -6,7 +6,9 @@ import pickle
 from holdfast.utils import errors
 from holdfast.utils.errors import AttemptEnded, HoldfastError, PeerError, Preempted, WorkerLost
 
-RAISED = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BaseException)]
+RAISED = [
+    cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BaseException)
+]
 ALL_ERRORS = [cls for cls in RAISED if cls not in (AttemptEnded, Preempted)]
 LEAVES = [cls for cls in ALL_ERRORS if not cls.__subclasses__()]
 
@@ -40,4 +42,7 @@ def test_a_run_asked_to_stop_is_no_error_and_has_its_code() -> None:
 def test_messages_name_the_ranks_in_order() -> None:
     error = PeerError("saving", {2: "OSError: full", 0: "ValueError: bad"})
     assert str(error) == "saving failed on rank 0: ValueError: bad; rank 2: OSError: full"
-    assert str(WorkerLost("actor", [3, 1], "SIGKILL")) == "worker group 'actor' lost rank(s) [1, 3]: SIGKILL"
+    assert (
+        str(WorkerLost("actor", [3, 1], "SIGKILL"))
+        == "worker group 'actor' lost rank(s) [1, 3]: SIGKILL"
+    )

@@ -1,4 +1,6 @@
-"""A reader, or a crash, sees the old or the new file, never a mixture. Existing files are not overwritten."""
+"""A reader, or a crash, sees the old or the new file, never a mixture. Existing files are not
+overwritten.
+"""
 
 import errno
 import os
@@ -57,8 +59,16 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_a_durable_file_is_digested_while_written_and_fsynced_once_complete(tmp_path: Path, synced: list[int]) -> None:
-    pieces = [b"", b"x", memoryview(os.urandom(3_000_001)), bytearray(b"yz" * 50), memoryview(b"abcdefgh").cast("I")]
+def test_a_durable_file_is_digested_while_written_and_fsynced_once_complete(
+    tmp_path: Path, synced: list[int]
+) -> None:
+    pieces = [
+        b"",
+        b"x",
+        memoryview(os.urandom(3_000_001)),
+        bytearray(b"yz" * 50),
+        memoryview(b"abcdefgh").cast("I"),
+    ]
     with DurableFile(tmp_path / "a") as file:
         total = 0
         for piece in pieces:
@@ -74,7 +84,9 @@ def test_a_durable_file_is_digested_while_written_and_fsynced_once_complete(tmp_
         DurableFile(tmp_path / "a")
 
 
-def test_a_durable_file_whose_block_fails_is_closed_and_not_synced(tmp_path: Path, synced: list[int]) -> None:
+def test_a_durable_file_whose_block_fails_is_closed_and_not_synced(
+    tmp_path: Path, synced: list[int]
+) -> None:
     with pytest.raises(KeyError), DurableFile(tmp_path / "a") as file:
         file.write(b"never flushed")
         raise KeyError
@@ -120,10 +132,15 @@ def _write_beyond_a_limit(rank: int, world_size: int, folder: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     for name, pieces in (("in write", [b"x" * 100_000, b"y"]), ("in close", [b"x" * 1001])):
-        with pytest.raises(OSError, match="File too large") as caught, DurableFile(Path(folder) / name) as file:
+        with (
+            pytest.raises(OSError, match="File too large") as caught,
+            DurableFile(Path(folder) / name) as file,
+        ):
             for piece in pieces:
                 file.write(piece)
-        assert caught.value.errno == errno.EFBIG and caught.value.__context__ is None, "it was tried again"
+        assert caught.value.errno == errno.EFBIG and caught.value.__context__ is None, (
+            "it was tried again"
+        )
         assert file_number(file) == -1
         del file
         with open(Path(folder) / f"{name} after", "xb") as other:  # may get the same descriptor
@@ -138,7 +155,9 @@ def test_a_refused_write_is_reported_once_and_the_file_is_closed(tmp_path: Path)
 def test_free_space_is_measured_at_the_nearest_existing_folder(tmp_path: Path) -> None:
     require_free_space(tmp_path / "not" / "there", 1)
     status = os.statvfs(tmp_path)
-    with pytest.raises(CheckpointWriteError, match=r"not/there needs \d+ bytes, its file system has \d+ free"):
+    with pytest.raises(
+        CheckpointWriteError, match=r"not/there needs \d+ bytes, its file system has \d+ free"
+    ):
         require_free_space(tmp_path / "not" / "there", status.f_blocks * status.f_frsize + 1)
     require_free_space("/proc", 1 << 60)  # it does not count blocks
 
@@ -147,10 +166,14 @@ def test_a_file_system_without_free_space_figures_is_a_write_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stale(path: object) -> os.statvfs_result:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))  # a network file system without its server
+        raise OSError(
+            errno.ESTALE, os.strerror(errno.ESTALE)
+        )  # a network file system without its server
 
     monkeypatch.setattr(os, "statvfs", stale)
-    with pytest.raises(CheckpointWriteError, match=r"cannot ask for the free space of .*Stale file handle"):
+    with pytest.raises(
+        CheckpointWriteError, match=r"cannot ask for the free space of .*Stale file handle"
+    ):
         require_free_space(tmp_path, 1)
 
 
@@ -216,7 +239,11 @@ def test_replace_atomically_writes_over_what_a_killed_writer_left(tmp_path: Path
 def test_commit_makes_a_staged_folder_visible_and_refuses_an_existing_name(tmp_path: Path) -> None:
     final = tmp_path / "global_step_1"
     staging = staging_path(final)
-    assert staging.parent == tmp_path and staging.name.startswith(".staging-") and staging != staging_path(final)
+    assert (
+        staging.parent == tmp_path
+        and staging.name.startswith(".staging-")
+        and staging != staging_path(final)
+    )
     (staging / "actor").mkdir(parents=True)
     write_durably(staging / "actor" / "x", b"1")
     commit_folder(staging, final)
@@ -233,7 +260,11 @@ def test_commit_replaces_an_empty_folder_and_keeps_its_permissions(tmp_path: Pat
     staging.mkdir()
     (staging / "x").touch()
     commit_folder(staging, final)
-    assert os.listdir(final) == ["x"] and stat.S_IMODE(final.stat().st_mode) == 0o700 and not staging.exists()
+    assert (
+        os.listdir(final) == ["x"]
+        and stat.S_IMODE(final.stat().st_mode) == 0o700
+        and not staging.exists()
+    )
 
 
 def test_commit_refuses_a_link_to_an_empty_folder(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Two jobs in one folder: the second is refused or waits. The end of the holder, by any cause, frees the lock."""
+"""Two jobs in one folder: the second is refused or waits. The end of the holder, by any cause,
+frees the lock.
+"""
 
 import errno
 import fcntl
@@ -23,18 +25,23 @@ from tests.utils.locking import Job, acquire, become_nobody, churn, fork, releas
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_a_second_job_is_refused_and_told_who_holds_the_folder(start_job: Callable[[], Job], path: Path) -> None:
+def test_a_second_job_is_refused_and_told_who_holds_the_folder(
+    start_job: Callable[[], Job], path: Path
+) -> None:
     holder, second = start_job(), start_job()
     assert holder.do(acquire, 0) == ("ok", None)
     began = time.monotonic()
     kind, message = second.do(acquire, 0.5)
     assert kind == "FolderInUseError" and 0.5 <= time.monotonic() - began < 2
     found = re.match(
-        rf"{path.parent} is in use by pid {holder.pid} on host (\S+), started (\S+); waited 0.5 s", message
+        rf"{path.parent} is in use by pid {holder.pid} on host (\S+), started (\S+); waited 0.5 s",
+        message,
     )
     assert found and found[1] == socket.gethostname()
     started = datetime.fromisoformat(found[2])
-    assert started.tzinfo and abs(started.timestamp() - psutil.Process(holder.pid).create_time()) < 2
+    assert (
+        started.tzinfo and abs(started.timestamp() - psutil.Process(holder.pid).create_time()) < 2
+    )
     assert "Wait for that job or end it" in message and "recover.trial_name" in message
     assert "recover.lock_timeout_s" in message
 
@@ -48,7 +55,9 @@ def test_a_timeout_of_zero_asks_once(start_job: Callable[[], Job], path: Path) -
 
 
 @pytest.mark.parametrize("how", ["release", "exit"])
-def test_a_job_that_waits_gets_the_folder_when_the_holder_is_done(start_job: Callable[[], Job], how: str) -> None:
+def test_a_job_that_waits_gets_the_folder_when_the_holder_is_done(
+    start_job: Callable[[], Job], how: str
+) -> None:
     holder, second, third = start_job(), start_job(), start_job()
     holder.do(acquire, 0)
     second.start(acquire, 30)
@@ -84,8 +93,13 @@ def test_a_forked_child_neither_holds_keeps_nor_drops_its_parents_lock(
     holder.do(acquire, 0)
     _, child = holder.do(fork)
     try:
-        assert child["said"].startswith("held: False; ") and f"in use by pid {holder.pid} " in child["said"]
-        assert second.do(acquire, 0)[0] == "FolderInUseError"  # although the child has released its copy
+        assert (
+            child["said"].startswith("held: False; ")
+            and f"in use by pid {holder.pid} " in child["said"]
+        )
+        assert (
+            second.do(acquire, 0)[0] == "FolderInUseError"
+        )  # although the child has released its copy
         holder.kill()
         assert psutil.pid_exists(child["pid"])
         assert second.do(acquire, 0) == ("ok", None)
@@ -109,7 +123,9 @@ def test_locks_of_one_process_share_the_folder_until_the_last_is_released(
         first.acquire(0)
 
 
-def test_threads_that_come_and_go_do_not_drop_the_lock_of_another(start_job: Callable[[], Job], path: Path) -> None:
+def test_threads_that_come_and_go_do_not_drop_the_lock_of_another(
+    start_job: Callable[[], Job], path: Path
+) -> None:
     other, lock = start_job(), FolderLock(path)
     lock.acquire(0)
     threads = [threading.Thread(target=churn, args=(FolderLock(path), 1.0)) for _ in range(4)]
@@ -124,7 +140,9 @@ def test_threads_that_come_and_go_do_not_drop_the_lock_of_another(start_job: Cal
     assert other.do(acquire, 0) == ("ok", None)
 
 
-def test_a_lock_can_be_taken_again_and_its_file_stays(start_job: Callable[[], Job], path: Path) -> None:
+def test_a_lock_can_be_taken_again_and_its_file_stays(
+    start_job: Callable[[], Job], path: Path
+) -> None:
     other, lock = start_job(), FolderLock(path)
     lock.release()
     inode = None
@@ -140,8 +158,12 @@ def test_a_lock_can_be_taken_again_and_its_file_stays(start_job: Callable[[], Jo
         assert path.stat().st_ino == inode
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff\x00", b'{"pid": "x", "host": 1}', b"1"])
-def test_a_holder_that_cannot_be_read_is_unknown(start_job: Callable[[], Job], path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff\x00", b'{"pid": "x", "host": 1}', b"1"]
+)
+def test_a_holder_that_cannot_be_read_is_unknown(
+    start_job: Callable[[], Job], path: Path, content: bytes
+) -> None:
     start_job().do(acquire, 0)
     path.write_bytes(content)  # closing it here drops no lock, because this process has none
     with pytest.raises(FolderInUseError, match="in use by an unknown holder; waited"):
@@ -150,14 +172,22 @@ def test_a_holder_that_cannot_be_read_is_unknown(start_job: Callable[[], Job], p
 
 def test_no_text_of_an_earlier_holder_remains(start_job: Callable[[], Job], path: Path) -> None:
     path.parent.mkdir()
-    path.write_text('{"host": "a.host.with.a.long.name", "pid": 1234567, "started": "2026-01-01T00:00:00+00:00"}' * 3)
+    path.write_text(
+        '{"host": "a.host.with.a.long.name", "pid": 1234567, "started": "2026-01-01T00:00:00+00:00"}'
+        * 3
+    )
     holder = start_job()
     holder.do(acquire, 0)
-    with pytest.raises(FolderInUseError, match=f"in use by pid {holder.pid} on host {socket.gethostname()}, started"):
+    with pytest.raises(
+        FolderInUseError,
+        match=f"in use by pid {holder.pid} on host {socket.gethostname()}, started",
+    ):
         FolderLock(path).acquire(0)
 
 
-def test_refusals_while_holders_change_name_a_real_holder(start_job: Callable[[], Job], path: Path) -> None:
+def test_refusals_while_holders_change_name_a_real_holder(
+    start_job: Callable[[], Job], path: Path
+) -> None:
     jobs = [start_job(), start_job()]
     for job in jobs:
         job.start(churn, 2.0)
@@ -169,7 +199,10 @@ def test_refusals_while_holders_change_name_a_real_holder(start_job: Callable[[]
             lock.release()
         except FolderInUseError as error:
             refusals += 1
-            found = re.search(r"in use by (?:an unknown holder|pid (\d+) on host \S+, started \d{4}-\S+);", str(error))
+            found = re.search(
+                r"in use by (?:an unknown holder|pid (\d+) on host \S+, started \d{4}-\S+);",
+                str(error),
+            )
             assert found and (found[1] is None or found[1] in known), error
     assert refusals > 10
     assert [job.result() for job in jobs] == [("ok", None)] * 2
@@ -191,7 +224,9 @@ def test_where_there_are_no_locks_the_job_is_warned_and_goes_on(
     lock.release()
 
 
-def test_a_lock_that_fails_for_another_reason_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_fails_for_another_reason_is_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -200,7 +235,9 @@ def test_a_lock_that_fails_for_another_reason_is_an_error(path: Path, monkeypatc
         FolderLock(path).acquire(0)
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(start_job: Callable[[], Job], path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(
+    start_job: Callable[[], Job], path: Path
+) -> None:
     job = start_job()
     job.do(become_nobody)
     path.parent.mkdir()
@@ -220,7 +257,10 @@ def test_something_else_in_place_of_the_file_or_folder_is_an_error(tmp_path: Pat
 
 
 def test_a_holder_on_a_full_disk_holds_all_the_same(
-    start_job: Callable[[], Job], path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start_job: Callable[[], Job],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -234,7 +274,9 @@ def test_a_holder_on_a_full_disk_holds_all_the_same(
     lock.release()
 
 
-def test_asking_whether_a_lock_is_held_neither_takes_nor_drops_it(start_job: Callable[[], Job], path: Path) -> None:
+def test_asking_whether_a_lock_is_held_neither_takes_nor_drops_it(
+    start_job: Callable[[], Job], path: Path
+) -> None:
     assert not probe_lock(path) and not path.exists()
     job, lock = start_job(), FolderLock(path)
     job.do(acquire, 0)

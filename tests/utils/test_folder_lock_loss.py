@@ -1,4 +1,6 @@
-"""A lock survives all use of the file by the rest of its process, and a lost lock is noticed before a commit."""
+"""A lock survives all use of the file by the rest of its process, and a lost lock is noticed before
+a commit.
+"""
 
 import errno
 import fcntl
@@ -84,7 +86,9 @@ def _hand_down(lock: FolderLock) -> int:
     return subprocess.Popen(["sleep", "60"], pass_fds=[lock._file.fd]).pid
 
 
-def test_a_job_that_copies_its_folder_keeps_the_lock(start_job: Callable[[], Job], tmp_path: Path) -> None:
+def test_a_job_that_copies_its_folder_keeps_the_lock(
+    start_job: Callable[[], Job], tmp_path: Path
+) -> None:
     holder, second = start_job(), start_job()
     assert holder.do(acquire, 0) == ("ok", None)
     assert holder.do(_copy_folder, tmp_path / "copy") == ("ok", None)
@@ -97,11 +101,16 @@ def test_the_lock_excludes_versions_with_record_locks_and_is_excluded_by_them(
 ) -> None:
     holder = start_job()
     holder.do(acquire, 0)
-    old = subprocess.run([sys.executable, "-c", _RECORD_LOCK, path], capture_output=True, text=True, input="")
+    old = subprocess.run(
+        [sys.executable, "-c", _RECORD_LOCK, path], capture_output=True, text=True, input=""
+    )
     assert "BlockingIOError" in old.stderr
     holder.do(release)
     with subprocess.Popen(
-        [sys.executable, "-c", _RECORD_LOCK, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _RECORD_LOCK, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as old:
         assert old.stdin and old.stdout and old.stdout.readline() == "locked\n"
         assert holder.do(acquire, 0)[0] == "FolderInUseError"
@@ -117,24 +126,34 @@ def test_a_child_sharing_the_open_file_does_not_keep_a_released_lock(
     _, child = holder.do(_hand_down)
     try:
         assert holder.do(release) == ("ok", None)
-        assert psutil.pid_exists(child) and second.do(acquire, 10) == ("ok", None)  # once the child runs
+        assert psutil.pid_exists(child) and second.do(acquire, 10) == (
+            "ok",
+            None,
+        )  # once the child runs
     finally:
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_child_forked_while_the_lock_is_taken_does_not_keep_it(start_job: Callable[[], Job]) -> None:
+def test_a_child_forked_while_the_lock_is_taken_does_not_keep_it(
+    start_job: Callable[[], Job],
+) -> None:
     holder, second = start_job(), start_job()
     _, child = holder.do(_acquire_slowly_and_fork_meanwhile, 0.5)
     try:
         assert second.do(acquire, 0)[0] == "FolderInUseError"
         holder.kill()
-        assert psutil.pid_exists(child) and second.do(acquire, 10) == ("ok", None)  # once the child runs
+        assert psutil.pid_exists(child) and second.do(acquire, 10) == (
+            "ok",
+            None,
+        )  # once the child runs
     finally:
         os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "folder moved"])
-def test_a_lock_whose_file_was_taken_away_is_taken_again(start_job: Callable[[], Job], path: Path, how: str) -> None:
+def test_a_lock_whose_file_was_taken_away_is_taken_again(
+    start_job: Callable[[], Job], path: Path, how: str
+) -> None:
     holder, second = start_job(), start_job()
     holder.do(acquire, 0)
     if how == "removed":
@@ -181,7 +200,9 @@ def test_a_record_lock_that_the_process_itself_has_dropped_is_noticed(
     assert holder.do(_confirm) == ("ok", [])
     holder.do(_copy_folder, tmp_path / "copy")
     if taken:
-        assert second.do(acquire, 0) == ("ok", None), "a record lock ends with any close: that is why it is a fallback"
+        assert second.do(acquire, 0) == ("ok", None), (
+            "a record lock ends with any close: that is why it is a fallback"
+        )
         kind, message = holder.do(_confirm)
         assert kind == "FolderInUseError" and f"is in use by pid {second.pid} " in message
     else:
@@ -218,7 +239,9 @@ def test_text_that_is_no_holder_is_no_reason_to_end_a_run(path: Path) -> None:
     lock.release()
 
 
-def test_locks_of_one_process_around_a_replaced_file_come_together(start_job: Callable[[], Job], path: Path) -> None:
+def test_locks_of_one_process_around_a_replaced_file_come_together(
+    start_job: Callable[[], Job], path: Path
+) -> None:
     held_by_other_tests = dict(lock_module._files)
     first, second = FolderLock(path), FolderLock(path)
     first.acquire(0)

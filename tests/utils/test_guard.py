@@ -1,4 +1,6 @@
-"""A guarded program and all its processes end when the program, the guard or the process that started them ends."""
+"""A guarded program and all its processes end when the program, the guard or the process that
+started them ends.
+"""
 
 import os
 import signal
@@ -45,7 +47,8 @@ if leaves == "leaves":
 open(f"{folder}/{os.getpid()}", "w").close()
 http.server.HTTPServer(("127.0.0.1", int(port)), http.server.SimpleHTTPRequestHandler).serve_forever()
 """
-"""A server with processes of its own, in two generations, each of which notes itself in a folder."""
+"""A server with processes of its own, in two generations, each of which notes itself in a folder.
+"""
 
 
 @pytest.fixture
@@ -87,7 +90,9 @@ time.sleep(60)
 """
 
 
-def test_all_processes_of_a_program_end_with_a_killed_driver(server: list[str], processes: Callable) -> None:
+def test_all_processes_of_a_program_end_with_a_killed_driver(
+    server: list[str], processes: Callable
+) -> None:
     driver = subprocess.Popen([sys.executable, "-c", _DRIVER, *server, "0", "leaves"])
     started = processes(5)
     driver.kill()
@@ -95,7 +100,9 @@ def test_all_processes_of_a_program_end_with_a_killed_driver(server: list[str], 
     assert_ended(started)
 
 
-def test_the_processes_of_a_program_that_was_killed_end_too(server: list[str], processes: Callable) -> None:
+def test_the_processes_of_a_program_that_was_killed_end_too(
+    server: list[str], processes: Callable
+) -> None:
     guard = start_guarded([*server, "0", "leaves"], stop_timeout_s=0.2)
     started = processes(5)
     os.kill(guarded_pid(guard), signal.SIGKILL)
@@ -103,7 +110,9 @@ def test_the_processes_of_a_program_that_was_killed_end_too(server: list[str], p
     assert_ended(started)
 
 
-def test_a_keeper_ends_the_processes_of_a_guard_that_was_killed(server: list[str], processes: Callable) -> None:
+def test_a_keeper_ends_the_processes_of_a_guard_that_was_killed(
+    server: list[str], processes: Callable
+) -> None:
     guards = [start_guarded([*server, "0", "stays"]) for _ in range(2)]
     started = processes(6)
     guards[0].kill()

@@ -18,9 +18,17 @@ def to_line(entry: Any) -> bytes:
     return json.dumps(entry).encode() + b"\n"
 
 
-def test_lines_come_back_in_order_and_torn_ones_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_come_back_in_order_and_torn_ones_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "lines"
-    path.write_bytes(to_line({"step": 0}) + b'{"ste\n' + to_line({"other": 1}) + to_line({"step": 2}) + b'{"step": 3')
+    path.write_bytes(
+        to_line({"step": 0})
+        + b'{"ste\n'
+        + to_line({"other": 1})
+        + to_line({"step": 2})
+        + b'{"step": 3'
+    )
     with caplog.at_level(logging.WARNING, "holdfast"):
         assert list(read_lines(path, "step")) == [{"step": 0}, {"step": 2}]
     assert [record.getMessage() for record in caplog.records] == [
@@ -31,8 +39,12 @@ def test_lines_come_back_in_order_and_torn_ones_are_left_out(tmp_path: Path, cap
 
 def test_only_the_lines_that_are_wanted_are_parsed(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    path.write_bytes(b"".join(to_line({"event": kind, "n": n}) for n, kind in enumerate(("a", "b", "a", "ab"))))
-    assert [line["n"] for line in read_lines(path, "event", like=re.compile(rb'\{"event": "a"'))] == [0, 2]
+    path.write_bytes(
+        b"".join(to_line({"event": kind, "n": n}) for n, kind in enumerate(("a", "b", "a", "ab")))
+    )
+    assert [
+        line["n"] for line in read_lines(path, "event", like=re.compile(rb'\{"event": "a"'))
+    ] == [0, 2]
 
 
 @pytest.mark.parametrize("last_bytes", [1, 15, 25, 10_000])
@@ -76,18 +88,25 @@ def test_only_the_first_and_last_of_lines_in_a_row_are_read(tmp_path: Path) -> N
     like, row = re.compile(rb'\{"event": "[ab]"'), re.compile(rb'\{"event": "a"')
     for _ in range(200):
         kinds = rng.choices("abc", (6, 1, 2), k=rng.randrange(12))
-        path.write_bytes(b"".join(to_line({"event": kind, "n": n}) for n, kind in enumerate(kinds)) + b'{"event": "a"')
+        path.write_bytes(
+            b"".join(to_line({"event": kind, "n": n}) for n, kind in enumerate(kinds))
+            + b'{"event": "a"'
+        )
         wanted = [(n, kind) for n, kind in enumerate(kinds) if kind != "c"]
         ends = [
             n
             for at, (n, kind) in enumerate(wanted)
-            if kind == "b" or {one for _, one in wanted[max(at - 1, 0) : at + 2]} != {"a"} or at in (0, len(wanted) - 1)
+            if kind == "b"
+            or {one for _, one in wanted[max(at - 1, 0) : at + 2]} != {"a"}
+            or at in (0, len(wanted) - 1)
         ]
         assert [line["n"] for line in read_lines(path, "event", like=like, ends_of=row)] == ends
 
 
 @pytest.mark.parametrize("block", [1, 7, 10_000])
-def test_lines_are_found_from_the_end(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_found_from_the_end(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("holdfast.utils.json_lines._BLOCK_BYTES", block)
     path = tmp_path / "lines"
     path.write_bytes(b"ab\nac\nbab\nab\n\nab")

@@ -1,4 +1,6 @@
-"""The kernel kills a process whose lease has expired, whatever it does. A process that renews its lease lives."""
+"""The kernel kills a process whose lease has expired, whatever it does. A process that renews its
+lease lives.
+"""
 
 import os
 import signal
@@ -11,7 +13,9 @@ from tests.limits import stretched
 
 
 def end_of_child(*naps_s: float, stopped: bool) -> tuple[int, float]:
-    """Signal that ended a child with a lease of 0.4 s, renewed after each nap, and the seconds that it lived."""
+    """Signal that ended a child with a lease of 0.4 s, renewed after each nap, and the seconds that
+    it lived.
+    """
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:

@@ -28,7 +28,10 @@ def listed(tmp_path: Path) -> Path:
     (folder / "actor").mkdir(parents=True)
     for name, size in (("actor/a.distcp", 5000), ("actor/.metadata", 10), ("empty", 0)):
         (folder / name).write_bytes(os.urandom(size))
-    entries = [*file_entries(folder, ["empty"]), *file_entries(folder, ["actor/a.distcp", "actor/.metadata"])]
+    entries = [
+        *file_entries(folder, ["empty"]),
+        *file_entries(folder, ["actor/a.distcp", "actor/.metadata"]),
+    ]
     write_manifest(folder, entries, {"global_step": 3, "run_id": "r"})
     return folder
 
@@ -49,14 +52,17 @@ def test_every_single_flipped_bit_of_a_file_is_found(listed: Path) -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         with pytest.raises(
-            CheckpointCorruptError, match=r"actor/\.metadata has digest xxh3_128:\w+, the manifest says"
+            CheckpointCorruptError,
+            match=r"actor/\.metadata has digest xxh3_128:\w+, the manifest says",
         ):
             verify_folder(listed)
     path.write_bytes(original)
     verify_folder(listed)
 
 
-def test_every_flipped_bit_and_every_truncation_of_the_manifest_itself_is_damage(tmp_path: Path) -> None:
+def test_every_flipped_bit_and_every_truncation_of_the_manifest_itself_is_damage(
+    tmp_path: Path,
+) -> None:
     """It is not taken for a newer or older format, nor for a valid manifest with other contents."""
     write_manifest(tmp_path, [FileEntry("a", 1, "xxh3_128:" + 32 * "0")], {"step": 2, "loss": 0.5})
     path = tmp_path / MANIFEST_NAME
@@ -85,7 +91,10 @@ def _reseal(folder: Path, **changes: object) -> None:
 
 def test_a_manifest_of_a_newer_format_is_no_damage_whatever_it_says(listed: Path) -> None:
     _reseal(listed, format_version=4, files="elsewhere")
-    with pytest.raises(CheckpointMismatchError, match=r"has format version 4; this Holdfast reads version 3\. Upgrade"):
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"has format version 4; this Holdfast reads version 3\. Upgrade",
+    ):
         read_manifest(listed)
 
 
@@ -93,7 +102,9 @@ def test_a_manifest_without_a_digest_is_refused_as_possibly_damaged(listed: Path
     document = json.loads((listed / MANIFEST_NAME).read_text())
     del document["digest"]
     for version in (1, 2, 3, 4):
-        (listed / MANIFEST_NAME).write_text(json.dumps(document | {"format_version": version}, indent=1))
+        (listed / MANIFEST_NAME).write_text(
+            json.dumps(document | {"format_version": version}, indent=1)
+        )
         with pytest.raises(CheckpointCorruptError, match="not a manifest as it was committed"):
             read_manifest(listed)
 
@@ -111,23 +122,37 @@ PIECES = [[0, 100, 0, 1], [100, 4, 10, 10], [104, 6, 10, 10]]
 
 @pytest.fixture
 def pieced(tmp_path: Path) -> Path:
-    """A folder with a file of 200 bytes that two ranks have written: a header, and columns of a matrix."""
+    """A folder with a file of 200 bytes that two ranks have written: a header, and columns of a
+    matrix.
+    """
     data = os.urandom(200)
     (tmp_path / "w").write_bytes(data)
-    left, right = (b"".join(data[at + row * 10 :][:run] for row in range(10)) for at, run in ((100, 4), (104, 6)))
+    left, right = (
+        b"".join(data[at + row * 10 :][:run] for row in range(10))
+        for at, run in ((100, 4), (104, 6))
+    )
     digest = join_digests(map(piece_digest, (data[:100], left, right)))
-    write_manifest(tmp_path, [FileEntry("w", 200, digest, [Piece(*piece) for piece in PIECES])], {"weight_version": 1})
+    write_manifest(
+        tmp_path,
+        [FileEntry("w", 200, digest, [Piece(*piece) for piece in PIECES])],
+        {"weight_version": 1},
+    )
     return tmp_path
 
 
-def test_a_file_in_pieces_is_verified_byte_by_byte_and_has_its_own_format_version(pieced: Path) -> None:
+def test_a_file_in_pieces_is_verified_byte_by_byte_and_has_its_own_format_version(
+    pieced: Path,
+) -> None:
     manifest = verify_folder(pieced)
     assert manifest["format_version"] == FORMAT_VERSION == 3
     assert json.loads((pieced / MANIFEST_NAME).read_bytes())["files"]["w"]["pieces"] == PIECES
     data = (pieced / "w").read_bytes()
     for at in range(len(data)):
         (pieced / "w").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises(CheckpointCorruptError, match=r"w has digest xxh3_128t:\w+, the manifest says xxh3_128t:"):
+        with pytest.raises(
+            CheckpointCorruptError,
+            match=r"w has digest xxh3_128t:\w+, the manifest says xxh3_128t:",
+        ):
             verify_folder(pieced)
 
 
@@ -166,7 +191,10 @@ def _truncate(folder: Path) -> None:
         (_truncate, r"actor/a\.distcp has 4999 bytes, the manifest says 5000"),
         (lambda folder: (folder / "empty").unlink(), "file empty is missing"),
         (lambda folder: (folder / "new").touch(), "file new is not in the manifest"),
-        (lambda folder: (folder / MANIFEST_NAME).unlink(), "missing: the folder was never committed"),
+        (
+            lambda folder: (folder / MANIFEST_NAME).unlink(),
+            "missing: the folder was never committed",
+        ),
         (lambda folder: (folder / MANIFEST_NAME).write_bytes(b""), "is not a manifest"),
         (lambda folder: (folder / MANIFEST_NAME).write_bytes(b"[]"), "is not a manifest"),
         (lambda folder: _reseal(folder, files={"a": 1}), "is not a manifest: TypeError"),

@@ -1,4 +1,6 @@
-"""Each step is logged once, however often the run was killed. Sums over ranks require the same names everywhere."""
+"""Each step is logged once, however often the run was killed. Sums over ranks require the same
+names everywhere.
+"""
 
 import json
 import math
@@ -65,7 +67,10 @@ def test_a_fresh_start_drops_the_log_of_a_life_without_snapshots(tmp_path: Path)
     again.resume_after(None)
     log_steps(again, range(2), life=2)
     again.close()
-    assert [(line["step"], line["life"]) for line in read_stats(tmp_path / STATS_NAME)] == [(0, 2.0), (1, 2.0)]
+    assert [(line["step"], line["life"]) for line in read_stats(tmp_path / STATS_NAME)] == [
+        (0, 2.0),
+        (1, 2.0),
+    ]
     assert read_tensorboard(tmp_path, "life") == [(0, 2.0), (1, 2.0)]
 
 
@@ -93,7 +98,9 @@ def test_no_line_is_lost_when_the_process_is_killed(tmp_path: Path) -> None:
         "for step in range(5): stats.log(step, {'x': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    result = subprocess.run([sys.executable, "-c", script], timeout=stretched(60), cwd=tmp_path, capture_output=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script], timeout=stretched(60), cwd=tmp_path, capture_output=True
+    )
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert [line["step"] for line in read_stats(tmp_path / STATS_NAME)] == list(range(5))
     assert read_tensorboard(tmp_path, "x") == [(step, float(step)) for step in range(5)]
@@ -116,7 +123,8 @@ def reduce_on_ranks(rank: int, world_size: int) -> dict[str, float]:
     assert reduce_stats({}) == {}
     mine = {"loss": 1.0} | ({"kl": 1.0} if rank == 0 else {"clip": 1.0, "ent": 1.0})
     with pytest.raises(
-        PeerError, match=r"rank 1: names differ from rank 0: lacks \['kl'\], has besides \['clip', 'ent'\]"
+        PeerError,
+        match=r"rank 1: names differ from rank 0: lacks \['kl'\], has besides \['clip', 'ent'\]",
     ):
         reduce_stats(mine)
     assert reduce_stats({"after": 1.0}) == {"after": world_size} and get_rank() == rank

@@ -35,8 +35,12 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("cls", "given", "name"), NUMBERS)
-def test_a_number_that_is_a_text_is_refused_with_key_value_and_fix(cls: Any, given: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}' is '1e-5', a text; expected a number.*1\.0e-5"):
+def test_a_number_that_is_a_text_is_refused_with_key_value_and_fix(
+    cls: Any, given: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{name}' is '1e-5', a text; expected a number.*1\.0e-5"
+    ):
         cls(**given | {name: "1e-5"})
 
 
@@ -44,15 +48,27 @@ def test_requests_to_servers_are_public() -> None:
     assert ModelRequest.__name__ == "ModelRequest" and GenerationHyperparameters.__name__
 
 
-def test_a_single_rank_is_not_enough_for_context_parallelism_and_the_message_says_how_many() -> None:
-    with pytest.raises(ConfigError, match=r"3 ranks have the same data.*only 1 rank\(s\) have joined; start 3 ranks"):
+def test_a_single_rank_is_not_enough_for_context_parallelism_and_the_message_says_how_many() -> (
+    None
+):
+    with pytest.raises(
+        ConfigError,
+        match=r"3 ranks have the same data.*only 1 rank\(s\) have joined; start 3 ranks",
+    ):
         ParallelStrategy(context_parallel_size=3).for_world(1)
 
 
 @pytest.mark.parametrize("module", ["holdfast.engine.worker_group", "holdfast.recover.supervisor"])
 def test_without_ray_the_error_says_what_to_install(module: str) -> None:
     hide = "import sys; from importlib.machinery import PathFinder as P; f = P.find_spec\n"
-    hide += "P.find_spec = classmethod(lambda c, name, *a: None if name == 'ray' else f(name, *a))\n"
-    done = subprocess.run([sys.executable, "-c", f"{hide}import {module}"], capture_output=True, text=True, timeout=120)
+    hide += (
+        "P.find_spec = classmethod(lambda c, name, *a: None if name == 'ray' else f(name, *a))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hide}import {module}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 1
     assert "need the package ray: pip install 'holdfast[ray]'" in done.stderr.splitlines()[-1]

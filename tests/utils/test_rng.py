@@ -1,4 +1,6 @@
-"""`capture_rng` and `restore_rng` restore every generator bit for bit. `derive_rng` seeds ranks that are new."""
+"""`capture_rng` and `restore_rng` restore every generator bit for bit. `derive_rng` seeds ranks
+that are new.
+"""
 
 import random
 import subprocess
@@ -14,7 +16,8 @@ from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchErro
 from holdfast.utils.rng import capture_rng, derive_rng, restore_rng, rng_digest, seed_rng
 from tests.limits import stretched
 
-# Draw from every generator and print exact values. An odd number of normals leaves a cached half of a pair.
+# Draw from every generator and print exact values. An odd number of normals leaves a cached half of
+# a pair.
 DRAW = """
 import random, numpy as np, torch
 def draw():
@@ -78,7 +81,9 @@ def test_capture_at_every_position_of_the_twister_restores_it() -> None:
         assert draw() == expected
 
 
-def test_state_is_plain_cpu_tensors_that_load_weights_only_in_another_process(tmp_path: Path) -> None:
+def test_state_is_plain_cpu_tensors_that_load_weights_only_in_another_process(
+    tmp_path: Path,
+) -> None:
     seed_all(3)
     draw()
     state = capture_rng()
@@ -88,10 +93,16 @@ def test_state_is_plain_cpu_tensors_that_load_weights_only_in_another_process(tm
     expected = draw() + draw()
     script = (
         f"{DRAW}\nfrom holdfast.utils.rng import restore_rng\n"
-        f"restore_rng(torch.load({str(tmp_path / 'rng.pt')!r}, weights_only=True))\nprint(draw() + draw(), end='')"
+        f"restore_rng(torch.load({str(tmp_path / 'rng.pt')!r}, weights_only=True))\nprint(draw() "
+        "+ draw(), end='')"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=stretched(60), check=True
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=stretched(60),
+        check=True,
     )
     assert result.stdout == expected
 
@@ -102,20 +113,27 @@ def test_restore_names_what_is_wrong_and_touches_nothing() -> None:
     before = capture_rng()
     with pytest.raises(CheckpointMismatchError, match=r"no 'numpy'; it has .*python_gauss"):
         restore_rng({name: tensor for name, tensor in state.items() if name != "numpy"})
-    with pytest.raises(CheckpointMismatchError, match=r"'torch' is torch.uint8 \[3\]; expected torch.uint8 \[5056\]"):
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"'torch' is torch.uint8 \[3\]; expected torch.uint8 \[5056\]",
+    ):
         restore_rng(state | {"torch": torch.zeros(3, dtype=torch.uint8)})
     after = capture_rng()
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize(("name", "index", "value"), [("python", 3, -5), ("numpy", 0, 2**32), ("numpy", -1, 625)])
+@pytest.mark.parametrize(
+    ("name", "index", "value"), [("python", 3, -5), ("numpy", 0, 2**32), ("numpy", -1, 625)]
+)
 def test_words_that_are_no_twister_are_refused_before_any_generator_is_touched(
     name: str, index: int, value: int
 ) -> None:
     state = capture_rng()
     bad = {**state, name: state[name].clone()}
     bad[name][index] = value
-    with pytest.raises(CheckpointCorruptError, match=f"RNG state '{name}' is not one of a Mersenne Twister"):
+    with pytest.raises(
+        CheckpointCorruptError, match=f"RNG state '{name}' is not one of a Mersenne Twister"
+    ):
         restore_rng(bad)
     with pytest.raises(CheckpointCorruptError, match="RNG state 'torch' is not one of torch"):
         restore_rng({**state, "torch": torch.full_like(state["torch"], 255)})
@@ -144,7 +162,14 @@ def test_derived_state_repeats_and_differs_between_ranks_and_states() -> None:
     seed_all(12)
     restore_rng(derive_rng(capture_rng(), 1))
     streams = [*draws.values(), draw().split("|")]
-    for generator in (0, 2, 3, 4, 6, 7):  # wide draws of python, numpy and torch, of which no two may coincide
+    for generator in (
+        0,
+        2,
+        3,
+        4,
+        6,
+        7,
+    ):  # wide draws of python, numpy and torch, of which no two may coincide
         assert len({stream[generator] for stream in streams}) == 4
 
 
@@ -154,7 +179,10 @@ def test_derive_leaves_the_generators_and_its_argument_alone() -> None:
     before = {name: tensor.clone() for name, tensor in state.items()}
     derive_rng(state, 4)
     after = capture_rng()
-    assert all(torch.equal(after[name], before[name]) and torch.equal(state[name], before[name]) for name in before)
+    assert all(
+        torch.equal(after[name], before[name]) and torch.equal(state[name], before[name])
+        for name in before
+    )
 
 
 def test_a_state_that_is_a_view_of_a_tensor_is_restored() -> None:
@@ -168,12 +196,16 @@ def test_a_state_that_is_a_view_of_a_tensor_is_restored() -> None:
     assert draw() == expected
 
 
-def test_every_cuda_device_is_given_the_memory_of_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cuda_device_is_given_the_memory_of_its_own_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Simulates three devices, which this machine may not have."""
     given: dict[torch.device, bytes] = {}
 
     def set_rng_state(row: torch.Tensor, device: torch.device) -> None:
-        given[device] = bytes(row.untyped_storage())[: row.nbytes]  # torch._C.Generator.set_state reads it like this
+        given[device] = bytes(row.untyped_storage())[
+            : row.nbytes
+        ]  # torch._C.Generator.set_state reads it like this
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -183,7 +215,9 @@ def test_every_cuda_device_is_given_the_memory_of_its_own_row(monkeypatch: pytes
     assert given == {torch.device("cuda", (1 + row) % 3): bytes([row]) * 16 for row in range(3)}
 
 
-def test_cuda_states_are_dropped_with_a_warning_when_there_is_no_device(caplog: pytest.LogCaptureFixture) -> None:
+def test_cuda_states_are_dropped_with_a_warning_when_there_is_no_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
     state = capture_rng() | {"cuda": torch.zeros(2, 16, dtype=torch.uint8)}
@@ -198,7 +232,9 @@ def test_cuda_states_are_dropped_with_a_warning_when_there_is_no_device(caplog: 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_draws_repeat_after_restore_and_derived_ranks_differ() -> None:
     def draw_cuda() -> torch.Tensor:
-        return torch.cat([torch.randn(5, device=f"cuda:{i}").cpu() for i in range(torch.cuda.device_count())])
+        return torch.cat(
+            [torch.randn(5, device=f"cuda:{i}").cpu() for i in range(torch.cuda.device_count())]
+        )
 
     torch.cuda.manual_seed_all(3)
     draw_cuda()

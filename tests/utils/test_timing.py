@@ -17,5 +17,7 @@ def test_seconds_are_counted_by_phase_until_they_are_taken_also_of_a_block_that_
         raise ValueError("lost")
     found = times.take()
     assert list(found) == ["sampling_s", "training_s", "evaluating_s"]
-    assert found["sampling_s"] >= 0.02 and found["training_s"] == 0.0 and found["evaluating_s"] >= 0.01
+    assert (
+        found["sampling_s"] >= 0.02 and found["training_s"] == 0.0 and found["evaluating_s"] >= 0.01
+    )
     assert times.take() == {"sampling_s": 0.0, "training_s": 0.0}

@@ -1,4 +1,6 @@
-"""Trackers next to ``stats.jsonl``: the real libraries, offline. A run keeps its id, and each step appears once."""
+"""Trackers next to ``stats.jsonl``: the real libraries, offline. A run keeps its id, and each step
+appears once.
+"""
 
 import json
 import os
@@ -42,7 +44,9 @@ def live(folder: Path, names: str, after: str, until: int, end: str = "closed") 
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, "-c", LIFE, str(folder), names, after, str(until), end]
-    result = subprocess.run(command, env=os.environ | env, timeout=stretched(60), capture_output=True, text=True)
+    result = subprocess.run(
+        command, env=os.environ | env, timeout=stretched(60), capture_output=True, text=True
+    )
     assert result.returncode == (-signal.SIGKILL if end == "killed" else 0), result.stderr
 
 
@@ -65,11 +69,16 @@ def wandb_rows(folder: Path) -> list[tuple[str, int, float]]:
     """Id, step and loss of every row, in the order of the lives."""
     wandb_internal_pb2 = import_module("wandb.proto.wandb_internal_pb2")
     rows = []
-    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
+    for path in sorted(
+        folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime
+    ):
         for data in wandb_records(path):
             record = wandb_internal_pb2.Record.FromString(data)
             if record.HasField("history"):
-                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                row = {
+                    item.key or item.nested_key[0]: json.loads(item.value_json)
+                    for item in record.history.item
+                }
                 rows.append((path.stem.removeprefix("run-"), record.history.step.num, row["loss"]))
     return rows
 
@@ -78,7 +87,9 @@ def trackio_rows(folder: Path) -> list[tuple[str, int, float]]:
     """Name of the run, step and loss of every row."""
     (path,) = (path for path in (folder / "trackio").glob("*.db"))
     with sqlite3.connect(path) as database:
-        rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+        rows = database.execute(
+            "SELECT run_name, step, metrics FROM metrics ORDER BY step"
+        ).fetchall()
     return [(name, step, json.loads(metrics)["loss"]) for name, step, metrics in rows]
 
 
@@ -91,7 +102,9 @@ def test_a_run_that_is_resumed_keeps_its_wandb_id_and_has_each_step_once(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_that_is_resumed_keeps_its_trackio_name_and_lacks_no_step_after_a_kill(tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_keeps_its_trackio_name_and_lacks_no_step_after_a_kill(
+    tmp_path: Path,
+) -> None:
     live(tmp_path, "trackio", "none", 6, "killed")  # the missing rows come from stats.jsonl
     live(tmp_path, "trackio", "3", 9)
     name = f"run-{(tmp_path / RUN_ID_NAME).read_text()}"
@@ -124,11 +137,15 @@ def test_unknown_and_missing_trackers_are_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "stats"
-    with pytest.raises(ConfigError, match="names 'mlflow'; expected some of 'tensorboard', 'wandb', 'trackio'"):
+    with pytest.raises(
+        ConfigError, match="names 'mlflow'; expected some of 'tensorboard', 'wandb', 'trackio'"
+    ):
         StatsLogger(folder, ["tensorboard", "mlflow"])
     with pytest.raises(ConfigError, match="expected each once"):
         StatsLogger(folder, ["wandb", "wandb"])
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"'wandb', which is not installed; run pip install 'holdfast\[wandb\]'"):
+    with pytest.raises(
+        ConfigError, match=r"'wandb', which is not installed; run pip install 'holdfast\[wandb\]'"
+    ):
         StatsLogger(folder, ["wandb"])
     assert not folder.exists()

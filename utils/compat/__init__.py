@@ -1,7 +1,8 @@
 """Private names of other libraries that Holdfast needs, one file per library, checked at import.
 
-If a release removes such a name or changes its parameters, the import fails with the library, its version, the name and
-its use, instead of a failure in the middle of a run. A test checks that no other file uses private names.
+If a release removes such a name or changes its parameters, the import fails with the library, its
+version, the name and its use, instead of a failure in the middle of a run. A test checks that no
+other file uses private names.
 """
 
 import inspect
@@ -21,11 +22,15 @@ class Private:
 
     name: str  # location as `pkgutil.resolve_name` takes it: ``package.module:Class.attribute``
     use: str  # purpose, which completes the sentence "Holdfast needs it to ..."
-    parameters: tuple[str, ...] | None = None  # parameters that Holdfast passes, None if the name is not called
+    parameters: tuple[str, ...] | None = (
+        None  # parameters that Holdfast passes, None if the name is not called
+    )
 
 
 def privates(names_by_use: Mapping[str, Sequence[str]]) -> list[Private]:
-    """List the names of a table. A name that Holdfast calls ends with its parameters: ``module:function(a, b)``."""
+    """List the names of a table. A name that Holdfast calls ends with its parameters:
+    ``module:function(a, b)``.
+    """
     found = []
     for use, names in names_by_use.items():
         for name, bracket, parameters in (text.partition("(") for text in names):
@@ -46,32 +51,40 @@ def require(library: str, names: Iterable[Private]) -> None:
         except (ImportError, AttributeError):
             raise _unsupported(library, private, "is not there") from None
         known = None if private.parameters is None else _parameters(found)
-        if known is not None and (lacking := [name for name in private.parameters or () if name not in known]):
+        if known is not None and (
+            lacking := [name for name in private.parameters or () if name not in known]
+        ):
             raise _unsupported(library, private, f"has no parameter {lacking[0]!r}")
 
 
 def require_attributes(library: str, thing: Any, names: Iterable[str], use: str) -> None:
-    """Check attributes that only ``__init__`` sets, which the class does not show. ``use`` is as in `Private`.
+    """Check attributes that only ``__init__`` sets, which the class does not show. ``use`` is as in
+    `Private`.
 
     Raises:
         UnsupportedVersionError: an attribute is missing.
     """
     if lacking := [name for name in names if not hasattr(thing, name)]:
         raise UnsupportedVersionError(
-            f"{library} {metadata.version(library)} does not fit: its {type(thing).__name__} has no {lacking[0]!r}, "
-            f"which Holdfast needs to {use}. Install another version of {library}"
+            f"{library} {metadata.version(library)} does not fit: its {type(thing).__name__} has "
+            f"no {lacking[0]!r}, which Holdfast needs to {use}. Install another version of "
+            f"{library}"
         )
 
 
 def _find(name: str) -> Any:
-    """Resolve a name. Returns None for an attribute that a class only annotates, because only its objects have it."""
+    """Resolve a name. Returns None for an attribute that a class only annotates, because only its
+    objects have it.
+    """
     owner, _, attribute = name.rpartition("." if "." in name.partition(":")[2] else ":")
     found = pkgutil.resolve_name(owner)
     return None if attribute in getattr(found, "__annotations__", {}) else getattr(found, attribute)
 
 
 def _parameters(found: Any) -> Collection[str] | None:
-    """Names of the parameters. None if they are not known, as of some classes that are written in C++."""
+    """Names of the parameters. None if they are not known, as of some classes that are written in
+    C++.
+    """
     try:
         return inspect.signature(found).parameters
     except ValueError:
@@ -80,8 +93,11 @@ def _parameters(found: Any) -> Collection[str] | None:
 
 def _unsupported(library: str, private: Private, problem: str) -> UnsupportedVersionError:
     required = metadata.requires("holdfast") or []
-    supported = next((entry.split(";")[0] for entry in required if entry.startswith(library)), library)
+    supported = next(
+        (entry.split(";")[0] for entry in required if entry.startswith(library)), library
+    )
     return UnsupportedVersionError(
-        f"{library} {metadata.version(library)} does not fit: {private.name} {problem}, which Holdfast needs to "
-        f"{private.use}. Install another version of {library} (supported: {supported.strip()})"
+        f"{library} {metadata.version(library)} does not fit: {private.name} {problem}, which "
+        f"Holdfast needs to {private.use}. Install another version of {library} (supported: "
+        f"{supported.strip()})"
     )

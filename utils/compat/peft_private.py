@@ -18,8 +18,10 @@ def is_off(layer: Any) -> bool:
 
 
 def switch_off(layer: Any, off: bool = True) -> None:
-    """Switch the adapters of a PEFT layer off, so that it computes like the layer that it replaced, or on again.
+    """Switch the adapters of a PEFT layer off, so that it computes like the layer that it replaced,
+    or on again.
 
-    PEFT's public ``enable_adapters`` also changes ``requires_grad``, which FSDP2 does not expect during a run.
+    PEFT's public ``enable_adapters`` also changes ``requires_grad``, which FSDP2 does not expect
+    during a run.
     """
     layer._disable_adapters = off

@@ -1,4 +1,6 @@
-"""Private names of Ray: nodes that will be drained, free resources per node, and who started the cluster."""
+"""Private names of Ray: nodes that will be drained, free resources per node, and who started the
+cluster.
+"""
 
 from collections.abc import Mapping
 
@@ -22,7 +24,8 @@ require("ray", NAMES)
 
 
 def draining_deadlines(timeout_s: float) -> Mapping[str, int] | None:
-    """Return node id -> Unix time in ms of its removal (0 if unknown), or None if this version of Ray does not tell.
+    """Return node id -> Unix time in ms of its removal (0 if unknown), or None if this version of
+    Ray does not tell.
 
     Missing support is no error at import, because a run works without these notices.
 
@@ -40,6 +43,8 @@ def free_by_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def started_here() -> bool:
-    """Return whether this process started the cluster (``ray.init(address="local")``), which no other node can join."""
+    """Return whether this process started the cluster (``ray.init(address="local")``), which no
+    other node can join.
+    """
     node = ray._private.worker._global_node
     return node is not None and node.is_head()

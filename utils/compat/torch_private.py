@@ -31,7 +31,9 @@ NAMES = privates(
         ],
         "read and write .metadata of DCP": [f"{_DCP}:_StorageInfo(relative_path, offset, length)"],
         "write .metadata of DCP": [f"{_DCP}:CURRENT_DCP_VERSION"],
-        "leave NCCL when a peer is dead": ["torch.distributed.distributed_c10d:_abort_process_group(group)"],
+        "leave NCCL when a peer is dead": [
+            "torch.distributed.distributed_c10d:_abort_process_group(group)"
+        ],
         _REDUCE: [
             "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
             f"{_GROUP}:FSDPParamGroup.post_backward",
@@ -44,7 +46,8 @@ NAMES = privates(
         "step through an optimizer block by block": ["torch.optim:Optimizer._patch_step_function"],
         "clip a gradient": ["torch:_foreach_norm", "torch:_foreach_mul_"],
         "update moments in bfloat16": [
-            f"torch:_foreach_{name}_" for name in ("add", "addcdiv", "addcmul", "copy", "div", "lerp", "mul")
+            f"torch:_foreach_{name}_"
+            for name in ("add", "addcdiv", "addcmul", "copy", "div", "lerp", "mul")
         ],
         "switch dropout off": ["torch.nn.modules.dropout:_DropoutNd"],
         "follow conversions of weights": [
@@ -52,21 +55,29 @@ NAMES = privates(
             "torch.utils._pytree:tree_leaves(tree)",
             "torch:ops.aten.clone.default._schema.is_mutable",
         ],
-        "compute the memory of a step without memory": ["torch._subclasses.fake_tensor:FakeTensorMode()"],
+        "compute the memory of a step without memory": [
+            "torch._subclasses.fake_tensor:FakeTensorMode()"
+        ],
         "let an output be used as its logits": ["torch.utils._pytree:tree_map(func, tree)"],
         "tell whether tensors share memory": ["torch:UntypedStorage._cdata"],
         "notice that a tensor was written to while it was copied": ["torch:Tensor._version"],
-        "tell whether persistent workers have their seed": ["torch.utils.data:DataLoader._iterator"],
-        "look at a model's modules and tensors without its hooks": [
-            f"torch.nn:Module.{name}" for name in ("_modules", "_parameters", "_buffers", "_state_dict_pre_hooks")
+        "tell whether persistent workers have their seed": [
+            "torch.utils.data:DataLoader._iterator"
         ],
-        "tell whether somebody looks at what a model's head returns": ["torch.nn:Module._forward_hooks"],
+        "look at a model's modules and tensors without its hooks": [
+            f"torch.nn:Module.{name}"
+            for name in ("_modules", "_parameters", "_buffers", "_state_dict_pre_hooks")
+        ],
+        "tell whether somebody looks at what a model's head returns": [
+            "torch.nn:Module._forward_hooks"
+        ],
         "tell which buffers checkpoints hold": ["torch.nn:Module._non_persistent_buffers_set"],
         "tell which modules add to their state dict": [
             f"torch.nn:Module.{name}" for name in ("_state_dict_hooks", "_save_to_state_dict")
         ],
         "tell which modules take what they added": [
-            f"torch.nn:Module.{name}" for name in ("_load_state_dict_pre_hooks", "_load_from_state_dict")
+            f"torch.nn:Module.{name}"
+            for name in ("_load_state_dict_pre_hooks", "_load_from_state_dict")
         ],
     }
 )
@@ -98,7 +109,9 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's own parameters by name, without submodules, as a dict that may be changed."""
+    """Return the module's own parameters by name, without submodules, as a dict that may be
+    changed.
+    """
     return module._parameters
 
 
@@ -113,7 +126,9 @@ def without_compile(module: nn.Module) -> nn.Module:
 
 
 def free_matrix_workspaces() -> None:
-    """Free the memory in which cuBLAS computes (64 MiB on Hopper). Does nothing with a torch for CPUs."""
+    """Free the memory in which cuBLAS computes (64 MiB on Hopper). Does nothing with a torch for
+    CPUs.
+    """
     if torch.version.cuda is not None:
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -137,7 +152,8 @@ def replace_members(
 ) -> None:
     """Replace the members that a view of a module shares with the module. None keeps them.
 
-    A view with other parameters or buffers runs no state-dict pre-hooks, because FSDP2's would reshard the live model.
+    A view with other parameters or buffers runs no state-dict pre-hooks, because FSDP2's would
+    reshard the live model.
     """
     new = {"_modules": children, "_parameters": parameters, "_buffers": buffers}
     module.__dict__.update({kind: members for kind, members in new.items() if members is not None})
@@ -156,9 +172,14 @@ def load_method_and_hooks(module: nn.Module) -> tuple[Callable[..., Any], list[C
 
 
 def made_sharded(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
 ) -> DTensor:
-    """Make a DTensor of this shape and stride from this rank's part ``local``, which stays on its device.
+    """Make a DTensor of this shape and stride from this rank's part ``local``, which stays on its
+    device.
 
     `DTensor.from_local` would move it to the device of the mesh.
     """
@@ -167,7 +188,9 @@ def made_sharded(
 
 
 def like_sharded(local: torch.Tensor, sharded: DTensor) -> DTensor:
-    """Make a DTensor with the layout, shape and dtype of ``sharded`` from this rank's part ``local``."""
+    """Make a DTensor with the layout, shape and dtype of ``sharded`` from this rank's part
+    ``local``.
+    """
     return DTensor(local, sharded._spec, requires_grad=False)
 
 
@@ -177,38 +200,57 @@ def same_layout(one: DTensor, other: DTensor) -> bool:
 
 
 def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> None:
-    """Make FSDP2 reduce zeros for trained parameters of a module that a backward did not reach on this rank.
+    """Make FSDP2 reduce zeros for trained parameters of a module that a backward did not reach on
+    this rank.
 
-    FSDP2 reduces the gradients that exist, so ranks that reach different parameters would reduce buffers of different
-    lengths. While the all-reduce between replicas is deferred, FSDP2 keeps its sum apart from the parameters.
+    FSDP2 reduces the gradients that exist, so ranks that reach different parameters would reduce
+    buffers of different lengths. While the all-reduce between replicas is deferred, FSDP2 keeps its
+    sum apart from the parameters.
 
     Args:
         module: module that `fully_shard` was called on.
-        filled: receives each sharded parameter whose gradient of this step consists of these zeros alone. A later
-            backward of the step that reaches the parameter removes it.
+        filled: receives each sharded parameter whose gradient of this step consists of these zeros
+            alone. A later backward of the step that reaches the parameter removes it.
     """
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:  # all its parameters belong to nested groups
         return
-    require_attributes("torch", group, ("fsdp_params", "mesh_info", "reduce_grads", "_partial_reduce_output"), _REDUCE)
+    require_attributes(
+        "torch",
+        group,
+        ("fsdp_params", "mesh_info", "reduce_grads", "_partial_reduce_output"),
+        _REDUCE,
+    )
     reduce = group.post_backward
 
     def has_no_gradient(param: Any) -> bool:
         unsharded = param.unsharded_param
-        return unsharded.grad is None and param.unsharded_accumulated_grad is None and unsharded.requires_grad
+        return (
+            unsharded.grad is None
+            and param.unsharded_accumulated_grad is None
+            and unsharded.requires_grad
+        )
 
     def fill(missing: list[Any]) -> None:
         reached = [param for param in group.fsdp_params if param not in missing]
         filled.difference_update(param.sharded_param for param in reached)
-        if group._partial_reduce_output is None:  # else an earlier backward of the step may have reached them
-            filled.update(param.sharded_param for param in missing if param.sharded_param.grad is None)
+        if (
+            group._partial_reduce_output is None
+        ):  # else an earlier backward of the step may have reached them
+            filled.update(
+                param.sharded_param for param in missing if param.sharded_param.grad is None
+            )
         held = [(param.unsharded_accumulated_grad, param.unsharded_param.grad) for param in reached]
-        dtype = next((grad.dtype for both in held for grad in both if grad is not None), None)  # FSDP2 needs one dtype
+        dtype = next(
+            (grad.dtype for both in held for grad in both if grad is not None), None
+        )  # FSDP2 needs one dtype
         for param in missing:
             param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
 
     def fill_and_reduce(*args: Any) -> None:
-        accumulated = any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params)
+        accumulated = any(
+            param.unsharded_accumulated_grad is not None for param in group.fsdp_params
+        )
         if group.reduce_grads and (group.is_unsharded or accumulated):
             missing = [param for param in group.fsdp_params if has_no_gradient(param)]
             if missing or filled:
@@ -219,7 +261,8 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
 
 
 def drop_partial_gradients(module: FSDPModule) -> None:
-    """Drop what FSDP2 has accumulated for a module and not yet put into the gradients of its parameters.
+    """Drop what FSDP2 has accumulated for a module and not yet put into the gradients of its
+    parameters.
 
     ``zero_grad`` does not reach it, so the next backward would add it.
     """
@@ -255,8 +298,12 @@ def recover_from_failed_backward(model: nn.Module) -> None:
 
 
 def fsdp_mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh that the outermost FSDP2 module of a model is sharded over. None if there is none."""
-    states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    """Return the mesh that the outermost FSDP2 module of a model is sharded over. None if there is
+    none.
+    """
+    states = (
+        module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
+    )
     groups = (state._fsdp_param_group for state in states)
     return next((group.mesh_info.mesh for group in groups if group is not None), None)
 
@@ -272,12 +319,16 @@ def n_writes(tensor: torch.Tensor) -> int:
 
 
 def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return ``cls.step`` without its hooks, which torch wraps around it with the first instance of ``cls``."""
+    """Return ``cls.step`` without its hooks, which torch wraps around it with the first instance of
+    ``cls``.
+    """
     return inspect.unwrap(cls.step, stop=lambda function: not getattr(function, "hooked", False))
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return an id that is equal for tensors in the same memory, also on the meta device, while one of them lives."""
+    """Return an id that is equal for tensors in the same memory, also on the meta device, while one
+    of them lives.
+    """
     return tensor.untyped_storage()._cdata
 
 
@@ -294,10 +345,11 @@ def writes_in_place(operator: Any) -> bool:
 
 
 def count_skipped_once(loader: Any, state_dict: Mapping[str, Any]) -> None:
-    """Correct the counts of a ``StatefulDataLoader`` that has skipped batches of a stream (torchdata 0.11).
+    """Correct the counts of a ``StatefulDataLoader`` that has skipped batches of a stream
+    (torchdata 0.11).
 
-    It reads a stream without a state of its own again from its beginning, and counts these batches a second time, so
-    its next state would be too far. ``state_dict`` is what it was given.
+    It reads a stream without a state of its own again from its beginning, and counts these batches
+    a second time, so its next state would be too far. ``state_dict`` is what it was given.
     """
     iterator = getattr(loader, "_iterator", None)
     snapshot = getattr(iterator, "_snapshot", None)
@@ -317,7 +369,9 @@ def is_iterated(loader: Any) -> bool:
 
 
 def schedules_inside(schedule: Any) -> Sequence[Any]:
-    """Return the schedules that a ``SequentialLR`` or ``ChainedScheduler`` combines. Others have none."""
+    """Return the schedules that a ``SequentialLR`` or ``ChainedScheduler`` combines. Others have
+    none.
+    """
     return getattr(schedule, "_schedulers", ())
 
 

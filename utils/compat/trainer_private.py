@@ -14,7 +14,9 @@ from transformers.trainer_callback import ExportableState
 from . import privates, require
 
 _INIT = "max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
-_LOOP = "epoch, epochs_trained, steps_trained_in_current_epoch, steps_in_epoch, resume_from_checkpoint"
+_LOOP = (
+    "epoch, epochs_trained, steps_trained_in_current_epoch, steps_in_epoch, resume_from_checkpoint"
+)
 
 NAMES = privates(
     {
@@ -67,8 +69,12 @@ class TrainerSeam(Trainer):
         run = _run_of(self)
         return run.open(num_update_steps_per_epoch, num_train_epochs) or place
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        model, loader = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
         _run_of(self).restore(loader)
         return model, loader
 
@@ -94,14 +100,22 @@ class TrainerSeam(Trainer):
         _run_of(self).step_trained()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return Trainer's own loader, continuing the persistent workers of the run that is resumed."""
+        """Return Trainer's own loader, continuing the persistent workers of the run that is
+        resumed.
+        """
         loader = super().get_eval_dataloader(eval_dataset)
         if self.recovery is not None:
-            self.recovery.begin_evaluation(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
+            self.recovery.begin_evaluation(
+                eval_dataset if isinstance(eval_dataset, str) else "eval", loader
+            )
         return loader
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> dict:
-        if self.recovery is not None and self.recovery.is_resuming:  # ``eval_on_start`` was before the first step
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict:
+        if (
+            self.recovery is not None and self.recovery.is_resuming
+        ):  # ``eval_on_start`` was before the first step
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
@@ -117,14 +131,18 @@ def evaluation_loaders(trainer: Any) -> dict[str, Any]:
 
 
 def history_of(trainer: Any) -> dict[str, Any]:
-    """Return the progress and logs of a Trainer as plain values, with the state as JSON like in its own checkpoints."""
+    """Return the progress and logs of a Trainer as plain values, with the state as JSON like in its
+    own checkpoints.
+    """
     state = dataclasses.asdict(trainer.state)
     counted = {name: trainer.__dict__[name] for name in _LOGS if name in trainer.__dict__}
     if isinstance(loss := counted.get("_tr_loss"), torch.Tensor):
         counted["_tr_loss"] = loss.detach().cpu().clone()
     return {
         "state": json.dumps({name: state[name] for name in _HISTORY}),
-        "callbacks": json.dumps([[type(each).__name__, each.state()["attributes"]] for each in _exportable(trainer)]),
+        "callbacks": json.dumps(
+            [[type(each).__name__, each.state()["attributes"]] for each in _exportable(trainer)]
+        ),
         "stops": trainer.control.should_training_stop,
         "flos": float(trainer.current_flos),
         **counted,
@@ -143,7 +161,11 @@ def restore_history(trainer: Any, saved: dict[str, Any]) -> None:
     trainer.current_flos = saved["flos"]
     for name in set(_LOGS) & saved.keys():
         value = saved[name]
-        setattr(trainer, name, value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value)
+        setattr(
+            trainer,
+            name,
+            value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value,
+        )
     left = list(_exportable(trainer))
     for name, attributes in json.loads(saved["callbacks"]):
         if callback := next((each for each in left if type(each).__name__ == name), None):

@@ -1,4 +1,6 @@
-"""Private names of transformers: loading, converting and initialising models, and their rules for weights."""
+"""Private names of transformers: loading, converting and initialising models, and their rules for
+weights.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,13 +36,21 @@ NAMES = privates(
             "transformers:PreTrainedModel._keys_to_ignore_on_save",
         ],
         "know what stays in float32": ["transformers:PreTrainedModel._get_dtype_plan(dtype)"],
-        "build a second model without weights": ["transformers:PreTrainedModel._from_config(config)"],
+        "build a second model without weights": [
+            "transformers:PreTrainedModel._from_config(config)"
+        ],
         "draw weights": ["transformers:PreTrainedModel._init_weights(module)"],
         "shard a model block by block": ["transformers:PreTrainedModel._no_split_modules"],
         "tell models with adapters": ["transformers:PreTrainedModel._hf_peft_config_loaded"],
-        "check packing and choose the attention": ["transformers:PretrainedConfig._attn_implementation"],
-        "tell which heads an architecture has": ["transformers:AutoModelForCausalLM._model_mapping"],
-        "export a model's own code": ["transformers.dynamic_module_utils:custom_object_save(obj, folder)"],
+        "check packing and choose the attention": [
+            "transformers:PretrainedConfig._attn_implementation"
+        ],
+        "tell which heads an architecture has": [
+            "transformers:AutoModelForCausalLM._model_mapping"
+        ],
+        "export a model's own code": [
+            "transformers.dynamic_module_utils:custom_object_save(obj, folder)"
+        ],
     }
 )
 require("transformers", NAMES)
@@ -54,7 +64,9 @@ PARALLEL = privates(
         ],
     }
 )
-"""Names that only meshes with tensor or expert parallelism need, so that older releases work without them."""
+"""Names that only meshes with tensor or expert parallelism need, so that older releases work
+without them.
+"""
 
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -69,13 +81,15 @@ from transformers.modeling_utils import LoadStateDictConfig
 def build_from_config(
     model_class: Any, config: PretrainedConfig, dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
-    """Build a model with new weights on the default device. ``options`` are those of ``from_config``."""
+    """Build a model with new weights on the default device. ``options`` are those of
+    ``from_config``.
+    """
     return model_class._from_config(config, dtype=dtype, **options)
 
 
 def load_state(model: PreTrainedModel, tensors: Mapping[str, Any]) -> Any:
-    """Fill ``model`` like `from_pretrained`, and return its report: ``missing_keys``, ``unexpected_keys``,
-    ``mismatched_keys`` and ``conversion_errors``.
+    """Fill ``model`` like `from_pretrained`, and return its report: ``missing_keys``,
+    ``unexpected_keys``, ``mismatched_keys`` and ``conversion_errors``.
 
     Args:
         model: its parameters and buffers are replaced.
@@ -87,12 +101,16 @@ def load_state(model: PreTrainedModel, tensors: Mapping[str, Any]) -> Any:
 
 
 def loading_rules(model_class: type[PreTrainedModel]) -> dict[str, Any]:
-    """Return the class attributes on how a folder may name a model's tensors, and which tensors keep their dtype."""
+    """Return the class attributes on how a folder may name a model's tensors, and which tensors
+    keep their dtype.
+    """
     return {name: getattr(model_class, name) for name in ("base_model_prefix", *_RULES)}
 
 
 def convert_like(model_class: type[PreTrainedModel], other: type[PreTrainedModel]) -> None:
-    """Give ``model_class`` the conversions that transformers has for the name of the class ``other``, if it has any."""
+    """Give ``model_class`` the conversions that transformers has for the name of the class
+    ``other``, if it has any.
+    """
     conversions = get_checkpoint_conversion_mapping(other.__name__)
     if conversions is not None:
         register_checkpoint_conversion_mapping(model_class.__name__, conversions, overwrite=True)
@@ -104,7 +122,9 @@ def drop_tolerated_keys(model: PreTrainedModel, found: Any) -> None:
 
 
 def conversions_of(model: PreTrainedModel) -> list[Any]:
-    """Return the conversions that were applied when ``model`` was loaded. ``save_pretrained`` reverts them."""
+    """Return the conversions that were applied when ``model`` was loaded. ``save_pretrained``
+    reverts them.
+    """
     return list(getattr(model, "_weight_conversions", ()))
 
 
@@ -119,10 +139,12 @@ def keys_not_saved(model: PreTrainedModel) -> list[str]:
 
 
 def float32_patterns(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return patterns of ``state_dict`` keys -> dtype, for tensors that keep another dtype in a model loaded in
-    ``dtype``.
+    """Return patterns of ``state_dict`` keys -> dtype, for tensors that keep another dtype in a
+    model loaded in ``dtype``.
     """
-    return {pattern.replace("*", ".*"): kept for pattern, kept in model._get_dtype_plan(dtype).items()}
+    return {
+        pattern.replace("*", ".*"): kept for pattern, kept in model._get_dtype_plan(dtype).items()
+    }
 
 
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
@@ -157,7 +179,9 @@ def class_with_head(factory: Any, config: PretrainedConfig) -> type[PreTrainedMo
 
 
 def commit_of(config: PretrainedConfig) -> str | None:
-    """Return the commit of the hub repository that a config was loaded from, or None for a local folder."""
+    """Return the commit of the hub repository that a config was loaded from, or None for a local
+    folder.
+    """
     return getattr(config, "_commit_hash", None)
 
 
@@ -169,7 +193,8 @@ def attention_of(config: PretrainedConfig) -> str:
 def set_attention(model: PreTrainedModel, name: str, *, instead_of: str) -> None:
     """Replace the attention ``instead_of`` by ``name`` in the parts of a built model that use it.
 
-    transformers' own ``set_attn_implementation`` does not reach configs that only inner modules have.
+    transformers' own ``set_attn_implementation`` does not reach configs that only inner modules
+    have.
     """
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PretrainedConfig):
@@ -179,7 +204,8 @@ def set_attention(model: PreTrainedModel, name: str, *, instead_of: str) -> None
 
 
 def tensor_parallel_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """Return how transformers cuts each module and parameter over ``size`` ranks. Empty if it has no plan.
+    """Return how transformers cuts each module and parameter over ``size`` ranks. Empty if it has
+    no plan.
 
     Raises:
         UnsupportedVersionError: transformers is older than 5.23.
@@ -193,7 +219,9 @@ def tensor_parallel_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
 
 
 def apply_parallel_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
-    """Cut parameters, and give modules a forward with collectives, as a plan of `tensor_parallel_plan` says."""
+    """Cut parameters, and give modules a forward with collectives, as a plan of
+    `tensor_parallel_plan` says.
+    """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     apply_tensor_parallelism(model, mesh, plan)
@@ -207,9 +235,11 @@ def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def plan_experts(model: PreTrainedModel, n_ranks: int) -> dict[str, str]:
-    """Return how transformers splits the experts of a model: names of modules and of their parameters -> style.
+    """Return how transformers splits the experts of a model: names of modules and of their
+    parameters -> style.
 
-    Rules for other modules are left out, because they are for ranks with the same data. Empty without a plan.
+    Rules for other modules are left out, because they are for ranks with the same data. Empty
+    without a plan.
 
     Raises:
         UnsupportedVersionError: this transformers cannot split experts.
@@ -220,11 +250,17 @@ def plan_experts(model: PreTrainedModel, n_ranks: int) -> dict[str, str]:
     if not model.ep_plan:
         return {}
     plan = model._resolve_parallel_plans(DistributedConfig(fsdp_size=n_ranks, ep_size=n_ranks))[1]
-    return {name: style for name, style in plan.items() if style in ("grouped_gemm", "ep_dispatch_experts")}
+    return {
+        name: style
+        for name, style in plan.items()
+        if style in ("grouped_gemm", "ep_dispatch_experts")
+    }
 
 
 def split_experts(model: PreTrainedModel, mesh: Any, same_data: Any, plan: dict[str, str]) -> None:
-    """Split experts over ``mesh`` by a plan of `plan_experts`. ``same_data``: mesh of the ranks with the same data."""
+    """Split experts over ``mesh`` by a plan of `plan_experts`. ``same_data``: mesh of the ranks
+    with the same data.
+    """
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     apply_expert_parallelism(model, mesh, same_data, plan, ep_implementation="all_to_all")

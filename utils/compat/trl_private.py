@@ -23,8 +23,8 @@ KEPT: dict[str, tuple[str, ...]] = {
 }
 """Maps a class of ``trl.trainer`` to the attributes that its training changes.
 
-Left out are the texts of the last completions, which are only shown, and the weights that vLLM has, because it receives
-the restored ones.
+Left out are the texts of the last completions, which are only shown, and the weights that vLLM has,
+because it receives the restored ones.
 """
 
 
@@ -32,24 +32,35 @@ def kept_by(trainer: Any) -> tuple[str, ...]:
     """Return the attributes in `KEPT` that a trainer has.
 
     Raises:
-        UnsupportedVersionError: the trainer's class should have a buffer of samples, but the installed TRL has none
-            under this name.
+        UnsupportedVersionError: the trainer's class should have a buffer of samples, but the
+            installed TRL has none under this name.
     """
-    known = next((KEPT[cls.__name__] for cls in type(trainer).__mro__ if is_trls(cls) and cls.__name__ in KEPT), ())
+    known = next(
+        (
+            KEPT[cls.__name__]
+            for cls in type(trainer).__mro__
+            if is_trls(cls) and cls.__name__ in KEPT
+        ),
+        (),
+    )
     if "_step" in known:
         require_attributes("trl", trainer, _BUFFER, "go on with what was sampled before a snapshot")
     return tuple(name for name in known if hasattr(trainer, name))
 
 
 def is_trls(cls: type) -> bool:
-    """Return whether a class is one of TRL's stable trainers or a base of them, and not one of ``trl.experimental``."""
+    """Return whether a class is one of TRL's stable trainers or a base of them, and not one of
+    ``trl.experimental``.
+    """
     return cls.__module__.startswith("trl.trainer.")
 
 
 def forget_buffer(trainer: Any, batches: int) -> bool:
-    """Make a trainer that samples do so at its next step, because its buffer was cut for other batches.
+    """Make a trainer that samples do so at its next step, because its buffer was cut for other
+    batches.
 
-    ``batches`` is the number that the loader has given in this epoch. Returns whether the trainer samples.
+    ``batches`` is the number that the loader has given in this epoch. Returns whether the trainer
+    samples.
     """
     if not hasattr(trainer, "_buffered_inputs"):
         return False
@@ -58,7 +69,9 @@ def forget_buffer(trainer: Any, batches: int) -> bool:
 
 
 def restore_kept(trainer: Any, saved: Mapping[str, Any]) -> None:
-    """Restore attributes. Tensors go to the trainer's device, metrics into the existing dictionaries."""
+    """Restore attributes. Tensors go to the trainer's device, metrics into the existing
+    dictionaries.
+    """
     for name, value in saved.items():
         if name == "_metrics":
             for mode, metrics in value.items():

@@ -1,4 +1,6 @@
-"""Names of verl: the base class of checkpoint managers, and the places where its FSDP engines look for one."""
+"""Names of verl: the base class of checkpoint managers, and the places where its FSDP engines look
+for one.
+"""
 
 import sys
 from pathlib import Path
@@ -15,7 +17,11 @@ NAMES = privates(
             f"{_BASE}(model, optimizer, lr_scheduler, processing_class, checkpoint_config)",
             f"{_BASE}.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)",
             f"{_BASE}.load_checkpoint(local_path, hdfs_path, del_local_after_load)",
-            *(f"{_BASE}.should_{do}_{what}" for do in ("save", "load") for what in ("model", "optimizer", "extra")),
+            *(
+                f"{_BASE}.should_{do}_{what}"
+                for do in ("save", "load")
+                for what in ("model", "optimizer", "extra")
+            ),
             f"{_MANAGER}:get_checkpoint_tracker_filename(root_path)",
         ],
         "take the place of verl's own checkpoint manager": [
@@ -38,8 +44,12 @@ def tracker_of(root: Path) -> Path:
 
 
 def use_manager(manager: Any) -> None:
-    """Make every new FSDP engine of this process save and load with ``manager``, also VeOmni's if it is installed."""
-    veomni: Any = sys.modules.get("verl.workers.engine.veomni.transformer_impl")  # verl imports it if it can
+    """Make every new FSDP engine of this process save and load with ``manager``, also VeOmni's if
+    it is installed.
+    """
+    veomni: Any = sys.modules.get(
+        "verl.workers.engine.veomni.transformer_impl"
+    )  # verl imports it if it can
     for module in (transformer_impl, veomni):
         if module is not None:
             module.FSDPCheckpointManager = manager

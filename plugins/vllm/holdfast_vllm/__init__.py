@@ -1,9 +1,11 @@
-"""vLLM plugin: weight-transfer engines that check weights before they dismantle a layer of the model.
+"""vLLM plugin: weight-transfer engines that check weights before they dismantle a layer of the
+model.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "holdfast_disk"}'
 
-``holdfast_disk`` loads published folders, ``holdfast_gloo`` receives tensors over a process group. vLLM's own
-``reload_weights`` dismantles the model before it reads. After an unreadable folder the next completion ends the server.
+``holdfast_disk`` loads published folders, ``holdfast_gloo`` receives tensors over a process group.
+vLLM's own ``reload_weights`` dismantles the model before it reads. After an unreadable folder the
+next completion ends the server.
 """
 
 # pyright: reportMissingImports=false

@@ -22,9 +22,11 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class CheckedEngine(WeightTransferEngine):
-    """Base of the engines. It dismantles no layer before every worker has checked the first weights.
+    """Base of the engines. It dismantles no layer before every worker has checked the first
+    weights.
 
-    A version comes in one or several calls of `receive_weights`. Layers are apart from the first call to the last.
+    A version comes in one or several calls of `receive_weights`. Layers are apart from the first
+    call to the last.
     """
 
     _mixed = False
@@ -33,19 +35,24 @@ class CheckedEngine(WeightTransferEngine):
 
     @abstractmethod
     def checked_weights(self, update_info: Any, rank: int, world_size: int) -> Weights:
-        """Check and return the weights of a call, or raise. The workers may share the checks by ``rank``."""
+        """Check and return the weights of a call, or raise. The workers may share the checks by
+        ``rank``.
+        """
 
     def start_weight_update(self) -> None:
-        """Restore layers that an unfinished version left apart. `receive_weights` dismantles them after the check."""
+        """Restore layers that an unfinished version left apart. `receive_weights` dismantles them
+        after the check.
+        """
         self._put_back()
 
     def receive_weights(self, update_info: Any) -> None:
-        """Check the weights on all workers, then load them. Without ``last: False`` they complete the version.
+        """Check the weights on all workers, then load them. Without ``last: False`` they complete
+        the version.
 
         Raises:
-            RuntimeError: "refused": a worker refused the weights, and no worker changed. "mixed": a later part of the
-                version was refused, vLLM could not load a weight, or some were missing. Each layer has its old or its
-                new weights, and a sound version repairs it.
+            RuntimeError: "refused": a worker refused the weights, and no worker changed. "mixed": a
+                later part of the version was refused, vLLM could not load a weight, or some were
+                missing. Each layer has its old or its new weights, and a sound version repairs it.
         """
         weights = self._agree(update_info)
         try:
@@ -59,7 +66,9 @@ class CheckedEngine(WeightTransferEngine):
                 self._complete()
         except Exception as error:
             self._put_back()
-            raise RuntimeError(f"old and new weights are mixed, load a sound version: {error}") from error
+            raise RuntimeError(
+                f"old and new weights are mixed, load a sound version: {error}"
+            ) from error
 
     def finish_weight_update(self) -> None:
         """Close a version that has ended early. `receive_weights` has finished a complete one."""
@@ -69,15 +78,17 @@ class CheckedEngine(WeightTransferEngine):
         finalize_layerwise_reload(self.model, self.model_config)
         loaded, self._loaded = self._loaded or set(), None
         kept = sorted({name for name, _ in self.model.named_parameters()} - loaded)
-        if kept and self.model_config.quantization is None and self._names_known:  # quantized ones have other names
+        if (
+            kept and self.model_config.quantization is None and self._names_known
+        ):  # quantized ones have other names
             raise RuntimeError(f"{kept[0]} was not in it ({len(kept)} in all)")
         self._mixed = False
 
     def _put_back(self) -> None:
         """Restore the old weights of layers that are apart and incomplete.
 
-        vLLM keeps the weights loaded for such a layer: the next reload would start with them and report success with
-        half of a failed version.
+        vLLM keeps the weights loaded for such a layer: the next reload would start with them and
+        report success with half of a failed version.
         """
         if self._loaded is None:
             return

@@ -1,9 +1,9 @@
 """``holdfast_disk``: load a published folder after comparing it with its manifest.
 
-The trainer calls ``/start_weight_update``, ``/update_weights`` with ``{"path": folder, "manifest": digest of its
-manifest.json}`` and ``/finish_weight_update``. The second call checks everything before it dismantles a layer, so a
-refused folder changes nothing. Each worker reads the files twice, the second time from the page cache. The workers
-share the digests.
+The trainer calls ``/start_weight_update``, ``/update_weights`` with ``{"path": folder, "manifest":
+digest of its manifest.json}`` and ``/finish_weight_update``. The second call checks everything
+before it dismantles a layer, so a refused folder changes nothing. Each worker reads the files
+twice, the second time from the page cache. The workers share the digests.
 """
 
 # pyright: reportMissingImports=false
@@ -45,7 +45,9 @@ class DiskWeightTransferEngine(CheckedEngine):
         """Do nothing."""
 
     def checked_weights(self, update_info: DiskUpdateInfo, rank: int, world_size: int) -> Weights:
-        """Check that the folder is the published one and fits the served model, then return its weights."""
+        """Check that the folder is the published one and fits the served model, then return its
+        weights.
+        """
         folder = Path(update_info.path)
         files = read_manifest(folder, update_info.manifest)
         check_files(folder, files, rank, world_size)

@@ -1,12 +1,15 @@
-"""``holdfast_gloo``: receive the weights from the trainer over a gloo process group, bucket by bucket.
+"""``holdfast_gloo``: receive the weights from the trainer over a gloo process group, bucket by
+bucket.
 
-The trainer calls ``/init_weight_transfer_engine`` while it opens the group as rank 0, and again only after an error.
-For every version it calls ``/start_weight_update``, ``/update_weights`` for each bucket while it broadcasts it, and
-``/finish_weight_update``. Routes and update info are those of vLLM's ``nccl`` engine for GPUs, and in addition the
-digest of the bucket. A bucket is received into host memory and compared with its digest before it is loaded.
+The trainer calls ``/init_weight_transfer_engine`` while it opens the group as rank 0, and again
+only after an error. For every version it calls ``/start_weight_update``, ``/update_weights`` for
+each bucket while it broadcasts it, and ``/finish_weight_update``. Routes and update info are those
+of vLLM's ``nccl`` engine for GPUs, and in addition the digest of the bucket. A bucket is received
+into host memory and compared with its digest before it is loaded.
 
-A trainer that dies before the first bucket has arrived changes nothing. One that dies later leaves a mixture of old and
-new weights. No layer stays dismantled then, so the next complete version repairs it.
+A trainer that dies before the first bucket has arrived changes nothing. One that dies later leaves
+a mixture of old and new weights. No layer stays dismantled then, so the next complete version
+repairs it.
 """
 
 # pyright: reportMissingImports=false
@@ -60,18 +63,26 @@ class GlooWeightTransferEngine(CheckedEngine):
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         timeout = timedelta(seconds=init_info.timeout_s)
-        store = dist.TCPStore(init_info.master_address, init_info.master_port, is_master=False, timeout=timeout)
+        store = dist.TCPStore(
+            init_info.master_address, init_info.master_port, is_master=False, timeout=timeout
+        )
         rank = init_info.rank_offset + worker
         self._group = dist.ProcessGroupGloo(store, rank, init_info.world_size, timeout)
 
     def checked_weights(self, update_info: GlooUpdateInfo, rank: int, world_size: int) -> Weights:
         """Receive a bucket into host memory and compare its digest with the sender's."""
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(update_info.shapes, dtypes, strict=True)]
+        sizes = [
+            prod(shape) * dtype.itemsize
+            for shape, dtype in zip(update_info.shapes, dtypes, strict=True)
+        ]
         data = self._receive(sum(sizes))
         found = f"xxh3_128:{xxhash.xxh3_128(data.numpy()).hexdigest()}"  # type: ignore[arg-type]
         if found != update_info.digest:
-            raise ValueError(f"the tensors that arrived have digest {found}, those that were sent {update_info.digest}")
+            raise ValueError(
+                f"the tensors that arrived have digest {found}, those that were sent "
+                f"{update_info.digest}"
+            )
         tensors = zip(data.split(sizes), dtypes, update_info.shapes, strict=True)
         shaped = [part.view(dtype).view(shape) for part, dtype, shape in tensors]
         return zip(update_info.names, shaped, strict=True)

@@ -1,4 +1,5 @@
-"""Compare a published folder with its manifest and with the served model, before anything is loaded.
+"""Compare a published folder with its manifest and with the served model, before anything is
+loaded.
 
 The reader of manifests is ``holdfast_weights``. Nothing here imports torch or vLLM.
 """
@@ -25,16 +26,24 @@ def read_manifest(folder: str | os.PathLike[str], digest: str) -> Files:
         raise FolderError(f"{error}: this server does not see what was published there") from None
     if manifest.digest != digest:
         raise FolderError(
-            f"{manifest.where} has digest {manifest.digest}, published was one with {digest}: it is another version"
+            f"{manifest.where} has digest {manifest.digest}, published was one with {digest}: it "
+            "is another version"
         )
     return manifest.files
 
 
 def check_model(stored: Mapping[str, Any], served: Mapping[str, Any], where: str | Path) -> None:
-    """Raise FolderError if the config of a folder and the served one differ in a key that shapes tensors."""
+    """Raise FolderError if the config of a folder and the served one differ in a key that shapes
+    tensors.
+    """
     for key in sorted(stored.keys() & served.keys()):
         here, there = stored[key], served[key]
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             check_model(here, there, f"{where}, {key}")
-        elif here != there and (key in _SHAPING or key.startswith("num_") or key.endswith(("_dim", "_size"))):
-            raise FolderError(f"{where}: {key} is {here!r}, this server's model has {there!r}; it is another model")
+        elif here != there and (
+            key in _SHAPING or key.startswith("num_") or key.endswith(("_dim", "_size"))
+        ):
+            raise FolderError(
+                f"{where}: {key} is {here!r}, this server's model has {there!r}; it is another "
+                "model"
+            )

@@ -16,7 +16,9 @@ from .versions import check_version
 
 TOKEN = "HOLDFAST_WEIGHTS_TOKEN"
 
-_listen = click.option("--listen", required=True, metavar="HOST:PORT", help="Address, such as 127.0.0.1:9000.")
+_listen = click.option(
+    "--listen", required=True, metavar="HOST:PORT", help="Address, such as 127.0.0.1:9000."
+)
 
 
 class _Commands(click.Group):
@@ -53,7 +55,8 @@ def main() -> None:
 def mirror(source: str, local: Path, listen: str, poll: float) -> None:
     """Keep the newest versions of SOURCE, complete and verified, in the folder LOCAL.
 
-    SOURCE is the trainer's folder, a URL such as s3://bucket/weights, or http://host:port of `serve`.
+    SOURCE is the trainer's folder, a URL such as s3://bucket/weights, or http://host:port of
+    `serve`.
     """
     token = os.environ.get(TOKEN) or None
     kept = Mirror(Source(source, token), local)
@@ -69,7 +72,9 @@ def mirror(source: str, local: Path, listen: str, poll: float) -> None:
 @click.argument("root", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @_listen
 def serve(root: Path, listen: str) -> None:
-    """Serve the files of the versions in the folder ROOT over HTTP, for mirrors without a shared folder."""
+    """Serve the files of the versions in the folder ROOT over HTTP, for mirrors without a shared
+    folder.
+    """
     with Server(listen, os.environ.get(TOKEN) or None, FileHandler, root) as server:
         click.echo(f"listening on {server.url}")
         server.serve_forever()
@@ -81,7 +86,10 @@ def verify(folder: Path) -> None:
     """Compare the version in FOLDER with its manifests, every byte."""
     manifest, delta, full = check_version(folder)
     if full:
-        click.echo(f"{folder}: {manifest.label}, {len(manifest.files)} files with {manifest.bytes} bytes are complete")
+        click.echo(
+            f"{folder}: {manifest.label}, {len(manifest.files)} files with {manifest.bytes} bytes "
+            "are complete"
+        )
     if delta is not None:
         changed, elements = (delta.manifest.facts[count] for count in ("changed", "elements"))
         click.echo(

@@ -1,14 +1,17 @@
 """Apply deltas to the weight files of a folder.
 
-A rank file is a safetensors file with two tensors for each chunk of changes: ``<tensor>@<first element>.<code>`` has
-the places, ``<tensor>@<first element>.values`` the new values. Places count elements of the tensor in the weight file.
+A rank file is a safetensors file with two tensors for each chunk of changes: ``<tensor>@<first
+element>.<code>`` has the places, ``<tensor>@<first element>.values`` the new values. Places count
+elements of the tensor in the weight file.
 
-- ``gap8``, ``gap16``: number of unchanged elements before each change. 255 or 65535 skips that many without a change.
+- ``gap8``, ``gap16``: number of unchanged elements before each change. 255 or 65535 skips that many
+  without a change.
 - ``bits``: a mask over the elements from the first one on, in little bit order.
 
-Nothing in a rank file is trusted: names, dtypes, sizes, counts and places are checked, and a place outside of its
-tensor is never written. The work is divided by tensors, so no two threads write the same bytes. A thread decodes a
-block of places at a time and changes at most 4 MiB of a file at a time.
+Nothing in a rank file is trusted: names, dtypes, sizes, counts and places are checked, and a place
+outside of its tensor is never written. The work is divided by tensors, so no two threads write the
+same bytes. A thread decodes a block of places at a time and changes at most 4 MiB of a file at a
+time.
 """
 
 import json
@@ -70,7 +73,9 @@ class Chunk:
         return f"{self.places.path.name}, {self.places.name}"
 
 
-def apply_deltas(folder: Path, weights: Iterable[str], deltas: Sequence[tuple[Path, Delta]]) -> None:
+def apply_deltas(
+    folder: Path, weights: Iterable[str], deltas: Sequence[tuple[Path, Delta]]
+) -> None:
     """Change the weight files of ``folder`` by deltas, in their order, in place.
 
     Args:
@@ -85,18 +90,25 @@ def apply_deltas(folder: Path, weights: Iterable[str], deltas: Sequence[tuple[Pa
     for name in weights:
         for tensor in read_header(folder / name):
             if tensor.name in tensors:
-                raise FolderError(f"{folder}: {tensor.name} is in {tensors[tensor.name].path.name} and in {name}")
+                raise FolderError(
+                    f"{folder}: {tensor.name} is in {tensors[tensor.name].path.name} and in {name}"
+                )
             tensors[tensor.name] = tensor
     elements = sum(tensor.count for tensor in tensors.values())
     changes: dict[str, list[Chunk]] = {}
     for path, delta in deltas:
         where, facts = delta.manifest.where, delta.manifest.facts
         if facts["elements"] != elements:
-            raise FolderError(f"{where} counts {facts['elements']} elements, the weights of its base have {elements}")
+            raise FolderError(
+                f"{where} counts {facts['elements']} elements, the weights of its base have "
+                f"{elements}"
+            )
         names = (name for name in delta.manifest.files if name in delta.manifest.weights)
         chunks = [chunk for name in names for chunk in read_chunks(path / name, tensors)]
         if (changed := sum(chunk.values.count for chunk in chunks)) != facts["changed"]:
-            raise FolderError(f"{where} counts {facts['changed']} changed elements, its rank files have {changed}")
+            raise FolderError(
+                f"{where} counts {facts['changed']} changed elements, its rank files have {changed}"
+            )
         for chunk in chunks:
             changes.setdefault(chunk.tensor, []).append(chunk)
 
@@ -110,12 +122,17 @@ def apply_deltas(folder: Path, weights: Iterable[str], deltas: Sequence[tuple[Pa
 
 
 def read_header(path: Path) -> list[Tensor]:
-    """Return the tensors of a safetensors file, without reading values. FolderError if its header is wrong."""
+    """Return the tensors of a safetensors file, without reading values. FolderError if its header
+    is wrong.
+    """
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(read_exactly(file, 0, min(size, 8)), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise FolderError(f"{path} has {size} bytes and a header of {length}; at most {MAX_HEADER_BYTES} are read")
+            raise FolderError(
+                f"{path} has {size} bytes and a header of {length}; at most {MAX_HEADER_BYTES} "
+                "are read"
+            )
         text = read_exactly(file, 8, length)
     try:
         entries = json.loads(text)
@@ -123,12 +140,21 @@ def read_header(path: Path) -> list[Tensor]:
         tensors = [_parse_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
     except FolderError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise FolderError(f"{path} has a broken header: {type(error).__name__}: {error}") from error
     expected = 8 + length
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.count)):
         if tensor.offset != expected:
-            raise FolderError(f"{path}: {tensor.name} begins at byte {tensor.offset}, expected {expected}")
+            raise FolderError(
+                f"{path}: {tensor.name} begins at byte {tensor.offset}, expected {expected}"
+            )
         expected += tensor.count * tensor.item_bytes
     if expected != size:
         raise FolderError(f"{path} has {size} bytes, its header asks for {expected}")
@@ -138,17 +164,25 @@ def read_header(path: Path) -> list[Tensor]:
 def _parse_tensor(path: Path, name: str, entry: Mapping[str, object], start: int) -> Tensor:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[misc]
     if dtype not in _ITEM_BYTES:
-        raise FolderError(f"{path}: {name} has dtype {dtype!r}, expected one of {', '.join(_ITEM_BYTES)}")
-    if len(shape) > 32 or not all(type(n) is int and 0 <= n < 1 << 48 for n in (*shape, begin, end)):  # type: ignore
+        raise FolderError(
+            f"{path}: {name} has dtype {dtype!r}, expected one of {', '.join(_ITEM_BYTES)}"
+        )
+    if len(shape) > 32 or not all(
+        type(n) is int and 0 <= n < 1 << 48 for n in (*shape, begin, end)
+    ):  # type: ignore
         raise FolderError(f"{path}: {name} has the shape {shape} at {[begin, end]}")
     tensor = Tensor(path, name, str(dtype), math.prod(shape), start + begin)  # type: ignore[arg-type]
     if tensor.count * tensor.item_bytes != end - begin:
-        raise FolderError(f"{path}: {name} with {tensor.count} elements of {dtype} cannot be at {[begin, end]}")
+        raise FolderError(
+            f"{path}: {name} with {tensor.count} elements of {dtype} cannot be at {[begin, end]}"
+        )
     return tensor
 
 
 def read_chunks(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
-    """Yield the chunks of a rank file, checked against the tensors that they change, but for their places."""
+    """Yield the chunks of a rank file, checked against the tensors that they change, but for their
+    places.
+    """
     parts: dict[tuple[str, int], dict[str, Tensor]] = {}
     for stored in read_header(path):
         match = _CHUNK_NAME.fullmatch(stored.name)
@@ -157,13 +191,16 @@ def read_chunks(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
         code = match[3]
         expected = _CODES.get(code) or f"U{8 * target.item_bytes}"
         if stored.dtype != expected:
-            raise FolderError(f"{path}: {stored.name} has dtype {stored.dtype}, expected {expected}")
+            raise FolderError(
+                f"{path}: {stored.name} has dtype {stored.dtype}, expected {expected}"
+            )
         parts.setdefault((match[1], int(match[2])), {})[code] = stored
     for (name, first), found in parts.items():
         values = found.pop("values", None)
         if values is None or len(found) != 1:
             raise FolderError(
-                f"{path}: {name}@{first} has {sorted(found)} and {'no' if values is None else 'its'} values"
+                f"{path}: {name}@{first} has {sorted(found)} and "
+                f"{'no' if values is None else 'its'} values"
             )
         ((code, places),) = found.items()
         yield Chunk(name, first, code, places, values)
@@ -176,23 +213,34 @@ def _apply(file: FileIO, tensor: Tensor, chunk: Chunk) -> None:
     with open(chunk.values.path, "rb", buffering=0) as changes:
         for places in _places(changes, chunk):
             if places.size and places[-1] >= tensor.count:
-                raise FolderError(f"{chunk} changes element {places[-1]}, {tensor.name} has {tensor.count}")
+                raise FolderError(
+                    f"{chunk} changes element {places[-1]}, {tensor.name} has {tensor.count}"
+                )
             if done + places.size > chunk.values.count:
                 break
             offset = chunk.values.offset + done * tensor.item_bytes
-            values = np.frombuffer(read_exactly(changes, offset, places.size * tensor.item_bytes), dtype)
+            values = np.frombuffer(
+                read_exactly(changes, offset, places.size * tensor.item_bytes), dtype
+            )
             done += places.size
             while places.size:
                 first, count = int(places[0]), int(np.searchsorted(places, places[0] + window))
-                span, at = int(places[count - 1]) - first + 1, tensor.offset + first * tensor.item_bytes
-                stored = np.frombuffer(bytearray(read_exactly(file, at, span * tensor.item_bytes)), dtype)
+                span, at = (
+                    int(places[count - 1]) - first + 1,
+                    tensor.offset + first * tensor.item_bytes,
+                )
+                stored = np.frombuffer(
+                    bytearray(read_exactly(file, at, span * tensor.item_bytes)), dtype
+                )
                 stored[places[:count] - first] = values[:count]
                 write_exactly(file, at, stored.data.cast("B"))
                 places, values = places[count:], values[count:]
         else:
             if done == chunk.values.count:
                 return
-    raise FolderError(f"{chunk} has another number of places than of values, which are {chunk.values.count}")
+    raise FolderError(
+        f"{chunk} has another number of places than of values, which are {chunk.values.count}"
+    )
 
 
 def _places(file: FileIO, chunk: Chunk) -> Iterator[np.ndarray]:
@@ -203,7 +251,9 @@ def _places(file: FileIO, chunk: Chunk) -> Iterator[np.ndarray]:
     for at in range(0, n_bytes, _BLOCK_BYTES):
         data = read_exactly(file, chunk.places.offset + at, min(_BLOCK_BYTES, n_bytes - at))
         if chunk.code == "bits":
-            yield next_place + np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little"))
+            yield next_place + np.flatnonzero(
+                np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+            )
             next_place += 8 * len(data)
         else:
             gaps = np.frombuffer(data, dtype).astype(np.int64)

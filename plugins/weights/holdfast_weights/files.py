@@ -1,4 +1,6 @@
-"""Local files: exact reads and writes, copies that share blocks, fsync, and a walk that refuses links."""
+"""Local files: exact reads and writes, copies that share blocks, fsync, and a walk that refuses
+links.
+"""
 
 import errno
 import os
@@ -39,7 +41,9 @@ def allocate(path: Path, n_bytes: int) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file to a new one. File systems with reflinks (XFS, Btrfs) share the blocks, so nothing is copied."""
+    """Copy a file to a new one. File systems with reflinks (XFS, Btrfs) share the blocks, so
+    nothing is copied.
+    """
     with open(source, "rb", buffering=0) as old, open(target, "xb", buffering=0) as new:
         try:
             while os.copy_file_range(old.fileno(), new.fileno(), 1 << 30):
@@ -60,7 +64,9 @@ def fsync(path: Path) -> None:
 
 
 def list_files(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield every file below ``folder`` as a relative POSIX path. FolderError for a link or another special file."""
+    """Yield every file below ``folder`` as a relative POSIX path. FolderError for a link or another
+    special file.
+    """
     for here, folders, names in os.walk(folder, onerror=_raise):
         for path in (Path(here, name) for name in (*folders, *names)):
             mode = path.lstat().st_mode

@@ -1,12 +1,12 @@
 """Manifests of published folders, and folders compared with their manifests.
 
-A manifest lists the files of a full folder with their sizes and digests. The digest of the manifest itself is a part of
-the version's label. The format is in Holdfast's ``docs/checkpoint-format.md``, versions 2 and 3. This is a second
-reader next to ``holdfast.utils.manifest``, because a server's environment has no Holdfast, which would need another
-torch. Tests demand the same answers of both.
+A manifest lists the files of a full folder with their sizes and digests. The digest of the manifest
+itself is a part of the version's label. The format is in Holdfast's ``docs/checkpoint-format.md``,
+versions 2 and 3. This is a second reader next to ``holdfast.utils.manifest``, because a server's
+environment has no Holdfast, which would need another torch. Tests demand the same answers of both.
 
-The digest of a weight file covers the digests of its pieces, so several threads compute it, with a piece (4 MiB) of
-memory each. Every name, size and piece is checked when a manifest is parsed.
+The digest of a weight file covers the digests of its pieces, so several threads compute it, with a
+piece (4 MiB) of memory each. Every name, size and piece is checked when a manifest is parsed.
 """
 
 import json
@@ -41,7 +41,9 @@ _SPARSE = 16
 """Runs that are further apart than this many times their length are read one by one."""
 
 Files = Mapping[str, Mapping[str, Any]]
-"""File name -> ``{"bytes": size, "digest": digest}``, with ``"pieces"`` for a weight file of format version 3."""
+"""File name -> ``{"bytes": size, "digest": digest}``, with ``"pieces"`` for a weight file of format
+version 3.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
 def parse_manifest(data: bytes, where: str | os.PathLike[str]) -> Manifest:
     """Parse a manifest that was read from ``where``.
 
-    Raises FolderError if its own digest, its format version, or the name, size, digest or pieces of a file are wrong.
+    Raises FolderError if its own digest, its format version, or the name, size, digest or pieces of
+    a file are wrong.
     """
     body, _, checksum = data.rpartition(b',\n "digest": "')
     if checksum != f'{_digest(body)}"\n}}'.encode():
@@ -113,14 +116,23 @@ def parse_manifest(data: bytes, where: str | os.PathLike[str]) -> Manifest:
             _check_entry(name, entry, where)
     except FolderError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise FolderError(f"{where} is not a manifest: {type(error).__name__}: {error}") from error
     return Manifest(data, document, os.fspath(where))
 
 
 def stays_inside(name: str) -> bool:
     """Return whether a relative POSIX path stays in its folder, and names a file there."""
-    return not any(part in ("", ".", "..") for part in name.split("/")) and not re.search(r"[\\\x00-\x1f]", name)
+    return not any(part in ("", ".", "..") for part in name.split("/")) and not re.search(
+        r"[\\\x00-\x1f]", name
+    )
 
 
 def _check_entry(name: str, entry: Mapping[str, Any], where: str | os.PathLike[str]) -> None:
@@ -131,7 +143,9 @@ def _check_entry(name: str, entry: Mapping[str, Any], where: str | os.PathLike[s
         raise FolderError(f"{where}: {name} has the size {n_bytes!r}")
     kind = "xxh3_128" if pieces is None else "xxh3_128t"
     if not re.fullmatch(f"{kind}:[0-9a-f]{{32}}", digest):
-        raise FolderError(f"{where}: {name} has the digest {digest!r}, expected {kind}:<32 hexadecimal digits>")
+        raise FolderError(
+            f"{where}: {name} has the digest {digest!r}, expected {kind}:<32 hexadecimal digits>"
+        )
     if pieces:
         _check_pieces(f"{where}: {name}", np.array(pieces), n_bytes)
     elif pieces is not None and n_bytes:
@@ -148,7 +162,9 @@ def _check_pieces(where: str, pieces: np.ndarray, n_bytes: int) -> None:
     good &= (step >= np.where(rows > 1, run, 0)) & (step <= most_step)
     if not good.all():
         bad = pieces[int(np.argmin(good))].tolist()
-        raise FolderError(f"{where}: piece {bad} is not inside {n_bytes} bytes, or larger than {PIECE_BYTES}")
+        raise FolderError(
+            f"{where}: piece {bad} is not inside {n_bytes} bytes, or larger than {PIECE_BYTES}"
+        )
     if (total := int((run * rows).sum())) != n_bytes:
         raise FolderError(f"{where} has pieces of {total} bytes in total, and {n_bytes} bytes")
     if (offset[1:] <= offset[:-1]).any():
@@ -156,7 +172,8 @@ def _check_pieces(where: str, pieces: np.ndarray, n_bytes: int) -> None:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Manifest:
-    """Compare a full folder with its manifest, every byte, and return the manifest. A ``delta`` in it is not read.
+    """Compare a full folder with its manifest, every byte, and return the manifest. A ``delta`` in
+    it is not read.
 
     Raises FolderError for the first difference, such as a further file, or a link.
     """
@@ -169,8 +186,12 @@ def check_folder(folder: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def check_files(folder: str | os.PathLike[str], files: Files, rank: int = 0, world_size: int = 1) -> None:
-    """Raise FolderError if the size of a file, or the digest of one of this rank's share, is not in the manifest."""
+def check_files(
+    folder: str | os.PathLike[str], files: Files, rank: int = 0, world_size: int = 1
+) -> None:
+    """Raise FolderError if the size of a file, or the digest of one of this rank's share, is not in
+    the manifest.
+    """
     for name, entry in files.items():
         path = Path(folder) / name
         if not path.is_file():
@@ -181,11 +202,15 @@ def check_files(folder: str | os.PathLike[str], files: Files, rank: int = 0, wor
     found = _file_digests(Path(folder), share)
     for name, entry in share.items():
         if found[name] != entry["digest"]:
-            raise FolderError(f"{folder}: {name} has digest {found[name]}, the manifest says {entry['digest']}")
+            raise FolderError(
+                f"{folder}: {name} has digest {found[name]}, the manifest says {entry['digest']}"
+            )
 
 
 def _file_digests(folder: Path, files: Files) -> dict[str, str]:
-    pieces: dict[str, list[Any]] = {name: entry.get("pieces", [None]) for name, entry in files.items()}
+    pieces: dict[str, list[Any]] = {
+        name: entry.get("pieces", [None]) for name, entry in files.items()
+    }
     digests = {name: bytearray(_DIGEST_BYTES * len(pieces[name])) for name in files}
 
     def compute(item: tuple[str, int, list[int] | None]) -> None:
@@ -196,7 +221,10 @@ def _file_digests(folder: Path, files: Files) -> dict[str, str]:
                 digest.update(data)
         digests[name][number * _DIGEST_BYTES : (number + 1) * _DIGEST_BYTES] = digest.digest()
 
-    in_parallel(compute, ((name, number, piece) for name in files for number, piece in enumerate(pieces[name])))
+    in_parallel(
+        compute,
+        ((name, number, piece) for name in files for number, piece in enumerate(pieces[name])),
+    )
     return {
         name: f"xxh3_128t:{xxhash.xxh3_128(found).hexdigest()}"
         if "pieces" in files[name]
@@ -210,7 +238,9 @@ def _contents(file: FileIO) -> Iterator[bytes]:
         yield data
 
 
-def _runs(file: FileIO, offset: int, run: int, step: int, rows: int) -> Iterator[bytes | memoryview]:
+def _runs(
+    file: FileIO, offset: int, run: int, step: int, rows: int
+) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a piece. Several short runs are read together with the bytes between them."""
     together = 1 if step > _SPARSE * run else max(1, PIECE_BYTES // max(step, 1))
     for first in range(0, rows, together):
@@ -219,5 +249,7 @@ def _runs(file: FileIO, offset: int, run: int, step: int, rows: int) -> Iterator
         if count == 1:
             yield data
         else:
-            table = np.lib.stride_tricks.as_strided(np.frombuffer(data, np.uint8), (count, run), (step, 1))
+            table = np.lib.stride_tricks.as_strided(
+                np.frombuffer(data, np.uint8), (count, run), (step, 1)
+            )
             yield np.ascontiguousarray(table).data

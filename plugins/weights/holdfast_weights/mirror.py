@@ -5,10 +5,10 @@
     LOCAL/.staging-v00000122-<hex>/       a version that is being made
     LOCAL/.mirror                         mark and lock of the one mirror that owns the folder
 
-A new version begins with a copy of a held one, never with the folder itself, because a server may have mapped it. The
-deltas change the copy, all files are compared with the trainer's digests and fsynced, and the folder is renamed.
-A killed mirror leaves a staging folder, which the next start removes. That start also verifies all folders, because a
-power cut may have torn them.
+A new version begins with a copy of a held one, never with the folder itself, because a server may
+have mapped it. The deltas change the copy, all files are compared with the trainer's digests and
+fsynced, and the folder is renamed. A killed mirror leaves a staging folder, which the next start
+removes. That start also verifies all folders, because a power cut may have torn them.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ class Mirror:
         local: an empty folder, one of an earlier mirror, or one that does not exist yet.
 
     Raises:
-        FolderError: ``local`` is not a mirror's, another mirror uses it, or it overlaps with the source.
+        FolderError: ``local`` is not a mirror's, another mirror uses it, or it overlaps with the
+            source.
     """
 
     def __init__(self, source: Source, local: Path) -> None:
@@ -58,17 +59,25 @@ class Mirror:
         self._state = threading.RLock()  # of the attributes below
         self._held: dict[int, Manifest] = {}
         self._current: int | None = None
-        self._answered: tuple[int, float] | None = None  # the last version given to a server, and when
+        self._answered: tuple[int, float] | None = (
+            None  # the last version given to a server, and when
+        )
         self._doing, self._error = "starting", ""
         self._lock_fd = self._own()
 
     def _own(self) -> int:
         real, other = self.local.resolve(), self.source.folder and self.source.folder.resolve()
         if other and (real == other or real in other.parents or other in real.parents):
-            raise FolderError(f"{self.local} and its source {other} overlap; choose a folder of its own for the mirror")
+            raise FolderError(
+                f"{self.local} and its source {other} overlap; choose a folder of its own for the "
+                "mirror"
+            )
         self.local.mkdir(parents=True, exist_ok=True)
         if os.listdir(self.local) and not (self.local / _LOCK).is_file():
-            raise FolderError(f"{self.local} has files that no mirror made, and a mirror removes files; choose another")
+            raise FolderError(
+                f"{self.local} has files that no mirror made, and a mirror removes files; choose "
+                "another"
+            )
         fd = os.open(self.local / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,7 +87,9 @@ class Mirror:
         return fd
 
     def open(self) -> None:
-        """Remove leftovers and verify every version. A damaged one is removed, and made again when it is needed."""
+        """Remove leftovers and verify every version. A damaged one is removed, and made again when
+        it is needed.
+        """
         for name in os.listdir(self.local):
             path, version = self.local / name, version_of(name)
             if name.startswith((".staging-", ".retired-", ".current-")):
@@ -102,10 +113,12 @@ class Mirror:
         logger.info("%s holds %s", self.local, sorted(self._held) or "no version")
 
     def prepare(self, version: int, label: str) -> Path:
-        """Return the complete folder of a version, which is made if it is not held. It becomes ``current``.
+        """Return the complete folder of a version, which is made if it is not held. It becomes
+        ``current``.
 
         Raises:
-            FolderError: there is no such version with this label, or it is damaged. Nothing was changed.
+            FolderError: there is no such version with this label, or it is damaged. Nothing was
+                changed.
             OSError: the local disk refused. Nothing became visible.
         """
         if not self._give(version, label):
@@ -118,7 +131,11 @@ class Mirror:
     def _give(self, version: int, label: str) -> bool:
         with self._state:
             held = self._held.get(version)
-            if held is None or held.label != label or not (self.local / version_name(version) / MANIFEST_NAME).exists():
+            if (
+                held is None
+                or held.label != label
+                or not (self.local / version_name(version) / MANIFEST_NAME).exists()
+            ):
                 return False
             self._answered = (version, time.monotonic())
             if self._current != version:
@@ -126,7 +143,9 @@ class Mirror:
             return True
 
     def follow(self, every_s: float) -> None:
-        """Prepare the newest version of the source again and again, less often after errors. Never returns."""
+        """Prepare the newest version of the source again and again, less often after errors. Never
+        returns.
+        """
         wait_s = every_s
         while True:
             try:
@@ -158,7 +177,9 @@ class Mirror:
             return
 
     def status(self) -> dict[str, Any]:
-        """Return the labels of the held versions, the version of ``current``, the work and the last error."""
+        """Return the labels of the held versions, the version of ``current``, the work and the last
+        error.
+        """
         held = sorted(self._held.copy().items())
         return {
             "source": self.source.name,
@@ -169,7 +190,9 @@ class Mirror:
         }
 
     def _make(self, version: int, label: str | None) -> None:
-        """Make a version and move ``current`` to it. Without a label, take any, and do nothing if it has to wait."""
+        """Make a version and move ``current`` to it. Without a label, take any, and do nothing if
+        it has to wait.
+        """
         name, began = version_name(version), time.monotonic()
         try:
             self._doing = f"planning {name}"
@@ -178,7 +201,10 @@ class Mirror:
                 return
             try:
                 self._write(plan)
-            except (FolderError, FileNotFoundError) as error:  # a delta, or the local base, is not as it was published
+            except (
+                FolderError,
+                FileNotFoundError,
+            ) as error:  # a delta, or the local base, is not as it was published
                 if not plan.held:
                     raise
                 logger.warning("%s: %s; once more from a full version", name, error)
@@ -186,7 +212,9 @@ class Mirror:
                     plan = make_plan(self.source, version, plan.target.label, {})
                     self._write(plan)
                 except FolderError as second:
-                    raise FolderError(f"{error}; once more from a full version: {second}") from second
+                    raise FolderError(
+                        f"{error}; once more from a full version: {second}"
+                    ) from second
         finally:
             self._doing = "idle"
         self._error = ""
@@ -197,7 +225,9 @@ class Mirror:
         )
 
     def _make_room(self, plan: Plan, wait: bool) -> bool:
-        """Remove all versions but the one to begin with. With ``wait``, return False if one may be loaded now."""
+        """Remove all versions but the one to begin with. With ``wait``, return False if one may be
+        loaded now.
+        """
         with self._state:
             keep = plan.begin_version if plan.held else self._current
             doomed = [version for version in self._held if version != keep]
@@ -221,16 +251,23 @@ class Mirror:
         try:
             target.mkdir(parents=True)
             self._doing = f"fetching {plan.bytes} bytes for {name}"
-            deltas = [(self._fetch_delta(delta, staging / version_name(delta.version)), delta) for delta in plan.deltas]
+            deltas = [
+                (self._fetch_delta(delta, staging / version_name(delta.version)), delta)
+                for delta in plan.deltas
+            ]
             small = plan.small_files()
-            self._begin(plan, [file for file in plan.target.files if small.get(file) is None], target)
+            self._begin(
+                plan, [file for file in plan.target.files if small.get(file) is None], target
+            )
             self._doing = f"applying {len(deltas)} deltas to {name}"
             if deltas:
                 apply_deltas(target, plan.target.weights, deltas)
             for file, delta in small.items():
                 if delta is not None:
                     (target / file).parent.mkdir(parents=True, exist_ok=True)
-                    copy_file(staging / version_name(delta.version) / SMALL_FILES / file, target / file)
+                    copy_file(
+                        staging / version_name(delta.version) / SMALL_FILES / file, target / file
+                    )
             (target / MANIFEST_NAME).write_bytes(plan.target.data)
             self._doing = f"verifying {name}"
             check_folder(target)

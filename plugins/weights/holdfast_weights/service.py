@@ -1,7 +1,7 @@
 """The HTTP side of ``mirror`` and ``serve``, protected by a token.
 
-Requests carry a version and its label, or the path of a file of a version. Without a token only loopback addresses are
-listened on.
+Requests carry a version and its label, or the path of a file of a version. Without a token only
+loopback addresses are listened on.
 """
 
 import hmac
@@ -44,16 +44,23 @@ class Server(ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, listen: str, token: str | None, handler: type["_Handler"], subject: Any) -> None:
+    def __init__(
+        self, listen: str, token: str | None, handler: type["_Handler"], subject: Any
+    ) -> None:
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
         if not host or not port.isdecimal():
-            raise FolderError(f"{listen!r} is not an address to listen on, such as 127.0.0.1:9000 or [::1]:9000")
+            raise FolderError(
+                f"{listen!r} is not an address to listen on, such as 127.0.0.1:9000 or [::1]:9000"
+            )
         if not token and not _is_loopback(host):
             raise FolderError(
-                f"{listen} can be reached by other machines: set HOLDFAST_WEIGHTS_TOKEN, or listen on 127.0.0.1"
+                f"{listen} can be reached by other machines: set HOLDFAST_WEIGHTS_TOKEN, or "
+                "listen on 127.0.0.1"
             )
-        self.address_family, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        self.address_family, *_, address = socket.getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM
+        )[0]
         self.token, self.subject = token, subject
         super().__init__(address[:2], handler)  # type: ignore[arg-type]
 
@@ -65,7 +72,11 @@ class Server(ThreadingTCPServer):
     def url(self) -> str:
         """Its address, with the real port if 0 was given."""
         host, port = self.server_address[:2]
-        return f"http://[{host}]:{port}" if self.address_family == socket.AF_INET6 else f"http://{host}:{port}"
+        return (
+            f"http://[{host}]:{port}"
+            if self.address_family == socket.AF_INET6
+            else f"http://{host}:{port}"
+        )
 
 
 def _is_loopback(host: str) -> bool:
@@ -90,7 +101,10 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "").encode("latin-1", "replace")
         if hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
             return True
-        self._answer(HTTPStatus.UNAUTHORIZED, {"error": "the token of HOLDFAST_WEIGHTS_TOKEN is missing or wrong"})
+        self._answer(
+            HTTPStatus.UNAUTHORIZED,
+            {"error": "the token of HOLDFAST_WEIGHTS_TOKEN is missing or wrong"},
+        )
         return False
 
     def _answer(self, status: HTTPStatus, body: dict[str, Any]) -> None:
@@ -132,7 +146,9 @@ class MirrorHandler(_Handler):
                 return
             version, label = _parse_request(body)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            self._answer(HTTPStatus.BAD_REQUEST, {"error": f"expected a version and its label: {error}"})
+            self._answer(
+                HTTPStatus.BAD_REQUEST, {"error": f"expected a version and its label: {error}"}
+            )
             return
         mirror: Mirror = self.server.subject
         try:
@@ -142,7 +158,9 @@ class MirrorHandler(_Handler):
             self._answer(HTTPStatus.CONFLICT, {"error": f"{label} was not prepared: {error}"})
         except Exception as error:
             logger.exception("%s was not prepared", label)
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"})
+            self._answer(
+                HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
+            )
         else:
             self._answer(HTTPStatus.OK, {"path": str(path)})
 
@@ -216,7 +234,9 @@ def _is_version(entry: os.DirEntry[str]) -> bool:
 
 
 def _open_below(root: Path, path: str) -> BinaryIO:
-    """Open a regular file of a version without following a link. OSError or FolderError if there is none."""
+    """Open a regular file of a version without following a link. OSError or FolderError if there is
+    none.
+    """
     first, *_ = parts = path.split("/")
     if not stays_inside(path) or version_of(first) is None:
         raise FolderError("not the file of a version")

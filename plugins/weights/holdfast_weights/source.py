@@ -1,4 +1,6 @@
-"""The folder of versions that a trainer publishes, read through fsspec: a local folder, a bucket, or ``serve``."""
+"""The folder of versions that a trainer publishes, read through fsspec: a local folder, a bucket,
+or ``serve``.
+"""
 
 import re
 import time
@@ -45,7 +47,8 @@ class Source:
         folder: the path of a local folder, else None.
 
     Raises:
-        FolderError: of every method, if the source cannot be read. MissingError if a file does not exist.
+        FolderError: of every method, if the source cannot be read. MissingError if a file does not
+            exist.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
@@ -81,14 +84,18 @@ class Source:
         """Read the bytes of a file from ``start`` up to ``stop``."""
         data = self._call(path, self._fs.cat_file, start=start, end=stop) if stop > start else b""
         if len(data) != stop - start:
-            raise FolderError(f"{self.name}/{path} gave {len(data)} bytes in place of {start} to {stop}")
+            raise FolderError(
+                f"{self.name}/{path} gave {len(data)} bytes in place of {start} to {stop}"
+            )
         return data
 
     def read_manifest(self, folder: str) -> Manifest:
         """Read the manifest of a folder."""
         path = f"{folder}/{MANIFEST_NAME}"
         if (size := self.size(path)) > MAX_MANIFEST_BYTES:
-            raise FolderError(f"{self.name}/{path} has {size} bytes, more than {MAX_MANIFEST_BYTES}")
+            raise FolderError(
+                f"{self.name}/{path} has {size} bytes, more than {MAX_MANIFEST_BYTES}"
+            )
         return parse_manifest(self.read(path, 0, size), f"{self.name}/{path}")
 
     def manifest_tail(self, folder: str) -> bytes:
@@ -98,10 +105,15 @@ class Source:
         return self.read(path, max(0, size - TAIL_BYTES), size)
 
     def fetch(self, folder: str, files: Files, target: Path) -> None:
-        """Copy files of a folder into ``target``, several parts at once. Their digests are not checked."""
+        """Copy files of a folder into ``target``, several parts at once. Their digests are not
+        checked.
+        """
         for name, entry in files.items():
             if (size := self.size(f"{folder}/{name}")) != entry["bytes"]:
-                raise FolderError(f"{self.name}/{folder}/{name} has {size} bytes, the manifest says {entry['bytes']}")
+                raise FolderError(
+                    f"{self.name}/{folder}/{name} has {size} bytes, the manifest says "
+                    f"{entry['bytes']}"
+                )
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             allocate(target / name, size)
 
@@ -126,8 +138,12 @@ class Source:
             try:
                 return function(url, **options)
             except Exception as error:  # backends raise types of their own, such as aiohttp's
-                cause = error.__cause__ if self._http else None  # over HTTP, every failed request for a size is one
-                if isinstance(error, FileNotFoundError) and (cause is None or getattr(cause, "status", None) == 404):
+                cause = (
+                    error.__cause__ if self._http else None
+                )  # over HTTP, every failed request for a size is one
+                if isinstance(error, FileNotFoundError) and (
+                    cause is None or getattr(cause, "status", None) == 404
+                ):
                     raise MissingError(f"{self.name}/{path} is missing") from None
                 if wait_s is None:
                     cause = cause or error

@@ -13,7 +13,9 @@ _END = object()
 
 
 def in_parallel(work: Callable[[T], object], items: Iterable[T], threads: int = THREADS) -> None:
-    """Call ``work`` with every item. After an error no thread begins another item, and the first error is raised."""
+    """Call ``work`` with every item. After an error no thread begins another item, and the first
+    error is raised.
+    """
     pending, lock = iter(items), threading.Lock()
     failed = threading.Event()
 

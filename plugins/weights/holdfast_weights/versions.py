@@ -1,8 +1,9 @@
 """Plan how to make a version: which folder to begin with, and which deltas follow.
 
-A delta names its base by version and label. The plan walks back from the target over the bases, to a version that is
-held locally or to a full one, whichever is fewer bytes to fetch. A base is always older than its version, so the walk
-ends. Every manifest on the way is checked before anything is fetched.
+A delta names its base by version and label. The plan walks back from the target over the bases, to
+a version that is held locally or to a full one, whichever is fewer bytes to fetch. A base is always
+older than its version, so the walk ends. Every manifest on the way is checked before anything is
+fetched.
 """
 
 import re
@@ -40,7 +41,11 @@ class Delta:
     @property
     def small_files(self) -> set[str]:
         """Names in the full folder of the small files that changed."""
-        return {name.removeprefix(SMALL_FILES) for name in self.manifest.files if name.startswith(SMALL_FILES)}
+        return {
+            name.removeprefix(SMALL_FILES)
+            for name in self.manifest.files
+            if name.startswith(SMALL_FILES)
+        }
 
 
 @dataclass(frozen=True)
@@ -57,23 +62,35 @@ class Plan:
     @property
     def bytes(self) -> int:
         """Bytes to fetch."""
-        return (0 if self.held else self.begin.bytes) + sum(delta.manifest.bytes for delta in self.deltas)
+        return (0 if self.held else self.begin.bytes) + sum(
+            delta.manifest.bytes for delta in self.deltas
+        )
 
     def small_files(self) -> dict[str, Delta | None]:
-        """The origin of each small file: the last delta that has it, else None for the first folder."""
+        """The origin of each small file: the last delta that has it, else None for the first
+        folder.
+        """
         origins: dict[str, Delta | None] = {}
         for name, entry in self.target.files.items():
             if name in self.target.weights:
                 continue
             having = [delta for delta in self.deltas if name in delta.small_files]
             origins[name] = having[-1] if having else None
-            stored = having[-1].manifest.files[SMALL_FILES + name] if having else self.begin.files.get(name)
+            stored = (
+                having[-1].manifest.files[SMALL_FILES + name]
+                if having
+                else self.begin.files.get(name)
+            )
             if stored != entry:
-                raise FolderError(f"{self.target.where} has {name} as {entry}, its base and deltas have {stored}")
+                raise FolderError(
+                    f"{self.target.where} has {name} as {entry}, its base and deltas have {stored}"
+                )
         return origins
 
 
-def make_plan(source: Source, version: int, label: str | None, held: Mapping[int, Manifest]) -> Plan:
+def make_plan(
+    source: Source, version: int, label: str | None, held: Mapping[int, Manifest]
+) -> Plan:
     """Find the way to a version that fetches the fewest bytes.
 
     Args:
@@ -128,7 +145,9 @@ def read_version(source: Source, version: int, label: str | None = None) -> Mani
 
 def _require_version(manifest: Manifest, version: int) -> None:
     if manifest.facts.get("weight_version") != version:
-        raise FolderError(f"{manifest.where} has the weight version {manifest.facts.get('weight_version')!r}")
+        raise FolderError(
+            f"{manifest.where} has the weight version {manifest.facts.get('weight_version')!r}"
+        )
 
 
 def _is_full(source: Source, version: int, content: Manifest) -> bool:
@@ -147,7 +166,9 @@ def _read_delta(source: Source, version: int, content: Manifest) -> Delta:
     try:
         manifest = source.read_manifest(f"{version_name(version)}/{DELTA_NAME}")
     except MissingError as error:
-        raise FolderError(f"{content.where}: its files are not there, and it has no delta: {error}") from None
+        raise FolderError(
+            f"{content.where}: its files are not there, and it has no delta: {error}"
+        ) from None
     return parse_delta(manifest, version, content)
 
 
@@ -156,25 +177,41 @@ def parse_delta(manifest: Manifest, version: int, content: Manifest) -> Delta:
     _require_version(manifest, version)
     where, facts = manifest.where, manifest.facts
     base = facts.get("base")
-    if not isinstance(base, dict) or type(base.get("version")) is not int or type(base.get("label")) is not str:
+    if (
+        not isinstance(base, dict)
+        or type(base.get("version")) is not int
+        or type(base.get("label")) is not str
+    ):
         raise FolderError(f"{where} has the base {base!r}, expected a version and a label")
-    if not LABEL.fullmatch(base["label"]) or int(base["label"].partition("-")[0]) != base["version"]:
-        raise FolderError(f"{where} has a base of version {base['version']} with the label {base['label']!r}")
+    if (
+        not LABEL.fullmatch(base["label"])
+        or int(base["label"].partition("-")[0]) != base["version"]
+    ):
+        raise FolderError(
+            f"{where} has a base of version {base['version']} with the label {base['label']!r}"
+        )
     if not 0 <= base["version"] < version:
-        raise FolderError(f"{where} has a base of version {base['version']}, which is not older than {version}")
+        raise FolderError(
+            f"{where} has a base of version {base['version']}, which is not older than {version}"
+        )
     if not all(type(facts.get(count)) is int for count in ("elements", "changed")):
-        raise FolderError(f"{where} has {facts.get('changed')!r} of {facts.get('elements')!r} elements changed")
+        raise FolderError(
+            f"{where} has {facts.get('changed')!r} of {facts.get('elements')!r} elements changed"
+        )
     for name, entry in manifest.files.items():
         if name.startswith(SMALL_FILES):
             if entry != content.files.get(name.removeprefix(SMALL_FILES)):
-                raise FolderError(f"{where} has {name} as {entry}, which is not as in {content.where}")
+                raise FolderError(
+                    f"{where} has {name} as {entry}, which is not as in {content.where}"
+                )
         elif not _RANK_FILE.fullmatch(name):
             raise FolderError(f"{where} names {name!r}, which is no file of a delta")
     return Delta(version, manifest, base["version"], base["label"])
 
 
 def check_version(folder: Path) -> tuple[Manifest, Delta | None, bool]:
-    """Compare a version's folder with its manifests, every byte. Raises FolderError for the first difference.
+    """Compare a version's folder with its manifests, every byte. Raises FolderError for the first
+    difference.
 
     Returns:
         The manifest, the delta if there is one, and whether the folder is full: not only a delta.
@@ -185,7 +222,9 @@ def check_version(folder: Path) -> tuple[Manifest, Delta | None, bool]:
     _require_version(manifest, version)
     if (folder / DELTA_NAME).exists():
         delta = parse_delta(check_folder(folder / DELTA_NAME), version, manifest)
-    full = delta is None or any(name.split("/")[0] not in (MANIFEST_NAME, DELTA_NAME) for name in list_files(folder))
+    full = delta is None or any(
+        name.split("/")[0] not in (MANIFEST_NAME, DELTA_NAME) for name in list_files(folder)
+    )
     if full:
         check_folder(folder)
     return manifest, delta, full
@@ -196,15 +235,19 @@ def _read_base(source: Source, delta: Delta) -> Manifest:
         return read_version(source, delta.base_version, delta.base_label)
     except FolderError as error:
         raise FolderError(
-            f"{delta.manifest.where} needs its base {delta.base_label}, which is not held here and not there: {error}"
+            f"{delta.manifest.where} needs its base {delta.base_label}, which is not held here "
+            f"and not there: {error}"
         ) from error
 
 
 def _require_same_layout(base: Manifest, content: Manifest, delta: Delta) -> None:
     """Raise FolderError if a delta leads to other names or sizes of weight files than its base has."""
-    old, new = ({name: entry["bytes"] for name, entry in each.weights.items()} for each in (base, content))
+    old, new = (
+        {name: entry["bytes"] for name, entry in each.weights.items()} for each in (base, content)
+    )
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise FolderError(
-                f"{delta.manifest.where}: {name} has {old.get(name)} bytes in the base, {new.get(name)} in the target"
+                f"{delta.manifest.where}: {name} has {old.get(name)} bytes in the base, "
+                f"{new.get(name)} in the target"
             )

@@ -1,4 +1,6 @@
-"""One architecture in this process: a tiny folder, an engine, and the unsharded transformers model to compare with."""
+"""One architecture in this process: a tiny folder, an engine, and the unsharded transformers model
+to compare with.
+"""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +17,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig
 from holdfast.engine.api import Batch
@@ -30,7 +35,8 @@ TIMEOUT_S = 30.0
 """Longest wait of a rank for the other."""
 
 LOGPROB_LIMIT = 2e-5
-"""Largest difference of a log-probability. Rounding makes 1e-6, attention between sequences 1e-4."""
+"""Largest difference of a log-probability. Rounding makes 1e-6, attention between sequences 1e-4.
+"""
 
 LENGTHS = (12, 7, 9, 3)
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=4, train_batch_size=4)
@@ -103,10 +109,11 @@ class Case:
         return half(self.whole, self.rank)
 
     def write_folder(self) -> None:
-        """Make the model folder with random float32 weights, including all parts of a multimodal model.
+        """Make the model folder with random float32 weights, including all parts of a multimodal
+        model.
 
-        The ``config.json`` of a released model is the released file with its reductions, not the output of
-        transformers.
+        The ``config.json`` of a released model is the released file with its reductions, not the
+        output of transformers.
 
         Raises:
             Unsupported: transformers does not build, save or load the model again.
@@ -114,13 +121,18 @@ class Case:
         torch.manual_seed(0)
         try:
             config = (released if self.is_released else tiny).tiny_config(self.name)
-            model = self.auto.from_config(config, dtype=torch.float32) if self.sees else _whole_model(config)
+            model = (
+                self.auto.from_config(config, dtype=torch.float32)
+                if self.sees
+                else _whole_model(config)
+            )
             with torch.no_grad():
                 for tensor in [*model.parameters(), *model.buffers()]:
                     if tensor.is_floating_point():
                         tensor.add_(torch.randn_like(tensor) * 0.03)
             model.save_pretrained(self.folder)
-            # A few models reset some weights in every load (a padding row to zero). This saves them in that state.
+            # A few models reset some weights in every load (a padding row to zero). This saves them
+            # in that state.
             type(model).from_pretrained(self.folder).save_pretrained(self.folder)
             if self.is_released:
                 values = json.dumps(released.tiny_values(self.name), indent=2)
@@ -130,16 +142,20 @@ class Case:
         except Unsupported:
             raise
         except Exception as error:
-            raise Unsupported(f"transformers itself fails: {type(error).__name__}: {error}") from error
+            raise Unsupported(
+                f"transformers itself fails: {type(error).__name__}: {error}"
+            ) from error
 
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The unsharded model, of transformers alone."""
         return self.auto.from_pretrained(self.folder, dtype=dtype).eval()
 
     def served_reference(self, max_model_len: int) -> PreTrainedModel:
-        """The unsharded model with the rotary frequencies of an inference server that runs with ``max_model_len``.
+        """The unsharded model with the rotary frequencies of an inference server that runs with
+        ``max_model_len``.
 
-        vLLM takes the long factors of LongRoPE for every sequence if ``max_model_len`` exceeds the original length.
+        vLLM takes the long factors of LongRoPE for every sequence if ``max_model_len`` exceeds the
+        original length.
         """
         config = AutoConfig.from_pretrained(self.folder)
         take_long_factors(config, max_model_len)
@@ -170,23 +186,34 @@ class Case:
 
 
 def take_long_factors(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Put the long factors of LongRoPE in the place of the short ones, if ``max_model_len`` asks for them."""
+    """Put the long factors of LongRoPE in the place of the short ones, if ``max_model_len`` asks
+    for them.
+    """
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
-        for key in [key for key in rope if key.startswith("short_")]:  # factors, and scales of Phi-3.5-MoE
+    if (
+        rope.get("rope_type") == "longrope"
+        and max_model_len > rope["original_max_position_embeddings"]
+    ):
+        for key in [
+            key for key in rope if key.startswith("short_")
+        ]:  # factors, and scales of Phi-3.5-MoE
             rope[key] = rope[key.replace("short_", "long_")]
 
 
 def _whole_model(config: PreTrainedConfig) -> PreTrainedModel:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if model_class.config_class is not type(config) and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+    if (
+        model_class.config_class is not type(config)
+        and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    ):
         model_class = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
         return model_class._from_config(config, dtype=torch.float32)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def padded_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """``[batch, seqlen, vocab]`` float32 logits of padded rows. Raises the same errors as `alone_logits`.
+    """``[batch, seqlen, vocab]`` float32 logits of padded rows. Raises the same errors as
+    `alone_logits`.
 
     Rows with images are computed alone.
     """
@@ -196,7 +223,8 @@ def padded_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def alone_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """``[batch, seqlen, vocab]`` float32 logits of each sequence alone, without padding, and 0 at padding.
+    """``[batch, seqlen, vocab]`` float32 logits of each sequence alone, without padding, and 0 at
+    padding.
 
     Raises:
         Unsupported: the model does not run on tokens alone.
@@ -211,11 +239,15 @@ def alone_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def _logits(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+def _logits(
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **more: torch.Tensor
+) -> torch.Tensor:
     try:
         return model(input_ids=ids, attention_mask=mask, **more, use_cache=False).logits.float()
     except Exception as error:
-        raise Unsupported(f"transformers' own forward fails: {type(error).__name__}: {error}") from error
+        raise Unsupported(
+            f"transformers' own forward fails: {type(error).__name__}: {error}"
+        ) from error
 
 
 def logprobs_of(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -228,9 +260,8 @@ def reference_logprobs(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """``[batch, seqlen]`` log-probabilities of padded rows.
 
     Raises:
-        Unsupported: the model does not run on tokens alone, or a padded row has other log-probabilities than the same
-            row
-            alone.
+        Unsupported: the model does not run on tokens alone, or a padded row has other
+            log-probabilities than the same row alone.
     """
     logprobs = logprobs_of(padded_logits(model, batch), batch)
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """The checks of one architecture, by two gloo ranks against the unsharded transformers model.
 
-A check returns a `Verdict`, or raises the error of Holdfast or transformers. All ranks run the same checks.
+A check returns a `Verdict`, or raises the error of Holdfast or transformers. All ranks run the same
+checks.
 """
 
 import shutil
@@ -36,13 +37,17 @@ from tests.engine.architectures.case import (
 )
 
 YES, NO, REFUSED, NONE = "yes", "no", "refused", "-"
-"""A check passed, found a difference or an error, was refused by Holdfast in words, or has no subject."""
+"""A check passed, found a difference or an error, was refused by Holdfast in words, or has no
+subject.
+"""
 
 PADDED = "padded"
 """Packing was refused, as it should be, and the model runs on padded rows."""
 
 LOGITS = "logits"
-"""The model changes what its head returns, so that log-probabilities come from whole logits, as they should."""
+"""The model changes what its head returns, so that log-probabilities come from whole logits, as
+they should.
+"""
 
 DENSE = "dense"
 """The model has no experts."""
@@ -57,7 +62,8 @@ _UPDATE_LIMIT = 1e-3
 """Largest difference of an update, as a share of the largest update of that tensor."""
 
 _UPDATE_NOISE = 1e-5
-"""Largest difference of an update that counts as rounding, as a share of the largest update of all."""
+"""Largest difference of an update that counts as rounding, as a share of the largest update of all.
+"""
 
 _BF16_LIMIT = 0.1
 """Largest difference of the loss (about 5) with bfloat16 compute."""
@@ -72,7 +78,8 @@ class Verdict:
 
     Attributes:
         word: one of the words above.
-        why: the reason for a word other than yes, without paths and figures that differ between runs.
+        why: the reason for a word other than yes, without paths and figures that differ between
+            runs.
     """
 
     word: str
@@ -120,10 +127,11 @@ def check_alone(case: Case) -> Verdict:
 
 @torch.no_grad()
 def check_context(case: Case) -> Verdict:
-    """Log-probabilities of sequences on both sides of the original context length, with and without long neighbours.
+    """Log-probabilities of sequences on both sides of the original context length, with and without
+    long neighbours.
 
-    The reference computes each sequence alone, like an inference server with ``max_model_len``. One rank has a long
-    sequence and a short one, the other has only short ones.
+    The reference computes each sequence alone, like an inference server with ``max_model_len``. One
+    rank has a long sequence and a short one, the other has only short ones.
     """
     boundary = released.context_boundary(case.name)
     most = boundary + 16
@@ -135,13 +143,17 @@ def check_context(case: Case) -> Verdict:
 
 @torch.no_grad()
 def check_head(case: Case) -> Verdict:
-    """Log-probabilities and entropies of a head that scores tokens in chunks equal those of transformers' logits."""
+    """Log-probabilities and entropies of a head that scores tokens in chunks equal those of
+    transformers' logits.
+    """
     logits, is_changed = _logits_and_whether_they_are_changed(case)
     engine = case.engine
     found = {}
     before, engine.config.logprobs_chunk_size = engine.config.logprobs_chunk_size, _CHUNK
     try:
-        found["log-probabilities"] = engine.forward_batch(case.rows, lambda output, _: output.logprobs)
+        found["log-probabilities"] = engine.forward_batch(
+            case.rows, lambda output, _: output.logprobs
+        )
         found["entropies"] = engine.forward_batch(case.rows, lambda output, _: output.entropy)
     finally:
         engine.config.logprobs_chunk_size = before
@@ -154,7 +166,11 @@ def check_head(case: Case) -> Verdict:
         if (verdict := _compared(found[what], values, what)).word != YES:
             return verdict
     if is_changed == (engine._scoring_head is not None):
-        how = "scores tokens, though the model changes its output" if is_changed else "is not asked for scores"
+        how = (
+            "scores tokens, though the model changes its output"
+            if is_changed
+            else "is not asked for scores"
+        )
         return Verdict(NO, f"the head {how}")
     return Verdict(LOGITS if is_changed else YES)
 
@@ -173,11 +189,17 @@ def _logits_and_whether_they_are_changed(case: Case) -> tuple[torch.Tensor, bool
 
 def _compared(found: torch.Tensor, expected: torch.Tensor, what: str) -> Verdict:
     difference = float((found - expected).abs().max())
-    return Verdict(YES) if difference <= LOGPROB_LIMIT else Verdict(NO, f"{SILENT}: {what} {_size(difference)}")
+    return (
+        Verdict(YES)
+        if difference <= LOGPROB_LIMIT
+        else Verdict(NO, f"{SILENT}: {what} {_size(difference)}")
+    )
 
 
 def check_hf(case: Case, dtype: str) -> Verdict:
-    """All files of an export equal those that ``save_pretrained`` writes for the unsharded model in ``dtype``."""
+    """All files of an export equal those that ``save_pretrained`` writes for the unsharded model in
+    ``dtype``.
+    """
     ours, theirs = case.root / f"ours_{dtype}", case.root / f"theirs_{dtype}"
     case.engine.save(SaveLoadMeta(str(ours), "hf", False, dtype=dtype))
     if case.rank > 0:
@@ -189,11 +211,17 @@ def check_hf(case: Case, dtype: str) -> Verdict:
     try:
         reference.save_pretrained(theirs)
     except Exception as error:
-        raise Unsupported(f"save_pretrained itself fails: {type(error).__name__}: {error}") from error
-    found, expected = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (ours, theirs))
+        raise Unsupported(
+            f"save_pretrained itself fails: {type(error).__name__}: {error}"
+        ) from error
+    found, expected = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (ours, theirs)
+    )
     for folder in (ours, theirs):
         shutil.rmtree(folder)
-    differ = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    differ = sorted(
+        name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
+    )
     return Verdict(NO, f"{SILENT}: other bytes in {', '.join(differ)}") if differ else Verdict(YES)
 
 
@@ -217,7 +245,9 @@ def _takes_the_step(case: Case, engine: FSDPEngine, rows: Batch) -> Verdict:
         return Verdict(YES)
     expected = {name: param.detach() for name, param in reference.named_parameters()}
     if abs(stats["loss"] - float(loss)) > LOGPROB_LIMIT:
-        return Verdict(NO, f"{SILENT}: the loss of a step {_size(abs(stats['loss'] - float(loss)))}")
+        return Verdict(
+            NO, f"{SILENT}: the loss of a step {_size(abs(stats['loss'] - float(loss)))}"
+        )
     updates = {name: float((param - before[name]).abs().max()) for name, param in expected.items()}
     wrong = [
         name
@@ -226,7 +256,10 @@ def _takes_the_step(case: Case, engine: FSDPEngine, rows: Batch) -> Verdict:
         <= _UPDATE_LIMIT * updates[name] + _UPDATE_NOISE * max(updates.values())
     ]
     if wrong:
-        return Verdict(NO, f"{SILENT}: the updates of {len(wrong)} of {len(updates)} tensors differ, as {wrong[0]}")
+        return Verdict(
+            NO,
+            f"{SILENT}: the updates of {len(wrong)} of {len(updates)} tensors differ, as {wrong[0]}",
+        )
     return Verdict(YES)
 
 
@@ -235,7 +268,11 @@ def _repeats_in_training(case: Case) -> bool:
     tokens = {key: case.rows[key] for key in ("input_ids", "attention_mask")}
     case.engine.train()
     first, *others = [case.engine.model(**tokens, use_cache=False).logits for _ in range(4)]
-    return all(gather_objects(all(torch.equal(first, other) for other in others), case.engine.control_group))
+    return all(
+        gather_objects(
+            all(torch.equal(first, other) for other in others), case.engine.control_group
+        )
+    )
 
 
 def check_bf16(case: Case) -> Verdict:
@@ -268,12 +305,22 @@ def check_dcp(case: Case) -> Verdict:
     assert isinstance(own, dist.ProcessGroup)
     load_dcp(case.root / "dcp", state, own)
     loaded = state.live_tensors()
-    differ = sorted(name for name in expected.keys() | loaded.keys() if not _same(expected.get(name), loaded.get(name)))
-    return Verdict(NO, f"{SILENT}: {len(differ)} tensors differ, as {differ[0]}") if differ else Verdict(YES)
+    differ = sorted(
+        name
+        for name in expected.keys() | loaded.keys()
+        if not _same(expected.get(name), loaded.get(name))
+    )
+    return (
+        Verdict(NO, f"{SILENT}: {len(differ)} tensors differ, as {differ[0]}")
+        if differ
+        else Verdict(YES)
+    )
 
 
 def check_critic(case: Case) -> Verdict:
-    """A critic starts from the folder: the body has its weights, values are finite, a step is taken."""
+    """A critic starts from the folder: the body has its weights, values are finite, a step is
+    taken.
+    """
     engine = case.new_engine(is_critic=True)
     values = engine.forward_batch(case.rows)
     reference = case.reference()
@@ -283,10 +330,16 @@ def check_critic(case: Case) -> Verdict:
         return Verdict(NO, "values or gradients are not finite")
     # A multimodal model has the language model one module further in.
     body = {name.replace(".language_model.", "."): value for name, value in body.items()}
-    given = {name.replace(".language_model.", "."): value for name, value in reference.named_parameters()}
-    differ = [name for name in body.keys() & given.keys() if not torch.equal(body[name], given[name])]
+    given = {
+        name.replace(".language_model.", "."): value for name, value in reference.named_parameters()
+    }
+    differ = [
+        name for name in body.keys() & given.keys() if not torch.equal(body[name], given[name])
+    ]
     if case.rank == 0 and (differ or not body.keys() & given.keys()):
-        return Verdict(NO, f"{SILENT}: the body has not the weights of the folder ({len(differ)} tensors)")
+        return Verdict(
+            NO, f"{SILENT}: the body has not the weights of the folder ({len(differ)} tensors)"
+        )
     return Verdict(YES)
 
 
@@ -322,7 +375,11 @@ def _computes_alike(case: Case, engine: FSDPEngine, batch: Batch) -> Verdict:
     if batch["input_ids"].shape != whole["input_ids"].shape:
         expected = half({"logprobs": expected}, case.rank)["logprobs"]
     verdict = _compared(engine.forward_batch(batch), expected, "log-probabilities")
-    return _takes_the_step(case, engine, batch) if verdict.word == YES and _repeats_in_training(case) else verdict
+    return (
+        _takes_the_step(case, engine, batch)
+        if verdict.word == YES and _repeats_in_training(case)
+        else verdict
+    )
 
 
 def _value_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -334,7 +391,12 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
+    return (
+        one is not None
+        and other is not None
+        and one.dtype == other.dtype
+        and torch.equal(one, other)
+    )
 
 
 def _size(difference: float) -> str:

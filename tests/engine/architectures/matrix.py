@@ -1,4 +1,6 @@
-"""Judge architectures one after the other, each in two separate processes: a crash or a hang costs one verdict."""
+"""Judge architectures one after the other, each in two separate processes: a crash or a hang costs
+one verdict.
+"""
 
 import json
 import re
@@ -49,14 +51,20 @@ def judge(name: str, checks: Sequence[str] | None = None) -> Verdicts:
     """
     with tempfile.TemporaryDirectory(prefix="holdfast-architecture-") as folder:
         root = Path(folder)
-        while left := [check for check in checks or checks_of(name) if check not in (found := _read(root))]:
+        while left := [
+            check for check in checks or checks_of(name) if check not in (found := _read(root))
+        ]:
             trouble = ""
             try:
                 run_ranks(_judge, 2, name, root, left, timeout_s=_JUDGING_S)
             except AssertionError as error:
                 trouble = str(error)
             if len(_read(root)) == len(found):  # no further check has finished
-                _note(root, left[0], Verdict(NO, f"a rank ended or hung: {_in_words(_last_line(trouble), root)}"))
+                _note(
+                    root,
+                    left[0],
+                    Verdict(NO, f"a rank ended or hung: {_in_words(_last_line(trouble), root)}"),
+                )
         return _read(root)
 
 
@@ -90,7 +98,11 @@ def _write_folder(case: Case) -> None:
         case.write_folder()
     except Unsupported as error:
         for check in checks_of(case.name):
-            _note(case.root, check, Verdict(NONE, _in_words(str(error), case.root) if check == "starts" else ""))
+            _note(
+                case.root,
+                check,
+                Verdict(NONE, _in_words(str(error), case.root) if check == "starts" else ""),
+            )
 
 
 def _verdict(case: Case, check: str) -> Verdict:
@@ -118,8 +130,14 @@ def _last_line(text: str) -> str:
 
 
 def _in_words(text: str, root: Path) -> str:
-    """Remove from a message the parts that differ in every run: paths, and numbers with a point or an exponent."""
-    text = re.sub(r"\d\.\d+(e-?\d+)?", "...", text.replace(str(root / "model"), "the folder").replace(str(root), ""))
+    """Remove from a message the parts that differ in every run: paths, and numbers with a point or
+    an exponent.
+    """
+    text = re.sub(
+        r"\d\.\d+(e-?\d+)?",
+        "...",
+        text.replace(str(root / "model"), "the folder").replace(str(root), ""),
+    )
     text = re.sub(r"\s+", " ", text).strip()
     return text if len(text) <= _MOST_WORDS else f"{text[:_MOST_WORDS]} ..."
 

@@ -1,4 +1,6 @@
-"""docs/models.md names the limits of each model. docs/models-table.md has all verdicts, which are read back."""
+"""docs/models.md names the limits of each model. docs/models-table.md has all verdicts, which are
+read back.
+"""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +36,8 @@ _COLUMNS = {
     "each other, and the other columns are for `pack_sequences: false`",
     "packed = alone": "`forward_batch` equals transformers on each sequence alone, float32, to 2e-5",
     "long = alone": "same for sequences on both sides of the original context length, with and without a long "
-    "neighbour. Models without an original length use half of their context. LongRoPE: with the factors that vLLM uses "
-    "at this `max_model_len`",
+    "neighbour. Models without an original length use half of their context. LongRoPE: with the "
+    "factors that vLLM uses at this `max_model_len`",
     "head": "the head computes log-probabilities and entropies in chunks, equal to 2e-5 to the logits of transformers. "
     f"`{LOGITS}`: equal, but from whole logits, because the model changes the result of its head",
     "HF float32, HF bfloat16": "all files of an export equal `save_pretrained` of the unsharded model in that dtype, "
@@ -117,14 +119,22 @@ All other model types that `AutoModelForCausalLM` builds. Their configs are inve
 
 def other_model_types() -> list[str]:
     """Model types without a released model, sorted."""
-    return sorted(set(tiny.model_types()) - {released.model_type(name) for name in released.model_names()})
+    return sorted(
+        set(tiny.model_types()) - {released.model_type(name) for name in released.model_names()}
+    )
 
 
 def render(results: Mapping[str, Verdicts], version: str = transformers.__version__) -> str:
     """Format the page from verdicts by model type or name of a released model."""
     described = "\n".join(_row(pair) for pair in _COLUMNS.items())
-    seeing = {name: verdicts for name, verdicts in results.items() if name.endswith(released.WITH_IMAGES)}
-    models = {name: verdicts for name, verdicts in results.items() if _is_released(name) and name not in seeing}
+    seeing = {
+        name: verdicts for name, verdicts in results.items() if name.endswith(released.WITH_IMAGES)
+    }
+    models = {
+        name: verdicts
+        for name, verdicts in results.items()
+        if _is_released(name) and name not in seeing
+    }
     others = {name: verdicts for name, verdicts in results.items() if not _is_released(name)}
     parts = [
         _HEAD.format(version=version, columns=described),
@@ -140,27 +150,45 @@ def render(results: Mapping[str, Verdicts], version: str = transformers.__versio
 
 def summarise(results: Mapping[str, Verdicts], version: str = transformers.__version__) -> str:
     """Format the page for users: for each set of limits the models that have it."""
-    kinds: dict[str, dict[str, Verdicts]] = {"Released models": {}, "Models that see": {}, "Other architectures": {}}
+    kinds: dict[str, dict[str, Verdicts]] = {
+        "Released models": {},
+        "Models that see": {},
+        "Other architectures": {},
+    }
     for name, verdicts in sorted(results.items(), key=lambda item: item[0].lower()):
         seeing = name.endswith(released.WITH_IMAGES)
-        kind = "Models that see" if seeing else "Released models" if _is_released(name) else "Other architectures"
+        kind = (
+            "Models that see"
+            if seeing
+            else "Released models"
+            if _is_released(name)
+            else "Other architectures"
+        )
         kinds[kind][name] = verdicts
     head = _SHORT_HEAD.format(
         version=version,
         released=len(kinds["Released models"]) + len(kinds["Models that see"]),
         others=len(kinds["Other architectures"]),
-        silent=sum(any(SILENT in verdict.why for verdict in verdicts.values()) for verdicts in results.values()),
+        silent=sum(
+            any(SILENT in verdict.why for verdict in verdicts.values())
+            for verdicts in results.values()
+        ),
     )
     parts = [head]
     for kind, models in kinds.items():
         by_limits: dict[str, list[str]] = {}
         for name, verdicts in models.items():
-            by_limits.setdefault(_limits(verdicts), []).append(name.removesuffix(released.WITH_IMAGES))
+            by_limits.setdefault(_limits(verdicts), []).append(
+                name.removesuffix(released.WITH_IMAGES)
+            )
         parts += [f"## {kind}", ""]
         if kind == "Models that see":
             parts += ["With `train_vision: true`, on rows with and without images.", ""]
         parts += ["| limits | models |", "|---|---|"]
-        rows = sorted(by_limits.items(), key=lambda item: (item[0] != _NO_LIMITS, item[0] == _NOT_RUN, -len(item[1])))
+        rows = sorted(
+            by_limits.items(),
+            key=lambda item: (item[0] != _NO_LIMITS, item[0] == _NOT_RUN, -len(item[1])),
+        )
         parts += [_row([limits, ", ".join(names)]) for limits, names in rows]
         parts.append("")
     return "\n".join(parts)
@@ -174,7 +202,9 @@ def _limits(verdicts: Verdicts) -> str:
     if verdicts["starts"].word == NONE:
         return _NOT_RUN
     if verdicts["starts"].word != YES:
-        return f"does not start: {verdicts['starts'].why or verdicts['starts'].word}".replace("|", "/")
+        return f"does not start: {verdicts['starts'].why or verdicts['starts'].word}".replace(
+            "|", "/"
+        )
     limits = []
     for check, verdict in verdicts.items():
         if check == "packed" and verdict.word == PADDED:
@@ -199,7 +229,9 @@ def _header(checks: Iterable[str], *first: str) -> list[str]:
 def _table(header: Sequence[str], results: Mapping[str, Verdicts]) -> list[str]:
     lines = [_row(header), "|---" * len(header) + "|"]
     for name, verdicts in sorted(results.items(), key=lambda item: item[0].lower()):
-        reasons = "; ".join(f"{check}: {_brief(verdict.why)}" for check, verdict in verdicts.items() if verdict.why)
+        reasons = "; ".join(
+            f"{check}: {_brief(verdict.why)}" for check, verdict in verdicts.items() if verdict.why
+        )
         about = [released.class_name(name), _source(name)] if _is_released(name) else []
         words = [verdicts[check].word for check in checks_of(name)]
         lines.append(_row([name, *about, *words, reasons.replace("|", "/")]))
@@ -238,8 +270,8 @@ def _summary(results: Mapping[str, Verdicts], what: str) -> str:
     silent = sum(any(SILENT in verdict.why for verdict in verdicts.values()) for verdicts in judged)
     starts = sum(verdicts["starts"].word == YES for verdicts in judged)
     return (
-        f"Transformers itself runs {len(judged)} of these {len(results)} {what} in tiny form: {starts} start, "
-        f"{whole} do everything, and {silent} differ anywhere without an error."
+        f"Transformers itself runs {len(judged)} of these {len(results)} {what} in tiny form: "
+        f"{starts} start, {whole} do everything, and {silent} differ anywhere without an error."
     )
 
 
@@ -256,7 +288,9 @@ def read(text: str) -> tuple[str, dict[str, Verdicts]]:
     version = text.partition("of transformers ")[2].split("\n")[0].rstrip(".")
     results: dict[str, Verdicts] = {}
     firsts = ("model", "class", "source"), (_WITH_IMAGES, "class", "source"), ("model type",)
-    for header in (_header(CHECKS if len(first) == 1 else RELEASED_CHECKS, *first) for first in firsts):
+    for header in (
+        _header(CHECKS if len(first) == 1 else RELEASED_CHECKS, *first) for first in firsts
+    ):
         _, found, table = text.partition(_row(header))
         if not (version and found):
             raise ValueError(f"no page of these columns: {header}")
@@ -267,7 +301,8 @@ def read(text: str) -> tuple[str, dict[str, Verdicts]]:
             if len(cells) != len(header) or not set(words) <= set(_WORDS):
                 raise ValueError(f"not a row of the table: {line}")
             results[cells[0]] = {
-                check: Verdict(word, _reason(reasons, check)) for check, word in zip(checks, words, strict=True)
+                check: Verdict(word, _reason(reasons, check))
+                for check, word in zip(checks, words, strict=True)
             }
     return version, results
 
@@ -275,4 +310,8 @@ def read(text: str) -> tuple[str, dict[str, Verdicts]]:
 def _reason(reasons: str, check: str) -> str:
     """The reason for one check in a row. Reasons are in the order of the checks."""
     _, found, rest = f"; {reasons}".partition(f"; {check}: ")
-    return min((rest.partition(f"; {other}: ")[0] for other in RELEASED_CHECKS), key=len) if found else ""
+    return (
+        min((rest.partition(f"; {other}: ")[0] for other in RELEASED_CHECKS), key=len)
+        if found
+        else ""
+    )

@@ -3,19 +3,22 @@
 Each file of ``released/`` is one model:
 
 - ``model``: its name on the hub.
-- ``source``, ``date``: the public file with the values, and when that file was last changed or read.
+- ``source``, ``date``: the public file with the values, and when that file was last changed or
+  read.
 - ``config``: the released ``config.json``.
 - ``left_out``: keys of that file about how weights are stored (``quantization_config``).
-- ``reductions``: ``layers``, the number of layers that stay, and ``sizes``, dotted key -> smaller value.
+- ``reductions``: ``layers``, the number of layers that stay, and ``sizes``, dotted key -> smaller
+  value.
 
-`reduced` applies the reductions and refuses every other change, so that flags, activations, rope types, ties and
-routing are as released:
+`reduced` applies the reductions and refuses every other change, so that flags, activations, rope
+types, ties and routing are as released:
 
 - Lists (and patterns) with one entry a layer keep the first entries.
 - A size of such a list replaces each entry.
 - Rope factors, one for each pair of rotary dimensions, keep evenly spaced ones.
 - The context length and the original one shrink by the same ratio.
-- Ids of special tokens above the text move to the end of the small vocabulary. Equal ids stay equal.
+- Ids of special tokens above the text move to the end of the small vocabulary. Equal ids stay
+  equal.
 """
 
 import copy
@@ -30,8 +33,9 @@ from tests.engine.architectures.tiny import FIRST_TOKEN, LAST_TOKEN, VOCAB_SIZE
 
 FOLDER = Path(__file__).parent / "released"
 WITH_IMAGES = " with images"
-"""End of the names of models that are trained on images, too. Models that cannot be trained on text alone are in
-``released/seeing/``."""
+"""End of the names of models that are trained on images, too. Models that cannot be trained on text
+alone are in ``released/seeing/``.
+"""
 
 _STORAGE = {"quantization_config"}
 _LAYERS = ("num_hidden_layers", "n_layer")
@@ -61,7 +65,10 @@ def model_names() -> list[str]:
 
 def seeing_names() -> list[str]:
     """Names of the models that are trained on images, sorted."""
-    found = ["google/gemma-3-27b-it", *(path.stem.replace("--", "/") for path in FOLDER.glob("seeing/*.json"))]
+    found = [
+        "google/gemma-3-27b-it",
+        *(path.stem.replace("--", "/") for path in FOLDER.glob("seeing/*.json")),
+    ]
     return sorted((name + WITH_IMAGES for name in found), key=str.lower)
 
 
@@ -77,9 +84,14 @@ def read(name: str) -> dict[str, Any]:
     found = json.loads(path.read_text(encoding="utf-8"))
     needed = {"model", "source", "date", "config", "reductions"}
     if not needed <= found.keys() <= needed | {"left_out"}:
-        raise ValueError(f"{path.name}: has {sorted(found)}; expected {sorted(needed)} and what released.py names")
+        raise ValueError(
+            f"{path.name}: has {sorted(found)}; expected {sorted(needed)} and what released.py "
+            "names"
+        )
     if found["model"] != name or not set(found.get("left_out", ())) <= _STORAGE:
-        raise ValueError(f"{path.name}: is of {found['model']!r} and leaves out {found.get('left_out')}")
+        raise ValueError(
+            f"{path.name}: is of {found['model']!r} and leaves out {found.get('left_out')}"
+        )
     return found
 
 
@@ -132,7 +144,10 @@ def _text(values: Any) -> dict[str, Any]:
 
 
 def _parts(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [values, *(value for value in values.values() if isinstance(value, dict) and "model_type" in value)]
+    return [
+        values,
+        *(value for value in values.values() if isinstance(value, dict) and "model_type" in value),
+    ]
 
 
 def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -165,7 +180,9 @@ def _shrink(values: dict[str, Any], dotted: str, small: Any) -> None:
         or not all(type(old) is type(new) is int and 0 < new < old for old, new in pairs)
     ):
         raise ValueError(f"{dotted}: {before} -> {small} is no smaller size")
-    part[key] = [small] * len(before) if isinstance(before, list) and isinstance(small, int) else small
+    part[key] = (
+        [small] * len(before) if isinstance(before, list) and isinstance(small, int) else small
+    )
 
 
 def _pairs(before: Any, small: Any) -> Iterator[tuple[Any, Any]]:
@@ -179,7 +196,9 @@ def _cut_rope_factors(values: dict[str, Any]) -> None:
     heads = values.get("num_attention_heads")
     if not heads:
         return
-    width = values.get("qk_rope_head_dim") or values.get("head_dim") or values["hidden_size"] // heads
+    width = (
+        values.get("qk_rope_head_dim") or values.get("head_dim") or values["hidden_size"] // heads
+    )
     pairs = int(width * values.get("partial_rotary_factor", 1.0)) // 2
     for rope in _ropes(values):
         for key in _ROPE_FACTORS:
@@ -198,10 +217,19 @@ def _check_contexts(released: Mapping[str, Any], values: dict[str, Any]) -> None
 
 
 def _move_special_tokens(values: dict[str, Any]) -> dict[str, Any]:
-    seen = sorted({token for part in _parts(values) for token in _special_tokens(part) if token >= FIRST_TOKEN})
+    seen = sorted(
+        {
+            token
+            for part in _parts(values)
+            for token in _special_tokens(part)
+            if token >= FIRST_TOKEN
+        }
+    )
     places = {token: LAST_TOKEN + 1 + place for place, token in enumerate(seen)}
     if len(places) > VOCAB_SIZE - LAST_TOKEN - 1:
-        raise ValueError(f"{len(places)} special tokens; there is room for {VOCAB_SIZE - LAST_TOKEN - 1}")
+        raise ValueError(
+            f"{len(places)} special tokens; there is room for {VOCAB_SIZE - LAST_TOKEN - 1}"
+        )
     for part in _parts(values):
         for key, value in part.items():
             if _is_token(key) and isinstance(value, list):

@@ -1,4 +1,6 @@
-"""The tables in docs/models-table.md are well-formed, give reasons and are true (all rows: ``make test-all``)."""
+"""The tables in docs/models-table.md are well-formed, give reasons and are true (all rows: ``make
+test-all``).
+"""
 
 import os
 import signal
@@ -11,7 +13,14 @@ import transformers
 from tests.engine.architectures import matrix
 from tests.engine.architectures.checks import CHECKS, GOOD, LOGITS, NO, NONE, SILENT, YES, Verdict
 from tests.engine.architectures.matrix import Verdicts, checks_of, judge
-from tests.engine.architectures.page import PAGE, SUMMARY, other_model_types, read, render, summarise
+from tests.engine.architectures.page import (
+    PAGE,
+    SUMMARY,
+    other_model_types,
+    read,
+    render,
+    summarise,
+)
 from tests.engine.architectures.released import model_names, seeing_names
 
 QUICK = {
@@ -19,10 +28,18 @@ QUICK = {
     "tencent/Hunyuan-A13B-Instruct": ("starts", "packed = alone", "head"),
     "google/gemma-2-2b": ("starts", "head"),
 }
-"""Models with rotary factors for two context lengths, with lists in the config, with capped logits."""
+"""Models with rotary factors for two context lengths, with lists in the config, with capped logits.
+"""
 
-REPRESENTATIVES = ("Qwen/Qwen3-0.6B", "zai-org/GLM-4.5", "Qwen/Qwen3-Next-80B-A3B-Thinking", "biogpt")
-"""A plain model, one with a router bias that stays float32 in bfloat16, and two that cannot be packed."""
+REPRESENTATIVES = (
+    "Qwen/Qwen3-0.6B",
+    "zai-org/GLM-4.5",
+    "Qwen/Qwen3-Next-80B-A3B-Thinking",
+    "biogpt",
+)
+"""A plain model, one with a router bias that stays float32 in bfloat16, and two that cannot be
+packed.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +77,12 @@ def test_page_reads_back_as_it_was_written(page: dict[str, Verdicts]) -> None:
     version, _ = read(PAGE.read_text(encoding="utf-8"))
     assert render(page, version) == PAGE.read_text(encoding="utf-8")
     assert summarise(page, version) == SUMMARY.read_text(encoding="utf-8")
-    reasons = [Verdict(YES), Verdict(NO, "one; two: three"), Verdict(NONE, "four / five"), Verdict(LOGITS)]
+    reasons = [
+        Verdict(YES),
+        Verdict(NO, "one; two: three"),
+        Verdict(NONE, "four / five"),
+        Verdict(LOGITS),
+    ]
     rows = {}
     for name in ("biogpt", "Qwen/Qwen3-0.6B"):
         rows[name] = dict(zip(page[name], [*reasons, *list(page[name].values())[4:]], strict=True))
@@ -70,14 +92,21 @@ def test_page_reads_back_as_it_was_written(page: dict[str, Verdicts]) -> None:
 def test_the_short_page_names_every_model_once_under_its_limits(page: dict[str, Verdicts]) -> None:
     text = SUMMARY.read_text(encoding="utf-8")
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    named = [name.strip() for _, models in rows[1:] for name in models.split(",") if name.strip() != "models"]
+    named = [
+        name.strip()
+        for _, models in rows[1:]
+        for name in models.split(",")
+        if name.strip() != "models"
+    ]
     assert len(named) == len(page)
     assert {name for name in page if "/" not in name} <= set(named)
     limits = {name.strip(): row[0].strip() for row in rows for name in row[1].split(",")}
     assert limits["Qwen/Qwen3-0.6B"] == "none" and limits["google/gemma-2-2b"] == "whole logits, c"
 
 
-def _dies_in_one_check(rank: int, world_size: int, name: str, root: Path, checks: Sequence[str]) -> None:
+def _dies_in_one_check(
+    rank: int, world_size: int, name: str, root: Path, checks: Sequence[str]
+) -> None:
     for check in checks:
         if check == "gradients":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -86,7 +115,9 @@ def _dies_in_one_check(rank: int, world_size: int, name: str, root: Path, checks
 
 
 @pytest.mark.slow
-def test_a_check_that_kills_its_process_costs_no_other_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_kills_its_process_costs_no_other_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(matrix, "_judge", _dies_in_one_check)
     found = matrix.judge("biogpt")
     step = found.pop("gradients")  # the order of the ranks is random
@@ -106,14 +137,23 @@ def test_representatives_do_what_the_page_says(name: str, page: dict[str, Verdic
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [name for name in [*model_names(), *seeing_names()] if name not in REPRESENTATIVES])
+@pytest.mark.parametrize(
+    "name", [name for name in [*model_names(), *seeing_names()] if name not in REPRESENTATIVES]
+)
 def test_all_released_models_do_what_the_page_says(name: str, page: dict[str, Verdicts]) -> None:
     _check_row(name, page)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [name for name in other_model_types() if name not in REPRESENTATIVES])
-def test_all_other_architectures_do_what_the_page_says(name: str, page: dict[str, Verdicts]) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in other_model_types() if name not in REPRESENTATIVES]
+)
+def test_all_other_architectures_do_what_the_page_says(
+    name: str, page: dict[str, Verdicts]
+) -> None:
     if name not in page:
-        pytest.skip("the page is about another transformers; python -m tests.engine.architectures writes it again")
+        pytest.skip(
+            "the page is about another transformers; python -m tests.engine.architectures writes "
+            "it again"
+        )
     _check_row(name, page)

@@ -20,7 +20,13 @@ from tests.engine.architectures.released import (
 )
 from tests.engine.architectures.tiny import FIRST_TOKEN, LAST_TOKEN, VOCAB_SIZE
 
-LLAMA_SIZES = "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"
+LLAMA_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+)
 """The released LLaVA leaves them to the defaults of the library."""
 PHI = "microsoft/Phi-3-mini-128k-instruct"
 
@@ -28,12 +34,18 @@ PHI = "microsoft/Phi-3-mini-128k-instruct"
 def _with(**changes: Any) -> dict[str, Any]:
     """The tiny values of Phi-3 with other reductions."""
     found = read(PHI)
-    return reduced(found["config"], {"layers": 2, "sizes": {**found["reductions"]["sizes"], **changes}})
+    return reduced(
+        found["config"], {"layers": 2, "sizes": {**found["reductions"]["sizes"], **changes}}
+    )
 
 
 def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | int, ...], Any]:
     if isinstance(value, dict):
-        return {key: leaf for name, part in value.items() for key, leaf in _leaves(part, (*path, name)).items()}
+        return {
+            key: leaf
+            for name, part in value.items()
+            for key, leaf in _leaves(part, (*path, name)).items()
+        }
     return {path: value}
 
 
@@ -48,16 +60,22 @@ def test_every_value_that_is_no_number_of_something_is_the_released_one(name: st
     released, tiny = _leaves(read(name)["config"]), _leaves(tiny_values(name))
     for path, value in released.items():
         small = tiny[path]
-        if isinstance(value, bool | float | None) or (isinstance(value, str) and len(small) == len(value)):
+        if isinstance(value, bool | float | None) or (
+            isinstance(value, str) and len(small) == len(value)
+        ):
             assert small == value, path
         elif isinstance(value, int):
             assert small == value or 0 < small < value, path
-        elif value and not isinstance(value[0], int):  # fewer layers or fewer pairs of rotary dimensions
+        elif value and not isinstance(
+            value[0], int
+        ):  # fewer layers or fewer pairs of rotary dimensions
             assert set(small) <= set(value) and 0 < len(small) <= len(value), path
             assert len(small) < len(value) or small == value, path
     added = {path[-1] for path in tiny.keys() - released.keys()}
     of_text = {"vocab_size", "max_position_embeddings"}
-    assert added <= (of_text if name in model_names() else {*of_text, "image_seq_length", *LLAMA_SIZES}), added
+    assert added <= (
+        of_text if name in model_names() else {*of_text, "image_seq_length", *LLAMA_SIZES}
+    ), added
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -72,7 +90,14 @@ def test_the_tiny_config_is_of_the_released_class_and_keeps_ties_and_rope(name: 
     kinds = [_leaves(getattr(part, "rope_parameters", None) or {}) for part in (small, large)]
     assert kinds[0].keys() == kinds[1].keys()
     for path, value in kinds[1].items():
-        if path[-1] in ("rope_type", "type", "factor", "rope_theta", "partial_rotary_factor", "attention_factor"):
+        if path[-1] in (
+            "rope_type",
+            "type",
+            "factor",
+            "rope_theta",
+            "partial_rotary_factor",
+            "attention_factor",
+        ):
             assert kinds[0][path] == value, path
     assert small.vocab_size == VOCAB_SIZE and 16 <= context_boundary(name) <= 64
 
@@ -99,7 +124,10 @@ def test_a_reduction_of_anything_other_than_a_size_is_refused(changes: dict[str,
 
 def test_context_lengths_that_shrink_by_different_ratios_are_refused() -> None:
     with pytest.raises(ValueError, match="shrink by other ratios"):
-        reduced(read("openai/gpt-oss-20b")["config"], {"layers": 2, "sizes": {"max_position_embeddings": 64}})
+        reduced(
+            read("openai/gpt-oss-20b")["config"],
+            {"layers": 2, "sizes": {"max_position_embeddings": 64}},
+        )
     with pytest.raises(ValueError, match="shrink by other ratios"):
         _with(original_max_position_embeddings=32)
 
@@ -136,9 +164,15 @@ def test_the_reference_of_long_contexts_is_what_transformers_computes_at_the_end
     served = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     served.load_state_dict(plain.state_dict())
     ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (1, boundary + 1))
-    expected = plain(input_ids=ids, use_cache=False).logits[0, :boundary]  # long factors, because of the last token
-    torch.testing.assert_close(served(input_ids=ids[:, :boundary], use_cache=False).logits[0], expected)
-    assert not torch.allclose(plain(input_ids=ids[:, :boundary], use_cache=False).logits[0], expected, atol=1e-4)
+    expected = plain(input_ids=ids, use_cache=False).logits[
+        0, :boundary
+    ]  # long factors, because of the last token
+    torch.testing.assert_close(
+        served(input_ids=ids[:, :boundary], use_cache=False).logits[0], expected
+    )
+    assert not torch.allclose(
+        plain(input_ids=ids[:, :boundary], use_cache=False).logits[0], expected, atol=1e-4
+    )
 
     config = tiny_config(PHI)
     take_long_factors(config, boundary)

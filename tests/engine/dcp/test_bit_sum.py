@@ -40,8 +40,15 @@ def test_names_places_and_order_count() -> None:
     swapped[[1, 2]] = swapped[[2, 1]]
     mirrored = values.clone()
     mirrored[0, 1], mirrored[1, 0] = values[1, 0], values[0, 1]
-    found = [bit_sum("weight", each, (0, 0)) for each in (values, values.flip(0), values.flip(1), swapped, mirrored)]
-    found += [bit_sum("bias", values, (0, 0)), bit_sum("weight", values, (1, 0)), bit_sum("weight", values, (0, 1))]
+    found = [
+        bit_sum("weight", each, (0, 0))
+        for each in (values, values.flip(0), values.flip(1), swapped, mirrored)
+    ]
+    found += [
+        bit_sum("bias", values, (0, 0)),
+        bit_sum("weight", values, (1, 0)),
+        bit_sum("weight", values, (0, 1)),
+    ]
     assert len(set(found)) == len(found)
 
 
@@ -67,7 +74,9 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", [(2, 1600, 1024), (3200, 1024), (3200 * 1024,)], ids=str)
 def test_a_few_megabytes_are_widened_at_a_time(shape: tuple[int, ...]) -> None:
-    """Also of experts, whose matrices are one tensor. The weights of a long vector are as long as it is."""
+    """Also of experts, whose matrices are one tensor. The weights of a long vector are as long as
+    it is.
+    """
     values = torch.ones(shape, dtype=torch.uint8)
     with _Largest() as largest:
         bit_sum("weight", values, (0, 0, 0))
@@ -76,7 +85,12 @@ def test_a_few_megabytes_are_widened_at_a_time(shape: tuple[int, ...]) -> None:
 
 def cut_alike() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {"long": torch.randn(7, 20011), "deep": torch.randn(5, 3, 4), "flat": torch.randn(9), "one": torch.ones(())}
+    return {
+        "long": torch.randn(7, 20011),
+        "deep": torch.randn(5, 3, 4),
+        "flat": torch.randn(9),
+        "one": torch.ones(()),
+    }
 
 
 def _sums_of_ranks(rank: int, world_size: int) -> list[int]:

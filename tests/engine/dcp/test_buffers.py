@@ -40,9 +40,14 @@ def complex_values(value: float) -> torch.Tensor:
     return torch.tensor([complex(value, 2), complex(-value, 1), complex(0, value)])
 
 
-KINDS: dict[str, tuple[Callable[[float], torch.Tensor | None], Callable[[float], torch.Tensor | None]]] = {
+KINDS: dict[
+    str, tuple[Callable[[float], torch.Tensor | None], Callable[[float], torch.Tensor | None]]
+] = {
     "expanded": (lambda v: torch.tensor([v]).expand(5), lambda v: torch.tensor([v]).expand(5)),
-    "expanded rows": (lambda v: torch.tensor([v, v + 1]).expand(3, 2), lambda v: torch.tensor([v, v + 1]).expand(3, 2)),
+    "expanded rows": (
+        lambda v: torch.tensor([v, v + 1]).expand(3, 2),
+        lambda v: torch.tensor([v, v + 1]).expand(3, 2),
+    ),
     "conjugate": (lambda v: complex_values(v).conj(), lambda v: complex_values(v).conj()),
     "negative": (lambda v: complex_values(v).conj().imag, lambda v: complex_values(v).conj().imag),
     "grown": (lambda v: torch.full((7,), v), lambda v: torch.full((2,), v)),
@@ -50,7 +55,10 @@ KINDS: dict[str, tuple[Callable[[float], torch.Tensor | None], Callable[[float],
     "with another dimension": (lambda v: torch.full((2, 3), v), lambda v: torch.full((), v)),
     "emptied": (lambda v: torch.full((0, 4), v), lambda v: torch.full((7,), v)),
     "grown from nothing": (lambda v: torch.full((3,), v), lambda v: None),
-    "expanded where it was not": (lambda v: torch.full((5,), v), lambda v: torch.tensor([v]).expand(5)),
+    "expanded where it was not": (
+        lambda v: torch.full((5,), v),
+        lambda v: torch.tensor([v]).expand(5),
+    ),
 }
 
 
@@ -77,7 +85,9 @@ def test_a_buffer_comes_back_as_it_was(kind: str, in_background: bool, tmp_path:
     if kind != "grown from nothing":  # if it was empty, nothing can tell that it was the same
         assert loaded.other.same is loaded.own
     assert float(loaded.layer.weight.detach()[0, 0]) == 1.0
-    load_dcp(tmp_path / "e/t/recover/global_step_0/default", DCPState(again := Model(fresh(8.0), 0.0)))
+    load_dcp(
+        tmp_path / "e/t/recover/global_step_0/default", DCPState(again := Model(fresh(8.0), 0.0))
+    )
     assert as_values(again.own) == as_values(saved(5.0))
 
 
@@ -100,11 +110,15 @@ def refused(folder: Path, model: nn.Module, words: str) -> None:
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(CheckpointMismatchError, match=words):
         load_dcp(folder, DCPState(model))
-    assert {name: (id(buffer), as_values(buffer)) for name, buffer in model.named_buffers()} == before
+    assert {
+        name: (id(buffer), as_values(buffer)) for name, buffer in model.named_buffers()
+    } == before
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
-def test_a_parameter_never_takes_another_shape_and_a_buffer_never_another_dtype(tmp_path: Path) -> None:
+def test_a_parameter_never_takes_another_shape_and_a_buffer_never_another_dtype(
+    tmp_path: Path,
+) -> None:
     save_dcp(tmp_path / "c", DCPState(Model(torch.ones(7), 1.0)))
     wider = Model(torch.ones(2), 1.0)
     wider.layer = nn.Linear(4, 2)
@@ -133,7 +147,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def stepped(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> DCPState:
+def stepped(
+    model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+) -> DCPState:
     optimizer = kind(model.parameters(), **options)
     model(torch.ones(2, 3, dtype=next(model.parameters()).dtype)).sum().backward()
     optimizer.step()

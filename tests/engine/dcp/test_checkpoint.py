@@ -51,7 +51,12 @@ class Counter:
 
 
 def make_state(
-    seed: int, steps: int = 0, tied: bool = True, kind: str = "adam", momentum: float = 0.9, **config: Any
+    seed: int,
+    steps: int = 0,
+    tied: bool = True,
+    kind: str = "adam",
+    momentum: float = 0.9,
+    **config: Any,
 ) -> Any:
     model = build_reference(tiny_qwen3(tied=tied, **config), seed)
     for block in model.model.layers:
@@ -77,11 +82,16 @@ def train_step(state: Any, step: int) -> None:
 
 def whole(state: DCPState) -> dict[str, torch.Tensor]:
     tensors = state.live_tensors()
-    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone().cpu() for n, t in tensors.items()}
+    return {
+        n: (t.full_tensor() if isinstance(t, DTensor) else t).clone().cpu()
+        for n, t in tensors.items()
+    }
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
+    )
 
 
 def _save_and_train_on(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -89,7 +99,9 @@ def _save_and_train_on(rank: int, world_size: int, folder: str) -> dict[str, Any
     fresh = make_state(5)
     untouched = {n: t.full_tensor() for n, t in fresh.model.state_dict().items()}
     save_dcp(f"{folder}/fresh", fresh)
-    assert all(torch.equal(t.full_tensor(), untouched[n]) for n, t in fresh.model.state_dict().items())
+    assert all(
+        torch.equal(t.full_tensor(), untouched[n]) for n, t in fresh.model.state_dict().items()
+    )
     assert all(float(s["step"]) == 0 for s in fresh.optimizer.state.values())
     torch.manual_seed(100 + rank)
     torch.rand(rank + 1)
@@ -137,7 +149,11 @@ def _load_elsewhere(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    return make_once(tmp_path_factory, "dcp", lambda folder: (folder, run_ranks(_save_and_train_on, 2, str(folder))))
+    return make_once(
+        tmp_path_factory,
+        "dcp",
+        lambda folder: (folder, run_ranks(_save_and_train_on, 2, str(folder))),
+    )
 
 
 @pytest.mark.parametrize("world_size", slow_but([3], [1, 2, 3]))
@@ -149,7 +165,11 @@ def test_parameters_and_moments_are_bit_identical_at_another_world_size_and_back
     for rank, result in enumerate(results):
         assert same(result["loaded"], before[0]["saved"])
         assert same(result["sgd"], torch.load(folder / "sgd_0.pt")["whole"])
-        assert all(torch.equal(result["model_only"][n], t) for n, t in before[0]["saved"].items() if n[:5] == "model")
+        assert all(
+            torch.equal(result["model_only"][n], t)
+            for n, t in before[0]["saved"].items()
+            if n[:5] == "model"
+        )
         assert result["counter"] == 3
         assert result["rates"] == before[0]["rates"]
         if rank < 2:
@@ -182,17 +202,27 @@ def test_stock_torch_reads_the_folder(saved: tuple[Path, list[dict[str, Any]]]) 
     for fqn, tensor in template["dcp"]["model"].items():
         assert torch.equal(tensor, before[0]["saved"][f"model.{fqn}"])
     for fqn, entries in template["dcp"]["optim"]["state"].items():
-        assert all(torch.equal(t, before[0]["saved"][f"optim.state.{fqn}.{e}"]) for e, t in entries.items())
+        assert all(
+            torch.equal(t, before[0]["saved"][f"optim.state.{fqn}.{e}"]) for e, t in entries.items()
+        )
 
 
 def test_a_tied_tensor_is_stored_once(saved: tuple[Path, list[dict[str, Any]]]) -> None:
     metadata = dcp.FileSystemReader(saved[0] / "trained").read_metadata()
-    names = {name for name in metadata.state_dict_metadata if "embed_tokens" in name or "lm_head" in name}
+    names = {
+        name for name in metadata.state_dict_metadata if "embed_tokens" in name or "lm_head" in name
+    }
     assert names == {
         "dcp.model.model.embed_tokens.weight",
-        *(f"dcp.optim.state.model.embed_tokens.weight.{entry}" for entry in ("step", "exp_avg", "exp_avg_sq")),
+        *(
+            f"dcp.optim.state.model.embed_tokens.weight.{entry}"
+            for entry in ("step", "exp_avg", "exp_avg_sq")
+        ),
     }
-    assert all(type(entry).__name__ == "TensorStorageMetadata" for entry in metadata.state_dict_metadata.values())
+    assert all(
+        type(entry).__name__ == "TensorStorageMetadata"
+        for entry in metadata.state_dict_metadata.values()
+    )
 
 
 class ArealState:
@@ -212,7 +242,10 @@ class ArealState:
 def _areal_round_trip(rank: int, world_size: int, folder: str) -> None:
     for tied in (True, False):
         state = make_state(0, steps=2, tied=tied)
-        dcp.save({"dcp": ArealState(state.model, state.optimizer)}, checkpoint_id=f"{folder}/areal_{tied}")
+        dcp.save(
+            {"dcp": ArealState(state.model, state.optimizer)},
+            checkpoint_id=f"{folder}/areal_{tied}",
+        )
         dist.barrier()
         other = make_state(1, tied=tied)
         load_dcp(f"{folder}/areal_{tied}", other)
@@ -254,12 +287,20 @@ def _expect_tie_broken(rank: int, folder: str) -> None:
     save_dcp(f"{folder}/equal", DCPState(separate.model))
     tied = make_state(1)
     load_dcp(f"{folder}/equal", DCPState(tied.model))
-    assert torch.equal(tied.model.lm_head.weight.full_tensor(), separate.model.lm_head.weight.full_tensor())
+    assert torch.equal(
+        tied.model.lm_head.weight.full_tensor(), separate.model.lm_head.weight.full_tensor()
+    )
     if rank == 1:
         separate.model.lm_head.weight.to_local().data[-1, -1] += 1
     save_dcp(f"{folder}/unequal", DCPState(separate.model))
-    words = "lm_head.weight and model.embed_tokens.weight" if rank == 1 else "rank 1: CheckpointMismatchError"
-    _expect_refusal(f"{folder}/unequal", DCPState(make_state(1).model), CheckpointMismatchError, words)
+    words = (
+        "lm_head.weight and model.embed_tokens.weight"
+        if rank == 1
+        else "rank 1: CheckpointMismatchError"
+    )
+    _expect_refusal(
+        f"{folder}/unequal", DCPState(make_state(1).model), CheckpointMismatchError, words
+    )
 
 
 def _break(folder: Path, how: str) -> None:
@@ -302,7 +343,9 @@ BREAKAGES: dict[str, tuple[type[Exception], str]] = {
 }
 
 
-def test_metadata_written_by_python_3_13_is_read(saved: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_metadata_written_by_python_3_13_is_read(
+    saved: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
     folder = tmp_path / "python_3_13"
     shutil.copytree(saved[0] / "trained", folder)
     metadata = dcp.FileSystemReader(folder).read_metadata()
@@ -350,9 +393,13 @@ def _refusals(rank: int, world_size: int, folder: str) -> None:
     _expect_refusal(good, make_state(1, layers=1), CheckpointMismatchError, "unexpected")
     _expect_refusal(good, make_state(1, layers=3), CheckpointMismatchError, "lacks")
     _expect_refusal(good, make_state(1, tied=False), CheckpointMismatchError, "lacks")
-    _expect_refusal(good, make_state(1, kind="sgd"), CheckpointMismatchError, "another model or optimizer")
+    _expect_refusal(
+        good, make_state(1, kind="sgd"), CheckpointMismatchError, "another model or optimizer"
+    )
     _expect_refusal(f"{folder}/untied", make_state(1), CheckpointMismatchError, "lm_head")
-    _expect_refusal(f"{folder}/model_only", make_state(1), CheckpointMismatchError, "with_optim=False")
+    _expect_refusal(
+        f"{folder}/model_only", make_state(1), CheckpointMismatchError, "with_optim=False"
+    )
     _expect_tie_broken(rank, folder)
     halves = make_state(1)
     halves.model.bfloat16()

@@ -23,7 +23,14 @@ from holdfast.utils.files import file_digest
 
 pytestmark = pytest.mark.timeout(60)
 SHAPES = [(), (0, 3), (3, 0, 2), (5,), (4, 3), (1, 1, 7)]
-DTYPES = [torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.uint32, torch.float32]
+DTYPES = [
+    torch.bool,
+    torch.bfloat16,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.uint32,
+    torch.float32,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +48,10 @@ def test_an_archive_is_the_same_whatever_torchs_settings_and_whichever_thread_as
     plain = archive_of(shape, dtype)
     assert plain.data_bytes == math.prod(shape) * dtype.itemsize
     archive_of.cache_clear()
-    with cast(Any, config).patch({"save.storage_alignment": 4096, "save.compute_crc32": False}), torch.device("meta"):
+    with (
+        cast(Any, config).patch({"save.storage_alignment": 4096, "save.compute_crc32": False}),
+        torch.device("meta"),
+    ):
         assert archive_of(shape, dtype) == plain
     archive_of.cache_clear()
     found = []
@@ -52,7 +62,9 @@ def test_an_archive_is_the_same_whatever_torchs_settings_and_whichever_thread_as
 
 
 class Odd(nn.Module):
-    """A parameter, and buffers that are views whose bytes are not their values, or have rare dtypes."""
+    """A parameter, and buffers that are views whose bytes are not their values, or have rare
+    dtypes.
+    """
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -74,7 +86,10 @@ def test_odd_tensors_come_back_whatever_the_default_device(tmp_path: Path, defau
         load_dcp(tmp_path / "c", DCPState(loaded))
     expected = dict(flatten(DCPState(saved).state_dict()))
     for name, tensor in flatten(DCPState(loaded).state_dict()):
-        ours, theirs = tensor.resolve_conj().resolve_neg(), expected[name].resolve_conj().resolve_neg()
+        ours, theirs = (
+            tensor.resolve_conj().resolve_neg(),
+            expected[name].resolve_conj().resolve_neg(),
+        )
         assert torch.equal(bytes_of(ours.contiguous()), bytes_of(theirs.contiguous())), name
 
 

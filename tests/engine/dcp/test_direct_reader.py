@@ -14,7 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import (
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 
 from holdfast.engine.dcp import reader
 from holdfast.engine.dcp.load import load_dcp, read_dcp
@@ -27,7 +33,10 @@ from tests.engine.trained import copies, trained
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 def test_read_values_change_nothing_until_they_are_applied(tmp_path: Path) -> None:
@@ -38,7 +47,10 @@ def test_read_values_change_nothing_until_they_are_applied(tmp_path: Path) -> No
     assert all(torch.equal(before[name], tensor) for name, tensor in target.live_tensors().items())
     assert torch.equal(torch.get_rng_state(), rng)
     load.apply()
-    assert all(torch.equal(tensor, target.live_tensors()[name]) for name, tensor in source.live_tensors().items())
+    assert all(
+        torch.equal(tensor, target.live_tensors()[name])
+        for name, tensor in source.live_tensors().items()
+    )
 
 
 def _overwrite(path: Path) -> None:
@@ -51,12 +63,17 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "removed": lambda path: path.unlink(),
     "written to": _overwrite,
     "cut short": lambda path: os.truncate(path, 1000),
-    "replaced by the same bytes": lambda path: (path.rename(f"{path}.old"), shutil.copy(f"{path}.old", path)),
+    "replaced by the same bytes": lambda path: (
+        path.rename(f"{path}.old"),
+        shutil.copy(f"{path}.old", path),
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_file_that_changed_since_its_check_is_refused_before_anything_changes(tmp_path: Path, change: str) -> None:
+def test_a_file_that_changed_since_its_check_is_refused_before_anything_changes(
+    tmp_path: Path, change: str
+) -> None:
     target = trained(1)
     save_dcp(tmp_path / "a", trained(0))
     before, load = copies(target), read_dcp(tmp_path / "a", target)
@@ -66,7 +83,9 @@ def test_a_file_that_changed_since_its_check_is_refused_before_anything_changes(
     assert all(torch.equal(before[name], tensor) for name, tensor in copies(target).items())
 
 
-def test_a_file_that_changes_during_its_copy_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_during_its_copy_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = trained(1)
     save_dcp(tmp_path / "a", trained(0))
     load, read = read_dcp(tmp_path / "a", target), os.preadv
@@ -76,7 +95,10 @@ def test_a_file_that_changes_during_its_copy_is_reported(tmp_path: Path, monkeyp
         return read(*args)
 
     monkeypatch.setattr(os, "preadv", disturbed)
-    with pytest.raises(CheckpointCorruptError, match=r"half loaded and must be loaded again.*changed, or was replaced"):
+    with pytest.raises(
+        CheckpointCorruptError,
+        match=r"half loaded and must be loaded again.*changed, or was replaced",
+    ):
         load.apply()
 
 
@@ -105,7 +127,9 @@ def test_each_failure_after_the_first_value_says_that_the_model_is_half_loaded(
     with pytest.raises(OSError, match=os.strerror(code)) as caught:
         load.apply()
     assert caught.value.errno == code
-    assert ("half loaded and must be loaded again" in str(caught.value)) == (stage != "stat before the read")
+    assert ("half loaded and must be loaded again" in str(caught.value)) == (
+        stage != "stat before the read"
+    )
 
 
 def test_a_disk_that_fails_while_values_are_copied_is_an_os_error(
@@ -145,7 +169,15 @@ SHAPES: dict[str, tuple[list[int], list[Placement]]] = {
     "longer than a block": ([3, 1_400_001], [Shard(0)]),
     "columns longer than a block": ([1_400_001, 3], [Shard(1)]),
 }
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+)
 
 
 def _values(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -170,7 +202,10 @@ def _model_of_shapes(world_size: int, factor: float) -> DCPState:
 
 
 def _bytes_of(state: DCPState) -> dict[str, bytes]:
-    tensors = {name: local_tensor(tensor).contiguous().view(-1) for name, tensor in state.live_tensors().items()}
+    tensors = {
+        name: local_tensor(tensor).contiguous().view(-1)
+        for name, tensor in state.live_tensors().items()
+    }
     return {name: bytes(tensor.view(torch.uint8).numpy()) for name, tensor in tensors.items()}
 
 
@@ -207,7 +242,10 @@ def test_files_of_torch_with_and_without_checksums_are_read(tmp_path: Path) -> N
             torch.serialization.set_crc32_options(True)
         target = trained(1)
         load_dcp(tmp_path / str(checksums), target)
-        assert all(torch.equal(target.live_tensors()[name], tensor) for name, tensor in state.live_tensors().items())
+        assert all(
+            torch.equal(target.live_tensors()[name], tensor)
+            for name, tensor in state.live_tensors().items()
+        )
 
 
 @pytest.fixture
@@ -251,7 +289,9 @@ def test_a_rank_reads_with_its_cores_although_torch_may_use_one(
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_a_read_error_in_one_of_several_threads_fails_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_in_one_of_several_threads_fails_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, read, calls = _layers(50), os.preadv, count()
     save_dcp(tmp_path / "a", _layers(50))
     load = read_dcp(tmp_path / "a", target)

@@ -1,6 +1,8 @@
-"""The promise of every save: what it accepts loads into a fresh model, and training goes on bit for bit.
+"""The promise of every save: what it accepts loads into a fresh model, and training goes on bit for
+bit.
 
-Every optimizer and schedule of torch is tried, and every optimizer of PEFT. A save refuses what cannot come back.
+Every optimizer and schedule of torch is tried, and every optimizer of PEFT. A save refuses what
+cannot come back.
 """
 
 import inspect
@@ -28,7 +30,9 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Net(nn.Module):
-    """Matrices only, because Muon takes no others. With ``sparse`` gradients only the first one is trained."""
+    """Matrices only, because Muon takes no others. With ``sparse`` gradients only the first one is
+    trained.
+    """
 
     def __init__(self, sparse: bool = False) -> None:
         super().__init__()
@@ -62,14 +66,18 @@ def train(state: DCPState, first: int, last: int) -> None:
             state.scheduler.step()
 
 
-def build(make: Make, schedule: Any = None, net: Callable[[], Any] = Net, seed: int = 0) -> DCPState:
+def build(
+    make: Make, schedule: Any = None, net: Callable[[], Any] = Net, seed: int = 0
+) -> DCPState:
     torch.manual_seed(seed)
     model = net()
     optimizer = make(model)
     return DCPState(model, optimizer, None if schedule is None else schedule(optimizer))
 
 
-def check_that_it_goes_on(folder: Path, make: Make, schedule: Any = None, net: Callable[[], Any] = Net) -> None:
+def check_that_it_goes_on(
+    folder: Path, make: Make, schedule: Any = None, net: Callable[[], Any] = Net
+) -> None:
     """Save after three steps, load into a fresh state, and compare three more steps of both."""
     state, resumed = (build(make, schedule, net, seed) for seed in (0, 1))
     train(state, 0, 3)
@@ -87,13 +95,18 @@ def check_that_it_goes_on(folder: Path, make: Make, schedule: Any = None, net: C
 
 def hyperparameters(state: DCPState) -> list[dict[str, Any]]:
     assert state.optimizer is not None
-    return [{key: value for key, value in g.items() if key != "params"} for g in state.optimizer.param_groups]
+    return [
+        {key: value for key, value in g.items() if key != "params"}
+        for g in state.optimizer.param_groups
+    ]
 
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name: kind
     for name, kind in vars(torch.optim).items()
-    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    if inspect.isclass(kind)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -127,13 +140,17 @@ def test_every_optimizer_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path)
     is_sparse = kind is torch.optim.SparseAdam
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        return kind([param for param in model.parameters() if param.requires_grad], **VARIANTS[name])
+        return kind(
+            [param for param in model.parameters() if param.requires_grad], **VARIANTS[name]
+        )
 
     check_that_it_goes_on(tmp_path / "c", make, net=partial(Net, is_sparse))
 
 
 @pytest.mark.parametrize("name", REFUSED_OPTIMIZERS)
-def test_an_optimizer_that_cannot_come_back_is_refused_by_the_save(name: str, tmp_path: Path) -> None:
+def test_an_optimizer_that_cannot_come_back_is_refused_by_the_save(
+    name: str, tmp_path: Path
+) -> None:
     make, words = REFUSED_OPTIMIZERS[name]
     state = build(make)
     train(state, 0, 1)
@@ -170,7 +187,9 @@ class HalfMoments(torch.optim.Adam):
 
 
 @pytest.mark.parametrize("kind", [Averaging, HalfMoments])
-def test_a_subclass_with_other_state_than_its_class_goes_on_bit_for_bit(kind: Any, tmp_path: Path) -> None:
+def test_a_subclass_with_other_state_than_its_class_goes_on_bit_for_bit(
+    kind: Any, tmp_path: Path
+) -> None:
     check_that_it_goes_on(tmp_path / "c", lambda model: kind(model.parameters()))
 
 
@@ -198,8 +217,12 @@ SCHEDULES: dict[str, Any] = {
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
-    "CyclicLR exp_range": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, mode="exp_range", gamma=0.9),
-    "CyclicLR scale_fn": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, scale_fn=lambda x: 1 / x),
+    "CyclicLR exp_range": lambda o: lr_scheduler.CyclicLR(
+        o, 0.01, 0.1, step_size_up=2, mode="exp_range", gamma=0.9
+    ),
+    "CyclicLR scale_fn": lambda o: lr_scheduler.CyclicLR(
+        o, 0.01, 0.1, step_size_up=2, scale_fn=lambda x: 1 / x
+    ),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
@@ -215,7 +238,9 @@ SCHEDULES: dict[str, Any] = {
 
 def test_no_schedule_of_torch_is_forgotten_here() -> None:
     kinds = {
-        name for name, kind in vars(lr_scheduler).items() if inspect.isclass(kind) and issubclass(kind, LRScheduler)
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if inspect.isclass(kind) and issubclass(kind, LRScheduler)
     }
     assert kinds - {"LRScheduler", "_LRScheduler"} <= SCHEDULES.keys()
 
@@ -223,7 +248,9 @@ def test_no_schedule_of_torch_is_forgotten_here() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     check_that_it_goes_on(
-        tmp_path / "c", lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), SCHEDULES[name]
+        tmp_path / "c",
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        SCHEDULES[name],
     )
 
 
@@ -232,15 +259,23 @@ def adapted() -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(7)
         net = Net()
-    return get_peft_model(net, LoraConfig(r=2, lora_alpha=4, target_modules=["out"], init_lora_weights=False))
+    return get_peft_model(
+        net, LoraConfig(r=2, lora_alpha=4, target_modules=["out"], init_lora_weights=False)
+    )
 
 
 PEFT_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "LoRA+": lambda m: create_loraplus_optimizer(m, torch.optim.AdamW, lr=0.01, loraplus_lr_ratio=4.0),
-    "LoRA+ over SGD": lambda m: create_loraplus_optimizer(m, torch.optim.SGD, lr=0.01, loraplus_lr_ratio=4.0),
+    "LoRA+": lambda m: create_loraplus_optimizer(
+        m, torch.optim.AdamW, lr=0.01, loraplus_lr_ratio=4.0
+    ),
+    "LoRA+ over SGD": lambda m: create_loraplus_optimizer(
+        m, torch.optim.SGD, lr=0.01, loraplus_lr_ratio=4.0
+    ),
 }
 if hasattr(peft_optimizers, "create_riemannian_optimizer"):  # not in older versions
-    PEFT_OPTIMIZERS["Riemannian"] = lambda m: peft_optimizers.create_riemannian_optimizer(m, torch.optim.AdamW, lr=0.01)
+    PEFT_OPTIMIZERS["Riemannian"] = lambda m: peft_optimizers.create_riemannian_optimizer(
+        m, torch.optim.AdamW, lr=0.01
+    )
 
 
 @pytest.mark.parametrize("name", PEFT_OPTIMIZERS)
@@ -249,9 +284,12 @@ def test_optimizers_of_peft_go_on_bit_for_bit(name: str, tmp_path: Path) -> None
 
 
 def test_an_optimizer_that_keeps_state_under_names_is_refused_by_the_save(tmp_path: Path) -> None:
-    state = build(lambda model: create_lorafa_optimizer(model, r=2, lora_alpha=4, lr=0.01), net=adapted)  # type: ignore
+    state = build(
+        lambda model: create_lorafa_optimizer(model, r=2, lora_alpha=4, lr=0.01), net=adapted
+    )  # type: ignore
     train(state, 0, 1)
     with pytest.raises(
-        ConfigError, match=r"state for 'base_model\.model\.out\.lora', which is no parameter of the model"
+        ConfigError,
+        match=r"state for 'base_model\.model\.out\.lora', which is no parameter of the model",
     ):
         save_dcp(tmp_path / "c", state)

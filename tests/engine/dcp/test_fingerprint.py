@@ -76,7 +76,9 @@ def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     found = {}
     for at, shape in enumerate([(), (1,), (7,), (64,), (65,), (9, 31), (3, 5, 7), (1000, 3)]):
         found[f"model.{at}"] = torch.randint(0, 2, shape, generator=generator).to(dtype)
-        found[f"optim.state.{at}.exp_avg"] = torch.randint(0, 2, shape, generator=generator).to(dtype)
+        found[f"optim.state.{at}.exp_avg"] = torch.randint(0, 2, shape, generator=generator).to(
+            dtype
+        )
     return found
 
 
@@ -93,14 +95,20 @@ def _shard(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def test_neither_the_sharded_dimension_nor_copies_on_several_ranks_change_it() -> None:
-    whole = [combine_samples([sample_state(tensors(d))]) for d in (torch.float32, torch.bfloat16, torch.int64)]
+    whole = [
+        combine_samples([sample_state(tensors(d))])
+        for d in (torch.float32, torch.bfloat16, torch.int64)
+    ]
     for found in run_ranks(_shard, 3):
         assert found == [expected for expected in whole for _ in range(3)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_sampled_bit_counts_whatever_the_dtype(dtype: torch.dtype) -> None:
-    given = {"model.w": torch.zeros(8, 8).to(dtype), "optim.state.w.exp_avg": torch.zeros(5).to(dtype)}
+    given = {
+        "model.w": torch.zeros(8, 8).to(dtype),
+        "optim.state.w.exp_avg": torch.zeros(5).to(dtype),
+    }
     before = sample_state(given)
     seen = {before["model"]}
     for position in range(64):
@@ -117,7 +125,11 @@ def test_every_sampled_bit_counts_whatever_the_dtype(dtype: torch.dtype) -> None
 def test_the_layout_of_memory_does_not_count_but_the_name_does() -> None:
     values = torch.randn(33, 7)
     plain = sample_state({"model.w": values})
-    assert plain == sample_state({"model.w": values.t().contiguous().t()}) != sample_state({"model.v": values})
+    assert (
+        plain
+        == sample_state({"model.w": values.t().contiguous().t()})
+        != sample_state({"model.v": values})
+    )
 
 
 def test_step_counts_empty_tensors_and_everything_else_are_left_out() -> None:
@@ -128,4 +140,8 @@ def test_step_counts_empty_tensors_and_everything_else_are_left_out() -> None:
         "param_groups": torch.ones(9),
     }
     assert sample_state(state) == {"model": 0, "optim": 0, "moved": False}
-    assert combine_samples([sample_state(state)] * 2) == {"model": "0" * 16, "optim": "0" * 16, "moved": False}
+    assert combine_samples([sample_state(state)] * 2) == {
+        "model": "0" * 16,
+        "optim": "0" * 16,
+        "moved": False,
+    }

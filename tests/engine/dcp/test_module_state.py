@@ -1,4 +1,6 @@
-"""Entries of a module's state dict besides parameters and buffers: restored on every rank, or refused."""
+"""Entries of a module's state dict besides parameters and buffers: restored on every rank, or
+refused.
+"""
 
 import functools
 import logging
@@ -78,7 +80,11 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(value)
         self.extra, self.overriding, self.hooked = Extra(), Overriding(), Hooked()
-        self.extra.seen = {"steps": value, "names": ["a", (1, 2.5, None)], "mean": torch.full((3,), float(value))}
+        self.extra.seen = {
+            "steps": value,
+            "names": ["a", (1, 2.5, None)],
+            "mean": torch.full((3,), float(value)),
+        }
         self.overriding.scale = torch.full((2,), value + 0.5)
         self.hooked.count = value
 
@@ -102,7 +108,9 @@ def test_entries_that_modules_add_to_their_state_dict_are_restored(
     save_dcp(tmp_path / "c", make(saved))
     load_dcp(tmp_path / "c", make(loaded))
     assert described(loaded) == described(saved)
-    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True)
+    )
     load_dcp(tmp_path / "c", DCPState(again := Model(8)))
     assert described(again) == described(saved)
 
@@ -219,7 +227,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_state_that_could_not_be_restored_is_refused_at_save_by_name(what: str, tmp_path: Path) -> None:
+def test_state_that_could_not_be_restored_is_refused_at_save_by_name(
+    what: str, tmp_path: Path
+) -> None:
     make, words = REFUSED[what]
     with pytest.raises(ConfigError, match=words):
         save_dcp(tmp_path / "c", DCPState(make()))
@@ -284,12 +294,16 @@ class Malicious(DCPState):
     def state_dict(self) -> dict[str, Any]:
         data = pickle.dumps(Bomb("bomb_went_off"))
         framed = bytearray(len(data).to_bytes(8, "little") + data)
-        return super().state_dict() | {"module_state": {"rank_00000": torch.frombuffer(framed, dtype=torch.uint8)}}
+        return super().state_dict() | {
+            "module_state": {"rank_00000": torch.frombuffer(framed, dtype=torch.uint8)}
+        }
 
 
 class Short(DCPState):
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"module_state": {"rank_00000": torch.full((4,), 255, dtype=torch.uint8)}}
+        return super().state_dict() | {
+            "module_state": {"rank_00000": torch.full((4,), 255, dtype=torch.uint8)}
+        }
 
 
 @pytest.mark.parametrize("kind", [Malicious, Short])
@@ -297,7 +311,9 @@ def test_bytes_that_are_no_plain_data_are_refused_before_anything_changes(
     kind: type[DCPState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save_dcp(tmp_path / "c", StagedState(kind(Model(5)).state_dict(), lambda: None))  # a save would refuse the state
+    save_dcp(
+        tmp_path / "c", StagedState(kind(Model(5)).state_dict(), lambda: None)
+    )  # a save would refuse the state
     refusal(tmp_path / "c", Model(7), CheckpointCorruptError)
     assert not (tmp_path / "bomb_went_off").exists()
     check_dcp(tmp_path / "c", DCPState(Model(7)))

@@ -52,7 +52,9 @@ def test_name_prefixes_of_wrappers_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parameters", "buffers", "a parameter and a buffer"])
-def test_two_tensors_that_end_up_with_one_name_are_refused_and_named(kind: str, tmp_path: Path) -> None:
+def test_two_tensors_that_end_up_with_one_name_are_refused_and_named(
+    kind: str, tmp_path: Path
+) -> None:
     model = Holder(a=layer(1), _orig_mod=Holder(a=layer(2)))
     if kind != "parameters":
         model = Holder(a=nn.Module(), _orig_mod=Holder(a=nn.Module()))

@@ -1,4 +1,6 @@
-"""Optimizers with plain tensors for each rank's shard: every rank's values are stored, or the save is refused."""
+"""Optimizers with plain tensors for each rank's shard: every rank's values are stored, or the save
+is refused.
+"""
 
 import logging
 import re
@@ -37,7 +39,11 @@ class LocalMomentum(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                local, grad, state = local_tensor(param), local_tensor(param.grad), self.state[param]
+                local, grad, state = (
+                    local_tensor(param),
+                    local_tensor(param.grad),
+                    self.state[param],
+                )
                 if not state:
                     state["step"], state["average"] = torch.tensor(0.0), torch.zeros_like(local)
                 if self.block is not None:
@@ -49,7 +55,9 @@ class LocalMomentum(torch.optim.Optimizer):
 
 def make(world_size: int, seed: int, steps: int = 0, **options: Any) -> DCPState:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))  # some ranks have an empty shard of the last one
+    model = nn.Sequential(
+        nn.Linear(4, 5), nn.Linear(5, 1)
+    )  # some ranks have an empty shard of the last one
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     state = DCPState(model, LocalMomentum(model.parameters(), **options))
     train(state, 0, steps)
@@ -82,7 +90,11 @@ def averages(state: DCPState) -> list[torch.Tensor]:
 
 
 def weights(state: DCPState) -> list[torch.Tensor]:
-    return [param.full_tensor().detach().clone() for param in state.model.parameters() if isinstance(param, DTensor)]
+    return [
+        param.full_tensor().detach().clone()
+        for param in state.model.parameters()
+        if isinstance(param, DTensor)
+    ]
 
 
 def _save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -124,10 +136,16 @@ def _refused(rank: int, world_size: int, folder: str) -> str:
     return str(refused.value)
 
 
-def test_plain_tensors_that_may_differ_between_ranks_are_refused_with_name_and_shapes(tmp_path: Path) -> None:
+def test_plain_tensors_that_may_differ_between_ranks_are_refused_with_name_and_shapes(
+    tmp_path: Path,
+) -> None:
     for message in run_ranks(_refused, 2, str(tmp_path)):
-        assert re.search(r"LocalMomentum keeps 'largest' of 0.weight as a plain tensor \[[23]\]", message), message
-        assert re.search(r"\[[23], 4\] as this rank's shard of the parameter \[5, 4\]", message), message
+        assert re.search(
+            r"LocalMomentum keeps 'largest' of 0.weight as a plain tensor \[[23]\]", message
+        ), message
+        assert re.search(r"\[[23], 4\] as this rank's shard of the parameter \[5, 4\]", message), (
+            message
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,7 +206,8 @@ def test_moments_in_a_class_of_tensors_of_their_own_are_refused_by_name(tmp_path
     for state in optimizer.state.values():
         state["exp_avg"] = Rounded(state["exp_avg"])
     with pytest.raises(
-        ConfigError, match=r"AdamW keeps 'exp_avg' of weight as a .*\.Rounded, whose values a checkpoint"
+        ConfigError,
+        match=r"AdamW keeps 'exp_avg' of weight as a .*\.Rounded, whose values a checkpoint",
     ):
         save_dcp(tmp_path / "saved", DCPState(model, optimizer))
     assert not (tmp_path / "saved").exists()

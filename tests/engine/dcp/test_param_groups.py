@@ -29,10 +29,15 @@ SETTINGS: dict[tuple[str, ...], dict[str, Any]] = {
 }
 
 
-def make_state(cut: list[tuple[str, ...]], schedule: Make | None = None, seed: int = 0, **first: Any) -> DCPState:
+def make_state(
+    cut: list[tuple[str, ...]], schedule: Make | None = None, seed: int = 0, **first: Any
+) -> DCPState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 2))
-    groups = [{"params": [model.get_parameter(name) for name in names]} | SETTINGS.get(names, {}) for names in cut]
+    groups = [
+        {"params": [model.get_parameter(name) for name in names]} | SETTINGS.get(names, {})
+        for names in cut
+    ]
     optimizer = torch.optim.AdamW(groups, **first)
     return DCPState(model, optimizer, None if schedule is None else schedule(optimizer))
 
@@ -62,13 +67,20 @@ def settings(state: DCPState) -> dict[str, Any]:
 
 
 ONE_CYCLE: dict[str, Any] = {"max_lr": [1.0, 0.2, 0.03], "total_steps": 20}
-CYCLIC: dict[str, Any] = {"base_lr": [0.1, 0.02, 0.003], "max_lr": [1.0, 0.2, 0.03], "step_size_up": 3}
+CYCLIC: dict[str, Any] = {
+    "base_lr": [0.1, 0.02, 0.003],
+    "max_lr": [1.0, 0.2, 0.03],
+    "step_size_up": 3,
+}
 """Options that are given by group, in the order of the groups."""
 
 
 def in_order(options: dict[str, Any], cut: list[tuple[str, ...]]) -> dict[str, Any]:
     at = [list(SETTINGS).index(names) for names in cut]
-    return {key: [value[i] for i in at] if isinstance(value, list) else value for key, value in options.items()}
+    return {
+        key: [value[i] for i in at] if isinstance(value, list) else value
+        for key, value in options.items()
+    }
 
 
 def schedules(cut: list[tuple[str, ...]]) -> dict[str, Make]:
@@ -80,9 +92,17 @@ def schedules(cut: list[tuple[str, ...]]) -> dict[str, Make]:
         "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4], gamma=0.5),
         "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=7),
         "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, **in_order(ONE_CYCLE, cut)),
-        "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, **in_order(CYCLIC, cut), cycle_momentum=False),
+        "CyclicLR": lambda o: lr_scheduler.CyclicLR(
+            o, **in_order(CYCLIC, cut), cycle_momentum=False
+        ),
         "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.8), lr_scheduler.ConstantLR(o)], [2, 4]
+            o,
+            [
+                lr_scheduler.LinearLR(o, 0.1),
+                lr_scheduler.ExponentialLR(o, 0.8),
+                lr_scheduler.ConstantLR(o),
+            ],
+            [2, 4],
         ),
         "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
             [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.8)]
@@ -97,7 +117,9 @@ SAVED, OTHER = [DECAYED, PLAIN, HEAD], [HEAD, DECAYED, PLAIN]
 
 
 @pytest.mark.parametrize("name", schedules(SAVED))
-def test_groups_in_another_order_go_on_with_their_own_rates_and_schedules(name: str, tmp_path: Path) -> None:
+def test_groups_in_another_order_go_on_with_their_own_rates_and_schedules(
+    name: str, tmp_path: Path
+) -> None:
     state = make_state(SAVED, schedules(SAVED)[name])
     train(state, 0, 3)
     save_dcp(tmp_path / "c", state)
@@ -130,13 +152,16 @@ def test_groups_cut_in_another_way_are_refused_saying_which_parameter_is_where(
     save_dcp(tmp_path / "c", state)
     mixed = [("0.weight", "0.bias"), ("1.weight", "1.bias"), HEAD]
     message = refusal(tmp_path / "c", make_state(mixed, lr=1.0))
-    assert "0.weight and 0.bias are in groups 0 and 1 of the checkpoint's" in message and "both in group 0" in message
+    assert (
+        "0.weight and 0.bias are in groups 0 and 1 of the checkpoint's" in message
+        and "both in group 0" in message
+    )
     torn = [(*HEAD, *PLAIN), ("0.weight",), ("1.weight",)]
     message = refusal(tmp_path / "c", make_state(torn, lr=1.0))
     assert "both in group" in message or "in groups" in message
-    assert "2 parameter groups" in refusal(tmp_path / "c", make_state([(*DECAYED, *PLAIN), HEAD], lr=1.0)).replace(
-        "3 parameter groups, the optimizer 2", "2 parameter groups"
-    )
+    assert "2 parameter groups" in refusal(
+        tmp_path / "c", make_state([(*DECAYED, *PLAIN), HEAD], lr=1.0)
+    ).replace("3 parameter groups, the optimizer 2", "2 parameter groups")
 
 
 class OwnSchedule:
@@ -162,7 +187,10 @@ def test_a_list_that_may_be_one_of_groups_is_never_guessed_at(tmp_path: Path) ->
         target = make_state(OTHER, lambda o: OwnSchedule([0.0]), seed=1)
         if at is None:
             load_dcp(tmp_path / str(at), target)
-            assert target.scheduler is not None and target.scheduler.state_dict() == state.scheduler.state_dict()  # type: ignore[union-attr]
+            assert (
+                target.scheduler is not None
+                and target.scheduler.state_dict() == state.scheduler.state_dict()
+            )  # type: ignore[union-attr]
         else:
             message = refusal(tmp_path / str(at), target)
             assert f"scheduler.{at} is a list of 3" in message and "[2, 0, 1]" in message
@@ -176,7 +204,9 @@ class Unnamed(DCPState):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         groups = unpack_json(state["param_groups"], "")
-        unnamed = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        unnamed = [
+            {key: value for key, value in group.items() if key != "params"} for group in groups
+        ]
         return state | {"param_groups": pack_json(unnamed, "")}
 
 

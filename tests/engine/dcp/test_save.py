@@ -1,4 +1,6 @@
-"""`DCPSaver`: files are synced completely, described as they are on disk, and never changed. Errors reach all ranks."""
+"""`DCPSaver`: files are synced completely, described as they are on disk, and never changed. Errors
+reach all ranks.
+"""
 
 import io
 import os
@@ -33,7 +35,10 @@ from holdfast.utils.manifest import FileEntry, file_entries
 from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
 from tests.helpers import run_ranks
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 GROUP_TIMEOUT_S = 6.0
 
@@ -67,12 +72,18 @@ def trained_state(features: int = 300, extra: bool = False) -> DCPState:
 
 
 def _watched_save(rank: int, world_size: int, folder: str) -> tuple[list[str], list[FileEntry]]:
-    """Save, and return all opens, renames and removals below ``folder``, and the entries that the saver returns."""
+    """Save, and return all opens, renames and removals below ``folder``, and the entries that the
+    saver returns.
+    """
     seen: list[str] = []
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
-        if event in ("open", "os.rename", "os.remove", "os.truncate") and str(args[0]).startswith(f"{folder}/"):
-            seen.append(f"{event} {Path(str(args[0])).name} {args[1] if event == 'open' else ''}".strip())
+        if event in ("open", "os.rename", "os.remove", "os.truncate") and str(args[0]).startswith(
+            f"{folder}/"
+        ):
+            seen.append(
+                f"{event} {Path(str(args[0])).name} {args[1] if event == 'open' else ''}".strip()
+            )
 
     sizes, fsync = [], os.fsync
 
@@ -83,7 +94,9 @@ def _watched_save(rank: int, world_size: int, folder: str) -> tuple[list[str], l
     os.fsync = record
     sys.addaudithook(watch)
     entries = DCPSaver().write(folder, sharded_state().state_dict())
-    assert sizes == [entry.bytes for entry in entries], "every file is fsynced once, when all of it is there"
+    assert sizes == [entry.bytes for entry in entries], (
+        "every file is fsynced once, when all of it is there"
+    )
     return seen, entries
 
 
@@ -105,12 +118,16 @@ def test_stock_torch_reads_what_was_written_and_the_metadata_is_torchs_own(tmp_p
     state = trained_state(extra=True)
     _save(tmp_path / "ours", state)
     dcp.save({"dcp": state}, checkpoint_id=tmp_path / "stock")
-    ours, stock = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "stock"))
+    ours, stock = (
+        dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "stock")
+    )
     for metadata in (ours, stock):
         metadata.storage_meta = None
     for entry in stock.state_dict_metadata.values():
         if isinstance(entry, TensorStorageMetadata):
-            vars(entry.properties).pop("strides", None)  # torch 2.15 adds them, and older versions cannot read them
+            vars(entry.properties).pop(
+                "strides", None
+            )  # torch 2.15 adds them, and older versions cannot read them
     assert ours == stock
     expected = {name: tensor.clone() for name, tensor in state.live_tensors().items()}
     with torch.no_grad():
@@ -126,7 +143,9 @@ def test_every_tensor_of_a_file_is_an_archive_for_weights_only_load(tmp_path: Pa
     metadata = dcp.FileSystemReader(tmp_path / "a").read_metadata()
     data, live = (tmp_path / "a" / "__0_0.distcp").read_bytes(), state.live_tensors()
     for index, place in metadata.storage_data.items():
-        loaded = torch.load(io.BytesIO(data[place.offset : place.offset + place.length]), weights_only=True)
+        loaded = torch.load(
+            io.BytesIO(data[place.offset : place.offset + place.length]), weights_only=True
+        )
         if (name := index.fqn.removeprefix("dcp.")) in live:
             assert torch.equal(loaded, live.pop(name)), name
     assert not live
@@ -169,7 +188,9 @@ def _save_changing_states(rank: int, world_size: int, folder: str) -> list[int]:
             with staged_folder(path, group) as staging:
                 saver.write(staging, state.state_dict(), group)
             counts.append(len(made))
-            parts = {name: local_tensor(tensor).detach() for name, tensor in state.live_tensors().items()}
+            parts = {
+                name: local_tensor(tensor).detach() for name, tensor in state.live_tensors().items()
+            }
             expected = {name: part.clone() for name, part in parts.items()}
             for part in parts.values():
                 part.add_(1)
@@ -186,7 +207,10 @@ def _save_changing_states(rank: int, world_size: int, folder: str) -> list[int]:
         with staged_folder(path, group) as staging:
             saver.write(staging, state.state_dict(), group)
         counts.append(len(made))
-        assert any(name.endswith("own") for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        assert any(
+            name.endswith("own")
+            for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        )
         if rank == 1:
             del state.model.own
         save(state)
@@ -209,7 +233,11 @@ def test_a_plan_is_made_anew_for_another_shape_dtype_or_name(
     (tmp_path / "a").mkdir()
     saver.write(tmp_path / "a", values)
     weight = values["model"].pop("weight")
-    others = {"shape": ("weight", weight[:7]), "dtype": ("weight", weight.bfloat16()), "name": ("other", weight)}
+    others = {
+        "shape": ("weight", weight[:7]),
+        "dtype": ("weight", weight.bfloat16()),
+        "name": ("other", weight),
+    }
     values["model"][others[change][0]] = others[change][1]
     (tmp_path / "b").mkdir()
     saver.write(tmp_path / "b", values)
@@ -236,7 +264,10 @@ def _save_with_others(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_a_plan_that_was_made_with_other_ranks_is_not_used_again(tmp_path: Path) -> None:
-    assert run_ranks(_save_with_others, 4, str(tmp_path))[0] == ["dcp.model.bias", "dcp.model.weight"]
+    assert run_ranks(_save_with_others, 4, str(tmp_path))[0] == [
+        "dcp.model.bias",
+        "dcp.model.weight",
+    ]
 
 
 def _write_replicated(rank: int, world_size: int, folder: str) -> int:
@@ -246,7 +277,9 @@ def _write_replicated(rank: int, world_size: int, folder: str) -> int:
     return DCPSaver().write(folder, values)[0].bytes
 
 
-def test_replicated_tensors_are_written_once_and_evenly_small_ones_by_the_first(tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once_and_evenly_small_ones_by_the_first(
+    tmp_path: Path,
+) -> None:
     sizes = run_ranks(_write_replicated, 3, str(tmp_path))
     assert max(sizes) < 1.02 * min(sizes)
     assert sum(sizes) < 1.02 * 9 * 200 * 200 * 4, "each once"
@@ -282,7 +315,9 @@ def _save_within_limits(rank: int, world_size: int, folder: str) -> int:
             assert "File too large" in str(error) and is_write_failure(error), str(error)
             assert os.listdir(folder) == []
         else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
             load_dcp(path, state)
             return tries
     raise AssertionError("it never succeeded")
@@ -355,4 +390,6 @@ def test_a_rank_that_fails_dies_or_hangs_fails_the_others_in_time(tmp_path: Path
     seconds, what = (tmp_path / "rank_0").read_text().split(" ", 1)
     assert float(seconds) < 2 * GROUP_TIMEOUT_S, what
     assert how != "bug" or "rank 1: KeyError: 'bug'" in what
-    assert {name for name in os.listdir(tmp_path) if not name.startswith("rank_")} == set(), "nothing is left behind"
+    assert {name for name in os.listdir(tmp_path) if not name.startswith("rank_")} == set(), (
+        "nothing is left behind"
+    )

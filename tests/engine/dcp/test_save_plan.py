@@ -1,4 +1,6 @@
-"""Plans of saves: the plan that each rank makes alone is, byte for byte, the plan that rank 0 would make for all."""
+"""Plans of saves: the plan that each rank makes alone is, byte for byte, the plan that rank 0 would
+make for all.
+"""
 
 import hashlib
 import math
@@ -36,7 +38,10 @@ from holdfast.utils.compat.torch_private import StridedShard
 from holdfast.utils.distributed import gather_objects
 from tests.helpers import run_ranks
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 class Counter:
@@ -77,14 +82,18 @@ def _fsdp(world_size: int) -> DCPState:
 
 
 def _peers(world_size: int) -> DCPState:
-    """Pairs of ranks with the same data: two ranks have the same generators, and each has state of a module."""
+    """Pairs of ranks with the same data: two ranks have the same generators, and each has state of
+    a module.
+    """
     state = _fsdp(world_size)
     state.ranks_with_same_data = 2
     return state
 
 
 def _hybrid(world_size: int) -> DCPState:
-    """Sharded in pairs, and replicated over the pairs: large and small shards that several ranks hold."""
+    """Sharded in pairs, and replicated over the pairs: large and small shards that several ranks
+    hold.
+    """
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     model = nn.Sequential(nn.Linear(7, 301), nn.Linear(301, 300), nn.Linear(300, 3))
@@ -97,7 +106,11 @@ def _hybrid(world_size: int) -> DCPState:
 def _replicated(world_size: int) -> DCPState:
     """Complete on every rank, so the large tensors are distributed."""
     torch.manual_seed(0)
-    return _train(nn.Sequential(nn.Linear(7, 200), nn.Linear(200, 200), nn.Linear(200, 180), nn.Linear(180, 3)))
+    return _train(
+        nn.Sequential(
+            nn.Linear(7, 200), nn.Linear(200, 200), nn.Linear(200, 180), nn.Linear(180, 3)
+        )
+    )
 
 
 def _placed(world_size: int) -> DCPState:
@@ -113,14 +126,26 @@ def _placed(world_size: int) -> DCPState:
         (square, [Replicate(), Shard(1)]),
         (square, [Shard(1), Replicate()]),
     ]
-    if square is not None:  # of a model with tensor parallelism: under FSDP2, and on a slice of the mesh
+    if (
+        square is not None
+    ):  # of a model with tensor parallelism: under FSDP2, and on a slice of the mesh
         named = init_device_mesh("cpu", tuple(square.shape), mesh_dim_names=("fsdp", "tp"))
         strided: Any = StridedShard(0, split_factor=2)
-        placements += [(named, [strided, Shard(0)]), (named["fsdp"], [Shard(0)]), (named["tp"], [Shard(1)])]
+        placements += [
+            (named, [strided, Shard(0)]),
+            (named["fsdp"], [Shard(0)]),
+            (named["tp"], [Shard(1)]),
+        ]
     for number, (mesh, placed) in enumerate(placements):
         for shape in ([5, 9], [1, 4], [300, 301], [0, 4]) if mesh is not None else ():
-            whole = torch.arange(math.prod(shape)).to(torch.bfloat16 if number % 2 else torch.float32).view(shape)
-            model.register_buffer(f"b{number}_{shape[0]}", distribute_tensor(whole, mesh, placed, src_data_rank=None))
+            whole = (
+                torch.arange(math.prod(shape))
+                .to(torch.bfloat16 if number % 2 else torch.float32)
+                .view(shape)
+            )
+            model.register_buffer(
+                f"b{number}_{shape[0]}", distribute_tensor(whole, mesh, placed, src_data_rank=None)
+            )
     model.register_buffer("plain", torch.arange(20_000.0))
     model.register_buffer("scalar", torch.tensor(7.5))
     return DCPState(model)
@@ -135,7 +160,9 @@ def _digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def _write_both_ways(rank: int, world_size: int, folder: str, kind: str) -> tuple[dict[str, str], dict[str, str]]:
+def _write_both_ways(
+    rank: int, world_size: int, folder: str, kind: str
+) -> tuple[dict[str, str], dict[str, str]]:
     """Files of a save planned by each rank alone, and of one planned by rank 0 for all."""
     state = STATES[kind](world_size)
     values, asked = state.state_dict(), list[bool]()
@@ -155,7 +182,9 @@ def _write_both_ways(rank: int, world_size: int, folder: str, kind: str) -> tupl
     for tensor in state.live_tensors().values():
         local_tensor(tensor).detach().zero_()
     load_dcp(Path(folder) / "alone", state)
-    assert all(torch.equal(local_tensor(t), expected[name]) for name, t in state.live_tensors().items())
+    assert all(
+        torch.equal(local_tensor(t), expected[name]) for name, t in state.live_tensors().items()
+    )
     return _digests(Path(folder) / "alone"), _digests(Path(folder) / "together")
 
 
@@ -175,7 +204,9 @@ def test_ranks_that_plan_alone_write_the_bytes_that_rank_0_would_plan(
 
 
 def _agreements(rank: int, world_size: int) -> list[bool]:
-    """Whether ranks agree: on the same model, if shape, name or dtype differ on one rank, on a strange placement."""
+    """Whether ranks agree: on the same model, if shape, name or dtype differ on one rank, on a
+    strange placement.
+    """
     mesh = init_device_mesh("cpu", (world_size,))
     alone = DeviceMesh("cpu", [rank])
     strange = distribute_tensor(torch.ones(4, 4), alone, [Replicate()], src_data_rank=None)
@@ -202,14 +233,18 @@ def test_ranks_agree_on_a_structure_only_if_each_knows_all_shards() -> None:
 
 
 def _boxes(rank: int, world_size: int) -> list[tuple[Any, Any]]:
-    """This rank's boxes according to torch and according to Holdfast, for many shapes and placements."""
+    """This rank's boxes according to torch and according to Holdfast, for many shapes and
+    placements.
+    """
     found = []
     meshes = [init_device_mesh("cpu", shape) for shape in ((6,), (2, 3), (3, 2), (1, 6), (2, 1, 3))]
     for mesh in meshes:
         for shape in ((13, 5), (1, 7), (0, 3), (6, 6), (2, 3, 4), (25,)):
             for dims in np.ndindex(*(len(shape) + 1,) * mesh.ndim):
                 placements = [Shard(dim) if dim < len(shape) else Replicate() for dim in dims]
-                sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+                sizes, offsets = compute_local_shape_and_global_offset(
+                    torch.Size(shape), mesh, placements
+                )
                 ours = find_shards(shape, mesh.mesh.tolist(), placements, range(world_size))
                 assert ours is not None
                 found.append(((tuple(offsets), tuple(sizes)), ours.boxes[rank]))
@@ -217,7 +252,9 @@ def _boxes(rank: int, world_size: int) -> list[tuple[Any, Any]]:
 
 
 def _holders(rank: int, world_size: int) -> None:
-    """The first holder of each part in a plan is the rank that counts the part, also on slices of a mesh."""
+    """The first holder of each part in a plan is the rank that counts the part, also on slices of a
+    mesh.
+    """
     root = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     strided: Any = StridedShard(0, split_factor=2)
     for mesh, placements in (
@@ -228,7 +265,9 @@ def _holders(rank: int, world_size: int) -> None:
         (root["dp", "cp"]._flatten("fsdp"), [Replicate()]),
         (root["cp"], [Shard(1)]),
     ):
-        tensor = distribute_tensor(torch.arange(64).view(8, 8), mesh, placements, src_data_rank=None)
+        tensor = distribute_tensor(
+            torch.arange(64).view(8, 8), mesh, placements, src_data_rank=None
+        )
         tensors = {"dcp.model.w": tensor}
         structure = describe_state(tensors, None)
         assert agree_on(vote_on(structure, tensors), None), placements
@@ -236,7 +275,11 @@ def _holders(rank: int, world_size: int) -> None:
         (shards,) = structure.shards
         assert shards is not None and shards.boxes[rank] == local_box(tensor)
         assert counts_here(tensor) == (shards.holders[shards.number[rank]][0] == rank)
-        assert sum(gather_objects(local_box(tensor).sizes[0] * counts_here(tensor))) * local_box(tensor).sizes[1] == 64
+        assert (
+            sum(gather_objects(local_box(tensor).sizes[0] * counts_here(tensor)))
+            * local_box(tensor).sizes[1]
+            == 64
+        )
 
 
 def test_the_first_holder_of_each_part_counts_it_on_every_mesh() -> None:
@@ -245,14 +288,18 @@ def test_the_first_holder_of_each_part_counts_it_on_every_mesh() -> None:
 
 def test_where_a_tensor_lies_is_no_part_of_the_metadata() -> None:
     """A copy that was staged on a GPU is pinned, and the tensor itself is not."""
-    live, staged = (TensorProperties(dtype=torch.float32, pin_memory=pinned) for pinned in (False, True))
+    live, staged = (
+        TensorProperties(dtype=torch.float32, pin_memory=pinned) for pinned in (False, True)
+    )
     assert stored_properties(live) == stored_properties(staged)
 
 
 def test_every_rank_is_known_to_hold_what_torch_gives_it() -> None:
     for boxes in run_ranks(_boxes, 6):
         assert len(boxes) > 200
-        assert all(torchs == ours for torchs, ours in boxes), next((t, o) for t, o in boxes if t != o)
+        assert all(torchs == ours for torchs, ours in boxes), next(
+            (t, o) for t, o in boxes if t != o
+        )
 
 
 def _save_what_differs(rank: int, world_size: int, folder: str) -> None:

@@ -1,4 +1,6 @@
-"""`DCPState` over torch's own optimizers and schedulers: all of their state is kept, or refused by name."""
+"""`DCPState` over torch's own optimizers and schedulers: all of their state is kept, or refused by
+name.
+"""
 
 import math
 from collections import Counter, OrderedDict
@@ -14,7 +16,12 @@ from torch.optim import lr_scheduler
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState, StagedState
-from holdfast.utils.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, ConfigError
+from holdfast.utils.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    ConfigError,
+)
 from holdfast.utils.plain_values import pack_json, unpack_json
 from holdfast.utils.rng import capture_rng
 
@@ -34,7 +41,9 @@ class Adaline(torch.optim.Optimizer):
                 state = self.state[param]
                 state["step"] = state.get("step", 0) + 1
                 state["seen"] = [*state.get("seen", []), float(param.grad.norm())][-3:]
-                state["average"] = state.get("average", torch.zeros_like(param)).lerp(param.grad, 1 / state["step"])
+                state["average"] = state.get("average", torch.zeros_like(param)).lerp(
+                    param.grad, 1 / state["step"]
+                )
                 param.sub_(state["average"] * group["lr"] / (1 + sum(state["seen"])))
 
 
@@ -62,7 +71,9 @@ def train(state: DCPState, first: int, last: int) -> None:
 
 def plain_groups(state: DCPState) -> list[dict[str, Any]]:
     assert state.optimizer is not None
-    return [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
+    return [
+        {k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups
+    ]
 
 
 def schedule_of(state: DCPState) -> dict[str, Any]:
@@ -77,7 +88,9 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_bit_for_bit_as_if_never_interrupted(name: str, tmp_path: Path) -> None:
+def test_an_optimizer_goes_on_bit_for_bit_as_if_never_interrupted(
+    name: str, tmp_path: Path
+) -> None:
     state = make_state(OPTIMIZERS[name])
     train(state, 0, 3)
     save_dcp(tmp_path / "saved", state)
@@ -92,7 +105,9 @@ def test_an_optimizer_goes_on_bit_for_bit_as_if_never_interrupted(name: str, tmp
 SCHEDULERS: dict[str, Make] = {
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.MultiStepLR(o, [1, 3])], milestones=[4]
+        o,
+        [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.MultiStepLR(o, [1, 3])],
+        milestones=[4],
     ),
 }
 
@@ -108,7 +123,9 @@ def test_a_scheduler_goes_on_with_every_hyperparameter_it_sets(name: str, tmp_pa
     for step in range(3, 9):
         train(state, step, step + 1)
         train(resumed, step, step + 1)
-        assert plain_groups(resumed) == [group | {"foreach": False} for group in plain_groups(state)]
+        assert plain_groups(resumed) == [
+            group | {"foreach": False} for group in plain_groups(state)
+        ]
     for a, b in zip(state.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -127,7 +144,9 @@ def test_plain_values_come_back_with_their_types() -> None:
 
 
 @pytest.mark.parametrize("thing", [{1, 2}, torch.ones(2), b"bytes", 1j, [{"deep": object}]])
-def test_entries_that_would_not_be_restored_are_refused_at_save_by_name(thing: Any, tmp_path: Path) -> None:
+def test_entries_that_would_not_be_restored_are_refused_at_save_by_name(
+    thing: Any, tmp_path: Path
+) -> None:
     state = make_state(Adaline, lambda o: lr_scheduler.StepLR(o, 2))
     train(state, 0, 1)
     assert state.optimizer is not None
@@ -191,14 +210,22 @@ TAMPERED: dict[str, tuple[dict[str, Any], type[CheckpointError], str]] = {
         CheckpointCorruptError,
         "counters is not JSON",
     ),
-    "counters lack one": ({"counters": pack_json({"a": 1}, "")}, CheckpointMismatchError, "counters .* no 'b'"),
+    "counters lack one": (
+        {"counters": pack_json({"a": 1}, "")},
+        CheckpointMismatchError,
+        "counters .* no 'b'",
+    ),
     "counters are a list": ({"counters": pack_json([1], "")}, CheckpointMismatchError, "is a list"),
     "scheduler is another": (
         {"scheduler": pack_json({"last_epoch": 1}, "")},
         CheckpointMismatchError,
         "scheduler .* has no",
     ),
-    "group too many": ({"param_groups": pack_json([{}, {}], "")}, CheckpointMismatchError, "2 parameter groups"),
+    "group too many": (
+        {"param_groups": pack_json([{}, {}], "")},
+        CheckpointMismatchError,
+        "2 parameter groups",
+    ),
     "group of another": (
         {"param_groups": pack_json([{"lr": 1.0, "betas": (0.9, 0.99)}], "")},
         CheckpointMismatchError,
@@ -210,7 +237,11 @@ TAMPERED: dict[str, tuple[dict[str, Any], type[CheckpointError], str]] = {
         "9.weight",
     ),
     "generator missing": ({"rng": rng(numpy=None)}, CheckpointMismatchError, "no 'numpy'"),
-    "generator too short": ({"rng": rng(torch=torch.zeros(3, dtype=torch.uint8))}, CheckpointMismatchError, "'torch'"),
+    "generator too short": (
+        {"rng": rng(torch=torch.zeros(3, dtype=torch.uint8))},
+        CheckpointMismatchError,
+        "'torch'",
+    ),
     "generator of another device": (
         {"rng": rng(cuda=torch.zeros(1, 3, dtype=torch.uint8))},
         CheckpointMismatchError,
@@ -220,13 +251,19 @@ TAMPERED: dict[str, tuple[dict[str, Any], type[CheckpointError], str]] = {
 
 
 @pytest.mark.parametrize("how", TAMPERED)
-def test_values_that_do_not_fit_are_refused_before_anything_changes(how: str, tmp_path: Path) -> None:
+def test_values_that_do_not_fit_are_refused_before_anything_changes(
+    how: str, tmp_path: Path
+) -> None:
     instead, kind, words = TAMPERED[how]
     make, schedule = OPTIMIZERS["RMSprop"], lambda o: lr_scheduler.StepLR(o, 2)
     source, target = make_state(make, schedule), make_state(make, schedule, seed=1)
     train(source, 0, 2)
-    tampered = Tampered(source.model, source.optimizer, source.scheduler, Counters(a=1, b=2), instead=instead)
-    save_dcp(tmp_path / "saved", StagedState(tampered.state_dict(), lambda: None))  # a save would refuse the state
+    tampered = Tampered(
+        source.model, source.optimizer, source.scheduler, Counters(a=1, b=2), instead=instead
+    )
+    save_dcp(
+        tmp_path / "saved", StagedState(tampered.state_dict(), lambda: None)
+    )  # a save would refuse the state
     target.counters = Counters(a=7, b=8)
     before = {name: tensor.clone() for name, tensor in target.live_tensors().items()}
     groups, schedule_before = plain_groups(target), schedule_of(target)

@@ -34,7 +34,10 @@ from holdfast.utils.errors import CheckpointCorruptError, CheckpointError, Holdf
 from tests.engine.trained import copies, trained
 from tests.helpers import run_ranks
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 class Bomb:
@@ -89,8 +92,12 @@ def test_an_archive_that_would_run_code_is_named_and_not_run(tmp_path: Path) -> 
     assert bomb.exists(), "the bomb is real"
 
 
-@pytest.mark.parametrize("other", [torch.ones(3, 4, dtype=torch.int32), torch.ones(4, 4), [1.0] * 20])
-def test_a_tensor_that_is_not_what_the_metadata_announces_is_damage(tmp_path: Path, other: Any) -> None:
+@pytest.mark.parametrize(
+    "other", [torch.ones(3, 4, dtype=torch.int32), torch.ones(4, 4), [1.0] * 20]
+)
+def test_a_tensor_that_is_not_what_the_metadata_announces_is_damage(
+    tmp_path: Path, other: Any
+) -> None:
     """Torch would cast one, and take a corner of the other."""
     plant_weight(folder := unsealed(tmp_path / "a"), other)
     refused(folder, r"dcp\.model\.weight holds .*; \.metadata announces \[3, 4\] torch.float32")
@@ -125,7 +132,9 @@ class _Noting(pickle.Unpickler):
         return _Properties if name == "TensorProperties" else super().find_class(module, name)
 
 
-def test_properties_are_stored_with_the_five_fields_that_torch_before_2_15_can_read(tmp_path: Path) -> None:
+def test_properties_are_stored_with_the_five_fields_that_torch_before_2_15_can_read(
+    tmp_path: Path,
+) -> None:
     save_dcp(tmp_path / "a", trained(0))
     with open(tmp_path / "a" / ".metadata", "rb") as file:
         _Noting(file).load()
@@ -170,7 +179,9 @@ def test_damage_that_one_rank_reads_fails_the_load_on_all(tmp_path: Path) -> Non
 
 
 def _load_where_one_rank_has_no_file(rank: int, world_size: int, folder: str) -> str:
-    """Remove a file that only rank 1 reads after rank 0 has looked, as if the folder were not shared."""
+    """Remove a file that only rank 1 reads after rank 0 has looked, as if the folder were not
+    shared.
+    """
     if rank == 1:
         (Path(folder) / "c" / "manifest.json").unlink()
     dist.barrier()
@@ -192,7 +203,9 @@ def test_a_rank_that_does_not_see_a_file_says_so_on_all(tmp_path: Path) -> None:
 
 
 def _read_and_count(rank: int, world_size: int, folder: str) -> tuple[int, int]:
-    """Count how often this rank unpickles ``.metadata`` and stats data files while it checks and loads."""
+    """Count how often this rank unpickles ``.metadata`` and stats data files while it checks and
+    loads.
+    """
     parsed, looked, unpickler, stat = [], [], format_module._MetadataUnpickler, os.stat
 
     def counted_unpickler(*args: Any) -> Any:
@@ -215,7 +228,9 @@ def _read_and_count(rank: int, world_size: int, folder: str) -> tuple[int, int]:
 
 def test_rank_0_alone_parses_metadata_once_and_looks_at_every_file(tmp_path: Path) -> None:
     run_ranks(_save_sharded, 3, str(tmp_path))
-    assert run_ranks(_read_and_count, 3, str(tmp_path)) == [(1, 3), (0, 1), (0, 0)], "rank 2 has no row to read"
+    assert run_ranks(_read_and_count, 3, str(tmp_path)) == [(1, 3), (0, 1), (0, 0)], (
+        "rank 2 has no row to read"
+    )
 
 
 def damage(path: Path) -> None:
@@ -227,25 +242,39 @@ def damage(path: Path) -> None:
 
 def tensor(shape: list[int], *chunks: tuple[list[int], list[int]]) -> TensorStorageMetadata:
     """Metadata of a tensor made of chunks ``(offsets, sizes)``."""
-    pieces = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+    pieces = [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks
+    ]
     return TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), pieces)
 
 
 WHOLE = {
     "rows": tensor([4, 3], ([0, 0], [1, 3]), ([1, 0], [3, 3])),
-    "rows and ranks without any": tensor([2, 3], ([0, 0], [1, 3]), ([1, 0], [1, 3]), ([2, 0], [0, 3])),
+    "rows and ranks without any": tensor(
+        [2, 3], ([0, 0], [1, 3]), ([1, 0], [1, 3]), ([2, 0], [0, 3])
+    ),
     "columns": tensor([4, 3], ([0, 2], [4, 1]), ([0, 0], [4, 2])),
     "pinwheel": tensor(
-        [3, 3], ([0, 0], [1, 2]), ([0, 2], [2, 1]), ([1, 0], [2, 1]), ([1, 1], [1, 1]), ([2, 1], [1, 2])
+        [3, 3],
+        ([0, 0], [1, 2]),
+        ([0, 2], [2, 1]),
+        ([1, 0], [2, 1]),
+        ([1, 1], [1, 1]),
+        ([2, 1], [1, 2]),
     ),
-    "cubes": tensor([2, 2, 2], *(([i, j, k], [1, 1, 1]) for i in (1, 0) for j in (0, 1) for k in (0, 1))),
+    "cubes": tensor(
+        [2, 2, 2], *(([i, j, k], [1, 1, 1]) for i in (1, 0) for j in (0, 1) for k in (0, 1))
+    ),
     "scalar": tensor([], ([], [])),
     "empty": tensor([0, 3], ([0, 0], [0, 3])),
     "a thousand rows": tensor([1024, 8], *(([row, 0], [1, 8]) for row in range(1024))),
 }
 
 BROKEN = {
-    "a row is missing": (tensor([4, 3], ([0, 0], [1, 3]), ([2, 0], [2, 3])), "do not cover it: 9 elements"),
+    "a row is missing": (
+        tensor([4, 3], ([0, 0], [1, 3]), ([2, 0], [2, 3])),
+        "do not cover it: 9 elements",
+    ),
     "no chunk": (tensor([4, 3]), "do not cover it: 0 elements"),
     "an overlap hides a gap": (
         tensor([4, 3], ([0, 0], [2, 3]), ([1, 0], [2, 3])),
@@ -261,7 +290,10 @@ BROKEN = {
         tensor([9, 1], *(([i, 0], [1, 1]) for i in range(7)), ([0, 0], [2, 1])),
         "overlap",
     ),
-    "out of bounds": (tensor([4, 3], ([2, 0], [4, 3])), r"from \[2 0\] to \[6 3\], outside of \[4, 3\]"),
+    "out of bounds": (
+        tensor([4, 3], ([2, 0], [4, 3])),
+        r"from \[2 0\] to \[6 3\], outside of \[4, 3\]",
+    ),
     "negative": (tensor([4, 3], ([-1, 0], [4, 3])), "outside of"),
     "two scalars": (tensor([], ([], []), ([], [])), "do not cover it: 2 elements"),
 }
@@ -353,7 +385,9 @@ STRIKES: dict[str, tuple[Callable[[Metadata], object], str]] = {
 
 
 @pytest.mark.parametrize("strike", STRIKES)
-def test_metadata_that_does_not_add_up_is_refused_before_anything_changes(tmp_path: Path, strike: str) -> None:
+def test_metadata_that_does_not_add_up_is_refused_before_anything_changes(
+    tmp_path: Path, strike: str
+) -> None:
     change, words = STRIKES[strike]
     _rewrite(change)(unsealed(tmp_path / "a"))
     refused(tmp_path / "a", words)

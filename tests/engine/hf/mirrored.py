@@ -15,8 +15,11 @@ from holdfast.utils.files import walk_files
 from holdfast.utils.manifest import DELTA_NAME, MANIFEST_NAME, read_manifest
 
 
-def files_of_version(root: str | Path, version: int, through_deltas: bool = False) -> dict[str, bytes]:
-    """The files of a version, compared with its manifest. With ``through_deltas`` an anchor is also made from its base.
+def files_of_version(
+    root: str | Path, version: int, through_deltas: bool = False
+) -> dict[str, bytes]:
+    """The files of a version, compared with its manifest. With ``through_deltas`` an anchor is also
+    made from its base.
 
     Raises FolderError if a file differs from the manifest.
     """

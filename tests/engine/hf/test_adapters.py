@@ -1,4 +1,6 @@
-"""Exports of models with adapters of PEFT or of other libraries: merged as PEFT merges them, or refused."""
+"""Exports of models with adapters of PEFT or of other libraries: merged as PEFT merges them, or
+refused.
+"""
 
 import copy
 from collections import OrderedDict
@@ -24,7 +26,12 @@ ATTENTION = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
 
 def adapted(name: str, **options: object) -> PeftModel:
     """A ``PeftModel`` whose adapters are random."""
-    keys = {"r": 4, "lora_alpha": 8, "target_modules": ATTENTION.get(name, ["q_proj", "v_proj", "o_proj"]), **options}
+    keys = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ATTENTION.get(name, ["q_proj", "v_proj", "o_proj"]),
+        **options,
+    }
     model = get_peft_model(tiny_model(name), LoraConfig(fan_in_fan_out=name == "gpt2", **keys))  # type: ignore[arg-type]
     torch.manual_seed(5)
     for key, param in model.named_parameters():
@@ -35,19 +42,28 @@ def adapted(name: str, **options: object) -> PeftModel:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_peft_model_and_the_model_inside_are_exported_merged_as_peft_merges_them(name: str, tmp_path: Path) -> None:
+def test_a_peft_model_and_the_model_inside_are_exported_merged_as_peft_merges_them(
+    name: str, tmp_path: Path
+) -> None:
     model = adapted(name, use_rslora=name == "llama")
     save_hf(model, tmp_path / "outer")  # type: ignore[arg-type]
     save_hf(model.get_base_model(), tmp_path / "inner")  # type: ignore[arg-type]
     merged = copy.deepcopy(model).merge_and_unload()
     merged.save_pretrained(tmp_path / "theirs")
-    files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("outer", "inner", "theirs")]
+    files = [
+        (tmp_path / folder / "model.safetensors").read_bytes()
+        for folder in ("outer", "inner", "theirs")
+    ]
     assert files[0] == files[1] == files[2]
-    assert (tmp_path / "outer" / "config.json").read_text() == (tmp_path / "inner" / "config.json").read_text()
+    assert (tmp_path / "outer" / "config.json").read_text() == (
+        tmp_path / "inner" / "config.json"
+    ).read_text()
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "outer")) is type(merged)
 
 
-def test_fully_trained_layers_are_exported_as_trained_and_merged_adapters_count_once(tmp_path: Path) -> None:
+def test_fully_trained_layers_are_exported_as_trained_and_merged_adapters_count_once(
+    tmp_path: Path,
+) -> None:
     model = adapted("qwen3_untied", modules_to_save=["lm_head"])
     model.get_base_model().lm_head.modules_to_save["default"].weight.data.add_(1)  # type: ignore[union-attr, operator]
     save_hf(model, tmp_path / "live")  # type: ignore[arg-type]
@@ -55,12 +71,17 @@ def test_fully_trained_layers_are_exported_as_trained_and_merged_adapters_count_
     save_hf(model, tmp_path / "merged")  # type: ignore[arg-type]
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("live", "merged"))
     assert one == two
-    exported, before = AutoModelForCausalLM.from_pretrained(tmp_path / "live"), tiny_model("qwen3_untied")
+    exported, before = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "live"),
+        tiny_model("qwen3_untied"),
+    )
     assert torch.equal(exported.lm_head.weight, before.lm_head.weight + 1)  # type: ignore[union-attr, operator]
 
 
 def test_adapters_that_are_more_than_a_product_are_refused(tmp_path: Path) -> None:
-    ia3 = get_peft_model(tiny_model("llama"), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    ia3 = get_peft_model(
+        tiny_model("llama"), IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    )
     for model, reason in (
         (adapted("llama", use_dora=True), "variant of LoRA"),
         (adapted("llama", target_modules=["embed_tokens"]), "no linear layer with LoRA"),
@@ -72,9 +93,12 @@ def test_adapters_that_are_more_than_a_product_are_refused(tmp_path: Path) -> No
 
 
 def test_an_adapter_on_a_tied_head_is_refused_instead_of_left_out(tmp_path: Path) -> None:
-    model = get_peft_model(build_reference(tiny_qwen3()), LoraConfig(r=2, target_modules=["lm_head"]))
+    model = get_peft_model(
+        build_reference(tiny_qwen3()), LoraConfig(r=2, target_modules=["lm_head"])
+    )
     with pytest.raises(
-        CheckpointMismatchError, match=r"lm_head\.weight has an adapter and is tied to model\.embed_tokens"
+        CheckpointMismatchError,
+        match=r"lm_head\.weight has an adapter and is tied to model\.embed_tokens",
     ):
         save_hf(model, tmp_path / "x")  # type: ignore[arg-type]
     assert not (tmp_path / "x").exists()
@@ -83,17 +107,25 @@ def test_an_adapter_on_a_tied_head_is_refused_instead_of_left_out(tmp_path: Path
 def test_a_parameter_that_the_architecture_does_not_have_is_an_error(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.extra = nn.Linear(2, 2)
-    with pytest.raises(CheckpointMismatchError, match=r"LlamaForCausalLM has no parameter extra\.weight \(2 such\)"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"LlamaForCausalLM has no parameter extra\.weight \(2 such\)"
+    ):
         save_hf(model, tmp_path / "never")
     assert not (tmp_path / "never").exists()
 
 
 def test_a_peft_model_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
-    for name, options in (("gpt2", {}), ("qwen3_untied", {"modules_to_save": ["lm_head"], "use_dora": True})):
+    for name, options in (
+        ("gpt2", {}),
+        ("qwen3_untied", {"modules_to_save": ["lm_head"], "use_dora": True}),
+    ):
         model = adapted(name, **options)
         save_adapters(model, tmp_path / name, HFExportOptions())
         model.save_pretrained(str(tmp_path / f"{name} theirs"))
-        one, two = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in (name, f"{name} theirs"))
+        one, two = (
+            load_file(tmp_path / folder / "adapter_model.safetensors")
+            for folder in (name, f"{name} theirs")
+        )
         assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
         ids = torch.tensor([[3, 1, 4, 1, 5]])
         again = PeftModel.from_pretrained(tiny_model(name), str(tmp_path / name)).eval()
@@ -114,11 +146,15 @@ def test_several_active_adapters_are_refused_by_save_publish_and_load(tmp_path: 
     for name, param in model.named_parameters():
         param.requires_grad_("lora_" in name and ".default." in name)
     for use in (require_adapters, lambda model: load_adapters(model, tmp_path / "one")):
-        with pytest.raises(CheckpointMismatchError, match=r"has 2 active adapters \(default, other\)"):
+        with pytest.raises(
+            CheckpointMismatchError, match=r"has 2 active adapters \(default, other\)"
+        ):
             use(model)  # type: ignore[arg-type]
 
 
-def test_a_model_with_adapters_in_a_part_of_it_that_it_does_not_know_of_is_saved_without_their_config() -> None:
+def test_a_model_with_adapters_in_a_part_of_it_that_it_does_not_know_of_is_saved_without_their_config() -> (
+    None
+):
     model = nn.ModuleDict({"policy": nn.Sequential(nn.Linear(4, 4))})
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), model["policy"])
     assert describe_adapters(model["policy"]) is not None and describe_adapters(model) is None
@@ -131,5 +167,7 @@ def test_integer_counters_of_a_fully_trained_layer_keep_their_dtype(tmp_path: Pa
     )
     save_adapters(model, tmp_path / "saved", HFExportOptions(torch.bfloat16))
     saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
-    (counts,) = (tensor.dtype for name, tensor in saved.items() if name.endswith("num_batches_tracked"))
+    (counts,) = (
+        tensor.dtype for name, tensor in saved.items() if name.endswith("num_batches_tracked")
+    )
     assert counts == torch.int64 and torch.bfloat16 in {tensor.dtype for tensor in saved.values()}

@@ -1,4 +1,6 @@
-"""Exports and published weights keep the dtype and the additional files of the engine's base folder."""
+"""Exports and published weights keep the dtype and the additional files of the engine's base
+folder.
+"""
 
 import json
 import threading
@@ -26,12 +28,20 @@ from tests.helpers import run_ranks
 from tests.once import make_once
 from tests.recover.runs import SPEC, make_engine, step_info
 
-GENERATION = {"do_sample": True, "temperature": 0.6, "eos_token_id": [2, 3], "bos_token_id": 1, "pad_token_id": 0}
+GENERATION = {
+    "do_sample": True,
+    "temperature": 0.6,
+    "eos_token_id": [2, 3],
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
 REFUSED = {"num_return_sequences": 3, "eos_token_id": [2, 3], "made_by": "somebody"}
 """Transformers does not read this file again: several sequences without sampling."""
 
 UNUSED = {"temperature": 0.6, "eos_token_id": [2, 3]}
-"""Transformers reads this file, and writes it again only if nothing changes: a temperature without sampling."""
+"""Transformers reads this file, and writes it again only if nothing changes: a temperature without
+sampling.
+"""
 
 SIDECARS = (
     "tokenizer.json",
@@ -53,9 +63,9 @@ BASES = {
 }
 """Architecture and dtype of the folder, and dtype of the export.
 
-In both 16-bit dtypes the router's bias of ``deepseek_v32`` stays float32 (``_keep_in_fp32_modules_strict``). In float16
-its indexer does too (``_keep_in_fp32_modules``), and so do the routers of ``ernie4_5_moe`` and of ``hunyuan_v1_moe``
-(in its code).
+In both 16-bit dtypes the router's bias of ``deepseek_v32`` stays float32
+(``_keep_in_fp32_modules_strict``). In float16 its indexer does too (``_keep_in_fp32_modules``), and
+so do the routers of ``ernie4_5_moe`` and of ``hunyuan_v1_moe`` (in its code).
 """
 
 
@@ -69,7 +79,9 @@ def write_base(folder: Path, name: str) -> None:
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.normal_()  # including a router's bias
     model.save_pretrained(folder)
-    AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(
+        folder
+    )
     _tokenizer().save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     (folder / "preprocessor_config.json").write_text("{}")
@@ -100,7 +112,9 @@ def _export(engine: FSDPEngine, out: Path, dtype: str | None) -> None:
         engine.save(meta, blocking=path != out / "in_background")
     engine.wait_for_save()
     found = export_dtype(dtype, engine.base_dtype)
-    save_hf(engine.model, out / "save_hf", group=engine.control_group, dtype=found, base_model_path=base)
+    save_hf(
+        engine.model, out / "save_hf", group=engine.control_group, dtype=found, base_model_path=base
+    )
     engine.update_weights(WeightUpdateMeta("disk", str(out / "weights"), version=1, dtype=dtype))
     config = RecoverConfig(fileroot=str(out), hf_freq_steps=1, hf_dtype=dtype)
     with RecoverHandler(config, SPEC) as handler:
@@ -131,7 +145,9 @@ def test_an_export_has_the_bytes_of_from_pretrained_then_save_pretrained(
     root: Path, tmp_path: Path, name: str, way: str
 ) -> None:
     _, dtype, asked = BASES[name]
-    AutoModelForCausalLM.from_pretrained(root / "base" / name, dtype=asked or "auto").save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(
+        root / "base" / name, dtype=asked or "auto"
+    ).save_pretrained(tmp_path)
     expected, found = contents(tmp_path), _folder_of(root, name, way)
     assert {file: (found / file).read_bytes() for file in expected} == expected
     assert json.loads((found / "config.json").read_text())["dtype"] == (asked or dtype)
@@ -159,7 +175,9 @@ def test_tensors_that_transformers_keeps_in_float32_stay_so_in_a_half_precision_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_float32_can_be_asked_for_wherever_weights_are_written(root: Path, tmp_path: Path, way: str) -> None:
+def test_float32_can_be_asked_for_wherever_weights_are_written(
+    root: Path, tmp_path: Path, way: str
+) -> None:
     base, found = root / "base" / "bias_float16", _folder_of(root, "bias_float16", way, "float32")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).save_pretrained(tmp_path)
     assert {file: (found / file).read_bytes() for file in contents(tmp_path)} == contents(tmp_path)
@@ -171,10 +189,17 @@ def test_sidecar_files_of_the_base_come_along(root: Path, way: str) -> None:
     found = _folder_of(root, "bfloat16", way)
     for name in SIDECARS:
         assert (found / name).read_bytes() == (root / "base" / "bfloat16" / name).read_bytes()
-    assert not (found / "original").exists(), "the weights in another format, and what belongs to them"
+    assert not (found / "original").exists(), (
+        "the weights in another format, and what belongs to them"
+    )
 
 
-ODD_GENERATIONS = {"none": None, "refused": REFUSED, "odd": {"watermarking_config": 3}, "broken": "{"}
+ODD_GENERATIONS = {
+    "none": None,
+    "refused": REFUSED,
+    "odd": {"watermarking_config": 3},
+    "broken": "{",
+}
 
 
 def _export_generation_configs(rank: int, world_size: int, root: Path) -> None:
@@ -186,17 +211,25 @@ def _export_generation_configs(rank: int, world_size: int, root: Path) -> None:
         engine.destroy()
 
 
-def test_generation_config_is_the_bases_or_transformers_own_and_never_fails_exports(tmp_path: Path) -> None:
+def test_generation_config_is_the_bases_or_transformers_own_and_never_fails_exports(
+    tmp_path: Path,
+) -> None:
     for name, odd in ODD_GENERATIONS.items():
         base = tmp_path / name / "base"
         write_base(base, "bfloat16")
         (base / "generation_config.json").unlink()
         if odd is not None:
-            (base / "generation_config.json").write_text(odd if isinstance(odd, str) else json.dumps(odd))
-    AutoModelForCausalLM.from_pretrained(tmp_path / "none" / "base").save_pretrained(tmp_path / "expected")
+            (base / "generation_config.json").write_text(
+                odd if isinstance(odd, str) else json.dumps(odd)
+            )
+    AutoModelForCausalLM.from_pretrained(tmp_path / "none" / "base").save_pretrained(
+        tmp_path / "expected"
+    )
     run_ranks(_export_generation_configs, 1, tmp_path)
     for name, odd in ODD_GENERATIONS.items():
-        written = tmp_path / ("expected" if odd is None else f"{name}/base") / "generation_config.json"
+        written = (
+            tmp_path / ("expected" if odd is None else f"{name}/base") / "generation_config.json"
+        )
         for way in WAYS:
             found = _folder_of(tmp_path, name, way) / "generation_config.json"
             assert found.read_bytes() == written.read_bytes(), (name, way)
@@ -219,7 +252,10 @@ def test_a_generation_config_that_became_invalid_does_not_fail_an_export(tmp_pat
 
 
 def _read_generation_configs(rank: int, world_size: int, root: Path) -> None:
-    model, expected = AutoModelForCausalLM.from_config(tiny_qwen3()), PeerError if rank == 0 else OSError
+    model, expected = (
+        AutoModelForCausalLM.from_config(tiny_qwen3()),
+        PeerError if rank == 0 else OSError,
+    )
     with pytest.raises(expected, match=r"Input/output error: '.*rank1/generation_config\.json'"):
         adopt_base(model, root / f"rank{rank}")
 
@@ -234,7 +270,9 @@ def test_a_generation_config_unreadable_on_one_rank_is_an_error_on_all(tmp_path:
 
 
 def test_an_export_of_a_bare_model_keeps_every_dtype_as_it_is(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config("glm4_moe"), dtype=torch.float32).bfloat16()
+    model = AutoModelForCausalLM.from_config(
+        tiny_config("glm4_moe"), dtype=torch.float32
+    ).bfloat16()
     model.save_pretrained(tmp_path / "expected")
     save_hf(model, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
@@ -261,6 +299,11 @@ def test_a_model_is_asked_for_dtypes_once_and_nothing_random_is_drawn(
     assert threads == [threading.main_thread()], "it changes torch's default dtype, for all threads"
     assert torch.get_default_dtype() == torch.float32
     after = capture_rng()
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     exported = load_file(tmp_path / "experiment/trial/hf/global_step_2/model.safetensors")
-    assert {str(tensor.dtype) for tensor in exported.values()} == {"torch.bfloat16", "torch.float32"}
+    assert {str(tensor.dtype) for tensor in exported.values()} == {
+        "torch.bfloat16",
+        "torch.float32",
+    }

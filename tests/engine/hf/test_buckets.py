@@ -1,4 +1,6 @@
-"""Buckets gathered on rank 0 hold the bytes that an export writes, for shards of every kind, and need little memory."""
+"""Buckets gathered on rank 0 hold the bytes that an export writes, for shards of every kind, and
+need little memory.
+"""
 
 import math
 from pathlib import Path
@@ -31,7 +33,9 @@ def _mixed(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _adapted(model: PreTrainedModel) -> PreTrainedModel:
-    model.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "down_proj"]))
+    model.add_adapter(
+        LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
+    )
     return sharded(model)
 
 
@@ -70,7 +74,11 @@ def _gathers(rank: int, world_size: int, root: Path) -> None:
                 written = load_file(out / WEIGHTS)
                 assert found.keys() == written.keys(), case
                 for key, tensor in written.items():
-                    assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), (case, dtype, key)
+                    assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), (
+                        case,
+                        dtype,
+                        key,
+                    )
         register_checkpoint_conversion_mapping("llama", [], overwrite=True)
 
 
@@ -84,7 +92,9 @@ def _tensor(key: str, numel: int, dtype: torch.dtype = torch.float32) -> FileTen
 
 
 def test_buckets_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
-    tensors = [_tensor(str(number), numel) for number, numel in enumerate((10, 10, 5, 60, 0, 24, 1))]
+    tensors = [
+        _tensor(str(number), numel) for number, numel in enumerate((10, 10, 5, 60, 0, 24, 1))
+    ]
     buckets = cut_buckets(tensors, 100)
     keys = [[tensor.key for tensor in bucket.tensors] for bucket in buckets]
     assert keys == [["0", "1", "2"], ["3"], ["4", "5", "6"]]
@@ -95,7 +105,10 @@ def test_buckets_are_filled_in_order_and_a_large_tensor_has_its_own() -> None:
 
 def test_tensors_of_a_bucket_are_aligned() -> None:
     dtypes = (torch.uint8, torch.bfloat16, torch.float64, torch.uint8, torch.float32)
-    bucket = Bucket(0, cut_buckets([_tensor(str(n), 3, dtype) for n, dtype in enumerate(dtypes)], 1000)[0].tensors)
+    bucket = Bucket(
+        0,
+        cut_buckets([_tensor(str(n), 3, dtype) for n, dtype in enumerate(dtypes)], 1000)[0].tensors,
+    )
     for tensor in bucket.tensors:
         assert bucket.offsets[tensor.key] % tensor.dtype.itemsize == 0
     assert sorted(bucket.offsets.values())[-1] + 3 == bucket.nbytes
@@ -112,7 +125,8 @@ def _memory(rank: int, world_size: int) -> None:
             with _peak() as peak:
                 for bucket in gatherer.buckets:
                     gatherer.gather(bucket, None if memory is None else memory[: bucket.nbytes])
-            # Rank 0 casts into the bucket. Columns arrive apart. The other ranks hold their share of the bucket.
+            # Rank 0 casts into the bucket. Columns arrive apart. The other ranks hold their share
+            # of the bucket.
             share = math.ceil(largest / world_size)
             allowed = (0 if shard is sharded else share) if rank == 0 else share
             assert peak[0] < allowed + 6e6, (rank, shard, dtype, peak, largest)

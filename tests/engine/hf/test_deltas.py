@@ -1,4 +1,6 @@
-"""Versions that hold only changes: the files made from them are byte for byte those of full versions."""
+"""Versions that hold only changes: the files made from them are byte for byte those of full
+versions.
+"""
 
 import logging
 import math
@@ -33,8 +35,19 @@ from holdfast.engine.hf.versions import (
     write_version,
 )
 from holdfast.engine.memory.tensors import bytes_of, local_tensor
-from holdfast.utils.errors import CheckpointMismatchError, CheckpointWriteError, ConfigError, PeerError
-from holdfast.utils.manifest import DELTA_NAME, check_listing, file_entries, read_manifest, verify_folder
+from holdfast.utils.errors import (
+    CheckpointMismatchError,
+    CheckpointWriteError,
+    ConfigError,
+    PeerError,
+)
+from holdfast.utils.manifest import (
+    DELTA_NAME,
+    check_listing,
+    file_entries,
+    read_manifest,
+    verify_folder,
+)
 from holdfast.utils.pieces import Piece
 from tests.engine.hf.mirrored import decode_places, files_of_version
 from tests.engine.hf_models import sharded, tiny_model
@@ -73,7 +86,9 @@ def test_gaps_at_the_limits_of_a_code_come_back(gap: int, n_more: int) -> None:
     assert np.array_equal(decode_places(code, codes), places)
 
 
-def test_the_file_of_changes_is_read_by_safetensors_and_is_missing_without_changes(tmp_path: Path) -> None:
+def test_the_file_of_changes_is_read_by_safetensors_and_is_missing_without_changes(
+    tmp_path: Path,
+) -> None:
     values = np.arange(12, dtype="<u2")
     file = DeltaFile(tmp_path / "delta", "rank_00000.safetensors")
     file.add("a", 0, Piece(100, 24, 0, 1), np.zeros(12, bool), values)
@@ -81,9 +96,13 @@ def test_the_file_of_changes_is_read_by_safetensors_and_is_missing_without_chang
 
     mask = np.arange(12) % 5 == 1
     file.add("a", 0, Piece(100, 24, 0, 1), mask, values)
-    file.add('b"\u00e9', 40, Piece(180, 6, 20, 4), mask, values)  # columns 0 to 2 of a matrix of ten columns
+    file.add(
+        'b"\u00e9', 40, Piece(180, 6, 20, 4), mask, values
+    )  # columns 0 to 2 of a matrix of ten columns
     (entry,) = file.close()
-    assert [entry] == file_entries(tmp_path / "delta", ["rank_00000.safetensors"]) and file.changed == 6
+    assert [entry] == file_entries(
+        tmp_path / "delta", ["rank_00000.safetensors"]
+    ) and file.changed == 6
     found = load_file(tmp_path / "delta" / "rank_00000.safetensors")
     assert found.keys() == {"a@0.bits", "a@0.values", 'b"\u00e9@40.gap8', 'b"\u00e9@40.values'}
     assert found["a@0.values"].tolist() == found['b"\u00e9@40.values'].tolist() == [1, 6, 11]
@@ -92,17 +111,23 @@ def test_the_file_of_changes_is_read_by_safetensors_and_is_missing_without_chang
     assert os.listdir(tmp_path / "delta") == ["rank_00000.safetensors"]
 
 
-def test_changes_larger_than_memory_wait_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_larger_than_memory_wait_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("holdfast.engine.hf.delta_file._IN_MEMORY_BYTES", 100)
     file, mask, values = DeltaFile(tmp_path, "f"), np.ones(50, bool), np.arange(50, dtype="<u4")
     for first in range(5):
         file.add("a", first, Piece(0, 200, 0, 1), mask, values)
     file.close()
-    assert np.array_equal(load_file(tmp_path / "f")["a@4.values"], values) and os.listdir(tmp_path) == ["f"]
+    assert np.array_equal(load_file(tmp_path / "f")["a@4.values"], values) and os.listdir(
+        tmp_path
+    ) == ["f"]
 
 
 def change(model: torch.nn.Module, fraction: float, seed: int) -> None:
-    """Change this fraction of this rank's elements, always the first and the last, to NaN, -0.0 and other values."""
+    """Change this fraction of this rank's elements, always the first and the last, to NaN, -0.0 and
+    other values.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -158,12 +183,19 @@ class Publisher:
         dist.barrier()
         folder, reference = version_path(self.root, version), version_path(full, version)
         assert (folder / "manifest.json").read_bytes() == (reference / "manifest.json").read_bytes()
-        expected = {name: (reference / name).read_bytes() for name in verify_folder(reference)["files"]}
+        expected = {
+            name: (reference / name).read_bytes() for name in verify_folder(reference)["files"]
+        }
         assert files_of_version(self.root, version) == expected
         if (folder / DELTA_NAME).is_dir():
-            assert holds_delta_alone(folder) or files_of_version(self.root, version, through_deltas=True) == expected
+            assert (
+                holds_delta_alone(folder)
+                or files_of_version(self.root, version, through_deltas=True) == expected
+            )
             facts = read_manifest(folder / DELTA_NAME)
-            assert facts["changed"] == _differing(version_path(full, facts["base"]["version"]), reference)
+            assert facts["changed"] == _differing(
+                version_path(full, facts["base"]["version"]), reference
+            )
         assert published_file(folder, PROBE).read_bytes() == probe
         assert published_file(folder, "config.json").read_bytes() == expected["config.json"]
         assert written.figures["delta"] == holds_delta_alone(folder)
@@ -205,7 +237,9 @@ def _chains(rank: int, world_size: int, root: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3, 4]))
-def test_a_chain_of_deltas_makes_the_files_of_full_versions(tmp_path: Path, world_size: int) -> None:
+def test_a_chain_of_deltas_makes_the_files_of_full_versions(
+    tmp_path: Path, world_size: int
+) -> None:
     run_ranks(_chains, world_size, str(tmp_path))
 
 
@@ -225,7 +259,9 @@ def _meshes(rank: int, world_size: int, folder: str, root: str, mesh: Mesh) -> N
 
 
 @pytest.mark.parametrize(
-    "mesh", slow_but([Mesh(2, "fsdp:t2")], [Mesh(2, "fsdp:t2"), Mesh(4, "fsdp:d2t2"), Mesh(2, "fsdp", 2)]), ids=str
+    "mesh",
+    slow_but([Mesh(2, "fsdp:t2")], [Mesh(2, "fsdp:t2"), Mesh(4, "fsdp:d2t2"), Mesh(2, "fsdp", 2)]),
+    ids=str,
 )
 def test_columns_and_copies_of_other_meshes_come_back(tmp_path: Path, mesh: Mesh) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3(tied=False, vocab_size=16))
@@ -257,18 +293,26 @@ def _kinds(rank: int, world_size: int, root: str) -> None:
     dist.barrier()
     if rank == 0:
         manifest = version_path(publisher.root, 9) / "manifest.json"
-        manifest.write_bytes(manifest.read_bytes().replace(b'"weight_version"', b'"weight_version" '))
+        manifest.write_bytes(
+            manifest.read_bytes().replace(b'"weight_version"', b'"weight_version" ')
+        )
     dist.barrier()
     assert publish(10) == 0, "its base is another folder by now"
 
     assert [publish(v, anchor_interval=2) for v in range(11, 18)] == [1, 1, 0, 1, 1, 0, 1]
     anchor = version_path(publisher.root, 13)
-    assert (anchor / "delta" / "manifest.json").is_file() and (anchor / "model.safetensors").is_file()
+    assert (anchor / "delta" / "manifest.json").is_file() and (
+        anchor / "model.safetensors"
+    ).is_file()
     assert check_listing(anchor)["weight_version"] == verify_folder(anchor)["weight_version"] == 13
-    with pytest.raises(CheckpointMismatchError, match="holds only the changes from the version before"):
+    with pytest.raises(
+        CheckpointMismatchError, match="holds only the changes from the version before"
+    ):
         check_listing(version_path(publisher.root, 12))
 
-    assert [publish(18, dtype="bfloat16"), publish(19, dtype="bfloat16")] == [0, 1], "another layout"
+    assert [publish(18, dtype="bfloat16"), publish(19, dtype="bfloat16")] == [0, 1], (
+        "another layout"
+    )
     publisher.root = Path(root) / "b"
     assert [publish(20), publish(21)] == [0, 1], "another folder"
     publisher.copy = PublishedCopy() if rank == 0 else publisher.copy
@@ -276,7 +320,13 @@ def _kinds(rank: int, world_size: int, root: str) -> None:
     publisher.model = model = tiny_model("llama")
     assert [publish(24), publish(25)] == [0, 1], "the ranks hold other elements"
     meta = WeightUpdateMeta("disk", str(publisher.root))
-    write_version(model, replace(meta, path=str(Path(root) / "c")), 26, extra_files={PROBE: b"{}"}, copy=publisher.copy)
+    write_version(
+        model,
+        replace(meta, path=str(Path(root) / "c")),
+        26,
+        extra_files={PROBE: b"{}"},
+        copy=publisher.copy,
+    )
     assert publish(26) == 1, "something else was published elsewhere"
     write_version(model, meta, 27, extra_files={PROBE: b"{}"}, copy=publisher.copy)
     assert publish(28) == 0, "its base is older than a full version, and would be deleted before it"
@@ -316,7 +366,10 @@ def _too_much(rank: int, world_size: int, root: str) -> list[str]:
 def test_changes_larger_than_half_are_dropped_and_twice_in_a_row_given_up(tmp_path: Path) -> None:
     texts, others = run_ranks(_too_much, 2, str(tmp_path))
     assert len(texts) == 1 and others == []
-    assert "version 8 changes 98 % of the weights (float32)" in texts[0] and "no more are tried" in texts[0]
+    assert (
+        "version 8 changes 98 % of the weights (float32)" in texts[0]
+        and "no more are tried" in texts[0]
+    )
 
 
 @contextmanager
@@ -352,7 +405,9 @@ def test_a_failed_publication_makes_the_next_one_full(tmp_path: Path) -> None:
 def _a_copy_that_stays_valid(rank: int, world_size: int, root: str) -> str:
     begin = PublishedCopy.begin
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PublishedCopy, "begin", lambda copy: setattr(copy, "base", (copy.base, begin(copy))[0]))
+        patch.setattr(
+            PublishedCopy, "begin", lambda copy: setattr(copy, "base", (copy.base, begin(copy))[0])
+        )
         try:
             _failures(rank, world_size, root)
         except FolderError as error:
@@ -368,7 +423,15 @@ def test_these_checks_notice_a_copy_that_is_valid_after_a_failure(tmp_path: Path
 def _retention(rank: int, world_size: int, root: str) -> None:
     model = sharded(tiny_model("llama"))
     publisher = Publisher(model, Path(root), anchor_interval=3)
-    left = {1: [1], 2: [1, 2], 4: [1, 2, 3, 4], 5: [1, 2, 3, 4, 5], 6: [5, 6], 7: [5, 6, 7], 8: [5, 6, 7, 8]}
+    left = {
+        1: [1],
+        2: [1, 2],
+        4: [1, 2, 3, 4],
+        5: [1, 2, 3, 4, 5],
+        6: [5, 6],
+        7: [5, 6, 7],
+        8: [5, 6, 7, 8],
+    }
     for version in range(1, 9):
         _small_steps(model)
         publisher.publish(version)
@@ -387,7 +450,9 @@ def test_every_version_that_stays_can_be_made_from_those_that_stay(tmp_path: Pat
     run_ranks(_retention, 2, str(tmp_path))
 
 
-def test_changes_without_their_base_are_removed_unless_they_are_the_newest_or_in_use(tmp_path: Path) -> None:
+def test_changes_without_their_base_are_removed_unless_they_are_the_newest_or_in_use(
+    tmp_path: Path,
+) -> None:
     model, copy = tiny_model("llama"), PublishedCopy()
     meta = WeightUpdateMeta("disk", str(tmp_path), delta=True, anchor_interval=0)
     for version in range(1, 6):
@@ -419,7 +484,9 @@ def _damage(rank: int, world_size: int, root: str) -> list[str]:
     changes = f"{DELTA_NAME}/rank_00000.safetensors"
     assert [publish(1), publish(2)] == [0, 1]
     spoil(2, changes, cut=False)
-    assert [publish(3), publish(4), publish(5)] == [0, 1, 1], "a byte of the changes before is another"
+    assert [publish(3), publish(4), publish(5)] == [0, 1, 1], (
+        "a byte of the changes before is another"
+    )
     spoil(4, changes, cut=True)
     assert [publish(6), publish(7)] == [0, 1], "changes between are cut"
     spoil(6, "model.safetensors", cut=True)
@@ -432,7 +499,10 @@ def _damage(rank: int, world_size: int, root: str) -> list[str]:
 def test_a_version_is_full_when_one_that_it_would_build_on_is_damaged(tmp_path: Path) -> None:
     texts, others = run_ranks(_damage, 2, str(tmp_path))
     assert len(texts) == 4 and others == []
-    assert "version 3 gets all weights, because changes from version 2 would be of no use: " in texts[0]
+    assert (
+        "version 3 gets all weights, because changes from version 2 would be of no use: "
+        in texts[0]
+    )
     assert "rank_00000.safetensors has digest" in texts[0]
 
 
@@ -473,7 +543,9 @@ def test_thirty_steps_at_a_small_rate_are_published_as_deltas(tmp_path: Path) ->
 
 def test_delta_is_for_folders_that_servers_or_mirrors_read() -> None:
     for kind in ("xccl", "adapter"):
-        with pytest.raises(ConfigError, match=f"delta is for WeightUpdateMeta type 'disk', not '{kind}'"):
+        with pytest.raises(
+            ConfigError, match=f"delta is for WeightUpdateMeta type 'disk', not '{kind}'"
+        ):
             WeightUpdateMeta(kind, "/weights", delta=True)
     with pytest.raises(ConfigError, match="anchor_interval"):
         WeightUpdateMeta("disk", "/weights", delta=True, anchor_interval=-1)

@@ -1,4 +1,6 @@
-"""Sharded export and import against ``save_pretrained`` of the same model unsharded, at 1, 2 and 3 ranks."""
+"""Sharded export and import against ``save_pretrained`` of the same model unsharded, at 1, 2 and 3
+ranks.
+"""
 
 import importlib
 import os
@@ -16,7 +18,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from holdfast.engine.api import HFExportOptions
 from holdfast.engine.hf.load import load_hf
@@ -36,9 +43,15 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(WordLevel({word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "one", "two"])}, "<pad>"))
+    words = Tokenizer(
+        WordLevel(
+            {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "one", "two"])}, "<pad>"
+        )
+    )
     words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -50,7 +63,13 @@ def _write_references(root: Path) -> None:
         tiny_model(name).bfloat16().save_pretrained(root / "reference" / "bf16" / name)
     base = root / "base"
     shutil.copytree(root / "reference" / "plain" / "llama", base)
-    for extra in ("modeling_custom.py", "LICENSE", "manifest.json", ".gitattributes", "pytorch_model.bin"):
+    for extra in (
+        "modeling_custom.py",
+        "LICENSE",
+        "manifest.json",
+        ".gitattributes",
+        "pytorch_model.bin",
+    ):
         (base / extra).write_text(f"the base model's {extra}")
     (base / "config.json").write_text("the base model's config, which ours replaces")
 
@@ -86,8 +105,12 @@ def _round_trips(rank: int, world_size: int, root: Path) -> None:
             assert list(gathered) == list(expected)
             assert all(torch.equal(gathered[key], value) for key, value in expected.items())
             storages = {tensor.untyped_storage().data_ptr() for tensor in gathered.values()}
-            assert len(storages) == len({tensor.untyped_storage().data_ptr() for tensor in expected.values()})
-            assert storages.isdisjoint(_local(v).untyped_storage().data_ptr() for v in model.state_dict().values())
+            assert len(storages) == len(
+                {tensor.untyped_storage().data_ptr() for tensor in expected.values()}
+            )
+            assert storages.isdisjoint(
+                _local(v).untyped_storage().data_ptr() for v in model.state_dict().values()
+            )
 
 
 def _raised(action: Callable[[], object]) -> str:
@@ -113,13 +136,17 @@ def _options_and_failures(rank: int, world_size: int, root: Path) -> dict[str, s
     save_hf(model, root / "complete", tokenizer=_tokenizer(), base_model_path=root / "base")
     messages = {
         "exists": _raised(lambda: save_hf(model, root / "complete")),
-        "no_base": _raised(lambda: save_hf(model, root / "no_base", base_model_path=root / "nowhere")),
+        "no_base": _raised(
+            lambda: save_hf(model, root / "no_base", base_model_path=root / "nowhere")
+        ),
         "unwritable": _raised(lambda: save_hf(model, "/proc/holdfast/export")),
     }
     limit = 3000 if rank == 1 else resource.RLIM_INFINITY
     messages["full_disk"] = _file_size_limited(lambda: save_hf(model, root / "full_disk"), limit)
     limit = 3000 if rank == 0 else resource.RLIM_INFINITY
-    messages["full_disk_0"] = _file_size_limited(lambda: save_hf(model, root / "full_disk_0"), limit)
+    messages["full_disk_0"] = _file_size_limited(
+        lambda: save_hf(model, root / "full_disk_0"), limit
+    )
     if rank == 0:
         (root / "staged").mkdir()
     dist.barrier()
@@ -134,7 +161,9 @@ def _options_and_failures(rank: int, world_size: int, root: Path) -> dict[str, s
 
 
 def _between_forwards(root: Path) -> None:
-    """After a forward, FSDP2 still holds the root's gathered parameters. Neither call may see or keep that copy."""
+    """After a forward, FSDP2 still holds the root's gathered parameters. Neither call may see or
+    keep that copy.
+    """
     ids = torch.arange(14).view(2, 7)
     model, other = sharded(tiny_model("llama")), sharded(tiny_model("llama", seed=1))
     with torch.no_grad():
@@ -149,14 +178,19 @@ def _other_placements(root: Path) -> None:
     """Columns instead of rows, and a mesh that also replicates."""
     columns, fresh = tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
     for model in (columns, fresh):
-        fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % 2 == 0 else None)
+        fully_shard(
+            model,
+            shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % 2 == 0 else None,
+        )
     assert any(p.placements == (Shard(1),) for p in columns.parameters() if isinstance(p, DTensor))
     save_hf(columns, root / "columns")
     load_hf(fresh, root / "reference" / "plain" / "qwen3_moe")
     _assert_same(fresh, columns)
     hybrid, fresh = tiny_model("qwen3_tied"), tiny_model("qwen3_tied", seed=1)
     for model in (hybrid, fresh):
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        )
     save_hf(hybrid, root / "hybrid")
     load_hf(fresh, root / "reference" / "plain" / "qwen3_tied")
     _assert_same(fresh, hybrid)
@@ -201,14 +235,19 @@ def test_every_file_equals_save_pretrained_to_the_byte_and_loads(exported: Path)
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_from_pretrained_of_an_export_gives_the_same_logits(exported: Path, name: str) -> None:
-    loaded, original = AutoModelForCausalLM.from_pretrained(exported / "split" / name), tiny_model(name)
+    loaded, original = (
+        AutoModelForCausalLM.from_pretrained(exported / "split" / name),
+        tiny_model(name),
+    )
     ids = torch.arange(14).view(2, 7)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, original(ids).logits)
     assert loaded.config.use_cache is True
 
 
-def test_unsharded_model_without_torch_distributed_exports_and_imports_the_same(root: Path, tmp_path: Path) -> None:
+def test_unsharded_model_without_torch_distributed_exports_and_imports_the_same(
+    root: Path, tmp_path: Path
+) -> None:
     model, fresh = tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
     save_hf(model, tmp_path / "out")
     assert _contents(tmp_path / "out") == _contents(root / "reference" / "plain" / "qwen3_moe")
@@ -216,7 +255,9 @@ def test_unsharded_model_without_torch_distributed_exports_and_imports_the_same(
     _assert_same(fresh, model)
 
 
-def test_tokenizer_chat_template_and_files_of_the_base_model_come_along(reports: object, root: Path) -> None:
+def test_tokenizer_chat_template_and_files_of_the_base_model_come_along(
+    reports: object, root: Path
+) -> None:
     complete = root / "complete"
     tokenizer = AutoTokenizer.from_pretrained(complete)
     assert tokenizer("one two")["input_ids"] == [3, 4]
@@ -232,9 +273,15 @@ def test_existing_target_missing_base_and_unwritable_folder_are_errors_on_every_
     reports: list[dict[str, str]], root: Path
 ) -> None:
     for report in reports:
-        assert report["exists"].startswith(f"CheckpointExistsError: {root / 'complete'} exists already")
-        assert report["unwritable"].startswith("CheckpointWriteError: cannot write /proc/holdfast/export")
-    assert reports[0]["no_base"].startswith(f"CheckpointNotFoundError: base_model_path {root / 'nowhere'} is not")
+        assert report["exists"].startswith(
+            f"CheckpointExistsError: {root / 'complete'} exists already"
+        )
+        assert report["unwritable"].startswith(
+            "CheckpointWriteError: cannot write /proc/holdfast/export"
+        )
+    assert reports[0]["no_base"].startswith(
+        f"CheckpointNotFoundError: base_model_path {root / 'nowhere'} is not"
+    )
     assert "rank 0: CheckpointNotFoundError" in reports[1]["no_base"]
     assert not (root / "no_base").exists()
 
@@ -251,18 +298,24 @@ def test_rank_that_cannot_write_fails_the_export_everywhere_and_leaves_nothing(
     assert not list(root.glob(".staging*"))
 
 
-def test_write_hf_describes_every_file_on_exactly_one_rank(reports: list[dict[str, str]], root: Path) -> None:
+def test_write_hf_describes_every_file_on_exactly_one_rank(
+    reports: list[dict[str, str]], root: Path
+) -> None:
     names = [name for report in reports for name in report["named"].split()]
     assert sorted(names) == sorted(path.name for path in (root / "staged").iterdir())
     assert all("safetensors" in report["named"] for report in reports)
 
 
-def test_column_shards_and_replicated_meshes_export_and_import_the_same(reports: object, root: Path) -> None:
+def test_column_shards_and_replicated_meshes_export_and_import_the_same(
+    reports: object, root: Path
+) -> None:
     assert _contents(root / "columns") == _contents(root / "reference" / "plain" / "qwen3_moe")
     assert _contents(root / "hybrid") == _contents(root / "reference" / "plain" / "qwen3_tied")
 
 
-def test_gathered_parameters_of_a_forward_are_neither_saved_nor_kept(reports: object, root: Path) -> None:
+def test_gathered_parameters_of_a_forward_are_neither_saved_nor_kept(
+    reports: object, root: Path
+) -> None:
     assert _contents(root / "after_forward") == _contents(root / "reference" / "plain" / "llama")
 
 
@@ -270,7 +323,8 @@ def test_custom_code_of_the_model_is_exported_as_save_pretrained_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny_custom_llama.py").write_text(
-        "from transformers import LlamaForCausalLM\n\n\nclass TinyCustomLlama(LlamaForCausalLM):\n    pass\n"
+        "from transformers import LlamaForCausalLM\n\n\nclass "
+        "TinyCustomLlama(LlamaForCausalLM):\n    pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     custom = importlib.import_module("tiny_custom_llama").TinyCustomLlama
@@ -285,6 +339,8 @@ def test_custom_code_of_the_model_is_exported_as_save_pretrained_does(
 def test_model_without_memory_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_model("llama").config)
-    with pytest.raises(CheckpointMismatchError, match=r"embed_tokens\.weight is on the meta device"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"embed_tokens\.weight is on the meta device"
+    ):
         save_hf(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

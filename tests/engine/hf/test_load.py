@@ -30,7 +30,9 @@ NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 
 BROKEN: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
     "missing": lambda tensors: tensors.pop(NORM),
-    "unexpected": lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}),
+    "unexpected": lambda tensors: tensors.update(
+        {"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}
+    ),
     "shape": lambda tensors: tensors.update({UP: torch.zeros(24, 17)}),
     "dtype": lambda tensors: tensors.update({NORM: torch.zeros(16, dtype=torch.int32)}),
     "two_embeddings": lambda tensors: tensors.update({"lm_head.weight": torch.zeros(15, 16)}),
@@ -47,18 +49,26 @@ MESSAGES = {
 }
 
 
-def _rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def _rewrite(
+    source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     target.mkdir()
-    save_file({key: value.contiguous() for key, value in tensors.items()}, target / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in tensors.items()}, target / "model.safetensors"
+    )
 
 
 class Trimmed(ConversionOps):
     """Files with only the first rows, for a model that pads its vocabulary."""
 
     def convert(
-        self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **kwargs: object
+        self,
+        input_dict: dict,
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: object,
     ) -> dict:
         value = next(iter(input_dict.values()))
         return {target_patterns[0]: (value[0] if isinstance(value, list) else value)[:-1]}
@@ -83,15 +93,27 @@ def _write_folders(root: Path) -> None:
     os.truncate(root / "truncated" / "model.safetensors", 15000)
     embedding = "model.embed_tokens.weight"
     _rewrite(good, root / "other_name", lambda t: t.update({"lm_head.weight": t.pop(embedding)}))
-    _rewrite(good, root / "both_names", lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    _rewrite(
+        good, root / "both_names", lambda t: t.update({"lm_head.weight": t[embedding].clone()})
+    )
     differs = tiny_model("qwen3_tied").state_dict()["lm_head.weight"].clone()
     differs[-1, -1] += 1
     _rewrite(good, root / "last_differs", lambda t: t.update({"lm_head.weight": differs}))
-    _rewrite(good, root / "no_prefix", lambda t: [t.update({k.removeprefix("model."): t.pop(k)}) for k in list(t)])
-    _rewrite(good, root / "half", lambda t: t.update({key: value.half() for key, value in t.items()}))
-    _rewrite(good, root / "double", lambda t: t.update({key: value.double() for key, value in t.items()}))
     _rewrite(
-        good, root / "old_buffers", lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+        good,
+        root / "no_prefix",
+        lambda t: [t.update({k.removeprefix("model."): t.pop(k)}) for k in list(t)],
+    )
+    _rewrite(
+        good, root / "half", lambda t: t.update({key: value.half() for key, value in t.items()})
+    )
+    _rewrite(
+        good, root / "double", lambda t: t.update({key: value.double() for key, value in t.items()})
+    )
+    _rewrite(
+        good,
+        root / "old_buffers",
+        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
     )
 
 
@@ -150,7 +172,9 @@ def _critic(root: Path) -> None:
         torch.manual_seed(3)
         critic = sharded(AutoModelForTokenClassification.from_config(config))
         before, actor = _values(critic), _values(sharded(tiny_model(name)))
-        missing = load_hf(critic, root / folder, allow_missing=[f"{head}.*"], allow_unexpected=["lm_head.*"])
+        missing = load_hf(
+            critic, root / folder, allow_missing=[f"{head}.*"], allow_unexpected=["lm_head.*"]
+        )
         assert missing == [f"{head}.bias", f"{head}.weight"]
         for key, value in _values(critic).items():
             assert torch.equal(value, before[key] if key in missing else actor[key]), key
@@ -189,7 +213,9 @@ def _outcome(action: Callable[[], object]) -> str:
 
 
 def _breaks_while_it_is_read(rank: int, world_size: int, root: Path) -> dict[str, str]:
-    """After the check, rank 1's file becomes shorter or its disk fails. Afterwards the load works again."""
+    """After the check, rank 1's file becomes shorter or its disk fails. Afterwards the load works
+    again.
+    """
     outcomes, preadv, check = {}, os.preadv, load._compare_copies
 
     def broken(*_: object) -> int:
@@ -221,13 +247,18 @@ def _breaks_while_it_is_read(rank: int, world_size: int, root: Path) -> dict[str
 
 def _columns(model: PreTrainedModel) -> PreTrainedModel:
     ranks = dist.get_world_size()
-    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % ranks == 0 else None)
+    fully_shard(
+        model,
+        shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % ranks == 0 else None,
+    )
     return model
 
 
 def _gaps(rank: int, world_size: int, root: Path) -> list[str]:
     """Weights with missing elements in the files, in shards of rows and of columns."""
-    trimmed = WeightConverter("self_attn.o.weight", "self_attn.o_proj.weight", operations=[Trimmed()])
+    trimmed = WeightConverter(
+        "self_attn.o.weight", "self_attn.o_proj.weight", operations=[Trimmed()]
+    )
     register_checkpoint_conversion_mapping("llama", [trimmed], overwrite=True)
     outcomes = []
     for shard in (sharded, _columns):
@@ -269,18 +300,24 @@ def test_bad_folder_is_refused_on_every_rank_before_a_parameter_changes(
         assert report[case].startswith(MESSAGES[case].format(folder=root / case))
 
 
-def test_folder_that_only_one_rank_lacks_is_refused_on_every_rank(refusals: list[dict[str, str]]) -> None:
+def test_folder_that_only_one_rank_lacks_is_refused_on_every_rank(
+    refusals: list[dict[str, str]],
+) -> None:
     assert refusals[0]["one_rank"].startswith("PeerError: checking")
     assert refusals[1]["one_rank"].startswith("CheckpointNotFoundError")
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3]))
-def test_other_names_dtypes_heads_and_conversions_load_as_meant(root: Path, tmp_path: Path, world_size: int) -> None:
+def test_other_names_dtypes_heads_and_conversions_load_as_meant(
+    root: Path, tmp_path: Path, world_size: int
+) -> None:
     shutil.copytree(root, tmp_path / "root")
     run_ranks(_forgiven, world_size, tmp_path / "root")
 
 
-def test_a_file_that_breaks_while_read_is_an_error_on_every_rank(root: Path, tmp_path: Path) -> None:
+def test_a_file_that_breaks_while_read_is_an_error_on_every_rank(
+    root: Path, tmp_path: Path
+) -> None:
     shutil.copytree(root, tmp_path / "root")
     first, second = run_ranks(_breaks_while_it_is_read, 2, tmp_path / "root")
     for case, kind in (("shorter", "CheckpointCorruptError"), ("EIO", "OSError")):
@@ -294,9 +331,14 @@ def test_a_file_that_breaks_while_read_is_an_error_on_every_rank(root: Path, tmp
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2, 3]))
-def test_differing_copies_of_a_tied_weight_are_refused_on_every_rank(root: Path, world_size: int) -> None:
+def test_differing_copies_of_a_tied_weight_are_refused_on_every_rank(
+    root: Path, world_size: int
+) -> None:
     *others, last = run_ranks(_copies_of_a_tied_weight, world_size, root)
-    assert last.startswith("CheckpointMismatchError") and "the model ties model.embed_tokens.weight, but" in last
+    assert (
+        last.startswith("CheckpointMismatchError")
+        and "the model ties model.embed_tokens.weight, but" in last
+    )
     for other in others:
         assert other.startswith("PeerError: checking") and "the model ties" in other
 
@@ -305,7 +347,10 @@ def test_weights_of_which_the_files_do_not_hold_every_element_are_refused(tmp_pa
     for outcomes in run_ranks(_gaps, 2, tmp_path):
         for outcome in outcomes:
             assert outcome.startswith("CheckpointMismatchError")
-            assert "model.layers.0.self_attn.o_proj.weight has shape [14, 16], the model needs [16, 16]" in outcome
+            assert (
+                "model.layers.0.self_attn.o_proj.weight has shape [14, 16], the model needs [16, 16]"
+                in outcome
+            )
 
 
 def test_no_values_are_read_from_a_file_replaced_after_its_header(

@@ -1,4 +1,6 @@
-"""`load_hf` loads what `from_pretrained` would load, equal to the bit, and exports use the same names."""
+"""`load_hf` loads what `from_pretrained` would load, equal to the bit, and exports use the same
+names.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -41,7 +43,12 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 32,
     "pad_token_id": 0,
 }
-VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 1,
@@ -52,7 +59,13 @@ LINEAR: dict[str, Any] = {
 MULTIMODAL: dict[str, PretrainedConfig] = {
     "Qwen3.5": Qwen3_5Config(
         text_config=TEXT | LINEAR,
-        vision_config={"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2, "out_hidden_size": 16},
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 16,
+        },
     ),
     "Gemma3": Gemma3Config(
         text_config=TEXT,
@@ -63,8 +76,10 @@ MULTIMODAL: dict[str, PretrainedConfig] = {
         eoi_token_index=28,
     ),
     "Llama4": Llama4Config(
-        text_config=TEXT | {"intermediate_size_mlp": 24, "num_local_experts": 2, "interleave_moe_layer_step": 2},
-        vision_config=VISION | {"image_size": 8, "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16},
+        text_config=TEXT
+        | {"intermediate_size_mlp": 24, "num_local_experts": 2, "interleave_moe_layer_step": 2},
+        vision_config=VISION
+        | {"image_size": 8, "patch_size": 4, "vision_output_dim": 16, "projector_input_dim": 16},
     ),
 }
 
@@ -87,7 +102,8 @@ def _empty(folder: Path) -> PreTrainedModel:
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
-        key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in model.state_dict().items()
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in model.state_dict().items()
     }
 
 
@@ -104,12 +120,16 @@ def _loads_as_from_pretrained(rank: int, world_size: int, root: Path) -> None:
         save_hf(model, root / f"{name} ours")
         if rank == 0:
             expected.save_pretrained(root / f"{name} theirs")
-            ours, theirs = (root / f"{name} {whose}" / "model.safetensors" for whose in ("ours", "theirs"))
+            ours, theirs = (
+                root / f"{name} {whose}" / "model.safetensors" for whose in ("ours", "theirs")
+            )
             assert ours.read_bytes() == theirs.read_bytes(), name
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
-def test_a_multimodal_folder_loads_and_is_exported_as_a_causal_model(world_size: int, tmp_path: Path) -> None:
+def test_a_multimodal_folder_loads_and_is_exported_as_a_causal_model(
+    world_size: int, tmp_path: Path
+) -> None:
     for name, config in MULTIMODAL.items():
         write_multimodal(tmp_path / name, config)
     run_ranks(_loads_as_from_pretrained, world_size, tmp_path)
@@ -119,9 +139,12 @@ def test_a_multimodal_folder_loads_and_is_exported_as_a_causal_model(world_size:
 
 
 @pytest.mark.parametrize(
-    "stranger", ["language_model.model.layers.2.input_layernorm.weight", "language_model.lm_head.bias"]
+    "stranger",
+    ["language_model.model.layers.2.input_layernorm.weight", "language_model.lm_head.bias"],
 )
-def test_a_tensor_the_language_model_lacks_is_refused_in_multimodal_folders_too(stranger: str, tmp_path: Path) -> None:
+def test_a_tensor_the_language_model_lacks_is_refused_in_multimodal_folders_too(
+    stranger: str, tmp_path: Path
+) -> None:
     write_multimodal(tmp_path, MULTIMODAL["Llama4"])
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {stranger: torch.zeros(16)}, tmp_path / "model.safetensors")
@@ -158,7 +181,8 @@ def test_a_base_model_prefix_may_be_absent_from_some_tensors(tmp_path: Path) -> 
         model = tiny_model("llama", seed=1)
         assert load_hf(model, folder) == []
         assert all(
-            torch.equal(value, tiny_model("llama").state_dict()[key]) for key, value in model.state_dict().items()
+            torch.equal(value, tiny_model("llama").state_dict()[key])
+            for key, value in model.state_dict().items()
         )
 
 
@@ -167,7 +191,8 @@ def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path) -> No
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"norm.weight": torch.zeros(16)}, tmp_path / "model.safetensors")
     with pytest.raises(
-        CheckpointMismatchError, match=r"tensor norm\.weight \(1 such\) fills what another one fills too"
+        CheckpointMismatchError,
+        match=r"tensor norm\.weight \(1 such\) fills what another one fills too",
     ):
         load_hf(tiny_model("llama"), tmp_path)
 
@@ -175,19 +200,27 @@ def test_a_tensor_that_is_there_under_two_names_is_refused(tmp_path: Path) -> No
 class Doubled(ConversionOps):
     """Arithmetic during the load."""
 
-    def convert(self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **_: object) -> dict:
+    def convert(
+        self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **_: object
+    ) -> dict:
         value = next(iter(input_dict.values()))
         return {target_patterns[0]: (value[0] if isinstance(value, list) else value) * 2}
 
 
 FUSED = {
     "two tensors side by side": (
-        WeightConverter(["mlp.a.weight", "mlp.b.weight"], "mlp.down_proj.weight", operations=[Concatenate(dim=1)]),
+        WeightConverter(
+            ["mlp.a.weight", "mlp.b.weight"],
+            "mlp.down_proj.weight",
+            operations=[Concatenate(dim=1)],
+        ),
         lambda weight: {"a": weight[:, :12], "b": weight[:, 12:]},
     ),
     "two tensors one above the other, transposed": (
         WeightConverter(
-            ["mlp.a.weight", "mlp.b.weight"], "mlp.down_proj.weight", operations=[Concatenate(dim=0), Transpose(0, 1)]
+            ["mlp.a.weight", "mlp.b.weight"],
+            "mlp.down_proj.weight",
+            operations=[Concatenate(dim=0), Transpose(0, 1)],
         ),
         lambda weight: {"a": weight.T[:12], "b": weight.T[12:]},
     ),
@@ -200,7 +233,9 @@ def _write_fused(folder: Path, kind: str) -> None:
     weights = load_file(folder / "model.safetensors")
     for key in [key for key in weights if key.endswith("mlp.down_proj.weight")]:
         parts = FUSED[kind][1](weights.pop(key))
-        weights |= {key.replace("down_proj", name): part.contiguous() for name, part in parts.items()}
+        weights |= {
+            key.replace("down_proj", name): part.contiguous() for name, part in parts.items()
+        }
     save_file(weights, folder / "model.safetensors")
 
 
@@ -209,14 +244,20 @@ def _fused_loads(rank: int, world_size: int, root: Path, kind: str) -> None:
     model = sharded(tiny_model("llama", seed=1))
     load_hf(model, root)
     found = _whole(model)
-    assert all(torch.equal(found[key], value) for key, value in tiny_model("llama").state_dict().items())
+    assert all(
+        torch.equal(found[key], value) for key, value in tiny_model("llama").state_dict().items()
+    )
     save_hf(model, root / "ours")
-    assert (root / "ours" / "model.safetensors").read_bytes() == (root / "model.safetensors").read_bytes()
+    assert (root / "ours" / "model.safetensors").read_bytes() == (
+        root / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
 @pytest.mark.parametrize("kind", FUSED)
-def test_weights_stored_in_pieces_load_and_are_exported_in_pieces(kind: str, world_size: int, tmp_path: Path) -> None:
+def test_weights_stored_in_pieces_load_and_are_exported_in_pieces(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
     _write_fused(tmp_path, kind)
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

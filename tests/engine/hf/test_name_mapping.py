@@ -1,4 +1,6 @@
-"""Which model elements make up a file tensor, compared with transformers' own conversion of real values."""
+"""Which model elements make up a file tensor, compared with transformers' own conversion of real
+values.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +39,11 @@ class Doubled(ConversionOps):
     """Arithmetic, which no sharded export or import can follow."""
 
     def convert(
-        self, input_dict: dict, source_patterns: list[str], target_patterns: list[str], **kwargs: object
+        self,
+        input_dict: dict,
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **kwargs: object,
     ) -> dict:
         value = next(iter(input_dict.values()))
         return {target_patterns[0]: (value[0] if isinstance(value, list) else value) * 2}
@@ -49,15 +55,21 @@ class Doubled(ConversionOps):
 
 CONVERSIONS = {
     "joined": WeightConverter(
-        "mlp.gate_up.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(dim=0)]
+        "mlp.gate_up.weight",
+        ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+        operations=[Chunk(dim=0)],
     ),
-    "transposed": WeightConverter("mlp.down.weight", "mlp.down_proj.weight", operations=[Transpose(0, 1)]),
+    "transposed": WeightConverter(
+        "mlp.down.weight", "mlp.down_proj.weight", operations=[Transpose(0, 1)]
+    ),
     "interleaved": WeightConverter(
         "mlp.gate_up.weight",
         ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
         operations=[Interleave(dim=0), Chunk(dim=0)],
     ),
-    "doubled": WeightConverter("self_attn.o.weight", "self_attn.o_proj.weight", operations=[Doubled()]),
+    "doubled": WeightConverter(
+        "self_attn.o.weight", "self_attn.o_proj.weight", operations=[Doubled()]
+    ),
 }
 
 
@@ -94,7 +106,9 @@ def test_spans_give_the_tensors_of_save_pretrained_in_its_order_and_blocks(name:
     assert all(len(storages) == 1 for storages in blocks.values())
 
 
-def test_conversions_are_followed_exactly_or_refused(converted_model: tuple[str, PreTrainedModel]) -> None:
+def test_conversions_are_followed_exactly_or_refused(
+    converted_model: tuple[str, PreTrainedModel],
+) -> None:
     kind, model = converted_model
     stored, _ = stored_tensors(model)
     expected = revert_weight_conversion(model, dict(stored))
@@ -117,7 +131,9 @@ def test_conversions_are_followed_exactly_or_refused(converted_model: tuple[str,
 
 
 @pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0,), ()])
-def test_a_tensor_without_elements_or_dims_is_written_as_any_other(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_a_tensor_without_elements_or_dims_is_written_as_any_other(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
     model = tiny_model("llama")
     model.register_buffer("extra", torch.ones(shape))
     save_hf(model, tmp_path / "ours")
@@ -130,7 +146,9 @@ def test_stored_tensors_refuses_weights_that_are_shared_without_being_declared_a
     model = LlamaForCausalLM(tiny_config("llama"))  # type: ignore[arg-type]
     first, second = (model.get_submodule(f"model.layers.{index}.mlp.up_proj") for index in (0, 1))
     first.weight = second.weight
-    with pytest.raises(CheckpointMismatchError, match=r"layers\.0\.mlp\.up_proj\.weight.*share memory"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"layers\.0\.mlp\.up_proj\.weight.*share memory"
+    ):
         stored_tensors(model)
 
 
@@ -157,7 +175,9 @@ def _classes_and_exports(rank: int, world_size: int, root: Path) -> None:
         classes = [unsharded_class(module) for module in wrapped.modules()]
         assert classes == [type(module) for module in plain.modules()], name
         save_hf(wrapped, root / name)
-        assert (root / name / "model.safetensors").read_bytes() == (root / "model.safetensors").read_bytes(), name
+        assert (root / name / "model.safetensors").read_bytes() == (
+            root / "model.safetensors"
+        ).read_bytes(), name
 
 
 def test_a_module_sharded_or_replicated_or_both_keeps_its_own_class(tmp_path: Path) -> None:

@@ -18,7 +18,11 @@ from holdfast.engine.hf.safetensors_layout import (
     read_header,
     read_layout,
 )
-from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from holdfast.utils.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
 
 
 def _spec(key: str, tensor: torch.Tensor) -> TensorSpec:
@@ -37,7 +41,12 @@ def _layout(folder: Path) -> dict[str, TensorSlot]:
 
 def test_header_equals_the_safetensors_librarys_for_every_dtype_and_odd_names() -> None:
     tensors = {f"z.{code}": torch.zeros(2, 3).to(dtype) for dtype, code in DTYPE_CODES.items()}
-    tensors |= {"b": torch.zeros(0, 3), "é": torch.zeros(5), 'q"\\uote': torch.tensor(1.0), "a\t": torch.zeros(1)}
+    tensors |= {
+        "b": torch.zeros(0, 3),
+        "é": torch.zeros(5),
+        'q"\\uote': torch.tensor(1.0),
+        "a\t": torch.zeros(1),
+    }
     layout = plan_layout([_spec(key, tensor) for key, tensor in tensors.items()], 10**9, 0)
     expected = save(tensors, {"format": "pt"})
     assert layout.index is None
@@ -47,7 +56,8 @@ def test_header_equals_the_safetensors_librarys_for_every_dtype_and_odd_names() 
 
 def test_a_dtype_that_safetensors_does_not_know_is_refused_by_name() -> None:
     with pytest.raises(
-        CheckpointMismatchError, match=r"w has dtype torch\.complex128; safetensors files hold torch\.bool,"
+        CheckpointMismatchError,
+        match=r"w has dtype torch\.complex128; safetensors files hold torch\.bool,",
     ):
         plan_layout([_spec("w", torch.zeros(2, dtype=torch.complex128))], 10**9, 0)
 
@@ -59,7 +69,9 @@ def test_header_that_is_read_back_gives_the_planned_slots(tmp_path: Path) -> Non
     assert _layout(tmp_path) == layout.slots
     data = (tmp_path / WEIGHTS_NAME).read_bytes()
     for key, place in layout.slots.items():
-        values = torch.frombuffer(bytearray(data), dtype=place.dtype, offset=place.offset, count=tensors[key].numel())
+        values = torch.frombuffer(
+            bytearray(data), dtype=place.dtype, offset=place.offset, count=tensors[key].numel()
+        )
         assert torch.equal(values.view(place.shape), tensors[key])
 
 
@@ -91,7 +103,9 @@ def test_read_layout_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="gone is not a folder"):
         _layout(tmp_path / "gone")
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(CheckpointNotFoundError, match=r"neither model\.safetensors.*found \['pytorch_model\.bin'\]"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"neither model\.safetensors.*found \['pytorch_model\.bin'\]"
+    ):
         _layout(tmp_path)
 
 

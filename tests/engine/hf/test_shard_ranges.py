@@ -1,4 +1,6 @@
-"""Which rank writes which part, and how much memory it needs: at 1, 2 and 3 ranks, for shards of every kind."""
+"""Which rank writes which part, and how much memory it needs: at 1, 2 and 3 ranks, for shards of
+every kind.
+"""
 
 import math
 import os
@@ -43,7 +45,11 @@ def _spans(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
         whole[1:],
         whole[..., ::2],
     )
-    yield from (whole.view(-1)[2 : whole.numel() - 1], whole.view(-1)[1::3], whole[:, :1].expand(shape))
+    yield from (
+        whole.view(-1)[2 : whole.numel() - 1],
+        whole.view(-1)[1::3],
+        whole[:, :1].expand(shape),
+    )
     if shape[0] % 2 == 0:
         yield whole.view(2, shape[0] // 2, *shape[1:]).transpose(0, 1)  # rotary halves, interleaved
     if shape[0] % 3 == 0:
@@ -54,13 +60,18 @@ def _box_in(shape: tuple[int, ...], draw: random.Random) -> Box:
     begins = [draw.randrange(size) for size in shape]
     return Box(
         tuple(begins),
-        tuple(draw.randint(0 if draw.random() < 0.1 else 1, n - at) for n, at in zip(shape, begins, strict=True)),
+        tuple(
+            draw.randint(0 if draw.random() < 0.1 else 1, n - at)
+            for n, at in zip(shape, begins, strict=True)
+        ),
     )
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (4, 1), (3, 4, 5), (1, 6, 2), (2, 3, 2, 4), (12, 7)])
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_every_element_of_a_span_that_is_in_a_block_is_found_once(shape: tuple[int, ...], replicas: int) -> None:
+def test_every_element_of_a_span_that_is_in_a_block_is_found_once(
+    shape: tuple[int, ...], replicas: int
+) -> None:
     draw, values = random.Random(0), torch.arange(math.prod(shape)).view(shape)
     for view in _spans(shape):
         span = Span("w", int(view.storage_offset()), tuple(view.shape), tuple(view.stride()), 5)
@@ -74,13 +85,19 @@ def test_every_element_of_a_span_that_is_in_a_block_is_found_once(shape: tuple[i
                 data = data.contiguous()
             found = torch.full((span.numel + 9,), -1)
             for replica in range(replicas):
-                for at, run, pitch in own_share(span, LocalPart(data, box, shape, replica, replicas)):
+                for at, run, pitch in own_share(
+                    span, LocalPart(data, box, shape, replica, replicas)
+                ):
                     for row in range(len(run)):
                         place = found[at + row * pitch :][: run[row].numel()]
                         assert (place == -1).all(), "an element is written twice"
                         place.copy_(run[row].reshape(-1))
             expected = torch.where(held.reshape(-1)[shown], shown, -1)
-            assert torch.equal(found[5 : 5 + span.numel], expected), (view.shape, view.stride(), box)
+            assert torch.equal(found[5 : 5 + span.numel], expected), (
+                view.shape,
+                view.stride(),
+                box,
+            )
             assert (found[:5] == -1).all() and (found[5 + span.numel :] == -1).all()
 
 
@@ -94,23 +111,32 @@ def test_the_product_of_an_adapter_is_added_to_columns_too() -> None:
     whole = merged.part(key, LocalPart(weight, Box((0, 0), shape), shape)).data
     assert not torch.equal(whole, weight)
     for box in (Box((4, 0), (8, 16)), Box((0, 8), (16, 8)), Box((3, 5), (1, 2))):
-        torch.testing.assert_close(merged.part(key, LocalPart(box.of(weight), box, shape)).data, box.of(whole))
+        torch.testing.assert_close(
+            merged.part(key, LocalPart(box.of(weight), box, shape)).data, box.of(whole)
+        )
 
 
 def _columns(model: PreTrainedModel) -> PreTrainedModel:
     ranks = dist.get_world_size()
-    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % ranks == 0 else None)
+    fully_shard(
+        model,
+        shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % ranks == 0 else None,
+    )
     return model
 
 
 def _replicated(model: PreTrainedModel) -> PreTrainedModel:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+    )
     fully_shard(model, mesh=mesh)
     return model
 
 
 def _by_hand(model: PreTrainedModel) -> PreTrainedModel:
-    """A model under tensor parallelism: columns of some weights, rows of others, the rest on every rank."""
+    """A model under tensor parallelism: columns of some weights, rows of others, the rest on every
+    rank.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -169,7 +195,8 @@ def _saves_and_loads(rank: int, world_size: int, root: Path) -> dict[str, tuple[
         model, fresh = shard(tiny_model(name)), shard(tiny_model(name, seed=1))
         with _counted() as counts:
             save_hf(model, root / f"{case}{world_size}")
-        # Rank 0 syncs the small files while others write weights. It must not wait for the weights then.
+        # Rank 0 syncs the small files while others write weights. It must not wait for the weights
+        # then.
         assert sum(counts["synced"]) == 1, case
         written[case] = sum(counts["written"]), sum(value.nbytes for value in _values(model))
         load_hf(fresh, root / f"{case}{world_size}")
@@ -180,7 +207,9 @@ def _saves_and_loads(rank: int, world_size: int, root: Path) -> dict[str, tuple[
 
 
 @pytest.mark.parametrize("world_size", slow_but([1, 2], [1, 2, 3]))
-def test_every_byte_is_written_once_and_all_ranks_write_about_alike(tmp_path: Path, world_size: int) -> None:
+def test_every_byte_is_written_once_and_all_ranks_write_about_alike(
+    tmp_path: Path, world_size: int
+) -> None:
     for case, (name, _) in SHARDINGS.items():
         if case in CONVERSIONS:
             register_checkpoint_conversion_mapping("llama", [CONVERSIONS[case]], overwrite=True)
@@ -196,7 +225,8 @@ def test_every_byte_is_written_once_and_all_ranks_write_about_alike(tmp_path: Pa
         share_bytes = (len(expected) - header_bytes) / world_size
         written[0] -= header_bytes
         for rank, report in enumerate(reports):
-            # FSDP2 cuts like torch.chunk: 4 experts over 3 ranks are 2, 2 and 0, and each rank writes its own part.
+            # FSDP2 cuts like torch.chunk: 4 experts over 3 ranks are 2, 2 and 0, and each rank
+            # writes its own part.
             given_bytes = 0 if case in ("plain", "replicated", "by_hand") else report[case][1]
             assert written[rank] <= max(share_bytes, given_bytes) + 600, (case, written)
 
@@ -233,7 +263,9 @@ def _large_model(shard: Callable[[PreTrainedModel], PreTrainedModel]) -> PreTrai
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
     }
-    config = Qwen3Config(**sizes, vocab_size=32000, num_hidden_layers=2, head_dim=64, tie_word_embeddings=False)
+    config = Qwen3Config(
+        **sizes, vocab_size=32000, num_hidden_layers=2, head_dim=64, tie_word_embeddings=False
+    )
     return shard(AutoModelForCausalLM.from_config(config))
 
 
@@ -249,8 +281,14 @@ def _memory(rank: int, world_size: int, root: Path) -> None:
             with _peak() as loading:
                 load_hf(model, path)
             for peak in (saving, loading):
-                # A chunk, and for gathered tensors the parts of all ranks, their sum, and its transpose.
-                assert peak[0] < (10e6 if name == "rows" else 30e6), (name, dtype, peak, shard_bytes)
+                # A chunk, and for gathered tensors the parts of all ranks, their sum, and its
+                # transpose.
+                assert peak[0] < (10e6 if name == "rows" else 30e6), (
+                    name,
+                    dtype,
+                    peak,
+                    shard_bytes,
+                )
 
 
 @pytest.mark.slow

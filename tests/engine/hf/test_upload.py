@@ -42,7 +42,11 @@ from tests.helpers import run_ranks
 from tests.recover.mirrors import BUCKET, S3Server, listing, storage
 
 SPLIT: dict[str, Any] = {"max_shard_size_bytes": 8000}
-VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "split": SPLIT, "bf16": {"dtype": torch.bfloat16}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "split": SPLIT,
+    "bf16": {"dtype": torch.bfloat16},
+}
 KINDS = SHARDINGS | {"transposed on every rank": ("llama", lambda model: model)}
 
 
@@ -67,7 +71,9 @@ def s3_url(server: S3Server, tmp_path: Path) -> str:
 
 def medium_model(tied: bool) -> PreTrainedModel:
     """16 MB in its largest tensor: enough for S3's parts."""
-    return AutoModelForCausalLM.from_config(tiny_qwen3(tied, vocab_size=8000, hidden_size=512, layers=1))
+    return AutoModelForCausalLM.from_config(
+        tiny_qwen3(tied, vocab_size=8000, hidden_size=512, layers=1)
+    )
 
 
 def stored(url: str) -> dict[str, bytes]:
@@ -89,7 +95,9 @@ def _to_s3(rank: int, world_size: int, environment: dict[str, str], root: Path, 
         )
 
 
-def test_an_export_to_s3_has_the_bytes_of_one_to_a_folder(server: S3Server, s3_url: str, tmp_path: Path) -> None:
+def test_an_export_to_s3_has_the_bytes_of_one_to_a_folder(
+    server: S3Server, s3_url: str, tmp_path: Path
+) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "LICENSE").write_text("as you like")
     run_ranks(_to_s3, 2, server.environment, tmp_path, s3_url)
@@ -107,7 +115,9 @@ def _of_every_kind(rank: int, world_size: int, root: Path) -> None:
     url = shelf_url(root / "shelf")
     for case, (name, shard) in KINDS.items():
         if (conversion := case.partition(" ")[0]) in CONVERSIONS:
-            register_checkpoint_conversion_mapping("llama", [CONVERSIONS[conversion]], overwrite=True)
+            register_checkpoint_conversion_mapping(
+                "llama", [CONVERSIONS[conversion]], overwrite=True
+            )
         model = shard(tiny_model(name))
         for variant in ("plain", "split"):
             save_hf(model, root / "local" / case / variant, **VARIANTS[variant])
@@ -120,7 +130,9 @@ def _of_every_kind(rank: int, world_size: int, root: Path) -> None:
 
 
 def _from_staged_values(root: Path, url: str) -> None:
-    """Export a host copy over a separate group while the model changes and the default group is in use."""
+    """Export a host copy over a separate group while the model changes and the default group is in
+    use.
+    """
     model = sharded(tiny_model("qwen3_moe"))
     own: Any = dist.new_group()
     save_hf(model, root / "local" / "staged", **SPLIT)
@@ -132,7 +144,12 @@ def _from_staged_values(root: Path, url: str) -> None:
         for name in ("all_gather_object", "broadcast", "broadcast_object_list"):
             collective = getattr(dist, name)
 
-            def call(*args: Any, collective: Callable[..., Any] = collective, group: Any = None, **others: Any) -> None:
+            def call(
+                *args: Any,
+                collective: Callable[..., Any] = collective,
+                group: Any = None,
+                **others: Any,
+            ) -> None:
                 assert group is own
                 collective(*args, group=group, **others)
 
@@ -142,7 +159,9 @@ def _from_staged_values(root: Path, url: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_shards_of_every_kind_and_gathered_tensors_come_out_the_same(tmp_path: Path, world_size: int) -> None:
+def test_shards_of_every_kind_and_gathered_tensors_come_out_the_same(
+    tmp_path: Path, world_size: int
+) -> None:
     run_ranks(_of_every_kind, world_size, tmp_path)
     cases = [f"{case}/{variant}" for case in KINDS for variant in ("plain", "split")]
     for case in [*cases, "one_row", "staged"]:
@@ -154,7 +173,11 @@ def test_an_export_needs_no_torch_distributed_and_file_urls_are_folders(tmp_path
     save_hf(model, tmp_path / "out", **SPLIT)
     save_hf(model, f"memory://{tmp_path.name}/out", **SPLIT)
     save_hf(model, f"file://{tmp_path}/by_url", **SPLIT)
-    assert stored(f"memory://{tmp_path.name}/out") == contents(tmp_path / "out") == contents(tmp_path / "by_url")
+    assert (
+        stored(f"memory://{tmp_path.name}/out")
+        == contents(tmp_path / "out")
+        == contents(tmp_path / "by_url")
+    )
     fresh = tiny_model("qwen3_moe", seed=1)
     load_hf(fresh, f"file://{tmp_path}/by_url")
     assert all(map(torch.equal, fresh.state_dict().values(), model.state_dict().values()))
@@ -162,7 +185,10 @@ def test_an_export_needs_no_torch_distributed_and_file_urls_are_folders(tmp_path
 
 def test_files_are_dealt_by_their_bytes_to_ranks_that_are_far_apart() -> None:
     files = [WeightFile(str(number), b"", size, {}) for number, size in enumerate([5, 3, 3, 2, 1])]
-    assert [[file.name for file in owned] for owned in deal_files(files, 2)] == [["0", "3"], ["1", "2", "4"]]
+    assert [[file.name for file in owned] for owned in deal_files(files, 2)] == [
+        ["0", "3"],
+        ["1", "2", "4"],
+    ]
     owners = [rank for rank, owned in enumerate(deal_files(files, 20)) if owned]
     assert owners == [0, 4, 8, 12, 16]
 
@@ -188,7 +214,9 @@ def test_a_model_at_the_url_is_not_written_over(server: S3Server, s3_url: str) -
     save_hf(tiny_model("llama"), s3_url)
     before = stored(s3_url)
     server.clear()
-    with pytest.raises(CheckpointExistsError, match=rf"{s3_url} has a config\.json, so there is a model"):
+    with pytest.raises(
+        CheckpointExistsError, match=rf"{s3_url} has a config\.json, so there is a model"
+    ):
         save_hf(tiny_model("llama", seed=1), s3_url)
     assert server.puts() == [] and stored(s3_url) == before
 
@@ -197,12 +225,17 @@ def test_files_of_no_export_are_neither_removed_nor_overwritten(tmp_path: Path) 
     url = f"memory://{tmp_path.name}/out"
     fs, root = storage(url)
     fs.pipe_file(f"{root}/model-00001-of-00001.safetensors", b"mine")
-    with pytest.raises(CheckpointExistsError, match=r"\['model-00001-of-00001.safetensors'\], which an export would"):
+    with pytest.raises(
+        CheckpointExistsError,
+        match=r"\['model-00001-of-00001.safetensors'\], which an export would",
+    ):
         save_hf(tiny_model("llama"), url)
     assert stored(url) == {"model-00001-of-00001.safetensors": b"mine"}
     fs.mv(f"{root}/model-00001-of-00001.safetensors", f"{root}/step_8/config.json")
     fs.pipe_file(f"{root}/generation_config.json", b"mine")
-    with pytest.raises(CheckpointExistsError, match=r"\['generation_config.json'\], which an export would"):
+    with pytest.raises(
+        CheckpointExistsError, match=r"\['generation_config.json'\], which an export would"
+    ):
         save_hf(tiny_model("llama"), url)
     fs.rm_file(f"{root}/generation_config.json")
     save_hf(tiny_model("llama"), url)
@@ -211,11 +244,15 @@ def test_files_of_no_export_are_neither_removed_nor_overwritten(tmp_path: Path) 
     assert set(found) == {"config.json", "generation_config.json", "model.safetensors"}
 
 
-def _killed(rank: int, world_size: int, victim: int, url: str, staging: Path, environment: dict[str, str]) -> str:
+def _killed(
+    rank: int, world_size: int, victim: int, url: str, staging: Path, environment: dict[str, str]
+) -> str:
     """Kill one rank after it has uploaded its first file."""
     os.environ.update(environment)
 
-    def putting(remote: RemoteFolder, *args: Any, put: Callable[..., None] = RemoteFolder.put_file) -> None:
+    def putting(
+        remote: RemoteFolder, *args: Any, put: Callable[..., None] = RemoteFolder.put_file
+    ) -> None:
         put(remote, *args)
         if rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -247,20 +284,32 @@ def test_a_killed_export_does_not_count_and_a_repetition_completes_it(
     assert list(scratch.iterdir()) == []
 
 
-def _refused(rank: int, world_size: int, root: Path, environment: dict[str, str], s3_url: str) -> dict[str, str]:
+def _refused(
+    rank: int, world_size: int, root: Path, environment: dict[str, str], s3_url: str
+) -> dict[str, str]:
     os.environ.update(environment)
     save.RemoteFolder = partial(RemoteFolder, first_wait_s=0.01)
     model, url, messages = sharded(tiny_model("llama")), shelf_url(root / "shelf"), {}
-    for kind, export in (("rows", model), ("columns", SHARDINGS["columns"][1](tiny_model("llama")))):
+    for kind, export in (
+        ("rows", model),
+        ("columns", SHARDINGS["columns"][1](tiny_model("llama"))),
+    ):
         for failing in range(world_size):
             limit = 3000 if rank == failing else resource.RLIM_INFINITY
             messages[f"{kind} {failing}"] = file_size_limited(
-                lambda export=export: save_hf(export, f"{url}/out", staging_folder=root / "scratch", **SPLIT), limit
+                lambda export=export: save_hf(
+                    export, f"{url}/out", staging_folder=root / "scratch", **SPLIT
+                ),
+                limit,
             )
     messages["bucket"] = raised(lambda: save_hf(model, "s3://nosuchbucket/out", **SPLIT))
     messages["url"] = raised(lambda: save_hf(model, "nosuch://me:secret@there/out"))
-    messages["base"] = raised(lambda: save_hf(model, f"{url}/out", base_model_path=root / "nowhere"))
-    messages["put"] = raised(lambda: save_hf(model, s3_url, staging_folder=root / "scratch", **SPLIT))
+    messages["base"] = raised(
+        lambda: save_hf(model, f"{url}/out", base_model_path=root / "nowhere")
+    )
+    messages["put"] = raised(
+        lambda: save_hf(model, s3_url, staging_folder=root / "scratch", **SPLIT)
+    )
     return messages
 
 
@@ -274,15 +323,25 @@ def test_a_store_that_refuses_fails_every_rank_and_a_repetition_completes_it(
         for failing in range(2):
             for message in (report[f"rows {failing}"], report[f"columns {failing}"]):
                 kind = "CheckpointWriteError: " if rank == failing else "PeerError: "
-                assert message.startswith(kind) and f"cannot write {tmp_path}/scratch/.staging-" in message
+                assert (
+                    message.startswith(kind)
+                    and f"cannot write {tmp_path}/scratch/.staging-" in message
+                )
                 assert "File too large" in message
         assert (
-            "cannot write s3://nosuchbucket/out: " in report["bucket"] and "bucket does not exist" in report["bucket"]
+            "cannot write s3://nosuchbucket/out: " in report["bucket"]
+            and "bucket does not exist" in report["bucket"]
         )
         assert report["url"].startswith("ConfigError: path ('nosuch://there/out') cannot be used")
-        assert "secret" not in report["url"] and "CheckpointNotFoundError: base_model_path" in report["base"]
+        assert (
+            "secret" not in report["url"]
+            and "CheckpointNotFoundError: base_model_path" in report["base"]
+        )
         assert f"{s3_url}/model-00002-of" in report["put"] and "failed 5 times" in report["put"]
-    assert sorted(report["put"].partition(":")[0] for report in reports) == ["CheckpointWriteError", "PeerError"]
+    assert sorted(report["put"].partition(":")[0] for report in reports) == [
+        "CheckpointWriteError",
+        "PeerError",
+    ]
     assert list((tmp_path / "shelf").rglob("*")) in ([], [tmp_path / "shelf" / "out"])
     assert list((tmp_path / "scratch").iterdir()) == []
     server.clear()
@@ -296,7 +355,11 @@ def test_parts_of_a_large_file_that_the_store_refused_are_given_up(
     server: S3Server, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save, "RemoteFolder", partial(RemoteFolder, first_wait_s=0.01))
-    monkeypatch.setattr(s3fs.S3FileSystem, "_put_file", partialmethod(s3fs.S3FileSystem._put_file, chunksize=5 << 20))
+    monkeypatch.setattr(
+        s3fs.S3FileSystem,
+        "_put_file",
+        partialmethod(s3fs.S3FileSystem._put_file, chunksize=5 << 20),
+    )
     server.refuse("model.safetensors")
     with pytest.raises(CheckpointWriteError, match=rf"{s3_url}/model\.safetensors failed 5 times"):
         save_hf(medium_model(tied=True), s3_url, staging_folder=tmp_path)
@@ -329,9 +392,17 @@ def _of_two_nodes(rank: int, world_size: int, root: Path) -> str:
 def test_ranks_that_share_no_staging_folder_say_so(tmp_path: Path) -> None:
     reports = run_ranks(_of_two_nodes, 2, tmp_path)
     for report, kind in zip(reports, ("PeerError", "ConfigError"), strict=True):
-        assert report.startswith(f"{kind}: ") and "which rank 0 made to stage the export to shelf://" in report
-        assert "is not there on" in report and "staging_folder must be a folder that all ranks see" in report
-    assert not list(tmp_path.glob("node_*/scratch/*")) and not list(tmp_path.glob("node_*/scratch/.*"))
+        assert (
+            report.startswith(f"{kind}: ")
+            and "which rank 0 made to stage the export to shelf://" in report
+        )
+        assert (
+            "is not there on" in report
+            and "staging_folder must be a folder that all ranks see" in report
+        )
+    assert not list(tmp_path.glob("node_*/scratch/*")) and not list(
+        tmp_path.glob("node_*/scratch/.*")
+    )
     assert not (tmp_path / "shelf").exists()
 
 
@@ -348,7 +419,9 @@ def test_lost_or_truncated_files_are_found_before_the_export_counts(
         fs.pipe_file(f"{root}/model.safetensors", b"short")
 
     monkeypatch.setattr(RemoteFolder, "put_file", losing)
-    with pytest.raises(CheckpointWriteError, match=r"model\.safetensors was put with \d+ bytes, the store says 5"):
+    with pytest.raises(
+        CheckpointWriteError, match=r"model\.safetensors was put with \d+ bytes, the store says 5"
+    ):
         save_hf(tiny_model("llama"), url)
     assert "config.json" not in listing(url)
 
@@ -370,13 +443,19 @@ def test_a_url_where_a_folder_is_needed_is_refused_with_advice() -> None:
         lambda: load_dcp("s3://me:secret@bucket/out", state),
     ]
     for action in actions:
-        with pytest.raises(ConfigError, match=r"path is s3://bucket/out; loading needs a folder .*: fetch it there"):
+        with pytest.raises(
+            ConfigError, match=r"path is s3://bucket/out; loading needs a folder .*: fetch it there"
+        ):
             action()
-    with pytest.raises(ConfigError, match=r"path is s3://bucket/out; a DCP checkpoint needs .*recover\.mirror_url"):
+    with pytest.raises(
+        ConfigError, match=r"path is s3://bucket/out; a DCP checkpoint needs .*recover\.mirror_url"
+    ):
         save_dcp("s3://bucket/out", state)
 
 
-def test_a_url_that_became_a_path_makes_no_folder_so_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_became_a_path_makes_no_folder_so_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"path is s3:/bucket/out: a URL that has lost a slash"):
         save_hf(tiny_model("llama"), Path("s3://me:secret@bucket/out"))
@@ -397,7 +476,9 @@ def _memory(rank: int, world_size: int, root: Path) -> list[tuple[str, int]]:
     for dtype in (torch.float32, torch.bfloat16):
         export = f"{url}/{dtype}"
         peak = peak_growth_bytes(
-            lambda export=export, dtype=dtype: save_hf(model, export, dtype=dtype, max_shard_size_bytes=70_000_000)
+            lambda export=export, dtype=dtype: save_hf(
+                model, export, dtype=dtype, max_shard_size_bytes=70_000_000
+            )
         )
         peaks.append((str(dtype), peak))
     return peaks
@@ -409,4 +490,7 @@ def test_memory_beside_the_model_is_a_few_blocks(tmp_path: Path) -> None:
     for report in run_ranks(_memory, 2, tmp_path):
         for dtype, peak in report:  # for a model of 190 MB, half on each rank
             assert peak < 40e6, (dtype, peak)
-    assert sum(path.stat().st_size for path in (tmp_path / "torch.float32").glob("*.safetensors")) > 180e6
+    assert (
+        sum(path.stat().st_size for path in (tmp_path / "torch.float32").glob("*.safetensors"))
+        > 180e6
+    )

@@ -1,4 +1,6 @@
-"""Bytes between weight files and tensors: every dtype, stride and chunk, and files that break during the read."""
+"""Bytes between weight files and tensors: every dtype, stride and chunk, and files that break
+during the read.
+"""
 
 import errno
 import itertools
@@ -20,7 +22,19 @@ from holdfast.utils.manifest import described_digest
 from holdfast.utils.pieces import Piece, join_digests, piece_digest, read_digest, require_whole
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-SPECIAL = (0.0, -0.0, 1e-45, 1.17e-38, 65504.0, 65520.0, 3.4e38, float("inf"), -float("inf"), float("nan"), 1 + 2**-8)
+SPECIAL = (
+    0.0,
+    -0.0,
+    1e-45,
+    1.17e-38,
+    65504.0,
+    65520.0,
+    3.4e38,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    1 + 2**-8,
+)
 
 
 @pytest.fixture(params=["one chunk", "many chunks"])
@@ -41,11 +55,15 @@ def maps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def _values(dtype: torch.dtype) -> torch.Tensor:
     torch.manual_seed(0)
-    return torch.cat([torch.randn(25, dtype=torch.float64), torch.tensor(SPECIAL, dtype=torch.float64)]).to(dtype)
+    return torch.cat(
+        [torch.randn(25, dtype=torch.float64), torch.tensor(SPECIAL, dtype=torch.float64)]
+    ).to(dtype)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bits instead of values: zeros have a sign, and torch's NaN depends on how many values it casts at once."""
+    """Bits instead of values: zeros have a sign, and torch's NaN depends on how many values it
+    casts at once.
+    """
     plain = torch.where(tensor.isnan(), torch.tensor(float("nan"), dtype=tensor.dtype), tensor)
     return plain.contiguous().reshape(-1).view(torch.uint8)
 
@@ -55,11 +73,18 @@ def _views(values: torch.Tensor) -> dict[str, torch.Tensor]:
     spread = torch.empty(36, 3, dtype=values.dtype)
     spread[:, 1] = values
     transposed = values.view(4, 9).t().contiguous().t()
-    return {"flat": values, "cube": values.view(3, 3, 4), "column": spread[:, 1], "transposed": transposed}
+    return {
+        "flat": values,
+        "cube": values.view(3, 3, 4),
+        "column": spread[:, 1],
+        "transposed": transposed,
+    }
 
 
 def _write(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    layout = plan_layout([TensorSpec(k, tuple(v.shape), dtype, k, 0) for k, v in tensors.items()], 10**9, 0)
+    layout = plan_layout(
+        [TensorSpec(k, tuple(v.shape), dtype, k, 0) for k, v in tensors.items()], 10**9, 0
+    )
     with WeightWriter(folder) as files:
         for file in layout.files:
             files.create(file)
@@ -83,7 +108,9 @@ def _assert_described(folder: Path, writer: WeightWriter) -> None:
     assert sorted(places) == list(range(len(data)))
     entry = {"pieces": pieces}
     assert described_digest(folder / WEIGHTS_NAME, entry) == join_digests(digests)
-    assert read_digest(pieces, lambda begin, length: data[begin : begin + length]) == join_digests(digests)
+    assert read_digest(pieces, lambda begin, length: data[begin : begin + length]) == join_digests(
+        digests
+    )
 
 
 @pytest.mark.parametrize(("source", "stored"), itertools.product(FLOATS, FLOATS))
@@ -107,7 +134,10 @@ def test_values_read_equal_torchs_casts_in_any_stride(
     tmp_path: Path, chunks: None, maps: str, stored: torch.dtype, wanted: torch.dtype
 ) -> None:
     values = _values(stored)
-    save_file({"w": values, "none": torch.zeros(0, 3), "one": torch.tensor(2.5).to(stored)}, tmp_path / WEIGHTS_NAME)
+    save_file(
+        {"w": values, "none": torch.zeros(0, 3), "one": torch.tensor(2.5).to(stored)},
+        tmp_path / WEIGHTS_NAME,
+    )
     with WeightReader(tmp_path) as reader:
         slots = reader.layout()
         for key, target in _views(torch.zeros(36, dtype=wanted)).items():
@@ -122,11 +152,15 @@ def test_values_read_equal_torchs_casts_in_any_stride(
         assert one == 2.5
 
 
-def test_values_that_a_header_of_odd_length_leaves_askew_are_read(tmp_path: Path, maps: str) -> None:
+def test_values_that_a_header_of_odd_length_leaves_askew_are_read(
+    tmp_path: Path, maps: str
+) -> None:
     values = _values(torch.float32)
     header = json.dumps({"w": {"dtype": "F32", "shape": [36], "data_offsets": [0, 144]}}).encode()
     header += b" " * (5003 - 8 - len(header))
-    (tmp_path / WEIGHTS_NAME).write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
+    (tmp_path / WEIGHTS_NAME).write_bytes(
+        len(header).to_bytes(8, "little") + header + values.numpy().tobytes()
+    )
     assert torch.equal(load_file(tmp_path / WEIGHTS_NAME)["w"].nan_to_num(), values.nan_to_num())
     for wanted in FLOATS:
         target = torch.zeros(36, dtype=wanted)
@@ -137,7 +171,9 @@ def test_values_that_a_header_of_odd_length_leaves_askew_are_read(tmp_path: Path
         assert torch.equal(_bits(target), _bits(values.to(wanted)))
 
 
-def test_a_window_may_begin_and_end_on_any_page(tmp_path: Path, maps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_may_begin_and_end_on_any_page(
+    tmp_path: Path, maps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(weight_files, "READ_BYTES", 5000)
     values = torch.randn(20_000)
     save_file({"w": values}, tmp_path / WEIGHTS_NAME)
@@ -147,7 +183,9 @@ def test_a_window_may_begin_and_end_on_any_page(tmp_path: Path, maps: str, monke
     assert torch.equal(target, values[1:-1].double())
 
 
-def test_two_tensors_are_the_same_when_the_model_would_keep_them_alike(tmp_path: Path, chunks: None) -> None:
+def test_two_tensors_are_the_same_when_the_model_would_keep_them_alike(
+    tmp_path: Path, chunks: None
+) -> None:
     values = _values(torch.float32)
     changed = values.clone()
     changed[30] += 1
@@ -169,10 +207,14 @@ def test_a_view_of_one_element_with_any_stride_is_written_and_read(tmp_path: Pat
     assert target.tolist() == [0, 0, 0, 3, 0, 0, 0, 0, 0, 0]
 
 
-def test_a_read_that_is_cut_short_goes_on(tmp_path: Path, maps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_is_cut_short_goes_on(
+    tmp_path: Path, maps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preadv, values = os.preadv, torch.randn(100)
     save_file({"w": values}, tmp_path / WEIGHTS_NAME)
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset)
+    )
     for wanted in (torch.float32, torch.bfloat16):
         target = torch.zeros(100, dtype=wanted)
         with WeightReader(tmp_path) as reader:
@@ -190,7 +232,9 @@ def test_a_file_that_became_shorter_is_an_error_and_not_a_signal(
     with WeightReader(tmp_path) as reader:
         slot = reader.layout()["w"]
         os.truncate(path, keep)
-        with pytest.raises(CheckpointCorruptError, match=r"model\.safetensors ends at byte .*became shorter"):
+        with pytest.raises(
+            CheckpointCorruptError, match=r"model\.safetensors ends at byte .*became shorter"
+        ):
             reader.read(slot, 0, torch.zeros(10_000, dtype=wanted))
 
 
@@ -224,7 +268,9 @@ def _target(link: Path) -> str:
         return ""
 
 
-def test_a_short_write_goes_on_and_a_failed_one_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_goes_on_and_a_failed_one_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pwrite, values = os.pwrite, torch.randn(100)
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
     _write(tmp_path, {"w": values}, torch.float32)
@@ -252,7 +298,12 @@ def test_a_weight_file_is_never_written_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("long_bytes", [1, 16, 1 << 20])
 @pytest.mark.parametrize("run", [1, 3, 7])
 def test_rows_at_equal_distances_are_written_and_read_in_any_dtype(
-    chunks: None, maps: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: int, long_bytes: int
+    chunks: None,
+    maps: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    run: int,
+    long_bytes: int,
 ) -> None:
     monkeypatch.setattr(weight_files, "LONG_BYTES", long_bytes)
     values = torch.arange(1.0, 71).view(10, 7)
@@ -263,15 +314,21 @@ def test_rows_at_equal_distances_are_written_and_read_in_any_dtype(
         for first in range(0, 7, run):
             for rows in (slice(0, 4), slice(4, 10)):
                 columns = values[rows, first : first + run]
-                kept = columns.to(torch.bfloat16) if first else columns  # as it is in memory, or cast
-                writer.write(slot, rows.start * 7 + first, kept.contiguous() if first > 2 else kept, 7)
+                kept = (
+                    columns.to(torch.bfloat16) if first else columns
+                )  # as it is in memory, or cast
+                writer.write(
+                    slot, rows.start * 7 + first, kept.contiguous() if first > 2 else kept, 7
+                )
     assert torch.equal(load_file(tmp_path / WEIGHTS_NAME)["w"].float(), values)
     _assert_described(tmp_path, writer)
     with WeightReader(tmp_path) as reader:
         slot = reader.layout()["w"]
         for dtype in (torch.bfloat16, torch.float32):
             for spread in (False, True):
-                target = torch.zeros((10, 2 * run) if spread else (10, run), dtype=dtype)[:, :: 2 if spread else 1]
+                target = torch.zeros((10, 2 * run) if spread else (10, run), dtype=dtype)[
+                    :, :: 2 if spread else 1
+                ]
                 reader.read(slot, 7 - run, target, 7)
                 assert torch.equal(target.float(), values[:, 7 - run :])
 
@@ -280,7 +337,9 @@ def test_columns_are_digested_in_few_pieces_and_watched_with_their_bytes(tmp_pat
     values = torch.arange(1.0, 71).view(10, 7)
     layout = plan_layout([TensorSpec("w", (10, 7), torch.float32, "w", 0)], 10**9, 0)
     slot, seen = layout.slots["w"], []
-    with WeightWriter(None, lambda slot, piece, data: seen.append((slot, piece, bytes(data)))) as writer:
+    with WeightWriter(
+        None, lambda slot, piece, data: seen.append((slot, piece, bytes(data)))
+    ) as writer:
         writer.write(slot, 2, values[:, 2:5], 7)
         assert list(tmp_path.iterdir()) == [], "without a folder nothing is written"
     piece = Piece(slot.offset + 8, 12, 28, 10)
@@ -289,7 +348,9 @@ def test_columns_are_digested_in_few_pieces_and_watched_with_their_bytes(tmp_pat
     assert writer.digests == {WEIGHTS_NAME: [(piece, piece_digest(data))]}
 
 
-def test_runs_that_are_near_are_read_together_and_those_far_apart_one_by_one(tmp_path: Path) -> None:
+def test_runs_that_are_near_are_read_together_and_those_far_apart_one_by_one(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "f").write_bytes(bytes(range(256)) * 4)
     asked: list[int] = []
 

@@ -42,7 +42,9 @@ def train(engine: FSDPEngine, steps: int) -> list[dict[str, float]]:
     def loss_fn(output: Any, mb: dict[str, torch.Tensor]) -> torch.Tensor:
         return -output.logprobs[mb["loss_mask"].bool()].mean()
 
-    return [engine.train_batch(batch(), loss_fn, lambda mb: mb["loss_mask"].sum()) for _ in range(steps)]
+    return [
+        engine.train_batch(batch(), loss_fn, lambda mb: mb["loss_mask"].sum()) for _ in range(steps)
+    ]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Checkpoints of partly frozen models: their contents, and the world sizes and bases that can load them."""
+"""Checkpoints of partly frozen models: their contents, and the world sizes and bases that can load
+them.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -106,13 +108,18 @@ def test_adapters_and_moments_load_bit_by_bit_at_every_world_size(
         for world_size, state in saved.items():
             assert same(found[f"of_{world_size}"], state)
             of_model = {name: tensor for name, tensor in state.items() if name.startswith("model.")}
-            assert same({n: t for n, t in found[f"model_of_{world_size}"].items() if n in of_model}, of_model)
+            assert same(
+                {n: t for n, t in found[f"model_of_{world_size}"].items() if n in of_model},
+                of_model,
+            )
 
 
 def test_only_trained_weights_are_stored_with_a_digest_of_the_base(root: Path, saved: Any) -> None:
     names = read_layout(root / "of_2").names()
     params = {name for name in names if name.startswith("dcp.model.")}
-    assert len(params) == 28 and all(".lora_" in name for name in params), "no frozen weight, tied or not"
+    assert len(params) == 28 and all(".lora_" in name for name in params), (
+        "no frozen weight, tied or not"
+    )
     assert {"dcp.base", "dcp.base_sample.rank_00000", "dcp.base_sample.rank_00001"} <= names
 
 
@@ -120,11 +127,15 @@ def test_only_trained_weights_are_stored_with_a_digest_of_the_base(root: Path, s
 def test_another_base_is_refused_before_anything_changes(saved: Any, root: Path) -> None:
     for found in run_ranks(_refuse, 2, str(root)):
         assert (
-            f"of_2 holds what was trained on another base model: its frozen parameters of {root}/base" in found["other"]
+            f"of_2 holds what was trained on another base model: its frozen parameters of {root}/base"
+            in found["other"]
         )
         assert f"those here frozen parameters of {root}/other" in found["other"]
         assert "another base model" in found["seeded"]
-        assert "dcp.model.model.layers.0.mlp.down_proj.lora_A.default.weight', which this model" in found["targets"]
+        assert (
+            "dcp.model.model.layers.0.mlp.down_proj.lora_A.default.weight', which this model"
+            in found["targets"]
+        )
         assert "other parameters frozen, which it leaves out" in found["full"]
         assert all(found[f"{name}_unchanged"] for name in ("other", "seeded", "targets", "full"))
 
@@ -141,7 +152,10 @@ def test_a_checkpoint_is_little_larger_than_adapters_and_moments(root: Path) -> 
     write_base(root / "wide", hidden_size=384)
     trained_bytes = run_ranks(_size, 2, str(root))[0]
     stored_bytes = sum(file.stat().st_size for file in (root / "wide_dcp").iterdir())
-    print(f"{stored_bytes} bytes for {trained_bytes} of adapters and moments: {stored_bytes / trained_bytes:.3f}")
+    print(
+        f"{stored_bytes} bytes for {trained_bytes} of adapters and moments: "
+        f"{stored_bytes / trained_bytes:.3f}"
+    )
     assert trained_bytes <= stored_bytes <= 1.2 * trained_bytes
 
 
@@ -159,7 +173,9 @@ def partly_frozen(seed: int = 0) -> nn.Module:
 
 def peft_model(seed: int = 0) -> nn.Module:
     """A ``PeftModel`` with adapters that are not zero."""
-    model = get_peft_model(build_reference(tiny_qwen3(), seed), LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    model = get_peft_model(
+        build_reference(tiny_qwen3(), seed), LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+    )
     torch.manual_seed(7)
     for name, param in model.named_parameters():
         if "lora_" in name:
@@ -169,7 +185,9 @@ def peft_model(seed: int = 0) -> nn.Module:
 
 def trained(model: nn.Module) -> DCPState:
     """A state after a step that moves all trained parameters."""
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], lr=0.1
+    )
     for param in model.parameters():
         param.grad = torch.ones_like(param) if param.requires_grad else None
     optimizer.step()
@@ -187,7 +205,9 @@ def test_a_partly_frozen_model_is_stored_without_its_frozen_weights(
     state = trained(build(0))
     save_dcp(tmp_path / "saved", state)
     stored = {
-        n.removeprefix("dcp.model.") for n in read_layout(tmp_path / "saved").names() if n.startswith("dcp.model.")
+        n.removeprefix("dcp.model.")
+        for n in read_layout(tmp_path / "saved").names()
+        if n.startswith("dcp.model.")
     }
     expected = {name for name, param in state.model.named_parameters() if param.requires_grad}
     expected |= {name for name, _ in state.model.named_buffers() if name == "count"}
@@ -212,7 +232,9 @@ def test_a_base_of_which_one_element_was_edited_is_refused(tmp_path: Path) -> No
     edited = trained(partly_frozen())
     load_dcp(tmp_path / "saved", edited)
     with torch.no_grad():
-        edited.model.get_parameter("model.embed_tokens.weight").view(-1)[1] += 1e-3  # not in the sample
+        edited.model.get_parameter("model.embed_tokens.weight").view(-1)[1] += (
+            1e-3  # not in the sample
+        )
     with pytest.raises(CheckpointMismatchError, match="another base model"):
         load_dcp(tmp_path / "saved", edited)
 
@@ -227,7 +249,9 @@ def body_and_head(seed: int = 0) -> nn.Module:
 
 
 def _changed_between_saves(rank: int, world_size: int, root: str) -> dict[str, bool]:
-    """Whether a fresh model gets every bit from a folder that was saved after a change to the frozen body."""
+    """Whether a fresh model gets every bit from a folder that was saved after a change to the
+    frozen body.
+    """
     found = {}
 
     def edited(model: nn.Module) -> None:
@@ -266,7 +290,9 @@ def _changed_between_saves(rank: int, world_size: int, root: str) -> dict[str, b
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_base_that_changed_between_two_saves_is_stored_by_the_second(world_size: int, tmp_path: Path) -> None:
+def test_a_base_that_changed_between_two_saves_is_stored_by_the_second(
+    world_size: int, tmp_path: Path
+) -> None:
     for found in run_ranks(_changed_between_saves, world_size, str(tmp_path)):
         assert len(found) == 4 and all(found.values()), found
 
@@ -274,19 +300,24 @@ def test_a_base_that_changed_between_two_saves_is_stored_by_the_second(world_siz
 def test_adapters_that_count_otherwise_are_refused_before_anything_changes(tmp_path: Path) -> None:
     def with_alpha(alpha: int) -> nn.Module:
         return get_peft_model(
-            build_reference(tiny_qwen3()), LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"])
+            build_reference(tiny_qwen3()),
+            LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"]),
         )
 
     save_dcp(tmp_path / "saved", trained(with_alpha(4)))
     other = trained(with_alpha(8))
     before = copies(other)
-    with pytest.raises(CheckpointMismatchError, match=r"q_proj with scaling 2\.0, this model has 4\.0: lora_alpha"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"q_proj with scaling 2\.0, this model has 4\.0: lora_alpha"
+    ):
         load_dcp(tmp_path / "saved", other)
     assert same(copies(other), before)
     load_dcp(tmp_path / "saved", trained(with_alpha(4)))
 
 
-@pytest.mark.parametrize("settings", [[], {"q_proj": {}}, {"q_proj": {"scaling": {"default": "2"}, "merged": []}}])
+@pytest.mark.parametrize(
+    "settings", [[], {"q_proj": {}}, {"q_proj": {"scaling": {"default": "2"}, "merged": []}}]
+)
 def test_invalid_settings_of_adapters_are_damage(settings: Any) -> None:
     state = trained(peft_model())
     with pytest.raises(CheckpointCorruptError, match="does not hold settings of adapters"):
@@ -303,9 +334,13 @@ def test_a_base_that_was_loaded_over_another_is_stored_where_it_differs(tmp_path
     save_dcp(tmp_path / "after", state)
     again = partly_frozen()
     load_dcp(tmp_path / "after", DCPState(again, trainable_only=True))
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.parameters(), other.parameters(), strict=True)
+    )
     stored = read_layout(tmp_path / "after").names() - read_layout(tmp_path / "before").names()
-    assert stored == {"dcp.model.model.embed_tokens.weight"}, "nothing but what changed is stored besides"
+    assert stored == {"dcp.model.model.embed_tokens.weight"}, (
+        "nothing but what changed is stored besides"
+    )
 
 
 def test_an_empty_fingerprint_differs_from_every_base() -> None:
@@ -317,7 +352,9 @@ def test_a_folder_without_a_fingerprint_of_its_base_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_bytes: int
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(state_module, "sample_base", lambda *given: sample_base(*given)[:n_bytes].clone())
+        patch.setattr(
+            state_module, "sample_base", lambda *given: sample_base(*given)[:n_bytes].clone()
+        )
         save_dcp(tmp_path / "saved", trained(partly_frozen()))
     with pytest.raises(CheckpointCorruptError, match="'base_sample' of a rank has"):
         load_dcp(tmp_path / "saved", trained(partly_frozen()))
@@ -340,7 +377,9 @@ def test_frozen_weights_that_may_have_changed_are_stored(tmp_path: Path) -> None
     for part in (state, state.model_only()):
         save_dcp(tmp_path / f"saved_{part is state}", part)
         names = read_layout(tmp_path / f"saved_{part is state}").names()
-        assert {f"dcp.model.model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} <= names
+        assert {
+            f"dcp.model.model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up", "down")
+        } <= names
         assert "dcp.model.model.embed_tokens.weight" not in names
     again = trained(partly_frozen())
     for param in again.model.get_submodule("model.layers.1").parameters():
@@ -378,14 +417,18 @@ def test_adapters_of_replicas_load_into_shards_and_back(tmp_path: Path) -> None:
     run_ranks(_on_two_meshes, 2, str(tmp_path))
 
 
-def test_a_whole_checkpoint_loads_into_a_partly_frozen_model_and_what_is_saved_can_be_chosen(tmp_path: Path) -> None:
+def test_a_whole_checkpoint_loads_into_a_partly_frozen_model_and_what_is_saved_can_be_chosen(
+    tmp_path: Path,
+) -> None:
     whole = trained(partly_frozen(0))
     whole = DCPState(whole.model, whole.optimizer)
     save_dcp(tmp_path / "whole", whole)
     assert "dcp.base" not in read_layout(tmp_path / "whole").names()
     other = trained(partly_frozen(1))
     load_dcp(tmp_path / "whole", other)
-    for (name, one), two in zip(whole.model.named_parameters(), other.model.parameters(), strict=True):
+    for (name, one), two in zip(
+        whole.model.named_parameters(), other.model.parameters(), strict=True
+    ):
         assert torch.equal(one, two), name
     save_dcp(tmp_path / "part", trained(partly_frozen(0)))
     load_dcp(tmp_path / "part", DCPState(partly_frozen(0)))  # the folder says which tensors it has
@@ -393,7 +436,9 @@ def test_a_whole_checkpoint_loads_into_a_partly_frozen_model_and_what_is_saved_c
 
 def test_frozen_weights_are_stored_unless_the_caller_leaves_them_out(tmp_path: Path) -> None:
     for model in (build_reference(tiny_qwen3()).requires_grad_(False), partly_frozen()):
-        assert {f"model.{name}" for name, _ in model.named_parameters()} <= DCPState(model).live_tensors().keys()
+        assert {f"model.{name}" for name, _ in model.named_parameters()} <= DCPState(
+            model
+        ).live_tensors().keys()
         assert "base" not in DCPState(model).state_dict()
     frozen = peft_model().requires_grad_(False)  # like PeftModel.from_pretrained
     save_dcp(tmp_path / "adapters", trained(peft_model()))
@@ -408,7 +453,9 @@ def test_the_base_in_another_dtype_is_another_base(tmp_path: Path) -> None:
     for name, param in model.named_parameters():
         if "lora_" not in name:
             param.data = param.data.bfloat16()
-    with pytest.raises(CheckpointMismatchError, match=r"24 float32.*24 bfloat16.*keeps them in another dtype"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"24 float32.*24 bfloat16.*keeps them in another dtype"
+    ):
         load_dcp(tmp_path / "saved", DCPState(model))
 
 

@@ -1,4 +1,6 @@
-"""An engine that trains adapters: trained parameters, answers of the base model, exports and publications."""
+"""An engine that trains adapters: trained parameters, answers of the base model, exports and
+publications.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,17 @@ from holdfast.engine import SaveLoadMeta, TrainEngineConfig, WeightUpdateMeta
 from holdfast.engine.lora.adapters import plain_view
 from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.utils.errors import CheckpointMismatchError, ConfigError
-from tests.engine.lora.engines import ALPHA, RANK, batch, lora_engine, same, train, trained_state, whole, write_base
+from tests.engine.lora.engines import (
+    ALPHA,
+    RANK,
+    batch,
+    lora_engine,
+    same,
+    train,
+    trained_state,
+    whole,
+    write_base,
+)
 from tests.helpers import run_ranks
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -48,18 +60,26 @@ def _train_and_export(rank: int, world_size: int, root: str) -> dict[str, Any]:
     actor = PPOActor(PPOActorConfig(group_size=1, kl_ctl=0.0), engine)
     seen["ref_logp"] = actor.compute_ref_logp(batch())
     seen["again"] = engine.forward_batch(batch())
-    seen["base_kept"] = same(base, {name: whole(dict(engine.model.named_parameters())[name]) for name in base})
+    seen["base_kept"] = same(
+        base, {name: whole(dict(engine.model.named_parameters())[name]) for name in base}
+    )
     out = folder / f"out_{world_size}"
     for name, blocking in (("now", True), ("later", False)):
-        engine.save(SaveLoadMeta(str(out / f"hf_{name}"), "hf", False, dtype="float32"), blocking=blocking)
+        engine.save(
+            SaveLoadMeta(str(out / f"hf_{name}"), "hf", False, dtype="float32"), blocking=blocking
+        )
         engine.save(SaveLoadMeta(str(out / f"peft_{name}"), "peft", False), blocking=blocking)
     engine.wait_for_save()
-    engine.update_weights(WeightUpdateMeta("disk", str(out / "published"), version=3, dtype="float32"))
+    engine.update_weights(
+        WeightUpdateMeta("disk", str(out / "published"), version=3, dtype="float32")
+    )
     state = trained_state(engine)
     train(engine, 1)
     engine.load(SaveLoadMeta(str(out / "peft_later"), "peft", False))
     loaded = trained_state(engine)
-    seen["loaded"] = all(torch.equal(state[name], loaded[name]) for name in state if name.startswith("model."))
+    seen["loaded"] = all(
+        torch.equal(state[name], loaded[name]) for name in state if name.startswith("model.")
+    )
     seen["hf_refused"] = _error(lambda: engine.load(SaveLoadMeta(str(out / "hf_now"), "hf", False)))
     engine.destroy()
     return seen
@@ -82,7 +102,9 @@ def test_adapters_are_float32_and_trained_and_all_else_is_frozen_in_the_dtype_of
 ) -> None:
     for report in seen:
         for name, found in report["dtypes"].items():
-            assert found == ((torch.float32, True) if ".lora_" in name else (torch.bfloat16, False)), name
+            assert found == (
+                (torch.float32, True) if ".lora_" in name else (torch.bfloat16, False)
+            ), name
         layers = {name.rpartition(".lora_")[0] for name in report["trained"]}
         assert {layer.rpartition(".")[2] for layer in layers} == set(LINEAR) and len(layers) == 14
         assert report["optimized"] == len(report["trained"]) == 28
@@ -131,9 +153,15 @@ def test_a_folder_of_peft_answers_as_the_engine_and_merges_to_what_is_exported_a
         for name in ("peft_now", "peft_later"):
             base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
             model = PeftModel.from_pretrained(base, out / name).eval()
-            logp = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0]
+            logp = (
+                model(input_ids=ids)
+                .logits.log_softmax(-1)[:, :-1]
+                .gather(2, ids[:, 1:, None])[:, :, 0]
+            )
             mask = batch()["attention_mask"][:, 1:].bool()
-            torch.testing.assert_close(report["trained_logp"][:, 1:][mask], logp[mask], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                report["trained_logp"][:, 1:][mask], logp[mask], atol=1e-5, rtol=1e-5
+            )
             config = json.loads((out / name / "adapter_config.json").read_text())
             assert (config["r"], config["lora_alpha"], config["peft_type"]) == (RANK, ALPHA, "LORA")
             assert config["base_model_name_or_path"] == str(root / "base")
@@ -148,16 +176,24 @@ def test_a_folder_of_peft_answers_as_the_engine_and_merges_to_what_is_exported_a
                 torch.testing.assert_close(value, merged[key], atol=1e-6, rtol=1e-6)
 
 
-def test_steps_change_the_policy_as_those_of_peft_and_torch_do(seen: list[dict[str, Any]], root: Path) -> None:
+def test_steps_change_the_policy_as_those_of_peft_and_torch_do(
+    seen: list[dict[str, Any]], root: Path
+) -> None:
     for world_size, report in enumerate(seen, 1):
         base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32)
-        model = PeftModel.from_pretrained(base, root / f"begun_{world_size}", is_trainable=True).eval()
+        model = PeftModel.from_pretrained(
+            base, root / f"begun_{world_size}", is_trainable=True
+        ).eval()
         trained = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.01)
         ids, mask = batch()["input_ids"], batch()["attention_mask"].bool()
 
         def logp(model: Any = model, ids: torch.Tensor = ids) -> torch.Tensor:
-            return model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[:, :, 0]
+            return (
+                model(input_ids=ids)
+                .logits.log_softmax(-1)[:, :-1]
+                .gather(2, ids[:, 1:, None])[:, :, 0]
+            )
 
         for stats in report["stats"]:
             loss = -logp()[mask[:, 1:]].mean()  # a first token has no prediction
@@ -165,7 +201,9 @@ def test_steps_change_the_policy_as_those_of_peft_and_torch_do(seen: list[dict[s
             norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            assert (stats["loss"], stats["grad_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-4)
+            assert (stats["loss"], stats["grad_norm"]) == pytest.approx(
+                (loss.item(), norm.item()), rel=1e-4
+            )
         torch.testing.assert_close(
             report["trained_logp"][:, 1:][mask[:, 1:]], logp()[mask[:, 1:]], atol=1e-4, rtol=1e-4
         )
@@ -174,7 +212,9 @@ def test_steps_change_the_policy_as_those_of_peft_and_torch_do(seen: list[dict[s
 def test_adapters_load_back_and_another_base_is_refused(seen: list[dict[str, Any]]) -> None:
     for report in seen:
         assert report["loaded"]
-        assert report["hf_refused"].startswith("ConfigError: weight_format 'hf' would put another base")
+        assert report["hf_refused"].startswith(
+            "ConfigError: weight_format 'hf' would put another base"
+        )
 
 
 def _refused(rank: int, world_size: int, root: str) -> dict[str, str]:
@@ -187,31 +227,46 @@ def _refused(rank: int, world_size: int, root: str) -> dict[str, str]:
         messages[name] = _error(lambda keys=keys: lora_engine(folder / "base", **keys))
     (folder / "quantized").mkdir()
     config = json.loads((folder / "base" / "config.json").read_text())
-    quantized = {**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    quantized = {
+        **config,
+        "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    }
     (folder / "quantized" / "config.json").write_text(json.dumps(quantized))
     messages["qlora"] = _error(lambda: lora_engine(folder / "quantized"))
     full = lora_engine(folder / "base", use_lora=False)
-    messages["full_peft"] = _error(lambda: full.save(SaveLoadMeta(str(folder / "never"), "peft", False)))
+    messages["full_peft"] = _error(
+        lambda: full.save(SaveLoadMeta(str(folder / "never"), "peft", False))
+    )
     messages["full_off"] = _error(lambda: full.adapters_off().__enter__())
     full.destroy()
     critic = lora_engine(folder / "base", is_critic=True, target_modules=["q_proj", "v_proj"])
     trained = [name for name, param in critic.model.named_parameters() if param.requires_grad]
     messages["critic_trains"] = " ".join(sorted({name for name in trained if "lora_" not in name}))
-    messages["critic_peft"] = _error(lambda: critic.save(SaveLoadMeta(str(folder / "never"), "peft", False)))
+    messages["critic_peft"] = _error(
+        lambda: critic.save(SaveLoadMeta(str(folder / "never"), "peft", False))
+    )
     critic.save(SaveLoadMeta(str(folder / "critic"), "hf", False))
     state = plain_view(critic.model).state_dict()
     critic.destroy()
-    messages["critic_names"] = "plain" if not any("lora" in key or "base_layer" in key for key in state) else "odd"
+    messages["critic_names"] = (
+        "plain" if not any("lora" in key or "base_layer" in key for key in state) else "odd"
+    )
     return messages
 
 
 def test_impossible_adapter_options_are_refused_with_the_key(root: Path) -> None:
     (messages,) = run_ranks(_refused, 1, str(root))
-    assert "names 'query', which Qwen3ForCausalLM does not have; its linear layers are down_proj" in messages["unknown"]
+    assert (
+        "names 'query', which Qwen3ForCausalLM does not have; its linear layers are down_proj"
+        in messages["unknown"]
+    )
     assert "'target_modules' takes in model.embed_tokens, a Embedding" in messages["embedding"]
     assert "tied" in messages["tied"] and "lm_head" in messages["tied"]
     assert "quantized with bitsandbytes" in messages["qlora"]
-    assert "'use_lora' is false" in messages["full_peft"] and "'use_lora' is false" in messages["full_off"]
+    assert (
+        "'use_lora' is false" in messages["full_peft"]
+        and "'use_lora' is false" in messages["full_off"]
+    )
     assert messages["critic_trains"].startswith("score.") and messages["critic_names"] == "plain"
     assert "its value head is no adapter" in messages["critic_peft"]
     assert not (root / "never").exists() and (root / "critic" / "config.json").exists()
@@ -234,10 +289,17 @@ def test_keys_of_lora_are_checked_when_the_configuration_is_read() -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_of_peft_with_other_adapters_is_refused(root: Path, seen: list[dict[str, Any]]) -> None:
+def test_a_folder_of_peft_with_other_adapters_is_refused(
+    root: Path, seen: list[dict[str, Any]]
+) -> None:
     messages = run_ranks(_load_others, 2, str(root))[0]
-    assert "lora_A.weight is [4, 32], the model's [2, 32]; is lora_rank the same?" in messages["rank"]
-    assert "only the folder has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in messages["targets"]
+    assert (
+        "lora_A.weight is [4, 32], the model's [2, 32]; is lora_rank the same?" in messages["rank"]
+    )
+    assert (
+        "only the folder has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+        in messages["targets"]
+    )
     assert "adapters count 2 (alpha 8, rank 4), here 4" in messages["alpha"]
     assert messages["unchanged"] == "yes"
 

@@ -1,4 +1,6 @@
-"""An engine that publishes only its adapters: written files, a server's answers, and early refusals."""
+"""An engine that publishes only its adapters: written files, a server's answers, and early
+refusals.
+"""
 
 import multiprocessing as mp
 import os
@@ -73,7 +75,9 @@ def test_two_ranks_publish_their_adapters_and_a_server_puts_them_on_the_base(roo
         with client._calls("", stretched(20)) as calls:
             served = client._prompt_logprobs(calls, probe.prompt_ids, name)
         assert max(abs(a - b) for a, b in zip(served, probe.logprobs, strict=True)) < 1e-4
-        assert client.status() == ServerStatus(None, paused=False)  # a client that has published nothing
+        assert client.status() == ServerStatus(
+            None, paused=False
+        )  # a client that has published nothing
     assert seen["stats"]["servers_serving"] == 1 and seen["stats"]["update_load_s"] > 0
     assert sorted(os.listdir(root / "adapters")) == ["v00000002", "v00000003"]
     assert sorted(os.listdir(folder)) == [
@@ -83,7 +87,9 @@ def test_two_ranks_publish_their_adapters_and_a_server_puts_them_on_the_base(roo
         PROBE_NAME,
     ]
     assert verify_folder(folder)["base_dtype"] == "bfloat16"
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder).eval()
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder
+    ).eval()
     with torch.no_grad():
         rows = model(input_ids=torch.tensor([probe.prompt_ids])).logits[0].log_softmax(-1)
     loaded = [float(row[token]) for row, token in zip(rows, probe.prompt_ids[1:], strict=False)]
@@ -91,7 +97,9 @@ def test_two_ranks_publish_their_adapters_and_a_server_puts_them_on_the_base(roo
 
 
 @pytest.mark.slow
-def test_engines_and_servers_without_adapters_are_refused_before_anything_is_written(root: Path) -> None:
+def test_engines_and_servers_without_adapters_are_refused_before_anything_is_written(
+    root: Path,
+) -> None:
     base = write_base(root / "refused_base")
     (seen,) = run_ranks(_refused, 1, str(base), str(root))
     assert "has none (config key 'use_lora'); publish by type 'disk'" in seen["all weights"]
@@ -101,7 +109,11 @@ def test_engines_and_servers_without_adapters_are_refused_before_anything_is_wri
 
 def _refused(rank: int, world_size: int, base: str, root: str) -> dict[str, str]:
     seen, folder = {}, Path(root) / "none"
-    for name, keys in {"all weights": {"use_lora": False}, "critic": {"is_critic": True}, "plain": {}}.items():
+    for name, keys in {
+        "all weights": {"use_lora": False},
+        "critic": {"is_critic": True},
+        "plain": {},
+    }.items():
         engine = lora_engine(Path(base), **keys)
         engine.connect_engine([PlainServer()], WeightUpdateMeta("adapter", str(folder)))
         seen[name] = refusal(engine, folder)
@@ -129,8 +141,14 @@ def _life(base: str, root: str, client: VLLMServer, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_publisher_killed_between_writing_and_telling_is_followed_by_its_next_life(tmp_path: Path) -> None:
-    base, root, context = write_served_base(tmp_path / "base"), tmp_path / "w", mp.get_context("forkserver")
+def test_a_publisher_killed_between_writing_and_telling_is_followed_by_its_next_life(
+    tmp_path: Path,
+) -> None:
+    base, root, context = (
+        write_served_base(tmp_path / "base"),
+        tmp_path / "w",
+        mp.get_context("forkserver"),
+    )
     context.set_forkserver_preload(list(PRELOAD))
 
     def live(client: VLLMServer, steps: int) -> int | None:
@@ -143,6 +161,8 @@ def test_a_publisher_killed_between_writing_and_telling_is_followed_by_its_next_
         assert live(VLLMServer(fake.url), 1) == 0
         first = fake.state()["adapters"]
         assert live(DiesBeforeTelling(fake.url), 2) == -signal.SIGKILL
-        assert fake.state()["adapters"] == first and (version_path(root, 2) / "manifest.json").exists()
+        assert (
+            fake.state()["adapters"] == first and (version_path(root, 2) / "manifest.json").exists()
+        )
         assert live(VLLMServer(fake.url), 2) == 0
         assert fake.state()["adapters"] == [f"holdfast-v{weights_label(version_path(root, 2), 2)}"]

@@ -20,7 +20,9 @@ class Stream:
     def __init__(self, lazy: bool) -> None:
         self.waiting, self._lazy, self._done = list[Callable[[], object]](), lazy, 0
 
-    def begin_copy(self, target: torch.Tensor, source: torch.Tensor) -> tuple[torch.device, "Event"]:
+    def begin_copy(
+        self, target: torch.Tensor, source: torch.Tensor
+    ) -> tuple[torch.device, "Event"]:
         self.waiting.append(lambda: target.copy_(source))
         event = Event(self, self._done + len(self.waiting))
         if not self._lazy:
@@ -48,7 +50,9 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield found
 
 
-@pytest.mark.parametrize("sizes", [[7], [3, 3, 3, 3, 3, 3, 3], [8] * 6, [1, 8, 2, 20, 3, 4, 0, 5, 8, 8], [0], []])
+@pytest.mark.parametrize(
+    "sizes", [[7], [3, 3, 3, 3, 3, 3, 3], [8] * 6, [1, 8, 2, 20, 3, 4, 0, 5, 8, 8], [0], []]
+)
 def test_values_from_a_device_are_complete_and_in_order(stream: Stream, sizes: list[int]) -> None:
     pieces = [torch.randn(n, dtype=torch.float64) for n in sizes]
     blocks, found, ahead = HostBlocks(8 * 4, DEVICE), b"", list[bool]()
@@ -57,11 +61,17 @@ def test_values_from_a_device_are_complete_and_in_order(stream: Stream, sizes: l
         found += bytes(block)
     assert found == torch.cat([torch.empty(0), *pieces]).float().numpy().tobytes()
     if stream._lazy and len(ahead) > 1:
-        assert ahead == [True] * (len(ahead) - 1) + [False], "nothing was copied while a block was written"
+        assert ahead == [True] * (len(ahead) - 1) + [False], (
+            "nothing was copied while a block was written"
+        )
 
 
 def test_values_reach_a_device_although_blocks_are_reused(stream: Stream) -> None:
-    blocks, targets, ahead = HostBlocks(16, DEVICE), [torch.zeros(n) for n in (4, 4, 1, 9, 4, 4)], list[int]()
+    blocks, targets, ahead = (
+        HostBlocks(16, DEVICE),
+        [torch.zeros(n) for n in (4, 4, 1, 9, 4, 4)],
+        list[int](),
+    )
     for number, target in enumerate(targets):
         block = blocks.take(target.nbytes).view(torch.float32)
         ahead.append(len(stream.waiting))
@@ -80,9 +90,17 @@ def test_on_the_cpu_there_is_one_block() -> None:
     assert found == torch.cat(pieces).float().numpy().tobytes()
 
 
-def test_a_data_file_is_packed_into_even_blocks(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_file_is_packed_into_even_blocks(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(save, "BLOCK_BYTES", 1000)
-    tensors = [torch.randn(700), torch.tensor(3.0), torch.randn(30, 20).t(), torch.randn(0, 2), torch.ones(3).bool()]
+    tensors = [
+        torch.randn(700),
+        torch.tensor(3.0),
+        torch.randn(30, 20).t(),
+        torch.randn(0, 2),
+        torch.ones(3).bool(),
+    ]
     blocks = HostBlocks(1000, DEVICE).pack(save._pieces(save._archived(tensors)), torch.uint8)
     found = [bytes(block) for block in blocks]
     assert {len(block) for block in found[:-1]} == {1000}

@@ -1,4 +1,6 @@
-"""The block of a sharded tensor on a rank, for every placement, and on a rank outside of the mesh. Its memory."""
+"""The block of a sharded tensor on a rank, for every placement, and on a rank outside of the mesh.
+Its memory.
+"""
 
 import itertools
 from pathlib import Path
@@ -45,7 +47,9 @@ def _boxes(rank: int, world_size: int) -> None:
     for placements in PLACEMENTS.values():
         tensor = distribute_tensor(whole, mesh, placements)
         offsets, sizes = local_box(tensor)
-        expected = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        expected = whole[
+            tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        ]
         assert torch.equal(tensor.to_local(), expected), placements
     assert local_box(whole) == ((0, 0), (7, 5)) and local_box(torch.tensor(1.0)) == ((), ())
     few = distribute_tensor(torch.arange(3), init_device_mesh("cpu", (4,)), [Shard(0)])
@@ -65,16 +69,26 @@ def test_the_box_of_a_rank_is_its_part_of_the_tensor() -> None:
 
 
 def _gathers_and_counts(rank: int, world_size: int) -> None:
-    whole, mesh = torch.arange(35).view(7, 5), init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    whole, mesh = (
+        torch.arange(35).view(7, 5),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")),
+    )
     group = new_background_group(None, 30)
-    cases: list[tuple[DeviceMesh, list[Any]]] = [(mesh, placements) for placements in PLACEMENTS.values()]
+    cases: list[tuple[DeviceMesh, list[Any]]] = [
+        (mesh, placements) for placements in PLACEMENTS.values()
+    ]
     cases += [(mesh["fsdp"], [Shard(0)]), (mesh["tp"], [Shard(1)]), (mesh["tp"], [Replicate()])]
     alone = bit_sum("w", whole, (0, 0))
     for on, placements in cases:
         tensor = distribute_tensor(whole, on, placements)
         assert torch.equal(whole_tensor(tensor, group), whole), placements
-        own = bit_sum("w", tensor.to_local(), local_box(tensor).offsets) if counts_here(tensor) else 0
-        sums = [(bits, sample["model"]) for bits, sample in gather_objects((own, sample_state({"model.w": tensor})))]
+        own = (
+            bit_sum("w", tensor.to_local(), local_box(tensor).offsets) if counts_here(tensor) else 0
+        )
+        sums = [
+            (bits, sample["model"])
+            for bits, sample in gather_objects((own, sample_state({"model.w": tensor})))
+        ]
         assert (sum(bits for bits, _ in sums) - alone) % 2**64 == 0, placements
         assert (sum(samples for _, samples in sums) - SAMPLED) % 2**64 == 0, placements
     few = distribute_tensor(torch.arange(3), init_device_mesh("cpu", (4,)), [Shard(0)])
@@ -82,7 +96,10 @@ def _gathers_and_counts(rank: int, world_size: int) -> None:
 
 
 def _under_fsdp_and_tensor_parallelism(rank: int, world_size: int) -> None:
-    mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), torch.arange(40.0).view(8, 5)
+    mesh, whole = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")),
+        torch.arange(40.0).view(8, 5),
+    )
     linear = nn.Linear(5, 8, bias=False)
     with torch.no_grad():
         linear.weight.copy_(whole)
@@ -91,12 +108,18 @@ def _under_fsdp_and_tensor_parallelism(rank: int, world_size: int) -> None:
     (first, _), (rows, _) = local_box(weight)
     assert torch.equal(weight.to_local(), whole[first : first + rows])
     assert torch.equal(whole_tensor(weight, new_background_group(None, 30)), whole)
-    alone = made_sharded(whole[:4], mesh["tp"], (_StridedShard(0, split_factor=2),), whole.shape, whole.stride())
-    with pytest.raises(ConfigError, match=r"a tensor \[8, 5\] is placed as .* shard experts one by one"):
+    alone = made_sharded(
+        whole[:4], mesh["tp"], (_StridedShard(0, split_factor=2),), whole.shape, whole.stride()
+    )
+    with pytest.raises(
+        ConfigError, match=r"a tensor \[8, 5\] is placed as .* shard experts one by one"
+    ):
         local_box(alone)
 
 
-def test_a_strided_shard_has_a_block_with_the_cut_that_it_leaves_room_for_and_is_refused_alone() -> None:
+def test_a_strided_shard_has_a_block_with_the_cut_that_it_leaves_room_for_and_is_refused_alone() -> (
+    None
+):
     run_ranks(_under_fsdp_and_tensor_parallelism, 4)
 
 
@@ -112,21 +135,31 @@ def test_rows_that_fsdp2_and_dtensor_cut_differently_are_refused_and_no_others()
     for rows, shards, parts in itertools.product(range(1, 33), range(1, 5), range(1, 4)):
         placements = [_StridedShard(0, split_factor=parts), Shard(0)]
         coordinates = list(itertools.product(range(shards), range(parts)))
-        by_fsdp2 = [_chunk(*_chunk(0, rows, parts, part), shards, shard) for shard, part in coordinates]
+        by_fsdp2 = [
+            _chunk(*_chunk(0, rows, parts, part), shards, shard) for shard, part in coordinates
+        ]
         by_dtensor = []
         for at in coordinates:
-            (n_rows,), (begin,) = _compute_local_shape_and_global_offset((rows,), (shards, parts), list(at), placements)
+            (n_rows,), (begin,) = _compute_local_shape_and_global_offset(
+                (rows,), (shards, parts), list(at), placements
+            )
             by_dtensor.append((begin, n_rows))
-        agree = all(a[1] == b[1] and (a == b or not a[1]) for a, b in zip(by_fsdp2, by_dtensor, strict=True))
+        agree = all(
+            a[1] == b[1] and (a == b or not a[1]) for a, b in zip(by_fsdp2, by_dtensor, strict=True)
+        )
         different += not agree
         if shards > 2 and rows % parts:
             refused += 1
-            with pytest.raises(ConfigError, match=f"FSDP2 and DTensor cut {rows} rows differently, because {parts}"):
+            with pytest.raises(
+                ConfigError, match=f"FSDP2 and DTensor cut {rows} rows differently, because {parts}"
+            ):
                 cut_boxes((rows,), (shards, parts), placements, np.array(coordinates))
             continue
         found = cut_boxes((rows,), (shards, parts), placements, np.array(coordinates))
         assert agree and found is not None
-        assert [(box.offsets[0], box.sizes[0]) for box in found if box.sizes[0]] == [one for one in by_fsdp2 if one[1]]
+        assert [(box.offsets[0], box.sizes[0]) for box in found if box.sizes[0]] == [
+            one for one in by_fsdp2 if one[1]
+        ]
     assert refused > different > 0
 
 
@@ -134,7 +167,9 @@ def test_each_part_counts_once_and_is_gathered_once_on_meshes_and_their_slices()
     run_ranks(_gathers_and_counts, 4)
 
 
-def test_saves_and_loads_leave_the_memory_of_parameters_and_moments_free_to_be_released(tmp_path: Path) -> None:
+def test_saves_and_loads_leave_the_memory_of_parameters_and_moments_free_to_be_released(
+    tmp_path: Path,
+) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     engine = make_engine(tmp_path / "model")
     engine.train_batch(make_batch(), nll, loss_tokens)
@@ -143,5 +178,9 @@ def test_saves_and_loads_leave_the_memory_of_parameters_and_moments_free_to_be_r
         engine.save(meta)
         engine.load(meta)
     live = engine.dcp_state().live_tensors()
-    assert [name for name, tensor in live.items() if not local_tensor(tensor).untyped_storage().resizable()] == []
+    assert [
+        name
+        for name, tensor in live.items()
+        if not local_tensor(tensor).untyped_storage().resizable()
+    ] == []
     engine.destroy()

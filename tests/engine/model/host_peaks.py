@@ -1,11 +1,14 @@
-"""Peak host memory of real runs, by phase, next to the planned one: ``python -m tests.engine.model.host_peaks``.
+"""Peak host memory of real runs, by phase, next to the planned one: ``python -m
+tests.engine.model.host_peaks``.
 
-Ranks are processes on CPUs. A figure is the growth of a rank's resident memory (RSS) since another engine has run with
-few tokens in this process and is gone, so that libraries, threads and connections do not count. Two caches would:
+Ranks are processes on CPUs. A figure is the growth of a rank's resident memory (RSS) since another
+engine has run with few tokens in this process and is gone, so that libraries, threads and
+connections do not count. Two caches would:
 
-- glibc keeps freed memory. `mallopt` has it give tensors pages of their own, and return them when they are freed.
-- On CPUs torch and oneDNN keep 1.8 MB for each shape of a matrix product in bfloat16, and experts have many. Two
-  variables limit that.
+- glibc keeps freed memory. `mallopt` has it give tensors pages of their own, and return them when
+  they are freed.
+- On CPUs torch and oneDNN keep 1.8 MB for each shape of a matrix product in bfloat16, and experts
+  have many. Two variables limit that.
 """
 
 import ctypes
@@ -19,7 +22,13 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from holdfast.engine import FSDPEngine, MicroBatchSpec, OptimizerConfig, TrainEngineConfig, WeightUpdateMeta
+from holdfast.engine import (
+    FSDPEngine,
+    MicroBatchSpec,
+    OptimizerConfig,
+    TrainEngineConfig,
+    WeightUpdateMeta,
+)
 from holdfast.engine.model.memory_plan import measure_model, moment_bytes, plan_step
 from tests.engine.architectures.released import model_type, tiny_values
 from tests.engine.test_fsdp_engine import loss_tokens
@@ -27,7 +36,12 @@ from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, make_handler, step_info
 
 SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 8192}
-HEADS = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 4096}
+HEADS = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 MODELS: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.1-8B": {},
@@ -57,7 +71,9 @@ def write_model(folder: Path, name: str) -> None:
 
 
 def _status(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) << 10
 
 
@@ -96,7 +112,11 @@ def _run(config: TrainEngineConfig, tokens: int, root: Path) -> dict[str, int]:
     peaks.take()  # of the checks before the load
     found["loaded"] = peaks.now()
     ids = torch.randint(0, 90, (4, tokens // 2))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "loss_mask": torch.ones_like(ids),
+    }
     engine.train_batch(batch, _loss, loss_tokens)  # allocates the moments
     peaks.take()
     assert engine.optimizer is not None
@@ -126,10 +146,16 @@ def _keep_no_caches() -> None:
     libc.mallopt(_TRIM_THRESHOLD, 1 << 13)
 
 
-def measured_and_planned(rank: int, world_size: int, folder: str, setting: str) -> dict[str, tuple[int, int]]:
+def measured_and_planned(
+    rank: int, world_size: int, folder: str, setting: str
+) -> dict[str, tuple[int, int]]:
     """Phase -> (measured bytes, planned bytes) of this rank."""
     _keep_no_caches()
-    options: dict[str, Any] = {"dtype": "bfloat16", "optimizer": OptimizerConfig(lr=1e-3), **SETTINGS[setting]}
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "optimizer": OptimizerConfig(lr=1e-3),
+        **SETTINGS[setting],
+    }
     options["mb_spec"] = MicroBatchSpec(max_tokens_per_mb=TOKENS)
     config, runs = TrainEngineConfig(path=folder, **options), Path(folder) / setting
     _run(config, 32, runs / "first")
@@ -144,9 +170,14 @@ def measured_and_planned(rank: int, world_size: int, folder: str, setting: str) 
     planned = {
         "loaded": plan.weights,
         "backward": plan.peak,
-        "step": state + 4 * trained + 2 * 4 * largest,  # AdamW's temporary tensors, which a fused kernel does not need
+        "step": state
+        + 4 * trained
+        + 2 * 4 * largest,  # AdamW's temporary tensors, which a fused kernel does not need
         "snapshot": state + plan.staged,
-        "publication": state + plan.staged + 2 * rest + 2 * max(blocks),  # gathered for the probe of the weights
+        "publication": state
+        + plan.staged
+        + 2 * rest
+        + 2 * max(blocks),  # gathered for the probe of the weights
         "offloaded": max(plan.staged, state),
     }
     return {phase: (found[phase], planned[phase]) for phase in planned}

@@ -1,4 +1,6 @@
-"""Models from other sources start with the same values as in transformers: nested models, buffers, dtypes, heads."""
+"""Models from other sources start with the same values as in transformers: nested models, buffers,
+dtypes, heads.
+"""
 
 import json
 import logging
@@ -49,9 +51,13 @@ from tests.tiers import slow_but
 IDS = torch.randint(3, 28, (1, 9), generator=torch.Generator().manual_seed(0))
 
 
-def test_the_start_says_which_parameters_text_trains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_says_which_parameters_text_trains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     reference: Any = write_model_folder(tmp_path / "model", architectures.tiny_config("gemma3"))
-    reference(input_ids=IDS + architectures.FIRST_TOKEN, use_cache=False).logits.square().sum().backward()
+    reference(
+        input_ids=IDS + architectures.FIRST_TOKEN, use_cache=False
+    ).logits.square().sum().backward()
     trained = sum(param.numel() for param in reference.parameters() if param.grad is not None)
     untrained = sum(param.numel() for param in reference.parameters() if param.grad is None)
     assert untrained > 0, "transformers' causal class has the vision tower"
@@ -60,15 +66,22 @@ def test_the_start_says_which_parameters_text_trains(tmp_path: Path, caplog: pyt
         engine.create_process_group()
         engine.initialize(None, SPEC)
     assert (
-        f": {trained + untrained} parameters, {trained} of them trained; text gives no gradient to the {untrained} of "
-        "model.vision_tower, model.multi_modal_projector, which take memory all the same"
+        f": {trained + untrained} parameters, {trained} of them trained; text gives no gradient "
+        f"to the {untrained} of model.vision_tower, model.multi_modal_projector, which take "
+        "memory all the same"
     ) in caplog.text
     engine.destroy()
 
 
 BROUGHT: dict[str, PretrainedConfig] = {
     "buffers computed by the model around": FalconH1Config(
-        **TEXT, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8
+        **TEXT,
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=8,
     ),
     "parameters and buffers that only the constructor computes": ApertusConfig(**TEXT),
     "settings of a nested model": Gemma3nTextConfig(
@@ -94,7 +107,12 @@ BROUGHT: dict[str, PretrainedConfig] = {
     "no sdpa attention": GptOssConfig(**TEXT, num_local_experts=2, num_experts_per_tok=1),
     "rotary angles in float32": Olmo2Config(**TEXT),
     "embeddings that are not to be split, and tied": BertConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, is_decoder=True
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        is_decoder=True,
     ),
 }
 
@@ -109,7 +127,12 @@ def write_brought(folder: Path, config: PretrainedConfig) -> None:
 
 
 def start(folder: str | Path, **changes: Any) -> Any:
-    config: dict[str, Any] = {"dtype": "float32", "device": "cpu", "pack_sequences": False, "optimizer": None}
+    config: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "pack_sequences": False,
+        "optimizer": None,
+    }
     engine = FSDPEngine(TrainEngineConfig(path=str(folder), **config | changes))
     engine.create_process_group()
     try:
@@ -125,15 +148,21 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _starts_as_from_pretrained(rank: int, world_size: int, root: Path, dtype: str) -> dict[str, Any]:
-    """Start an engine of every folder under ``root``. Returns name -> whether it computes exactly like transformers."""
+def _starts_as_from_pretrained(
+    rank: int, world_size: int, root: Path, dtype: str
+) -> dict[str, Any]:
+    """Start an engine of every folder under ``root``. Returns name -> whether it computes exactly
+    like transformers.
+    """
     alike = {}
     for folder in sorted(root.iterdir()):
         expected = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         engine = start(folder, dtype=dtype)
         engine.eval()
         state = engine.model.state_dict()
-        assert all(value.dtype == torch.float32 for value in state.values() if value.is_floating_point()), folder
+        assert all(
+            value.dtype == torch.float32 for value in state.values() if value.is_floating_point()
+        ), folder
         for key, value in expected.state_dict().items():
             assert torch.equal(_whole(state[key]).to(value.dtype), value), f"{folder}: {key}"
         logits = engine.model(input_ids=IDS, use_cache=False).logits
@@ -142,7 +171,9 @@ def _starts_as_from_pretrained(rank: int, world_size: int, root: Path, dtype: st
     return alike
 
 
-@pytest.mark.parametrize(("dtype", "world_size"), slow_but([("bfloat16", 1)], product(["float32", "bfloat16"], [1, 2])))
+@pytest.mark.parametrize(
+    ("dtype", "world_size"), slow_but([("bfloat16", 1)], product(["float32", "bfloat16"], [1, 2]))
+)
 def test_an_engine_of_a_folder_computes_what_transformers_computes_in_that_dtype(
     dtype: str, world_size: int, tmp_path: Path
 ) -> None:
@@ -166,22 +197,34 @@ def test_buffers_are_exported_as_before_whatever_is_computed_with_them(tmp_path:
     engine.destroy()
     engine = start(tmp_path / "base", dtype="float32")
     engine.load(SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=False))
-    assert all(torch.equal(_whole(value), model.state_dict()[key]) for key, value in engine.model.state_dict().items())
+    assert all(
+        torch.equal(_whole(value), model.state_dict()[key])
+        for key, value in engine.model.state_dict().items()
+    )
     engine.destroy()
 
 
 @pytest.mark.slow
 def test_a_model_trains_with_cast_buffers_and_recomputed_blocks(tmp_path: Path) -> None:
     write_brought(tmp_path, BROUGHT["decays that are buffers"])
-    batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "loss_mask": torch.ones_like(IDS)}
+    batch = {
+        "input_ids": IDS,
+        "attention_mask": torch.ones_like(IDS),
+        "loss_mask": torch.ones_like(IDS),
+    }
     losses = []
     for checkpointing in (False, True):
         engine = start(
-            tmp_path, dtype="bfloat16", gradient_checkpointing=checkpointing, optimizer=OptimizerConfig(lr=1e-2)
+            tmp_path,
+            dtype="bfloat16",
+            gradient_checkpointing=checkpointing,
+            optimizer=OptimizerConfig(lr=1e-2),
         )
         step = [
             engine.train_batch(
-                batch, lambda logits, mb: logits.float().square().mean(), lambda mb: mb["loss_mask"].sum()
+                batch,
+                lambda logits, mb: logits.float().square().mean(),
+                lambda mb: mb["loss_mask"].sum(),
             )
             for _ in range(2)
         ]
@@ -197,7 +240,9 @@ def test_the_old_model_is_gone_before_a_second_initialize_takes_memory(
     write_brought(tmp_path / "base", BROUGHT["rotary angles in float32"])
     engine = start(tmp_path / "base", optimizer=OptimizerConfig(lr=1e-2))
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-    engine.train_batch(batch, lambda logits, mb: logits.square().mean(), lambda mb: mb["loss_mask"].sum())
+    engine.train_batch(
+        batch, lambda logits, mb: logits.square().mean(), lambda mb: mb["loss_mask"].sum()
+    )
     engine.save(SaveLoadMeta(str(tmp_path / "saved"), "dcp", with_optim=True), blocking=False)
     moments = [tensor for state in engine.optimizer.state.values() for tensor in state.values()]
     old = [weakref.ref(tensor) for tensor in (*engine.model.parameters(), *moments)]
@@ -214,9 +259,13 @@ def test_the_old_model_is_gone_before_a_second_initialize_takes_memory(
     engine.destroy()
 
 
-def test_weights_that_nothing_draws_are_asked_for_when_starting_from_scratch(tmp_path: Path) -> None:
+def test_weights_that_nothing_draws_are_asked_for_when_starting_from_scratch(
+    tmp_path: Path,
+) -> None:
     write_brought(tmp_path, BROUGHT["parameters and buffers that only the constructor computes"])
-    with pytest.raises(ConfigError, match=r"does not initialise 'model\S*act_fn\.\w+'.*: it can only be loaded"):
+    with pytest.raises(
+        ConfigError, match=r"does not initialise 'model\S*act_fn\.\w+'.*: it can only be loaded"
+    ):
         start(tmp_path, init_from_scratch=True)
 
 
@@ -236,13 +285,17 @@ def test_a_nested_model_draws_its_own_weights(tmp_path: Path) -> None:
     state = {key: _whole(value) for key, value in engine.model.state_dict().items()}
     assert all(value.isfinite().all() for value in state.values())
     probe = next(
-        value for key, value in state.items() if key.endswith("vision_tower.embeddings.position_embedding.weight")
+        value
+        for key, value in state.items()
+        if key.endswith("vision_tower.embeddings.position_embedding.weight")
     )
     assert float(probe.std()) == pytest.approx(16**-0.5, rel=0.3), "Siglip's spread, not Gemma's"
     engine.destroy()
 
 
-NEOX = GPTNeoXConfig(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+NEOX = GPTNeoXConfig(
+    vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+)
 HEADS = {
     "gpt_neox": (NEOX, "embed_out"),
     "bert": (BROUGHT["embeddings that are not to be split, and tied"], "cls"),
@@ -251,14 +304,18 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_critic_starts_from_a_causal_model_whatever_its_heads_name(name: str, tmp_path: Path) -> None:
+def test_a_critic_starts_from_a_causal_model_whatever_its_heads_name(
+    name: str, tmp_path: Path
+) -> None:
     config, head = HEADS[name]
     base = tmp_path / "base"
     (write_multimodal if name in MULTIMODAL else write_brought)(base, config)
     assert any(key.startswith(head) for key in load_file(base / "model.safetensors"))
     engine = start(base, is_critic=True)
     assert engine.model(input_ids=IDS, use_cache=False).logits.shape == (1, 9, 1)
-    critic = AutoModelForTokenClassification.from_pretrained(base, dtype=torch.float32, num_labels=1)
+    critic = AutoModelForTokenClassification.from_pretrained(
+        base, dtype=torch.float32, num_labels=1
+    )
     for key, value in critic.base_model.state_dict().items():
         assert torch.equal(_whole(engine.model.base_model.state_dict()[key]), value), key
     engine.save(SaveLoadMeta(str(tmp_path / "critic"), "hf", with_optim=False))
@@ -269,7 +326,9 @@ def test_a_critic_starts_from_a_causal_model_whatever_its_heads_name(name: str, 
 
 def test_a_reward_model_starts_from_a_causal_model_with_a_head_of_its_own(tmp_path: Path) -> None:
     write_brought(tmp_path, NEOX)
-    engine = FSDPEngine(RewardModelConfig(path=str(tmp_path), dtype="float32", device="cpu", optimizer=None))
+    engine = FSDPEngine(
+        RewardModelConfig(path=str(tmp_path), dtype="float32", device="cpu", optimizer=None)
+    )
     engine.create_process_group()
     engine.initialize(None, SPEC)
     assert engine.model(input_ids=IDS, use_cache=False).logits.shape == (1, 9, 1)
@@ -288,7 +347,9 @@ HEADLESS = ["olmo2", "lfm2", "mamba", "llama4_text", "opt", *RENAMED, *TIED_INSI
     "model_type",
     slow_but(["opt", "hy_v4", "prophetnet"], HEADLESS),
 )
-def test_without_a_classifier_a_critic_is_a_layer_on_the_causal_body(model_type: str, tmp_path: Path) -> None:
+def test_without_a_classifier_a_critic_is_a_layer_on_the_causal_body(
+    model_type: str, tmp_path: Path
+) -> None:
     config = architectures.tiny_config(model_type)
     assert type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     write_brought(tmp_path / "base", config)
@@ -328,7 +389,9 @@ def test_an_architecture_without_the_wanted_head_is_refused_naming_the_key(tmp_p
 
 
 @pytest.mark.slow
-def test_attention_is_ours_where_transformers_would_take_sdpa_unless_another_is_asked_for(tmp_path: Path) -> None:
+def test_attention_is_ours_where_transformers_would_take_sdpa_unless_another_is_asked_for(
+    tmp_path: Path,
+) -> None:
     write_brought(tmp_path / "gpt_oss", BROUGHT["no sdpa attention"])
     write_brought(tmp_path / "olmo2", BROUGHT["rotary angles in float32"])
     for folder, asked, taken in (
@@ -341,9 +404,13 @@ def test_attention_is_ours_where_transformers_would_take_sdpa_unless_another_is_
         engine = start(tmp_path / folder, **{"pack_sequences": True, **asked})
         assert engine.model.config._attn_implementation == taken
         engine.destroy()
-    with pytest.raises(ConfigError, match="'attn_impl' 'sdpa': ValueError: GptOssForCausalLM does not support"):
+    with pytest.raises(
+        ConfigError, match="'attn_impl' 'sdpa': ValueError: GptOssForCausalLM does not support"
+    ):
         start(tmp_path / "gpt_oss", attn_impl="sdpa")
-    with pytest.raises(ConfigError, match=r"GptOssForCausalLM fails at a packed row .*has no 's_aux'"):
+    with pytest.raises(
+        ConfigError, match=r"GptOssForCausalLM fails at a packed row .*has no 's_aux'"
+    ):
         start(tmp_path / "gpt_oss", attn_impl="holdfast", pack_sequences=True)
 
 
@@ -363,8 +430,15 @@ def write_own_code(folder: Path) -> None:
     tiny_model("llama").save_pretrained(folder)
     (folder / "brought.py").write_text(CODE)
     config = json.loads((folder / "config.json").read_text())
-    auto_map = {"AutoConfig": "brought.BroughtConfig", "AutoModelForCausalLM": "brought.BroughtForCausalLM"}
-    config |= {"model_type": "brought", "architectures": ["BroughtForCausalLM"], "auto_map": auto_map}
+    auto_map = {
+        "AutoConfig": "brought.BroughtConfig",
+        "AutoModelForCausalLM": "brought.BroughtForCausalLM",
+    }
+    config |= {
+        "model_type": "brought",
+        "architectures": ["BroughtForCausalLM"],
+        "auto_map": auto_map,
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -372,7 +446,9 @@ def _own_code(rank: int, world_size: int, root: Path) -> str:
     engine = start(root / "own", trust_remote_code=True, pack_sequences=True)
     engine.save(SaveLoadMeta(str(root / "exported"), "hf", with_optim=False))
     state = {key: _whole(value) for key, value in engine.model.state_dict().items()}
-    assert all(torch.equal(value, state[key]) for key, value in tiny_model("llama").state_dict().items())
+    assert all(
+        torch.equal(value, state[key]) for key, value in tiny_model("llama").state_dict().items()
+    )
     name = engine.model.config.model_type
     engine.destroy()
     return name
@@ -384,7 +460,8 @@ def test_code_that_comes_with_a_model_runs_only_when_it_is_trusted(
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     write_own_code(tmp_path / "own")
     with pytest.raises(
-        ConfigError, match=r"config.json cannot be used: .*Python code of its own.*'trust_remote_code' true"
+        ConfigError,
+        match=r"config.json cannot be used: .*Python code of its own.*'trust_remote_code' true",
     ):
         start(tmp_path / "own")
     assert run_ranks(_own_code, 2, tmp_path) == ["brought"] * 2

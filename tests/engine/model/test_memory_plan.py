@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig, ParallelStrategy, TrainEngineConfig
+from holdfast.engine import (
+    FSDPConfig,
+    MicroBatchSpec,
+    OptimizerConfig,
+    ParallelStrategy,
+    TrainEngineConfig,
+)
 from holdfast.engine.model.memory_plan import log_plan, measure_model, plan_step
 from holdfast.utils.errors import ConfigError
 from tests.engine.architectures.released import tiny_config
@@ -27,16 +33,30 @@ from tests.tiers import slow_but
 
 pytestmark = pytest.mark.timeout(150)
 
-HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256}
+HEADS: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_size": 256,
+}
 WIDE: dict[str, Any] = HEADS | {"hidden_size": 512}
 MODELS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**HEADS, intermediate_size=768, num_hidden_layers=6, vocab_size=8000),
     "qwen3_tied": Qwen3Config(
-        **HEADS, intermediate_size=1024, num_hidden_layers=8, vocab_size=600, tie_word_embeddings=True
+        **HEADS,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        vocab_size=600,
+        tie_word_embeddings=True,
     ),
     "llama": LlamaConfig(**HEADS, intermediate_size=1024, num_hidden_layers=4, vocab_size=20000),
     "qwen3_moe": Qwen3MoeConfig(
-        **HEADS, moe_intermediate_size=256, num_hidden_layers=4, vocab_size=4000, num_experts=8, num_experts_per_tok=2
+        **HEADS,
+        moe_intermediate_size=256,
+        num_hidden_layers=4,
+        vocab_size=4000,
+        num_experts=8,
+        num_experts_per_tok=2,
     ),
     "wide": Qwen3Config(**WIDE, intermediate_size=2048, num_hidden_layers=3, vocab_size=600),
 }
@@ -44,7 +64,9 @@ MODELS: dict[str, PretrainedConfig] = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators touched and that still exist. ``peak`` is their maximum."""
+    """Counts the bytes of all storages that operators touched and that still exist. ``peak`` is
+    their maximum.
+    """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -55,13 +77,17 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, values: Any) -> None:
         for value in tree_flatten(values)[0]:
             if isinstance(value, torch.Tensor):
-                storage = (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()
+                storage = (
+                    value.to_local() if isinstance(value, DTensor) else value
+                ).untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._add((out, args, kwargs))
-        living = {key: storage for key, ref in self._storages.items() if (storage := ref()) is not None}
+        living = {
+            key: storage for key, ref in self._storages.items() if (storage := ref()) is not None
+        }
         self._storages = {key: self._storages[key] for key in living}
         self.peak = max(self.peak, sum(storage.nbytes() for storage in living.values()))
         return out
@@ -71,13 +97,24 @@ def loss(output: Any, mb: Any) -> torch.Tensor:
     return -(output.logprobs * mb["loss_mask"]).sum() / mb["loss_mask"].sum()
 
 
-def _measured_and_planned(rank: int, world_size: int, folder: str, tokens: int, changes: Any) -> tuple[int, int]:
+def _measured_and_planned(
+    rank: int, world_size: int, folder: str, tokens: int, changes: Any
+) -> tuple[int, int]:
     settings = {"init_from_scratch": True, "dtype": "bfloat16", **changes}
     engine = make_engine(folder, mb_spec=MicroBatchSpec(max_tokens_per_mb=tokens), **settings)
     ids = torch.randint(0, 500, (4, tokens // 2))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": torch.ones_like(ids)}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "loss_mask": torch.ones_like(ids),
+    }
     engine.train_batch(batch, loss, loss_tokens)
-    states = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    states = [
+        value
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
     with LiveBytes([*engine.model.parameters(), *states]) as live:
         assert engine.train_batch(batch, loss, loss_tokens)["n_mbs"] == 2
     sizes = measure_model(engine.config, tokens)
@@ -115,14 +152,18 @@ def test_the_planned_peak_of_a_step_is_within_a_tenth_of_the_measured_one(
     config.dtype = torch.bfloat16  # of frozen weights
     config.save_pretrained(tmp_path)
     tokens = 128 if model == "llama" else 1024
-    for measured, planned in run_ranks(_measured_and_planned, 2, str(tmp_path), tokens, SETTINGS[setting]):
+    for measured, planned in run_ranks(
+        _measured_and_planned, 2, str(tmp_path), tokens, SETTINGS[setting]
+    ):
         assert planned == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not CAN_MEASURE, reason="needs a writable /proc/self/clear_refs")
-@pytest.mark.parametrize(("model", "setting"), [("meta-llama/Llama-3.1-8B", "plain"), ("Qwen/Qwen3-30B-A3B", "lora")])
+@pytest.mark.parametrize(
+    ("model", "setting"), [("meta-llama/Llama-3.1-8B", "plain"), ("Qwen/Qwen3-30B-A3B", "lora")]
+)
 def test_the_resident_memory_of_each_phase_is_within_a_tenth_of_the_planned(
     tmp_path: Path, model: str, setting: str
 ) -> None:
@@ -154,11 +195,16 @@ def test_fewer_blocks_that_run_again_need_more_memory(tmp_path: Path) -> None:
     config = TrainEngineConfig(path=str(tmp_path))
     sizes, alone = measure_model(config, 4096), ParallelStrategy().for_world(1)
     choices = (True, "every_1", "every_2", "every_9", False, "selective")
-    peaks = [plan_step(sizes, replace(config, gradient_checkpointing=each), alone, 4096).peak for each in choices]
+    peaks = [
+        plan_step(sizes, replace(config, gradient_checkpointing=each), alone, 4096).peak
+        for each in choices
+    ]
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3] < peaks[4] and peaks[0] < peaks[5] < peaks[4]
 
 
-def test_state_in_host_memory_takes_none_of_the_device_except_a_block_in_the_step(tmp_path: Path) -> None:
+def test_state_in_host_memory_takes_none_of_the_device_except_a_block_in_the_step(
+    tmp_path: Path,
+) -> None:
     MODELS["wide"].save_pretrained(tmp_path)
     config = TrainEngineConfig(path=str(tmp_path), fsdp=FSDPConfig(gradient_sync="every"))
     assert config.optimizer is not None
@@ -173,22 +219,32 @@ def test_state_in_host_memory_takes_none_of_the_device_except_a_block_in_the_ste
     plan = plan_step(sizes, params, two, 4096)
     assert plan.weights == plan.gradients == plan.moments == 0 < plan.activations
     few_tokens = plan_step(sizes, optimizer, two, 1)
-    assert few_tokens.moments == pytest.approx(2 * shard, rel=1e-3), "one block holds all, and the step is the peak"
+    assert few_tokens.moments == pytest.approx(2 * shard, rel=1e-3), (
+        "one block holds all, and the step is the peak"
+    )
     assert plan_step(sizes, optimizer, two, 4096).moments == 0
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A device that torch believes to have 1 GB."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10**9))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10**9)
+    )
     return torch.device("cuda", 0)
 
 
-def _logged(caplog: pytest.LogCaptureFixture, config: TrainEngineConfig, device: torch.device) -> list[str]:
+def _logged(
+    caplog: pytest.LogCaptureFixture, config: TrainEngineConfig, device: torch.device
+) -> list[str]:
     caplog.clear()
     caplog.set_level(logging.DEBUG, "holdfast.engine.model.memory_plan")
     log_plan(config, ParallelStrategy().for_world(1), device)
-    return [record.getMessage() for record in caplog.records if record.name == "holdfast.engine.model.memory_plan"]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "holdfast.engine.model.memory_plan"
+    ]
 
 
 def test_the_log_has_the_planned_peak_next_to_the_memory_of_a_gpu(
@@ -197,7 +253,9 @@ def test_the_log_has_the_planned_peak_next_to_the_memory_of_a_gpu(
     MODELS["qwen3"].save_pretrained(tmp_path)
     config = TrainEngineConfig(path=str(tmp_path), mb_spec=MicroBatchSpec(max_tokens_per_mb=1024))
     (line,) = _logged(caplog, config, gpu)
-    assert line.startswith("a step of 1024 tokens per micro-batch is planned to take 0.295 GB on each rank (")
+    assert line.startswith(
+        "a step of 1024 tokens per micro-batch is planned to take 0.295 GB on each rank ("
+    )
     assert line.endswith("(activations 0.0918, moments 0.0705, head 0.0502); the device has 1 GB")
     (line,) = _logged(caplog, replace(config, mb_spec=MicroBatchSpec(max_tokens_per_mb=8192)), gpu)
     assert line.endswith("the device has 1 GB; holdfast plan says what to change")
@@ -210,7 +268,10 @@ def test_an_engine_whose_memory_cannot_be_planned_starts_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gpu: torch.device
 ) -> None:
     tiny_config("microsoft/Phi-3.5-MoE-instruct").save_pretrained(tmp_path)
-    assert "cannot be computed from its config alone" in _logged(caplog, TrainEngineConfig(path=str(tmp_path)), gpu)[0]
+    assert (
+        "cannot be computed from its config alone"
+        in _logged(caplog, TrainEngineConfig(path=str(tmp_path)), gpu)[0]
+    )
     assert caplog.records[-1].levelno == logging.DEBUG
 
 
@@ -231,12 +292,18 @@ def test_released_architectures_are_planned(tmp_path: Path, name: str) -> None:
 def test_experts_are_planned_in_float32(tmp_path: Path) -> None:
     """On fake tensors torch multiplies groups in bfloat16 alone."""
     tiny_config("Qwen/Qwen3-30B-A3B").save_pretrained(tmp_path)
-    half, full = (measure_model(TrainEngineConfig(path=str(tmp_path), dtype=d), 64) for d in ("bfloat16", "float32"))
+    half, full = (
+        measure_model(TrainEngineConfig(path=str(tmp_path), dtype=d), 64)
+        for d in ("bfloat16", "float32")
+    )
     for of_half, of_full in zip(half.blocks, full.blocks, strict=True):
         assert of_half.kept_in_parts < of_full.kept_in_parts <= 2 * of_half.kept_in_parts
 
 
 def test_an_architecture_whose_forward_depends_on_values_is_refused(tmp_path: Path) -> None:
     tiny_config("microsoft/Phi-3.5-MoE-instruct").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="activations of PhimoeForCausalLM cannot be computed from its config alone"):
+    with pytest.raises(
+        ConfigError,
+        match="activations of PhimoeForCausalLM cannot be computed from its config alone",
+    ):
         measure_model(TrainEngineConfig(path=str(tmp_path)), 64)

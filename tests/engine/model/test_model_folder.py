@@ -1,4 +1,6 @@
-"""A model by its folder, which every rank needs, or by its name on the hub, with one commit for all ranks."""
+"""A model by its folder, which every rank needs, or by its name on the hub, with one commit for all
+ranks.
+"""
 
 import json
 import os
@@ -44,22 +46,35 @@ def report(wanted: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
             outcomes[case] = f"{type(error).__name__}: {error}"
             continue
         root = os.environ["ROOT"]
-        engine.save(SaveLoadMeta(f"{root}/{case}", "hf", False, base_model_path=str(engine.model_folder)))
+        engine.save(
+            SaveLoadMeta(f"{root}/{case}", "hf", False, base_model_path=str(engine.model_folder))
+        )
         engine.update_weights(WeightUpdateMeta("disk", path=f"{root}/{case} published", version=1))
         outcomes[case] = str(engine.model_folder)
         engine.destroy()
     return outcomes
 
 
-def reports(root: Path, wanted: Mapping[str, dict[str, Any]], **environment: str) -> list[dict[str, Any]]:
-    """`report` of two ranks in separate processes, because huggingface_hub reads its environment at import."""
+def reports(
+    root: Path, wanted: Mapping[str, dict[str, Any]], **environment: str
+) -> list[dict[str, Any]]:
+    """`report` of two ranks in separate processes, because huggingface_hub reads its environment at
+    import.
+    """
     root.mkdir()
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", RANK, json.dumps(wanted)]
     ranks = [
         subprocess.Popen(
             command,
-            env={**os.environ, **shared, **environment, "ROOT": str(root), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                **shared,
+                **environment,
+                "ROOT": str(root),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -79,7 +94,12 @@ def _folder(root: Path, seed: int) -> Path:
     tiny_model("llama", seed=seed).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "original").mkdir()
-    for name in ("pytorch_model.bin", "evil.py", "original/consolidated.00.pth", "original/params.json"):
+    for name in (
+        "pytorch_model.bin",
+        "evil.py",
+        "original/consolidated.00.pth",
+        "original/params.json",
+    ):
         (folder / name).write_bytes(b"not wanted")
     return folder
 
@@ -114,21 +134,34 @@ OFFLINE = {
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Hub, list[dict], list[dict]]:
-    """The runs' folder, the hub, and the reports of two ranks: first with the hub, then from the cache without it."""
+    """The runs' folder, the hub, and the reports of two ranks: first with the hub, then from the
+    cache without it.
+    """
 
     def make(root: Path) -> tuple[Path, Hub, list[dict], list[dict]]:
         with serve_hub() as hub:
             _serve(hub, root)
             online = reports(root / "online", ONLINE, HF_HOME=f"{root}/cache", HF_ENDPOINT=hub.url)
-        offline = reports(root / "offline", OFFLINE, HF_HOME=f"{root}/cache", HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+        offline = reports(
+            root / "offline",
+            OFFLINE,
+            HF_HOME=f"{root}/cache",
+            HF_ENDPOINT=hub.url,
+            HF_HUB_OFFLINE="1",
+        )
         return root, hub, online, offline
 
     return make_once(tmp_path_factory, "hub", make)
 
 
 def _holds(folder: Path, seed: int) -> bool:
-    weights, expected = load_file(folder / "model.safetensors"), tiny_model("llama", seed=seed).state_dict()
-    return weights.keys() == expected.keys() and all(torch.equal(weights[key], expected[key]) for key in expected)
+    weights, expected = (
+        load_file(folder / "model.safetensors"),
+        tiny_model("llama", seed=seed).state_dict(),
+    )
+    return weights.keys() == expected.keys() and all(
+        torch.equal(weights[key], expected[key]) for key in expected
+    )
 
 
 @pytest.mark.slow
@@ -151,7 +184,10 @@ def test_one_rank_of_a_node_downloads_what_is_needed_and_nothing_else(hub: Any) 
     for name, files in {"slow": [*wanted, "model.safetensors"], "config": wanted}.items():
         fetched = [file for file in server.fetched if file.startswith(f"org/{name}/")]
         assert sorted(fetched) == sorted(f"org/{name}/{file}" for file in files)
-    assert {path.name for path in Path(online[0]["model"]).iterdir()} == {*wanted, "model.safetensors"}
+    assert {path.name for path in Path(online[0]["model"]).iterdir()} == {
+        *wanted,
+        "model.safetensors",
+    }
 
 
 @pytest.mark.slow
@@ -172,7 +208,12 @@ def test_the_cache_serves_offline_what_was_downloaded(case: str, hub: Any) -> No
 @pytest.mark.slow
 def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub: Any) -> None:
     root, server, online, _ = hub  # the server has ended by now
-    again = reports(root / "unreachable", {"model": ONLINE["model"]}, HF_HOME=f"{root}/cache", HF_ENDPOINT=server.url)
+    again = reports(
+        root / "unreachable",
+        {"model": ONLINE["model"]},
+        HF_HOME=f"{root}/cache",
+        HF_ENDPOINT=server.url,
+    )
     assert [report["model"] for report in again] == [report["model"] for report in online]
 
 
@@ -191,12 +232,16 @@ def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub
         ("broken", "ConfigError: config key 'path' is 'org/broken'"),
     ],
 )
-def test_a_model_missing_on_the_hub_is_an_error_on_every_rank(case: str, message: str, hub: Any) -> None:
+def test_a_model_missing_on_the_hub_is_an_error_on_every_rank(
+    case: str, message: str, hub: Any
+) -> None:
     _, server, online, offline = hub
     first, second = (report[case] for report in online)
     assert first.startswith(message)
     assert server.url in first
-    assert second.startswith((message, f"PeerError: downloading org/broken failed on rank 0: {message}"))
+    assert second.startswith(
+        (message, f"PeerError: downloading org/broken failed on rank 0: {message}")
+    )
     if case in OFFLINE:
         assert all(report[case].startswith(message) for report in offline)
 
@@ -225,17 +270,28 @@ def _find(rank: int, world_size: int, root: Path, each: bool) -> str:
 def test_a_folder_that_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:
     assert run_ranks(_find, 2, tmp_path / "both", True) == ["found"] * 2
     first, second = run_ranks(_find, 2, tmp_path / "one", False)
-    assert first.startswith("PeerError: finding the model") and "rank 1: ConfigError: config key 'path' is" in first
-    assert second.startswith(f"ConfigError: config key 'path' is '{tmp_path}/one/rank 1'; expected a folder with the")
+    assert (
+        first.startswith("PeerError: finding the model")
+        and "rank 1: ConfigError: config key 'path' is" in first
+    )
+    assert second.startswith(
+        f"ConfigError: config key 'path' is '{tmp_path}/one/rank 1'; expected a folder with the"
+    )
 
 
 def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="config key 'revision' is 'main', but 'path' is a local folder"):
+    with pytest.raises(
+        ConfigError, match="config key 'revision' is 'main', but 'path' is a local folder"
+    ):
         find_model_folder(TrainEngineConfig(path=str(tmp_path), revision="main"))
 
 
-@pytest.mark.parametrize("path", ["", "/no/such/folder", "no/such/folder", "-", "a//b", "a" * 300, "a\0b"])
+@pytest.mark.parametrize(
+    "path", ["", "/no/such/folder", "no/such/folder", "-", "a//b", "a" * 300, "a\0b"]
+)
 def test_neither_folder_nor_model_name_is_refused_without_asking_the_hub(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"config key 'path' is .*; expected a folder with the config\.json"):
+    with pytest.raises(
+        ConfigError, match=r"config key 'path' is .*; expected a folder with the config\.json"
+    ):
         find_model_folder(TrainEngineConfig(path=path))

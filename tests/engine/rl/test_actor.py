@@ -44,7 +44,10 @@ def global_batch() -> Batch:
 def share_of(batch: Batch, rank: int, world_size: int) -> Batch:
     rows = torch.tensor(list(SHARES[world_size][rank]))
     longest = int(batch["attention_mask"][rows].sum(1).max())
-    return {key: value[rows][:, :longest] if value.dim() == 2 else value[rows] for key, value in batch.items()}
+    return {
+        key: value[rows][:, :longest] if value.dim() == 2 else value[rows]
+        for key, value in batch.items()
+    }
 
 
 def start(engine: FSDPEngine) -> None:
@@ -72,12 +75,18 @@ def make_actor(path: str, **changes: Any) -> PPOActor:
     return PPOActor(config, engine)
 
 
-def reference_update(batch: Batch, ref_logp: torch.Tensor, old: torch.Tensor) -> tuple[nn.Module, dict[str, float]]:
-    """One SGD step on the mean over all loss tokens of clipped surrogate + KL - entropy, written out in full."""
+def reference_update(
+    batch: Batch, ref_logp: torch.Tensor, old: torch.Tensor
+) -> tuple[nn.Module, dict[str, float]]:
+    """One SGD step on the mean over all loss tokens of clipped surrogate + KL - entropy, written
+    out in full.
+    """
     model = build_reference(tiny_qwen3())
     mask = batch["loss_mask"].bool()
     rewards = batch["rewards"].reshape(-1, 2)
-    scores = ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-5)).reshape(-1, 1)
+    scores = ((rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-5)).reshape(
+        -1, 1
+    )
     logp, entropy = reference_logprobs(model, batch, TEMPERATURE)
     advantages = scores.expand_as(logp)
     ratio = (logp - old).exp()
@@ -134,14 +143,21 @@ def _grpo_against_reference(rank: int, world_size: int, path: str) -> dict[str, 
     before = {key: value.clone() for key, value in mine.items()}
     ready = actor.compute_advantages(mine)
     stats = actor.ppo_update(ready)
-    assert all(torch.equal(before[key], mine[key]) for key in before) and before.keys() == mine.keys()
+    assert (
+        all(torch.equal(before[key], mine[key]) for key in before) and before.keys() == mine.keys()
+    )
 
     reference, expected = reference_update(batch, batch["ref"], batch["old"])
     assert expected["clip_fraction"] > 0
     same_weights(actor.engine, reference, atol=2e-5)  # type: ignore[arg-type]
     for name, value in expected.items():
         assert stats[name] == pytest.approx(value, rel=2e-4, abs=2e-5), name
-    assert (stats["n_seqs"], stats["n_tokens"], stats["n_updates"], stats["lr"]) == (6, sum(LENGTHS), 1, 0.5)
+    assert (stats["n_seqs"], stats["n_tokens"], stats["n_updates"], stats["lr"]) == (
+        6,
+        sum(LENGTHS),
+        1,
+        0.5,
+    )
     actor.engine.destroy()  # type: ignore[attr-defined]
     return stats
 
@@ -176,7 +192,9 @@ def _uneven_and_bad_batches(rank: int, world_size: int, path: str) -> dict[str, 
 
 def _learning(rank: int, world_size: int, path: str) -> list[float]:
     adam = OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0)
-    actor = make_actor(path, optimizer=adam, recompute_logprob=True, ppo_n_minibatches=2, group_size=2)
+    actor = make_actor(
+        path, optimizer=adam, recompute_logprob=True, ppo_n_minibatches=2, group_size=2
+    )
     mine = share_of(global_batch(), rank, world_size)
     ready = actor.compute_advantages(mine)
     margins = []
@@ -192,7 +210,9 @@ def _learning(rank: int, world_size: int, path: str) -> list[float]:
 
 def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
     adam = OptimizerConfig(lr=1e-2, warmup_steps_proportion=0.0)
-    config = PPOCriticConfig(path=path, dtype="float32", init_from_scratch=True, optimizer=adam, ppo_n_minibatches=2)
+    config = PPOCriticConfig(
+        path=path, dtype="float32", init_from_scratch=True, optimizer=adam, ppo_n_minibatches=2
+    )
     config.eps_clip = 1e3
     config.mb_spec = MicroBatchSpec(n_mbs=2)
     engine = FSDPEngine(config)
@@ -208,7 +228,9 @@ def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
     last_values = critic.with_values(mine)["last_values"]
     assert last_values.tolist() == [float(raw[i, n - 1]) for i, n in enumerate(lengths)]
     truncated = torch.arange(len(lengths)) % 2 == 0
-    bootstrapping = make_actor(path, reward_norm=None, discount=0.9, gae_lambda=0.95, bootstrap_truncated=True)
+    bootstrapping = make_actor(
+        path, reward_norm=None, discount=0.9, gae_lambda=0.95, bootstrap_truncated=True
+    )
     seen_from = {"values": values, "last_values": last_values, "truncated": truncated}
     returns = bootstrapping.compute_advantages({**mine, **seen_from})["returns"].double()
     for i, row in enumerate(mine["loss_mask"].bool()):
@@ -220,7 +242,9 @@ def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
             expected.insert(0, gain + v[t])
         assert returns[i, row].tolist() == pytest.approx(expected, abs=1e-5)
     lacks = {name: value for name, value in seen_from.items() if name != "last_values"}
-    assert "'last_values'" in raises_batch_error(lambda: bootstrapping.compute_advantages({**mine, **lacks}))
+    assert "'last_values'" in raises_batch_error(
+        lambda: bootstrapping.compute_advantages({**mine, **lacks})
+    )
     assert "is for GAE" in raises_batch_error(
         lambda: bootstrapping.compute_advantages({**mine, "truncated": truncated})
     )
@@ -241,7 +265,9 @@ def verls_value_loss(
 ) -> float:
     """Sums over rows in float64. ``seq-mean-token-sum-norm`` has TRL's mean over sequences, L = 9."""
     rows = []
-    for v, v_old, target, row in zip(*(x.double() for x in (values, old, returns)), mask.bool(), strict=True):
+    for v, v_old, target, row in zip(
+        *(x.double() for x in (values, old, returns)), mask.bool(), strict=True
+    ):
         near = v.clamp(v_old - 0.5, v_old + 0.5)
         rows.append(torch.max((v - target) ** 2, (near - target) ** 2)[row])
     rows = [row for row in rows if len(row)]
@@ -257,7 +283,9 @@ def verls_value_loss(
 def _value_losses(rank: int, world_size: int, path: str) -> None:
     optimizer = OptimizerConfig(type="sgd", lr=0.0, weight_decay=0.0)
     spec = MicroBatchSpec(max_tokens_per_mb=10)
-    config = PPOCriticConfig(path=path, dtype="float32", optimizer=optimizer, ppo_n_minibatches=1, mb_spec=spec)
+    config = PPOCriticConfig(
+        path=path, dtype="float32", optimizer=optimizer, ppo_n_minibatches=1, mb_spec=spec
+    )
     engine = FSDPEngine(config)
     start(engine)
     batch, generator = global_batch(), torch.Generator().manual_seed(3)
@@ -268,7 +296,9 @@ def _value_losses(rank: int, world_size: int, path: str) -> None:
     for mode in LOSS_AGG_MODES:
         factor = 9.0 if mode == "seq-mean-token-sum-norm" else None
         critic = PPOCritic(replace(config, loss_agg_mode=mode, loss_scale_factor=factor), engine)
-        expected = verls_value_loss(mode, values, batch["values"], batch["returns"], batch["loss_mask"])
+        expected = verls_value_loss(
+            mode, values, batch["values"], batch["returns"], batch["loss_mask"]
+        )
         assert critic.ppo_update(batch)["loss"] == pytest.approx(expected, rel=1e-5), mode
     engine.destroy()
 
@@ -291,11 +321,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def two_ranks(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return make_once(tmp_path_factory, "actor", lambda _: run_ranks(_all_checks, 2, model_path, timeout_s=150))
+    return make_once(
+        tmp_path_factory, "actor", lambda _: run_ranks(_all_checks, 2, model_path, timeout_s=150)
+    )
 
 
 @pytest.mark.slow
-def test_grpo_on_two_ranks_takes_the_step_of_an_unsharded_padded_model(two_ranks: list[dict[str, Any]]) -> None:
+def test_grpo_on_two_ranks_takes_the_step_of_an_unsharded_padded_model(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     first, second = (result["grpo"] for result in two_ranks)
     assert first == second
 
@@ -316,7 +350,8 @@ def test_minibatches_lose_no_sequence_when_ranks_have_fewer_sequences_than_minib
     assert first["uneven"] == second["uneven"]
     loss_tokens = float(global_batch()["loss_mask"].sum())
     assert (first["uneven"]["n_seqs"], first["uneven"]["n_loss_tokens"]) == (6, loss_tokens)
-    # Rank 0's one-token sequence is its own mini-batch. It counts only if rank 1 has tokens in the same mini-batch.
+    # Rank 0's one-token sequence is its own mini-batch. It counts only if rank 1 has tokens in the
+    # same mini-batch.
     assert 3 <= first["uneven"]["n_updates"] <= 4
     assert first["half"]["n_seqs"] == 6 and first["half"]["n_loss_tokens"] < loss_tokens
 
@@ -324,18 +359,28 @@ def test_minibatches_lose_no_sequence_when_ranks_have_fewer_sequences_than_minib
 def test_a_bad_batch_on_one_rank_is_an_error_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
     first, second = (result["uneven"] for result in two_ranks)
     assert "no loss token on any rank" in first["nothing"] and first["nothing"] == second["nothing"]
-    assert "'rewards'] is NaN or infinite" in second["rewards"] and "1 other rank(s)" in first["rewards"]
-    assert "3 sequences are not whole groups of 2" in first["groups"] and "1 other rank(s)" in second["groups"]
+    assert (
+        "'rewards'] is NaN or infinite" in second["rewards"]
+        and "1 other rank(s)" in first["rewards"]
+    )
+    assert (
+        "3 sequences are not whole groups of 2" in first["groups"]
+        and "1 other rank(s)" in second["groups"]
+    )
     assert "give the batch that compute_advantages returns" in second["advantages"]
     assert "1 other rank(s)" in first["advantages"]
 
 
-def test_updates_with_a_non_finite_gradient_are_counted_and_change_nothing(two_ranks: list[dict[str, Any]]) -> None:
+def test_updates_with_a_non_finite_gradient_are_counted_and_change_nothing(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for result in two_ranks:
         assert result["uneven"]["skipped"] >= 1 and result["uneven"]["unchanged"]
 
 
-def test_repeated_updates_raise_the_probability_of_rewarded_sequences(two_ranks: list[dict[str, Any]]) -> None:
+def test_repeated_updates_raise_the_probability_of_rewarded_sequences(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     margins = two_ranks[0]["learning"]
     assert all(later > earlier for earlier, later in pairwise(margins))
 

@@ -8,7 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.engine.rl import NormConfig
-from holdfast.engine.rl.advantages import gae_advantages, grpo_advantages, normalise, rewards_at_last_token
+from holdfast.engine.rl.advantages import (
+    gae_advantages,
+    grpo_advantages,
+    normalise,
+    rewards_at_last_token,
+)
 from holdfast.utils.errors import BatchError
 
 RNG = np.random.default_rng(0)
@@ -30,7 +35,11 @@ def normalise_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.n
 
         mean, std = 0.0, 1.0 - norm.eps
         if norm.mean_level:
-            others = [x[i] for i in members(norm.mean_level) if not norm.mean_leave1out or i != (row, column)]
+            others = [
+                x[i]
+                for i in members(norm.mean_level)
+                if not norm.mean_leave1out or i != (row, column)
+            ]
             mean = np.mean(others) if others else 0.0
         if norm.std_level:
             values = [x[i] for i in members(norm.std_level)]
@@ -40,11 +49,17 @@ def normalise_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.n
 
 
 def areal_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.ndarray:
-    """Results for ``[B, S]`` with AReaL's deviation: about the mean that is subtracted from each value, or about 0."""
+    """Results for ``[B, S]`` with AReaL's deviation: about the mean that is subtracted from each
+    value, or about 0.
+    """
     size, result = norm.group_size or 1, np.zeros_like(x)
 
     def unit(level: str, row: int) -> list[tuple[int, int]]:
-        rows = range(row // size * size, row // size * size + size) if level == "group" else range(len(x))
+        rows = (
+            range(row // size * size, row // size * size + size)
+            if level == "group"
+            else range(len(x))
+        )
         return [(i, j) for i in rows for j in range(x.shape[1]) if mask[i, j]]
 
     def centered(at: tuple[int, int]) -> float:
@@ -55,13 +70,17 @@ def areal_by_loop(x: np.ndarray, mask: np.ndarray, norm: NormConfig) -> np.ndarr
 
     for row, column in zip(*np.nonzero(mask), strict=True):
         squares = [centered(i) ** 2 for i in unit(norm.std_level or "", row)]
-        std = (sum(squares) / (len(squares) - norm.std_unbiased)) ** 0.5 if len(squares) > 1 else 1.0
+        std = (
+            (sum(squares) / (len(squares) - norm.std_unbiased)) ** 0.5 if len(squares) > 1 else 1.0
+        )
         result[row, column] = centered((row, column)) / (std + norm.eps)
     return result
 
 
 FAR_MEANS = [("batch", "group"), (None, "group"), (None, "batch")]
-"""Levels of mean and deviation with values that may be far from their subtracted mean although they agree."""
+"""Levels of mean and deviation with values that may be far from their subtracted mean although they
+agree.
+"""
 
 
 @pytest.mark.parametrize(("mean_level", "std_level"), FAR_MEANS)
@@ -93,7 +112,9 @@ def test_normalise_equals_a_loop_at_every_other_pair_of_levels(
     norm = NormConfig(mean_level, leave1out, std_level, unbiased, 1e-5, group_size=3)
     rewards = RNG.normal(size=12)
     expected = normalise_by_loop(rewards[:, None], np.ones((12, 1)), norm)[:, 0]
-    np.testing.assert_allclose(normalise(torch.tensor(rewards), norm).numpy(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        normalise(torch.tensor(rewards), norm).numpy(), expected, rtol=1e-5, atol=1e-6
+    )
     tokens, mask = RNG.normal(size=(6, 5)), RNG.random((6, 5)) < 0.6
     got = normalise(torch.tensor(tokens), norm, torch.tensor(mask)).numpy()
     np.testing.assert_allclose(got, normalise_by_loop(tokens, mask, norm), rtol=1e-5, atol=1e-6)
@@ -102,7 +123,9 @@ def test_normalise_equals_a_loop_at_every_other_pair_of_levels(
 def test_batch_level_sums_over_ranks() -> None:
     rewards = torch.tensor([1.0, 2.0, 6.0])
     norm = NormConfig("batch", std_level="batch")
-    twice = normalise(rewards, norm, sum_over_ranks=lambda sums: {name: 2 * value for name, value in sums.items()})
+    twice = normalise(
+        rewards, norm, sum_over_ranks=lambda sums: {name: 2 * value for name, value in sums.items()}
+    )
     both = normalise(torch.cat([rewards, rewards]), norm)
     torch.testing.assert_close(twice, both[:3])
 
@@ -112,7 +135,9 @@ def test_grpo_advantages_spread_the_group_normalised_reward_over_the_loss_tokens
     mask = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 0, 0], [0, 0, 1]])
     advantages = grpo_advantages(rewards, mask, grpo_norm(2))
     high, low = 0.5 / (np.sqrt(0.5) + 1e-5), 0.25 / (np.sqrt(0.125) + 1e-5)
-    np.testing.assert_allclose(advantages.numpy(), [[0, -high, -high], [0, high, 0], [0, 0, 0], [0, 0, low]], rtol=1e-6)
+    np.testing.assert_allclose(
+        advantages.numpy(), [[0, -high, -high], [0, high, 0], [0, 0, 0], [0, 0, low]], rtol=1e-6
+    )
     plain = grpo_advantages(rewards, mask, None)
     assert plain.tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0.75]]
 
@@ -132,7 +157,9 @@ def test_a_group_of_one_has_no_advantage(std_level: str | None, leave1out: bool)
 
 def test_a_single_value_that_loses_no_mean_of_its_own_is_not_scaled() -> None:
     norm = NormConfig("batch", std_level="group", group_size=1)
-    np.testing.assert_allclose(normalise(torch.tensor([3.0, -1.0]), norm).numpy(), [2.0, -2.0], rtol=2e-5)
+    np.testing.assert_allclose(
+        normalise(torch.tensor([3.0, -1.0]), norm).numpy(), [2.0, -2.0], rtol=2e-5
+    )
 
 
 def test_a_batch_that_is_not_whole_groups_is_refused() -> None:
@@ -141,7 +168,12 @@ def test_a_batch_that_is_not_whole_groups_is_refused() -> None:
 
 
 def gae_by_loop(
-    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, discount: float, lam: float, last: np.ndarray
+    rewards: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray,
+    discount: float,
+    lam: float,
+    last: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums of discounted deltas over the actions alone, each from its definition."""
     advantages, returns = np.zeros_like(values), np.zeros_like(values)
@@ -150,14 +182,18 @@ def gae_by_loop(
         v, r = [*values[i, actions], last[i]], rewards[i, actions]
         deltas = [r[k] + discount * v[k + 1] - v[k] for k in range(len(actions))]
         for k, t in enumerate(actions):
-            advantages[i, t] = sum((discount * lam) ** (m - k) * deltas[m] for m in range(k, len(actions)))
+            advantages[i, t] = sum(
+                (discount * lam) ** (m - k) * deltas[m] for m in range(k, len(actions))
+            )
             returns[i, t] = advantages[i, t] + v[k]
     return advantages, returns
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
 @pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.0, 1.0)])
-def test_gae_equals_its_definition_and_steps_over_masked_tokens(discount: float, lam: float, bootstrap: bool) -> None:
+def test_gae_equals_its_definition_and_steps_over_masked_tokens(
+    discount: float, lam: float, bootstrap: bool
+) -> None:
     rewards, values = RNG.normal(size=(2, 6, 9))
     mask = RNG.random((6, 9)) < 0.6
     mask[0], mask[1] = False, True
@@ -165,19 +201,28 @@ def test_gae_equals_its_definition_and_steps_over_masked_tokens(discount: float,
     expected = gae_by_loop(rewards, values, mask, discount, lam, last)
     polluted = torch.tensor(np.where(mask, values, np.nan))
     given = torch.tensor(last) if bootstrap else None
-    advantages, returns = gae_advantages(torch.tensor(rewards), polluted, torch.tensor(mask), discount, lam, given)
+    advantages, returns = gae_advantages(
+        torch.tensor(rewards), polluted, torch.tensor(mask), discount, lam, given
+    )
     np.testing.assert_allclose(advantages.numpy(), expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(returns.numpy(), expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (1, 2), (2, 3), (2, 4), (3, 700), (0, 5), (2, 0)])
 def test_gae_of_rows_of_every_length_is_rounded_once(shape: tuple[int, int]) -> None:
-    """Within one unit in the last place of float32, also where 700 terms are summed without a decay."""
+    """Within one unit in the last place of float32, also where 700 terms are summed without a
+    decay.
+    """
     values = RNG.normal(size=shape).astype(np.float32)
-    rewards, last = RNG.normal(size=shape).astype(np.float32), RNG.normal(size=shape[0]).astype(np.float32)
+    rewards, last = (
+        RNG.normal(size=shape).astype(np.float32),
+        RNG.normal(size=shape[0]).astype(np.float32),
+    )
     mask = RNG.random(shape) < 0.7
     for discount, lam in ((1.0, 1.0), (0.99, 0.95)):
-        rewards64, values64, last64 = (array.astype(np.float64) for array in (rewards, values, last))
+        rewards64, values64, last64 = (
+            array.astype(np.float64) for array in (rewards, values, last)
+        )
         exact = gae_by_loop(rewards64, values64, mask, discount, lam, last64)
         r, v, m, end = (torch.tensor(array) for array in (rewards, values, mask, last))
         found = gae_advantages(r, v, m, discount, lam, end)
@@ -209,4 +254,6 @@ def test_gae_without_discount_returns_the_reward_at_every_action() -> None:
     at_last = rewards_at_last_token(torch.tensor([2.0, 5.0]), mask)
     assert at_last.tolist() == [[0, 0, 0, 0, 2, 0], [0] * 6]
     _, returns = gae_advantages(at_last, torch.randn(2, 6), mask)
-    torch.testing.assert_close(returns, 2.0 * mask * torch.tensor([[1.0], [0.0]]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        returns, 2.0 * mask * torch.tensor([[1.0], [0.0]]), rtol=0, atol=1e-6
+    )

@@ -1,4 +1,5 @@
-"""Each choice of loss, weights, penalty and aggregation takes the same step as float64 sums over sequences.
+"""Each choice of loss, weights, penalty and aggregation takes the same step as float64 sums over
+sequences.
 
 The batch is ragged, one row has no loss token, and all values outside of the loss mask are -inf.
 """
@@ -29,7 +30,13 @@ from tests.engine.rl.reference import (
     verl_weights,
     weights,
 )
-from tests.engine.rl.test_actor import TEMPERATURE, global_batch, make_actor, raises_batch_error, share_of
+from tests.engine.rl.test_actor import (
+    TEMPERATURE,
+    global_batch,
+    make_actor,
+    raises_batch_error,
+    share_of,
+)
 from tests.helpers import run_ranks
 
 POLICIES = ("logprobs", "ref_logp", "prox_logp")
@@ -46,7 +53,10 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence sapo": {"policy_loss": "sapo", "importance_sampling_level": "sequence"},
     "gpg": {"policy_loss": "gpg", "loss_agg_mode": "seq-mean-token-sum"},
     "gmpo": {"policy_loss": "gmpo"},
-    **{f"KL {kind}": {"kl_loss_coef": 0.3, "kl_estimator": kind} for kind in ("k1", "k2", "k3", "low_var_kl")},
+    **{
+        f"KL {kind}": {"kl_loss_coef": 0.3, "kl_estimator": kind}
+        for kind in ("k1", "k2", "k3", "low_var_kl")
+    },
     "KL in rewards": {"kl_ctl": 0.2, "discount": 0.9, "gae_lambda": 0.95},
     "k3 in rewards": {"kl_ctl": 0.2, "discount": 0.9, "gae_lambda": 0.95, "kl_estimator": "k3"},
     "entropy": {"entropy_coeff": 0.1, "loss_agg_mode": "seq-mean-token-mean"},
@@ -78,9 +88,17 @@ CASES: dict[str, dict[str, Any]] = {
         ]
     },
     **{name: {"adv_estimator": name} for name in ("remax", "opo", "gpg", "grpo_passk")},
-    "interpolated": {"use_decoupled_loss": True, "prox_logp_method": "loglinear", "rejection": {"upper": 1.2}},
+    "interpolated": {
+        "use_decoupled_loss": True,
+        "prox_logp_method": "loglinear",
+        "rejection": {"upper": 1.2},
+    },
     "the training step's own policy": {
-        **{"use_decoupled_loss": True, "prox_logp_method": "reuse_train_logp", "ppo_n_minibatches": 1},
+        **{
+            "use_decoupled_loss": True,
+            "prox_logp_method": "reuse_train_logp",
+            "ppo_n_minibatches": 1,
+        },
         "rejection": {"upper": 1.2},
     },
     "interpolation measured": {"use_decoupled_loss": True, "prox_logp_method": "metrics"},
@@ -94,7 +112,12 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout_rs": "token_k2",
         "rollout_rs_threshold": "0.04",
     },
-    "clip_cov": {"policy_loss": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 0.6},
+    "clip_cov": {
+        "policy_loss": "clip_cov",
+        "clip_cov_ratio": 1.0,
+        "clip_cov_lb": 0.05,
+        "clip_cov_ub": 0.6,
+    },
     "kl_cov": {"policy_loss": "kl_cov", "kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7},
     "kl_cov, one token": {"policy_loss": "kl_cov", "loss_agg_mode": "seq-mean-token-mean"},
     "cispo, decoupled": {"policy_loss": "cispo", "use_decoupled_loss": True},
@@ -108,10 +131,15 @@ def whole_batch() -> Batch:
         logp, _ = reference_logprobs(build_reference(tiny_qwen3()), batch, TEMPERATURE)
     noise, outside = batch.pop("noise"), ~batch["loss_mask"].bool()
     near = (logp + noise, logp - noise.flip(0), logp + noise.roll(1, 0) / 2)
-    batch |= {key: value.masked_fill(outside, -math.inf) for key, value in zip(POLICIES, near, strict=True)}
+    batch |= {
+        key: value.masked_fill(outside, -math.inf)
+        for key, value in zip(POLICIES, near, strict=True)
+    }
     batch["reward_baselines"] = batch["rewards"].roll(1) / 2
     batch["rewards"][4] = 0.0
-    versions = torch.randint(0, VERSION + 1, outside.shape, generator=torch.Generator().manual_seed(2))
+    versions = torch.randint(
+        0, VERSION + 1, outside.shape, generator=torch.Generator().manual_seed(2)
+    )
     batch["versions"] = versions.masked_fill(outside, -1)
     batch["truncated"] = torch.tensor([0, 0, 1, 0, 0, 1]).bool()
     return batch
@@ -129,7 +157,9 @@ def actor_settings(case: dict[str, Any]) -> dict[str, Any]:
     return settings | {"eps_clip_higher": 0.28, "sapo_tau_pos": TAU_POS, "sapo_tau_neg": TAU_NEG}
 
 
-def estimated(name: str, pairs: torch.Tensor, lengths: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
+def estimated(
+    name: str, pairs: torch.Tensor, lengths: torch.Tensor, greedy: torch.Tensor
+) -> torch.Tensor:
     """Advantages of the two answers to each prompt."""
     scores = torch.zeros_like(pairs)
     alpha = pairs.numel() / sum(float(reward) != 0 for reward in pairs.flatten())
@@ -151,20 +181,28 @@ def advantages_of(batch: Batch, case: dict[str, Any]) -> list[torch.Tensor]:
     """``[n_i]`` of each row, in float64."""
     mask, rewards = batch["loss_mask"].bool(), batch["rewards"].double()
     if case.get("overlong_reward_penalty"):
-        rewards = rewards - 0.5 * torch.tensor([min(max((n - 3) / 4, 0.0), 1.0) for n in mask.sum(1).tolist()])
+        rewards = rewards - 0.5 * torch.tensor(
+            [min(max((n - 3) / 4, 0.0), 1.0) for n in mask.sum(1).tolist()]
+        )
     pairs = rewards.reshape(-1, 2)
     scores = pairs - pairs.mean(1, True)
     if estimator := case.get("adv_estimator"):
-        scores = estimated(estimator, pairs, mask.sum(1).reshape(-1, 2), batch["reward_baselines"].double())
+        scores = estimated(
+            estimator, pairs, mask.sum(1).reshape(-1, 2), batch["reward_baselines"].double()
+        )
     elif case.get("std", "group"):
         scores = scores / (pairs.std(1, keepdim=True) + 1e-5)
-    advantages = [score.repeat(int(row.sum())) for score, row in zip(scores.flatten(), mask, strict=True)]
+    advantages = [
+        score.repeat(int(row.sum())) for score, row in zip(scores.flatten(), mask, strict=True)
+    ]
     if kl_ctl := case.get("kl_ctl"):
         for i, row in enumerate(mask):
             logp, ref = (batch[key][i, row].double() for key in ("logprobs", "ref_logp"))
             penalties = (-kl_ctl * kl(case.get("kl_estimator", "k1"), logp, ref)).tolist()
             for t in range(len(penalties)):
-                advantages[i][t] += sum(penalty * (0.9 * 0.95) ** k for k, penalty in enumerate(penalties[t:]))
+                advantages[i][t] += sum(
+                    penalty * (0.9 * 0.95) ** k for k, penalty in enumerate(penalties[t:])
+                )
     return advantages
 
 
@@ -176,9 +214,13 @@ def reference_step(case: dict[str, Any]) -> tuple[torch.nn.Module, float]:
     if case.get("importance_sampling_level") == "sequence":
         kind = "gspo" if kind == "ppo" else f"sequence {kind}"
     rows = []
-    for i, (row, adv) in enumerate(zip(batch["loss_mask"].bool(), advantages_of(batch, case), strict=True)):
+    for i, (row, adv) in enumerate(
+        zip(batch["loss_mask"].bool(), advantages_of(batch, case), strict=True)
+    ):
         if row.any() and not (case.get("mask_truncated_completions") and batch["truncated"][i]):
-            p, h, behave, ref, prox = (x[i, row].double() for x in (logp, entropy, *(batch[key] for key in POLICIES)))
+            p, h, behave, ref, prox = (
+                x[i, row].double() for x in (logp, entropy, *(batch[key] for key in POLICIES))
+            )
             if case.get("prox_logp_method") == "loglinear":
                 prox = interpolated(behave, p, batch["versions"][i, row].tolist(), VERSION)
             elif case.get("prox_logp_method") == "reuse_train_logp":
@@ -187,7 +229,9 @@ def reference_step(case: dict[str, Any]) -> tuple[torch.nn.Module, float]:
     picked = [torch.zeros(len(adv), dtype=torch.bool) for *_, adv in rows]
     if kind in ("clip_cov", "kl_cov"):
         p, _, behave, _, _, adv = (torch.cat(each) for each in zip(*rows, strict=True))
-        picked = torch.tensor(picked_tokens(case, p, behave, adv)).split([len(each) for *_, each in rows])
+        picked = torch.tensor(picked_tokens(case, p, behave, adv)).split(
+            [len(each) for *_, each in rows]
+        )
     losses = []
     for (p, h, behave, ref, prox, adv), apart in zip(rows, picked, strict=True):
         if case.get("use_decoupled_loss"):
@@ -212,7 +256,9 @@ def reference_step(case: dict[str, Any]) -> tuple[torch.nn.Module, float]:
 
 def _left_out(case: dict[str, Any]) -> tuple[str, ...]:
     """Entries of a batch that this case must not have."""
-    return ("prox_logp",) if case.get("prox_logp_method") in ("loglinear", "reuse_train_logp") else ()
+    return (
+        ("prox_logp",) if case.get("prox_logp_method") in ("loglinear", "reuse_train_logp") else ()
+    )
 
 
 def _each_case(rank: int, world_size: int, path: str, n_mbs: int, names: list[str]) -> list[str]:
@@ -232,7 +278,9 @@ def _each_case(rank: int, world_size: int, path: str, n_mbs: int, names: list[st
             for key, param in actor.engine.model.named_parameters()  # type: ignore[attr-defined]
         )
         if not (worst < 2e-6 and stats["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)):
-            wrong.append(f"{name}: weights differ by {worst:.2g}, losses {stats['loss']} and {loss}")
+            wrong.append(
+                f"{name}: weights differ by {worst:.2g}, losses {stats['loss']} and {loss}"
+            )
         wrong += _wrong_stats(name, case, stats)
         actor.engine.destroy()  # type: ignore[attr-defined]
     return wrong
@@ -262,7 +310,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "n_mbs"), [(1, 1), (1, 5), (2, 1), (2, 2), (2, 5)])
-def test_every_choice_takes_the_step_of_its_formula(model_path: str, world_size: int, n_mbs: int) -> None:
+def test_every_choice_takes_the_step_of_its_formula(
+    model_path: str, world_size: int, n_mbs: int
+) -> None:
     for wrong in run_ranks(_each_case, world_size, model_path, n_mbs, list(CASES), timeout_s=200):
         assert wrong == []
 
@@ -290,7 +340,11 @@ def test_the_kl_in_rewards_is_of_the_estimator_as_in_areal() -> None:
     (found,) = run_ranks(_kl_of_rewards, 1)
     batch, mask = whole_batch(), whole_batch()["loss_mask"].bool()
     logp, base = batch["logprobs"][mask].double(), batch["ref_logp"][mask].double()
-    areal = {"k1": logp - base, "k2": (logp - base) ** 2 / 2, "k3": (base - logp).exp() - 1 - (base - logp)}
+    areal = {
+        "k1": logp - base,
+        "k2": (logp - base) ** 2 / 2,
+        "k3": (base - logp).exp() - 1 - (base - logp),
+    }
     areal = {name: kl.clamp(-10, 10) for name, kl in areal.items()}
     for name, expected in {None: areal["k1"], **areal}.items():
         torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-6)
@@ -304,7 +358,10 @@ def _what_is_missing(rank: int, world_size: int, path: str) -> dict[str, str]:
         batch = {key: value for key, value in mine.items() if key not in left_out}
         return raises_batch_error(lambda: actor.ppo_update(actor.compute_advantages(batch)))
 
-    for name, settings in {"kl_ctl": {"kl_ctl": 0.1}, "use_decoupled_loss": {"use_decoupled_loss": True}}.items():
+    for name, settings in {
+        "kl_ctl": {"kl_ctl": 0.1},
+        "use_decoupled_loss": {"use_decoupled_loss": True},
+    }.items():
         actor = make_actor(path, **settings)
         seen[name] = refused(actor, "ref_logp" if name == "kl_ctl" else "logprobs")
         actor.engine.destroy()  # type: ignore[attr-defined]
@@ -325,8 +382,12 @@ def _what_is_missing(rank: int, world_size: int, path: str) -> dict[str, str]:
 def test_missing_entries_of_a_batch_are_named(model_path: str) -> None:
     (seen,) = run_ranks(_what_is_missing, 1, model_path)
     assert seen["kl_ctl"] == "the batch has no 'ref_logp'; kl_ctl is not 0, so rewards need it"
-    assert seen["use_decoupled_loss"].startswith("the batch has no 'logprobs'; the rollout must give them")
-    assert seen["versions"].startswith("the batch has no 'versions'; prox_logp_method needs the version")
+    assert seen["use_decoupled_loss"].startswith(
+        "the batch has no 'logprobs'; the rollout must give them"
+    )
+    assert seen["versions"].startswith(
+        "the batch has no 'versions'; prox_logp_method needs the version"
+    )
     assert seen["remax"].startswith("the batch has no finite 'reward_baselines' of shape [batch]")
     assert seen["truncated"].startswith("the batch has no 'truncated' of shape [batch]")
     assert seen["all truncated"].startswith("the batch has no loss token on any rank")

@@ -10,14 +10,20 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
 
 
 def test_the_models_output_at_a_token_belongs_to_the_next_one() -> None:
-    """AReaL takes row t of the logits for the token after t, with ids rolled by -1. The last place has no meaning."""
+    """AReaL takes row t of the logits for the token after t, with ids rolled by -1. The last place
+    has no meaning.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 7, MASK.shape, generator=generator) * MASK
     logp = torch.randn(*MASK.shape, 7, generator=generator).log_softmax(-1)
     theirs = logp.gather(-1, ids.roll(-1, dims=1)[..., None])[..., 0]
     ours = from_areal_alignment(theirs, MASK)
     for row, length in enumerate([4, 2, 1]):
-        expected = [0.0] + [float(logp[row, t - 1, ids[row, t]]) for t in range(1, length)] + [0.0] * (4 - length)
+        expected = (
+            [0.0]
+            + [float(logp[row, t - 1, ids[row, t]]) for t in range(1, length)]
+            + [0.0] * (4 - length)
+        )
         assert ours[row].tolist() == pytest.approx(expected)
     back = to_areal_alignment(ours, MASK)
     predicts = MASK[:, 1:].bool()

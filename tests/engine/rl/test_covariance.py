@@ -13,8 +13,18 @@ from holdfast.utils.metrics import reduce_stats
 from tests.helpers import run_ranks
 
 CASES: dict[str, dict[str, Any]] = {
-    "drawn": {"policy_loss": "clip_cov", "clip_cov_ratio": 0.1, "clip_cov_lb": 0.2, "clip_cov_ub": 2.0},
-    "all": {"policy_loss": "clip_cov", "clip_cov_ratio": 1.0, "clip_cov_lb": 0.2, "clip_cov_ub": 2.0},
+    "drawn": {
+        "policy_loss": "clip_cov",
+        "clip_cov_ratio": 0.1,
+        "clip_cov_lb": 0.2,
+        "clip_cov_ub": 2.0,
+    },
+    "all": {
+        "policy_loss": "clip_cov",
+        "clip_cov_ratio": 1.0,
+        "clip_cov_lb": 0.2,
+        "clip_cov_ub": 2.0,
+    },
     "none": {"policy_loss": "clip_cov", "clip_cov_lb": 90.0, "clip_cov_ub": 91.0},
     "largest": {"policy_loss": "kl_cov", "kl_cov_ratio": 0.1},
     "one": {"policy_loss": "kl_cov"},
@@ -57,7 +67,13 @@ def _pick(rank: int, world_size: int, shares: list[range], ties: bool) -> dict[s
     share = {key: value[mine][:, :longest] for key, value in batch.items()}
     engine: Any = Ranks(rank, world_size)
     return {
-        name: picked_tokens(share, logprobs[mine][:, :longest], share["old_logprobs"], PPOActorConfig(**case), engine)
+        name: picked_tokens(
+            share,
+            logprobs[mine][:, :longest],
+            share["old_logprobs"],
+            PPOActorConfig(**case),
+            engine,
+        )
         for name, case in CASES.items()
     }
 

@@ -9,7 +9,9 @@ from holdfast.engine.rl.kl import AdaptiveKLController, FixedKLController
 
 
 @pytest.mark.parametrize("kls", [[0.3] * 5, [0.01] * 5, [0.11, 0.09, 0.1, 0.5, 0.0]])
-def test_an_adaptive_coefficient_follows_its_formula_and_continues_from_its_state(kls: list[float]) -> None:
+def test_an_adaptive_coefficient_follows_its_formula_and_continues_from_its_state(
+    kls: list[float],
+) -> None:
     controller, value = AdaptiveKLController(0.2, 0.1, 100), 0.2
     for kl in kls:
         restored = AdaptiveKLController(9.0, 0.1, 100)
@@ -17,7 +19,9 @@ def test_an_adaptive_coefficient_follows_its_formula_and_continues_from_its_stat
         controller.update(kl, 16)
         restored.update(kl, 16)
         value = value * (1 + max(min(kl / 0.1 - 1, 0.2), -0.2) * 16 / 100)
-        assert controller.value == restored.value and math.isclose(controller.value, value, rel_tol=1e-12)
+        assert controller.value == restored.value and math.isclose(
+            controller.value, value, rel_tol=1e-12
+        )
 
 
 def test_a_batch_beyond_the_horizon_does_not_turn_the_coefficient_around() -> None:

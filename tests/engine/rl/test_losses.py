@@ -33,7 +33,9 @@ def actor_loss(
 ) -> tuple[torch.Tensor, Stats]:
     """The mean over the loss tokens of one packed sequence."""
     ends = torch.tensor([0, len(logprobs)])
-    inputs = policy_inputs(logprobs, old, advantages, mask, ends, picked=torch.arange(len(logprobs)) == 0)
+    inputs = policy_inputs(
+        logprobs, old, advantages, mask, ends, picked=torch.arange(len(logprobs)) == 0
+    )
     losses, stats = POLICY_LOSSES[name](inputs, PPOActorConfig(policy_loss=name, **settings))  # type: ignore[arg-type]
     return masked_mean(losses, mask), stats
 
@@ -54,15 +56,24 @@ def actor_by_loop(low: float, high: float, c_clip: float | None) -> dict[str, fl
     return {name: total / MASK.sum() for name, total in sums.items()}
 
 
-@pytest.mark.parametrize(("low", "high", "c_clip"), [(0.2, None, None), (0.2, 0.28, None), (0.1, 0.3, 1.5)])
-def test_ppo_actor_loss_and_stats_equal_a_loop(low: float, high: float | None, c_clip: float | None) -> None:
+@pytest.mark.parametrize(
+    ("low", "high", "c_clip"), [(0.2, None, None), (0.2, 0.28, None), (0.1, 0.3, 1.5)]
+)
+def test_ppo_actor_loss_and_stats_equal_a_loop(
+    low: float, high: float | None, c_clip: float | None
+) -> None:
     limits = {"eps_clip": low, "eps_clip_higher": high, "c_clip": c_clip}
     loss, stats = actor_loss(f32(LOGPROBS), f32(OLD), f32(ADVANTAGES), torch.tensor(MASK), **limits)
     expected = actor_by_loop(low, low if high is None else high, c_clip)
-    got = {"loss": loss, **{name: masked_mean(values, torch.tensor(MASK)) for name, values in stats.items()}}
+    got = {
+        "loss": loss,
+        **{name: masked_mean(values, torch.tensor(MASK)) for name, values in stats.items()},
+    }
     assert got.keys() == expected.keys()
     for name in expected:
-        np.testing.assert_allclose(float(got[name]), expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            float(got[name]), expected[name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
     if c_clip:
         assert expected["dual_clip_fraction"] > 0
     assert not any(values.requires_grad for values in stats.values())
@@ -71,7 +82,9 @@ def test_ppo_actor_loss_and_stats_equal_a_loop(low: float, high: float | None, c
 def test_ppo_actor_gradient_is_advantage_times_ratio_and_zero_where_clipped() -> None:
     logp = torch.tensor([0.0, 0.5, 0.5, -0.5, -0.5], requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0])
-    loss, _ = actor_loss(logp, torch.zeros(5), advantages, torch.ones(5), eps_clip=0.2, eps_clip_higher=0.3)
+    loss, _ = actor_loss(
+        logp, torch.zeros(5), advantages, torch.ones(5), eps_clip=0.2, eps_clip_higher=0.3
+    )
     loss.backward()
     expected = [-1.0, 0.0, math.exp(0.5), -math.exp(-0.5), 0.0]
     assert logp.grad is not None
@@ -79,9 +92,15 @@ def test_ppo_actor_gradient_is_advantage_times_ratio_and_zero_where_clipped() ->
 
 
 def gmpo_of_the_paper(
-    logp: list[list[float]], old: list[list[float]], advantages: list[float], low: float, high: float
+    logp: list[list[float]],
+    old: list[list[float]],
+    advantages: list[float],
+    low: float,
+    high: float,
 ) -> float:
-    """The negated objective with the clip in ``(e^-low, e^high)``: products of ratios, one mean over the answers."""
+    """The negated objective with the clip in ``(e^-low, e^high)``: products of ratios, one mean
+    over the answers.
+    """
     total = 0.0
     for answer, before, advantage in zip(logp, old, advantages, strict=True):
         sign, product = math.copysign(1.0, advantage), 1.0
@@ -104,7 +123,9 @@ def test_gmpo_has_the_loss_of_the_paper_without_a_key_for_its_mean() -> None:
     inputs = policy_inputs(new, before, a, torch.ones(14), torch.tensor([0, 1, 10, 14]))
     losses, _ = POLICY_LOSSES["gmpo"](inputs, config)
     loss = aggregate(losses, {key: value[mask] for key, value in weighed.items()})
-    assert float(loss) == pytest.approx(gmpo_of_the_paper(logp, old, advantages, 0.4, 0.6), rel=1e-5)
+    assert float(loss) == pytest.approx(
+        gmpo_of_the_paper(logp, old, advantages, 0.4, 0.6), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -115,7 +136,11 @@ def test_masked_out_nan_reaches_neither_loss_nor_gradient(name: str, own: float)
     own_logp = torch.tensor([-1.0, own, -2.0], requires_grad=True)
     actor, _ = actor_loss(own_logp, nan - 1, nan + 1, mask, name)
     actor.backward()
-    assert own_logp.grad is not None and bool(torch.isfinite(own_logp.grad).all()) and own_logp.grad[1] == 0
+    assert (
+        own_logp.grad is not None
+        and bool(torch.isfinite(own_logp.grad).all())
+        and own_logp.grad[1] == 0
+    )
     logp = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
     actor, stats = actor_loss(logp, nan - 1, nan + 1, mask, name)
     critic = masked_mean(ppo_critic_loss(logp, nan, nan, mask)[0], mask)
@@ -128,9 +153,15 @@ def test_masked_out_nan_reaches_neither_loss_nor_gradient(name: str, own: float)
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_ratio_beyond_float_range_keeps_loss_and_gradient_finite(name: str) -> None:
     logp = torch.tensor([0.0, 0.0], requires_grad=True)
-    loss, _ = actor_loss(logp, torch.tensor([-500.0, -500.0]), torch.tensor([1.0, -1.0]), torch.ones(2), name)
+    loss, _ = actor_loss(
+        logp, torch.tensor([-500.0, -500.0]), torch.tensor([1.0, -1.0]), torch.ones(2), name
+    )
     loss.backward()
-    assert math.isfinite(float(loss.detach())) and logp.grad is not None and bool(torch.isfinite(logp.grad).all())
+    assert (
+        math.isfinite(float(loss.detach()))
+        and logp.grad is not None
+        and bool(torch.isfinite(logp.grad).all())
+    )
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -161,10 +192,14 @@ def test_kl_estimate_equals_its_formula_and_its_mean_approaches_the_true_kl(kind
         "k2": (LOGPROBS - OLD) ** 2 / 2,
         "k3": np.exp(OLD) / np.exp(LOGPROBS) - 1 - (OLD - LOGPROBS),
     }[kind]
-    np.testing.assert_allclose(kl_estimate(f32(LOGPROBS), f32(OLD), kind).numpy(), expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        kl_estimate(f32(LOGPROBS), f32(OLD), kind).numpy(), expected, rtol=2e-5, atol=1e-6
+    )
     policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.45, 0.3, 0.25])
     per_token = kl_estimate(f32(np.log(policy)), f32(np.log(reference)), kind).double().numpy()
-    np.testing.assert_allclose((policy * per_token).sum(), (policy * np.log(policy / reference)).sum(), rtol=0.06)
+    np.testing.assert_allclose(
+        (policy * per_token).sum(), (policy * np.log(policy / reference)).sum(), rtol=0.06
+    )
 
 
 @pytest.mark.parametrize("eps", [0.2, 100.0])
@@ -177,6 +212,8 @@ def test_ppo_critic_loss_equals_a_loop(eps: float) -> None:
             total += max((v - target) ** 2, (near - target) ** 2) / 2
             clipped += (near - target) ** 2 > (v - target) ** 2
     losses, stats = ppo_critic_loss(f32(values), f32(old), f32(returns), torch.tensor(MASK), eps)
-    np.testing.assert_allclose(float(masked_mean(losses, torch.tensor(MASK))), total / MASK.sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        float(masked_mean(losses, torch.tensor(MASK))), total / MASK.sum(), rtol=1e-5
+    )
     fraction = masked_mean(stats["value_clip_fraction"], torch.tensor(MASK))
     np.testing.assert_allclose(float(fraction), clipped / MASK.sum(), rtol=1e-6)

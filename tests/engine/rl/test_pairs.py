@@ -1,6 +1,8 @@
-"""Reward models and DPO take the same step as float64 sums over pairs, however the pairs are cut and distributed.
+"""Reward models and DPO take the same step as float64 sums over pairs, however the pairs are cut
+and distributed.
 
-The batch is ragged, one pair has a row without a loss token, and all values outside of the loss mask are -inf.
+The batch is ragged, one pair has a row without a loss token, and all values outside of the loss
+mask are -inf.
 """
 
 import math
@@ -41,8 +43,15 @@ def whole_batch() -> Batch:
     loss_mask[0, 2] = 0
     loss_mask[5] = 0
     tokens = torch.randint(0, 15, mask.shape, generator=draw) * mask
-    ref_logp = (-2.7 + torch.randn(mask.shape, generator=draw)).masked_fill(loss_mask == 0, -math.inf)
-    return {"input_ids": tokens, "attention_mask": mask, "loss_mask": loss_mask, "ref_logp": ref_logp}
+    ref_logp = (-2.7 + torch.randn(mask.shape, generator=draw)).masked_fill(
+        loss_mask == 0, -math.inf
+    )
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "loss_mask": loss_mask,
+        "ref_logp": ref_logp,
+    }
 
 
 def share_of(batch: Batch, rows: range) -> Batch:
@@ -66,7 +75,9 @@ def reference_step(name: str) -> tuple[Any, dict[str, float]]:
     batch, case = whole_batch(), CASES[name]
     model = (reward_model() if name == "rw" else build_reference(tiny_qwen3())).double()
     if name == "rw":
-        out = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        out = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+        ).logits
         scores = [out[i, n - 1, 0] for i, n in enumerate(LENGTHS)]
     else:
         logp, _ = reference_logprobs(model, batch, case.get("temperature", 1.0))
@@ -85,8 +96,15 @@ def reference_step(name: str) -> tuple[Any, dict[str, float]]:
             beta = case["beta"]
             losses.append((chosen / beta / a - rejected / beta / b - 1 / (2 * beta)) ** 2)
         else:
-            losses.append(-(1 - smoothing) * margin.sigmoid().log() - smoothing * (-margin).sigmoid().log())
-        for key, value in (("chosen", chosen), ("rejected", rejected), ("margin", margin), ("accuracy", margin > 0)):
+            losses.append(
+                -(1 - smoothing) * margin.sigmoid().log() - smoothing * (-margin).sigmoid().log()
+            )
+        for key, value in (
+            ("chosen", chosen),
+            ("rejected", rejected),
+            ("margin", margin),
+            ("accuracy", margin > 0),
+        ):
             seen[key] += float(value.detach()) / len(counting)
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -133,7 +151,10 @@ def _steps(rank: int, world_size: int, folder: str, n_mbs: list[int]) -> list[st
                 wrong.append(f"{name}, {n} micro-batches: weights differ by {worst:.2g}")
             for key, value in expected.items():
                 if [stats[key], before[key]] != pytest.approx([value, value], rel=1e-4, abs=2e-6):
-                    wrong.append(f"{name}, {n} micro-batches: {key} is {stats[key]}, {before[key]}, expected {value}")
+                    wrong.append(
+                        f"{name}, {n} micro-batches: {key} is {stats[key]}, {before[key]}, "
+                        f"expected {value}"
+                    )
             trainer.engine.destroy()
     return wrong
 
@@ -147,8 +168,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("world_size", "n_mbs"), slow_but([(2, [2])], [(1, [1, 2, 5]), (2, [2]), (2, [1, 5])]))
-def test_pairs_take_the_step_of_their_formula(folder: str, world_size: int, n_mbs: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "n_mbs"), slow_but([(2, [2])], [(1, [1, 2, 5]), (2, [2]), (2, [1, 5])])
+)
+def test_pairs_take_the_step_of_their_formula(
+    folder: str, world_size: int, n_mbs: list[int]
+) -> None:
     for wrong in run_ranks(_steps, world_size, folder, n_mbs, timeout_s=200):
         assert wrong == []
 
@@ -164,14 +189,22 @@ def _refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
 
     trainer = make_trainer("dpo", folder)
     refused("odd", lambda: trainer.train_dpo(share_of(batch, range(3))))
-    refused("reference", lambda: trainer.train_dpo({key: batch[key] for key in batch if key != "ref_logp"}))
-    refused("nothing", lambda: trainer.train_dpo({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}))
+    refused(
+        "reference",
+        lambda: trainer.train_dpo({key: batch[key] for key in batch if key != "ref_logp"}),
+    )
+    refused(
+        "nothing",
+        lambda: trainer.train_dpo({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}),
+    )
     reference = trainer.compute_logp(batch)
     even = trainer.evaluate_dpo({**batch, "ref_logp": reference})
     seen["even"] = f"{even['loss']:.4f} {even['margin']:.4f}"
     trainer.engine.destroy()
 
-    torn = TrainEngineConfig(path=f"{folder}/policy", dtype="float32", mb_spec=MicroBatchSpec(n_mbs=10))
+    torn = TrainEngineConfig(
+        path=f"{folder}/policy", dtype="float32", mb_spec=MicroBatchSpec(n_mbs=10)
+    )
     engine = started(torn)
     stats = PairStats()
     loss_fn = dpo_loss_fn(DPOConfig(), stats)
@@ -183,26 +216,37 @@ def _refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
 def test_pairs_that_cannot_be_trained_on_are_refused_in_words(folder: str) -> None:
     (seen,) = run_ranks(_refusals, 1, folder)
     assert seen["odd"].startswith("3 sequences are not whole groups of 2")
-    assert seen["reference"] == "the batch has no 'ref_logp'; compute_logp of the reference policy must give it"
+    assert (
+        seen["reference"]
+        == "the batch has no 'ref_logp'; compute_logp of the reference policy must give it"
+    )
     assert "no token of the batch counts" in seen["nothing"]
     assert seen["even"] == "0.6931 0.0000"  # the policy is the reference
     assert seen["torn"].startswith("a micro-batch holds half of a pair")
 
 
 def test_configurations_keep_pairs_together() -> None:
-    assert load_config(DPOConfig).mb_spec.granularity == RewardModelConfig().mb_spec.granularity == 2
+    assert (
+        load_config(DPOConfig).mb_spec.granularity == RewardModelConfig().mb_spec.granularity == 2
+    )
     assert DPOConfig(mb_spec=MicroBatchSpec(granularity=4)).mb_spec.granularity == 4
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("mb_spec.granularity=3", "'mb_spec.granularity' is 3, which tears pairs apart; expected a multiple of 2"),
+        (
+            "mb_spec.granularity=3",
+            "'mb_spec.granularity' is 3, which tears pairs apart; expected a multiple of 2",
+        ),
         ("loss_type=hinge", "'loss_type' is 'hinge'; expected one of 'sigmoid', 'ipo'"),
         ("label_smoothing=0.5", "'label_smoothing' is 0.5"),
         ("beta=0", "'beta' is 0.0; expected more than 0"),
         ("is_critic=true", "'is_critic' is True"),
-        ("label_smoothing=0.1 loss_type=ipo", "'label_smoothing' is 0.1, but loss_type 'ipo' has none"),
+        (
+            "label_smoothing=0.1 loss_type=ipo",
+            "'label_smoothing' is 0.1, but loss_type 'ipo' has none",
+        ),
     ],
 )
 def test_a_bad_value_of_dpo_is_an_error_that_names_the_key(override: str, message: str) -> None:

@@ -1,10 +1,18 @@
-"""Mini-batches and token statistics in one process, and agreement about a batch on ranks with the same data."""
+"""Mini-batches and token statistics in one process, and agreement about a batch on ranks with the
+same data.
+"""
 
 import pytest
 import torch
 
 from holdfast.engine import FSDPEngine, TrainEngineConfig
-from holdfast.engine.rl.update import TokenStats, all_ranks_accept, loss_mask_of, mean_over_ranks, split_minibatches
+from holdfast.engine.rl.update import (
+    TokenStats,
+    all_ranks_accept,
+    loss_mask_of,
+    mean_over_ranks,
+    split_minibatches,
+)
 from holdfast.utils.errors import BatchError
 from tests.engine.meshes import mesh_options
 from tests.engine.training.test_microbatch import make_batch
@@ -18,9 +26,14 @@ def test_split_minibatches_holds_every_row_once_in_equal_token_counts() -> None:
     assert sorted(rows) == list(range(8))
     sums = [int(minibatch["attention_mask"].sum()) for minibatch in minibatches]
     assert sum(sums) == sum(lengths) and max(sums) - min(sums) <= 2
-    assert all(minibatch["input_ids"].shape[1] == minibatch["attention_mask"].sum(1).max() for minibatch in minibatches)
+    assert all(
+        minibatch["input_ids"].shape[1] == minibatch["attention_mask"].sum(1).max()
+        for minibatch in minibatches
+    )
     again = split_minibatches(make_batch(lengths, pad=3), 3)
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(minibatches, again, strict=True))
+    assert all(
+        torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(minibatches, again, strict=True)
+    )
 
 
 def test_split_minibatches_fills_up_with_tokens_that_do_not_count() -> None:
@@ -55,7 +68,10 @@ def test_token_stats_average_over_loss_tokens_of_all_micro_batches() -> None:
 def _peers(rank: int, world_size: int) -> None:
     engine = FSDPEngine(TrainEngineConfig(path="none", **mesh_options("fsdp:d1c2")))
     engine.create_process_group()
-    assert engine.all_reduce_stats({"seen": 3.0}) == {"seen": 3.0} and mean_over_ranks(engine, torch.ones(2)) == 1.0
+    assert (
+        engine.all_reduce_stats({"seen": 3.0}) == {"seen": 3.0}
+        and mean_over_ranks(engine, torch.ones(2)) == 1.0
+    )
     for wrong in range(world_size):
         words = "wrong" if rank == wrong else r"1 other rank\(s\) refused their share"
         with pytest.raises(BatchError, match=words), all_ranks_accept(engine):

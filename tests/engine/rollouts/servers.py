@@ -1,4 +1,6 @@
-"""Servers in the test's own process with answers that depend only on the request, and prompts for them."""
+"""Servers in the test's own process with answers that depend only on the request, and prompts for
+them.
+"""
 
 import asyncio
 import random
@@ -38,7 +40,8 @@ def token(*parts: Any) -> int:
 
 
 class Server:
-    """Samples tokens from prompt, seed and position. With ``versioned`` also from the served version.
+    """Samples tokens from prompt, seed and position. With ``versioned`` also from the served
+    version.
 
     Attributes:
         version: served version of the weights.
@@ -47,10 +50,14 @@ class Server:
         seen: all requests.
     """
 
-    def __init__(self, version: int = 0, *, versioned: bool = False, jitter: int | None = None) -> None:
+    def __init__(
+        self, version: int = 0, *, versioned: bool = False, jitter: int | None = None
+    ) -> None:
         self.version, self.versioned, self.broken = version, versioned, False
         draw = random.Random(jitter)
-        self.delay: Callable[[], float] = (lambda: 0.0) if jitter is None else (lambda: draw.choice([0, 0, 0.001]))
+        self.delay: Callable[[], float] = (
+            (lambda: 0.0) if jitter is None else (lambda: draw.choice([0, 0, 0.001]))
+        )
         self.seen: list[ModelRequest] = []
         self.name = f"server-{id(self) % 1000}"
 
@@ -64,7 +71,9 @@ class Server:
             parts = (tuple(request.input_ids), request.seed, position)
             tokens.append(token(*parts, *([self.version] if self.versioned else [])))
             versions.append(self.version)
-        return ModelResponse(list(request.input_ids), tokens, [-0.5] * len(tokens), versions, "stop")
+        return ModelResponse(
+            list(request.input_ids), tokens, [-0.5] * len(tokens), versions, "stop"
+        )
 
 
 class Cut(Server):
@@ -75,14 +84,17 @@ class Cut(Server):
 
 
 class Echo:
-    """A workflow with one completion, whose first token is its reward. Rejects completions according to ``rejects``.
+    """A workflow with one completion, whose first token is its reward. Rejects completions
+    according to ``rejects``.
 
     Attributes:
         gate: if set, episodes wait for it before they sample.
         indices: dataset indices of the episodes, in the order in which they began.
     """
 
-    def __init__(self, rejects: Callable[[int], bool] = lambda index: False, n_samples: int = 1) -> None:
+    def __init__(
+        self, rejects: Callable[[int], bool] = lambda index: False, n_samples: int = 1
+    ) -> None:
         self.rejects, self.n_samples = rejects, n_samples
         self.gate: asyncio.Event | None = None
         self.indices: list[int] = []
@@ -92,7 +104,10 @@ class Echo:
         self.indices.append(prompt[0])
         if self.gate is not None:
             await self.gate.wait()
-        requests = [ModelRequest(prompt, GenerationHyperparameters(max_new_tokens=4)) for _ in range(self.n_samples)]
+        requests = [
+            ModelRequest(prompt, GenerationHyperparameters(max_new_tokens=4))
+            for _ in range(self.n_samples)
+        ]
         sequences, rewards = [], []
         for response in await asyncio.gather(*map(engine.agenerate, requests)):
             sequence = TokenSequence()
@@ -104,8 +119,14 @@ class Echo:
 
 
 def make_executor(
-    servers: Any, workflow: Any = None, loader: ResumableDataLoader | None = None, accept: Any = None, **options: Any
+    servers: Any,
+    workflow: Any = None,
+    loader: ResumableDataLoader | None = None,
+    accept: Any = None,
+    **options: Any,
 ) -> RolloutExecutor:
     options.setdefault("batch_timeout_s", stretched(20))
     config = RolloutConfig(**options)
-    return RolloutExecutor(config, loader or make_loader(), workflow or Echo(), servers, should_accept=accept)
+    return RolloutExecutor(
+        config, loader or make_loader(), workflow or Echo(), servers, should_accept=accept
+    )

@@ -1,4 +1,6 @@
-"""Calls in separate processes: results, errors, calls that hang or end their process, and cleaning up."""
+"""Calls in separate processes: results, errors, calls that hang or end their process, and cleaning
+up.
+"""
 
 import asyncio
 import os
@@ -108,16 +110,18 @@ def test_a_closed_pool_ends_its_calls_and_takes_none(tmp_path: Path) -> None:
 
 def test_a_hanging_call_ends_with_the_process_that_asked(tmp_path: Path) -> None:
     script = (
-        "import asyncio, sys\nfrom holdfast.engine.rollouts import CallPool\n"
-        "from tests.engine.rollouts import user_code\n"
-        "if __name__ == '__main__':\n    asyncio.run(CallPool(timeout_s=3600).call(user_code.hang, sys.argv[1]))\n"
+        "import asyncio, sys\nfrom holdfast.engine.rollouts import CallPool\nfrom "
+        "tests.engine.rollouts import user_code\nif __name__ == '__main__':\n    "
+        "asyncio.run(CallPool(timeout_s=3600).call(user_code.hang, sys.argv[1]))\n"
     )
     (tmp_path / "job.py").write_text(script)
     started = tmp_path / "started"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     }
-    job = subprocess.Popen([sys.executable, str(tmp_path / "job.py"), str(started)], env=environment)
+    job = subprocess.Popen(
+        [sys.executable, str(tmp_path / "job.py"), str(started)], env=environment
+    )
     deadline = time.monotonic() + stretched(30)
     while not started.exists() or not started.read_text().endswith("\n"):
         assert job.poll() is None and time.monotonic() < deadline

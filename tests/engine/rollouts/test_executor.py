@@ -36,7 +36,9 @@ def test_a_batch_is_the_tickets_of_its_step_whatever_arrives_first() -> None:
         executor = make_executor([server], max_head_offpolicyness=2, max_concurrent_rollouts=5)
         found.append(run(8, server, executor))
     for steps in found:
-        assert [[t.number for t, _ in step] for step in steps] == [list(range(4 * s, 4 * s + 4)) for s in range(8)]
+        assert [[t.number for t, _ in step] for step in steps] == [
+            list(range(4 * s, 4 * s + 4)) for s in range(8)
+        ]
         assert [t for step in steps for t, _ in step] == [t for step in found[0] for t, _ in step]
         for step, first in zip(steps, found[0], strict=True):
             for (_, one), (_, other) in zip(step, first, strict=True):
@@ -119,7 +121,9 @@ def test_rejected_tickets_are_replaced_in_an_order_that_arrival_does_not_change(
     found = []
     for jitter in (1, 2, 3):
         server, workflow = Server(jitter=jitter), Echo(rejects=lambda index: index % 3 == 0)
-        executor = make_executor([server], workflow, max_head_offpolicyness=2, max_concurrent_rollouts=3)
+        executor = make_executor(
+            [server], workflow, max_head_offpolicyness=2, max_concurrent_rollouts=3
+        )
         found.append([[ticket for ticket, _ in step] for step in run(6, server, executor)])
     assert found[0] == found[1] == found[2]
     for step in found[0]:
@@ -171,7 +175,9 @@ def test_a_request_that_fails_everywhere_ends_in_one_error_with_the_ticket() -> 
     server.broken = True
     with make_executor([server], request_attempts=2) as executor:
         executor.set_version(0)
-        expected = r"ticket \d of step 0 \(dataset index \d+\) cannot be finished: .*server-\d+ is broken"
+        expected = (
+            r"ticket \d of step 0 \(dataset index \d+\) cannot be finished: .*server-\d+ is broken"
+        )
         with pytest.raises(RolloutError, match=expected):
             executor.next_batch(0)
 
@@ -231,13 +237,17 @@ def test_a_workflow_that_raises_ends_the_wait_at_once() -> None:
 
     with make_executor([Server()], Raising()) as executor:
         executor.set_version(0)
-        with pytest.raises(RolloutError, match=r"ticket 0 of step 0 .*KeyError: 'answer'") as caught:
+        with pytest.raises(
+            RolloutError, match=r"ticket 0 of step 0 .*KeyError: 'answer'"
+        ) as caught:
             executor.next_batch(0)
         assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()], ids=repr)
-def test_a_workflow_that_would_end_the_loop_ends_the_wait_like_any_other(error: BaseException) -> None:
+def test_a_workflow_that_would_end_the_loop_ends_the_wait_like_any_other(
+    error: BaseException,
+) -> None:
     class Leaving(Echo):
         async def arun_episode(self, engine: Any, data: Any) -> Any:
             raise error
@@ -274,7 +284,9 @@ def test_tickets_that_are_not_finished_in_time_are_named() -> None:
     server.delay = lambda: 3600.0
     with make_executor([server], batch_timeout_s=0.2) as executor:
         executor.set_version(0)
-        with pytest.raises(RolloutTimeout, match=r"4 of the tickets of step 0 .* the first is ticket 0"):
+        with pytest.raises(
+            RolloutTimeout, match=r"4 of the tickets of step 0 .* the first is ticket 0"
+        ):
             executor.next_batch(0)
 
 
@@ -314,7 +326,9 @@ def test_a_version_after_a_step_that_was_not_sampled_is_refused() -> None:
     server.delay = lambda: 3600.0
     with make_executor([server], workflow) as executor:
         executor.set_version(0)
-        with pytest.raises(ConfigError, match=r"4 of its 4 tickets are not finished.*next_batch\(0\)"):
+        with pytest.raises(
+            ConfigError, match=r"4 of its 4 tickets are not finished.*next_batch\(0\)"
+        ):
             executor.set_version(1)
 
 
@@ -363,7 +377,9 @@ def test_without_offpolicyness_the_order_of_calls_is_the_synchronous_one() -> No
             executor.next_batch(step)
             calls.append(f"train {step}")
     assert calls == [
-        call for step in range(3) for call in (f"publish {step}", *[f"generate {step}"] * 4, f"train {step}")
+        call
+        for step in range(3)
+        for call in (f"publish {step}", *[f"generate {step}"] * 4, f"train {step}")
     ]
 
 

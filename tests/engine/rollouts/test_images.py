@@ -1,4 +1,6 @@
-"""`RLVRWorkflow` with images: what is sampled and trained on, damaged images, and ledgers without pixels."""
+"""`RLVRWorkflow` with images: what is sampled and trained on, damaged images, and ledgers without
+pixels.
+"""
 
 from collections.abc import Iterator
 from io import BytesIO
@@ -23,7 +25,10 @@ from tests.engine.rollouts.test_ledger import saved
 pytestmark = pytest.mark.timeout(60)
 
 TWO = GenerationHyperparameters(n_samples=2, max_new_tokens=4)
-SEES = {"role": "user", "content": [{"type": "text", "text": "w1"}, {"type": "image"}, {"type": "image"}]}
+SEES = {
+    "role": "user",
+    "content": [{"type": "text", "text": "w1"}, {"type": "image"}, {"type": "image"}],
+}
 BLIND = {"role": "user", "content": [{"type": "text", "text": "w2"}]}
 
 
@@ -55,12 +60,17 @@ def samples(tmp_path: Path) -> list[dict[str, Any]]:
     return [seeing, {"messages": [BLIND], "answer": 2}]
 
 
-def make(samples: list[Any], processor: Any, pool: CallPool, **options: Any) -> tuple[RolloutExecutor, Any, Seeing]:
+def make(
+    samples: list[Any], processor: Any, pool: CallPool, **options: Any
+) -> tuple[RolloutExecutor, Any, Seeing]:
     loader, server = make_loader(), Seeing()
     loader.dataset = samples * (24 // len(samples))
     return (
         make_executor(
-            [server], RLVRWorkflow(user_code.any_reward, TWO, pool=pool, processor=processor), loader, **options
+            [server],
+            RLVRWorkflow(user_code.any_reward, TWO, pool=pool, processor=processor),
+            loader,
+            **options,
         ),
         loader,
         server,
@@ -74,7 +84,9 @@ def first_batch(samples: list[Any], processor: Any, pool: CallPool) -> tuple[Any
         return executor.next_batch(0), server
 
 
-def test_a_batch_has_the_images_that_the_model_takes(samples: list[Any], processor: Any, pool: CallPool) -> None:
+def test_a_batch_has_the_images_that_the_model_takes(
+    samples: list[Any], processor: Any, pool: CallPool
+) -> None:
     batch, server = first_batch(samples, processor, pool)
     with torch.device("meta"):
         vision = Vision(AutoModelForImageTextToText.from_config(served_config()))
@@ -82,7 +94,9 @@ def test_a_batch_has_the_images_that_the_model_takes(samples: list[Any], process
     prepared, pixels, *_ = vision.prepare(batch, lengths)
     assert torch.equal(prepared["mm_token_type_ids"], batch["mm_token_type_ids"])
     n_tokens = batch["mm_token_type_ids"].sum(1).tolist()
-    assert sorted(set(n_tokens)) == [0, 5] and [bool(own) for own in pixels] == [n == 5 for n in n_tokens]
+    assert sorted(set(n_tokens)) == [0, 5] and [bool(own) for own in pixels] == [
+        n == 5 for n in n_tokens
+    ]
     assert batch["image_digest"].unique().numel() == 2
     request = next(request for request in server.seen if request.images is not None)
     assert request.images is not None and request.images.forbidden == [IMAGE, VIDEO]
@@ -90,7 +104,9 @@ def test_a_batch_has_the_images_that_the_model_takes(samples: list[Any], process
     assert request.images.token_ids == [2, 5, START, IMAGE, END, START, IMAGE, END, 3]
 
 
-def test_a_conversation_goes_on_after_its_images(samples: list[Any], processor: Any, pool: CallPool) -> None:
+def test_a_conversation_goes_on_after_its_images(
+    samples: list[Any], processor: Any, pool: CallPool
+) -> None:
     server, loader, one = Seeing(), make_loader(1), GenerationHyperparameters(max_new_tokens=4)
     loader.dataset = samples[:1] * 24
     workflow = MultiTurnWorkflow(
@@ -115,11 +131,18 @@ def test_the_server_gets_the_pixels_that_the_trainer_sees(mode: str, processor: 
     elif mode != "JPEG":
         image = image.convert(mode)
     image.save(buffer, "JPEG" if mode == "JPEG" else "PNG", **options)
-    data = {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [buffer.getvalue()]}
+    data = {
+        "messages": [{"role": "user", "content": [{"type": "image"}]}],
+        "images": [buffer.getvalue()],
+    }
     prompt = encode_prompt(processor, data)
     assert prompt.images is not None
     sent = Image.open(BytesIO(prompt.images.files[0]))
-    assert sent.mode == "RGB" and sent.format == "PNG" and sent.size == ((28, 56) if mode == "turned" else (56, 28))
+    assert (
+        sent.mode == "RGB"
+        and sent.format == "PNG"
+        and sent.size == ((28, 56) if mode == "turned" else (56, 28))
+    )
     again = processor.image_processor([sent], return_tensors="pt")
     assert torch.equal(again["pixel_values"], prompt.pixels["pixel_values"])
 
@@ -146,14 +169,22 @@ def damage(sample: dict[str, Any], how: str) -> str:
     return r"the messages show 2 image\(s\), the sample has [13]: \["
 
 
-@pytest.mark.parametrize("how", ["cut off", "no image", "missing", "decoded", "one too few", "one too many", "a line"])
-def test_a_bad_image_ends_the_wait_at_once(how: str, samples: list[Any], processor: Any, pool: CallPool) -> None:
+@pytest.mark.parametrize(
+    "how", ["cut off", "no image", "missing", "decoded", "one too few", "one too many", "a line"]
+)
+def test_a_bad_image_ends_the_wait_at_once(
+    how: str, samples: list[Any], processor: Any, pool: CallPool
+) -> None:
     message = damage(samples[0], how)
-    with pytest.raises(RolloutError, match=rf"ticket \d of step 0 \(dataset index \d+\) .*PromptError: .*{message}"):
+    with pytest.raises(
+        RolloutError, match=rf"ticket \d of step 0 \(dataset index \d+\) .*PromptError: .*{message}"
+    ):
         first_batch(samples[:1], processor, pool)
 
 
-def test_a_processor_without_images_and_a_sample_without_messages_are_named(processor: Any, pool: CallPool) -> None:
+def test_a_processor_without_images_and_a_sample_without_messages_are_named(
+    processor: Any, pool: CallPool
+) -> None:
     with pytest.raises(RolloutError, match=r"the sample has no 'messages'; it has \['text'\]"):
         first_batch([{"text": "w1"}], processor, pool)
     with pytest.raises(ConfigError, match="has no image_token_id; give the processor"):
@@ -187,11 +218,17 @@ def test_a_ledger_keeps_no_pixels_and_restores_them_bit_by_bit(
     for name in batch.keys() - {"multi_modal_input"}:
         assert torch.equal(again[name], batch[name])
     for ours, theirs in zip(again["multi_modal_input"], batch["multi_modal_input"], strict=True):
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[name], theirs[name]) for name in ours
+        )
 
-    with pytest.raises(RolloutError, match=r"cannot be restored: the processor makes another prompt of its 2 image"):
+    with pytest.raises(
+        RolloutError, match=r"cannot be restored: the processor makes another prompt of its 2 image"
+    ):
         resumed(state, samples, make_processor(max_pixels=28 * 28), pool)
-    with pytest.raises(ConfigError, match="were sampled with images; give the workflow its processor"):
+    with pytest.raises(
+        ConfigError, match="were sampled with images; give the workflow its processor"
+    ):
         resumed(state, samples, None, pool)
     path = Path(samples[0]["images"][0])
     path.write_bytes(picture(4, 56, 28))

@@ -31,7 +31,10 @@ class Gated(Server):
 
 def saved(executor: RolloutExecutor, loader: Any) -> tuple[Any, Any]:
     """States of executor and loader, as in a generation."""
-    return tuple(unpack_plain(pack_plain("state", thing.state_dict()), "state") for thing in (executor, loader))
+    return tuple(
+        unpack_plain(pack_plain("state", thing.state_dict()), "state")
+        for thing in (executor, loader)
+    )
 
 
 def half_done(version: int = 3, **options: Any) -> tuple[Any, Any, Gated]:
@@ -42,15 +45,21 @@ def half_done(version: int = 3, **options: Any) -> tuple[Any, Any, Gated]:
     with make_executor([server], rejects, loader, max_head_offpolicyness=2, **options) as executor:
         executor.set_version(version)
         wait_until(lambda: len(rejects.indices) == 12)
-        wait_until(lambda: executor.stats()["rollouts/running"] == sum(i % 2 for i in rejects.indices))
+        wait_until(
+            lambda: executor.stats()["rollouts/running"] == sum(i % 2 for i in rejects.indices)
+        )
         states = saved(executor, loader)
     return *states, server
 
 
-def restored(states: tuple[Any, Any], server: Server, workflow: Any = None, **options: Any) -> RolloutExecutor:
+def restored(
+    states: tuple[Any, Any], server: Server, workflow: Any = None, **options: Any
+) -> RolloutExecutor:
     loader = make_loader()
     loader.load_state_dict(states[1])
-    executor = make_executor([server], workflow or Echo(), loader, **{"max_head_offpolicyness": 2} | options)
+    executor = make_executor(
+        [server], workflow or Echo(), loader, **{"max_head_offpolicyness": 2} | options
+    )
     executor.load_state_dict(states[0])
     return executor
 
@@ -58,16 +67,28 @@ def restored(states: tuple[Any, Any], server: Server, workflow: Any = None, **op
 def test_finished_tickets_come_back_and_the_others_are_sampled_with_their_seeds() -> None:
     state, data, before = half_done()
     outcomes = {entry["number"]: entry["outcome"] for entry in state["tickets"]}
-    assert sorted(outcomes) == list(range(12)) and set(outcomes.values()) == {"finished", "outstanding", "rejected"}
+    assert sorted(outcomes) == list(range(12)) and set(outcomes.values()) == {
+        "finished",
+        "outstanding",
+        "rejected",
+    }
     after, workflow = Server(3), Echo()
     with restored((state, data), after, workflow) as executor:
         assert not workflow.indices, "nothing starts before the servers serve the restored weights"
         executor.set_version(3)
-        found = executor.next_trajectories(3) + executor.next_trajectories(4) + executor.next_trajectories(5)
-    finished = {e["number"]: e["trajectory"] for e in state["tickets"] if e["outcome"] == "finished"}
+        found = (
+            executor.next_trajectories(3)
+            + executor.next_trajectories(4)
+            + executor.next_trajectories(5)
+        )
+    finished = {
+        e["number"]: e["trajectory"] for e in state["tickets"] if e["outcome"] == "finished"
+    }
     for ticket, trajectory in found:
         if ticket.number in finished:
-            assert all(torch.equal(trajectory[name], finished[ticket.number][name]) for name in trajectory)
+            assert all(
+                torch.equal(trajectory[name], finished[ticket.number][name]) for name in trajectory
+            )
     asked = {(tuple(request.input_ids), request.seed) for request in before.seen}
     again = {(tuple(request.input_ids), request.seed) for request in after.seen}
     outstanding = {n for n, outcome in outcomes.items() if outcome == "outstanding"}
@@ -84,7 +105,9 @@ def test_a_run_that_is_restored_draws_the_tickets_of_one_that_is_not() -> None:
     def tickets(restart_at: int | None) -> list[list[Ticket]]:
         loader, found = make_loader(), []
         options: Any = {"max_head_offpolicyness": 2, "max_concurrent_rollouts": 3}
-        executor = make_executor([server := Server(jitter=restart_at)], Echo(_divides_by_three), loader, **options)
+        executor = make_executor(
+            [server := Server(jitter=restart_at)], Echo(_divides_by_three), loader, **options
+        )
         for step in range(6):
             if step == restart_at:
                 states = saved(executor, loader)
@@ -122,7 +145,9 @@ def test_an_older_ledger_without_truncated_flags_loads_and_makes_batches() -> No
         batches = [executor.next_batch(step) for step in (3, 4, 5)]
     n_kept = sum(len(trajectory["rewards"]) for trajectory in kept)
     truncated = torch.cat([batch["truncated"] for batch in batches])
-    assert n_kept > 0 and int((truncated == 0).sum()) == n_kept and int(truncated.sum()) == 12 - n_kept
+    assert (
+        n_kept > 0 and int((truncated == 0).sum()) == n_kept and int(truncated.sum()) == 12 - n_kept
+    )
 
 
 def test_the_state_holds_no_more_steps_than_staleness_allows() -> None:
@@ -169,7 +194,9 @@ def test_a_larger_bound_keeps_everything() -> None:
     server = Server(3)
     with restored((state, data), server, max_head_offpolicyness=3) as executor:
         executor.set_version(3)
-        numbers = {ticket.number for step in range(3, 7) for ticket, _ in executor.next_trajectories(step)}
+        numbers = {
+            ticket.number for step in range(3, 7) for ticket, _ in executor.next_trajectories(step)
+        }
     assert numbers >= {e["number"] for e in state["tickets"] if e["outcome"] != "rejected"}
 
 
@@ -211,7 +238,10 @@ def _change_ticket(**changes: Any) -> Any:
         (_change_ticket(outcome="lost"), "is 'lost' with a trajectory"),
         (_change_ticket(outcome="outstanding"), "is 'outstanding' with a trajectory"),
         (_change_ticket(trajectory=None), "is 'finished' without a trajectory"),
-        (_change_ticket(trajectory={"input_ids": torch.ones(1, 2)}), "cannot be trained on: the trajectory has no"),
+        (
+            _change_ticket(trajectory={"input_ids": torch.ones(1, 2)}),
+            "cannot be trained on: the trajectory has no",
+        ),
         (_change_ticket(index=1.5), "index 1.5, which is a float"),
         (_change_ticket(number=0, step=4), "ticket 0 of step 4 .* twice"),
         (_change_ticket(seed=7), "has seed 7, which is not that of its number"),

@@ -1,4 +1,6 @@
-"""One executor for the ranks of a torchrun job: shares of a batch, errors, a resume with another number of ranks."""
+"""One executor for the ranks of a torchrun job: shares of a batch, errors, a resume with another
+number of ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,9 @@ def _steps(rank: int, world_size: int, root: str, steps: list[int], n: int = 1) 
     loader, server = make_loader(), Server(jitter=rank)
     echo = Echo(rejects=lambda index: index % 4 == 0)
     engine: Any = Peers(rank, world_size, n) if n > 1 else None
-    shared = SharedRollouts(lambda: make_executor([server], echo, loader, max_head_offpolicyness=1), engine)
+    shared = SharedRollouts(
+        lambda: make_executor([server], echo, loader, max_head_offpolicyness=1), engine
+    )
     handler, found = make_handler(root, freq_steps=1), []
     handler.register("rollouts", shared)
     with shared, handler:
@@ -46,7 +50,9 @@ def _steps(rank: int, world_size: int, root: str, steps: list[int], n: int = 1) 
         for step in steps:
             server.version = step
             shared.set_version(step)
-            found.append((shared.next_batch(step)["input_ids"].tolist(), shared.stats()["rollouts/finished"]))
+            found.append(
+                (shared.next_batch(step)["input_ids"].tolist(), shared.stats()["rollouts/finished"])
+            )
             handler.dump(state, step_info(step), loader)
     return found
 
@@ -73,7 +79,9 @@ def _failing(rank: int, world_size: int) -> None:
         shared.set_version(0)
         with pytest.raises(RolloutError, match="no server could be used"):
             shared.next_batch(0)
-    with SharedRollouts(lambda: make_executor([Server()], loader=make_loader(batch_size=1))) as shared:
+    with SharedRollouts(
+        lambda: make_executor([Server()], loader=make_loader(batch_size=1))
+    ) as shared:
         shared.pause()
         shared.set_version(0)
         shared.resume()

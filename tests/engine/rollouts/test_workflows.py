@@ -36,7 +36,9 @@ def pool() -> Iterator[CallPool]:
         yield pool
 
 
-def first_step(workflow: Any, server: Server, data: list[Any] | None = None, batch_size: int = 4) -> list[Trajectory]:
+def first_step(
+    workflow: Any, server: Server, data: list[Any] | None = None, batch_size: int = 4
+) -> list[Trajectory]:
     loader = make_loader(batch_size)
     if data is not None:
         loader.dataset = data * 24
@@ -57,16 +59,23 @@ def test_rlvr_samples_each_prompt_and_rewards_each_completion(pool: CallPool) ->
 
 
 @pytest.mark.parametrize(("server", "cut"), [(Server, False), (Cut, True)])
-def test_rlvr_says_which_completions_the_server_cut_off(pool: CallPool, server: type[Server], cut: bool) -> None:
+def test_rlvr_says_which_completions_the_server_cut_off(
+    pool: CallPool, server: type[Server], cut: bool
+) -> None:
     for trajectory in first_step(RLVRWorkflow(user_code.length_reward, TWO, pool=pool), server()):
-        assert trajectory["truncated"].dtype == torch.bool and trajectory["truncated"].tolist() == [cut, cut]
+        assert trajectory["truncated"].dtype == torch.bool and trajectory["truncated"].tolist() == [
+            cut,
+            cut,
+        ]
 
 
 def test_rlvr_applies_the_chat_template_and_decodes_for_the_reward(pool: CallPool) -> None:
     data = [{"messages": [{"role": "user", "content": "2+2"}]}]
     workflow = RLVRWorkflow(user_code.text_reward, TWO, Tokenizer(), pool)
     for trajectory in first_step(workflow, Server(), data):
-        assert trajectory["input_ids"][:, :2].tolist() == [[2, 2]] * 2 and trajectory["rewards"].tolist() == [1.0, 1.0]
+        assert trajectory["input_ids"][:, :2].tolist() == [[2, 2]] * 2 and trajectory[
+            "rewards"
+        ].tolist() == [1.0, 1.0]
 
 
 def test_a_sample_without_a_prompt_is_named(pool: CallPool) -> None:
@@ -77,7 +86,9 @@ def test_a_sample_without_a_prompt_is_named(pool: CallPool) -> None:
 
 def test_a_reward_that_ends_its_process_counts_as_lost() -> None:
     with CallPool(n_processes=1) as pool:
-        workflow = RLVRWorkflow(user_code.die, GenerationHyperparameters(max_new_tokens=2), pool=pool, lost_reward=-1.0)
+        workflow = RLVRWorkflow(
+            user_code.die, GenerationHyperparameters(max_new_tokens=2), pool=pool, lost_reward=-1.0
+        )
         (trajectory,) = first_step(workflow, Server(), batch_size=1)
         assert trajectory["rewards"].tolist() == [-1.0] and pool.n_lost == 2
         assert workflow.stats() == {"rewards/raised": 0, "rewards/lost": 1}
@@ -96,7 +107,9 @@ def test_a_reward_that_raises_costs_its_completion_alone_and_is_counted(pool: Ca
 
 def test_a_reward_function_that_fails_every_call_ends_the_run(pool: CallPool) -> None:
     workflow = RLVRWorkflow(user_code.refuse, TWO, pool=pool)  # it takes one argument
-    with pytest.raises(RolloutError, match=r"refuse.* has failed each of its first 16 calls, .* TypeError: refuse"):
+    with pytest.raises(
+        RolloutError, match=r"refuse.* has failed each of its first 16 calls, .* TypeError: refuse"
+    ):
         first_step(workflow, Server(), batch_size=8)
 
 
@@ -106,7 +119,10 @@ def test_model_and_tool_take_turns_in_one_sequence(pool: CallPool) -> None:
     for trajectory in first_step(workflow, server):
         first = int(trajectory["input_ids"][0, 0])
         # prompt 2, completion 4, tool 2, completion 4, tool 2, completion 4
-        assert trajectory["loss_mask"].long().tolist() == [[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]] * 2
+        assert (
+            trajectory["loss_mask"].long().tolist()
+            == [[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]] * 2
+        )
         assert trajectory["input_ids"][:, 6:8].tolist() == [[77, 6]] * 2
         assert trajectory["input_ids"][:, 12:14].tolist() == [[77, 12]] * 2
         assert ((trajectory["versions"] == -1) == (trajectory["loss_mask"] == 0)).all()
@@ -121,48 +137,69 @@ def test_seeds_of_turns_do_not_depend_on_the_order_of_answers(pool: CallPool) ->
     found = []
     for jitter in (1, 2):
         server = Server(jitter=jitter)
-        first_step(MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, pool=pool), server)
+        first_step(
+            MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, pool=pool), server
+        )
         found.append({(tuple(request.input_ids), request.seed) for request in server.seen})
     assert found[0] == found[1]
 
 
 def test_an_episode_ends_after_its_last_turn(pool: CallPool) -> None:
-    workflow = MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, max_turns=2, pool=pool)
+    workflow = MultiTurnWorkflow(
+        user_code.length_reward, user_code.say_answer, TWO, max_turns=2, pool=pool
+    )
     for trajectory in first_step(workflow, Server()):
-        assert trajectory["input_ids"].shape[1] == 12 and trajectory["truncated"].tolist() == [False, False]
+        assert trajectory["input_ids"].shape[1] == 12 and trajectory["truncated"].tolist() == [
+            False,
+            False,
+        ]
 
 
 def test_an_episode_ends_where_there_is_no_room_for_a_token(pool: CallPool) -> None:
-    workflow = MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, max_tokens=9, pool=pool)
+    workflow = MultiTurnWorkflow(
+        user_code.length_reward, user_code.say_answer, TWO, max_tokens=9, pool=pool
+    )
     for trajectory in first_step(workflow, Server()):
         assert trajectory["input_ids"].shape[1] in (9, 11)
-        assert trajectory["truncated"].tolist() == [True, True]  # the tool answered, and there was no room for a reply
+        assert trajectory["truncated"].tolist() == [
+            True,
+            True,
+        ]  # the tool answered, and there was no room for a reply
 
 
 def test_an_episode_ends_with_a_completion_that_is_cut_off(pool: CallPool) -> None:
     workflow = MultiTurnWorkflow(user_code.length_reward, user_code.say_answer, TWO, pool=pool)
     for trajectory in first_step(workflow, Cut()):
-        assert trajectory["input_ids"].shape == (2, 6) and trajectory["truncated"].tolist() == [True, True]
+        assert trajectory["input_ids"].shape == (2, 6) and trajectory["truncated"].tolist() == [
+            True,
+            True,
+        ]
 
 
 def test_an_episode_whose_tool_is_lost_ends_there() -> None:
     with CallPool(n_processes=1) as pool:
         gconfig = GenerationHyperparameters(max_new_tokens=4)
-        workflow = MultiTurnWorkflow(user_code.length_reward, user_code.die, gconfig, pool=pool, lost_reward=-2.0)
+        workflow = MultiTurnWorkflow(
+            user_code.length_reward, user_code.die, gconfig, pool=pool, lost_reward=-2.0
+        )
         (trajectory,) = first_step(workflow, Server(), batch_size=1)
     assert trajectory["input_ids"].shape == (1, 6) and trajectory["rewards"].tolist() == [-2.0]
 
 
 def test_text_of_a_tool_is_encoded(pool: CallPool) -> None:
     data = [{"messages": [{"role": "user", "content": "2+2"}]}]
-    workflow = MultiTurnWorkflow(user_code.text_reward, user_code.say_text, TWO, Tokenizer(), max_turns=2, pool=pool)
+    workflow = MultiTurnWorkflow(
+        user_code.text_reward, user_code.say_text, TWO, Tokenizer(), max_turns=2, pool=pool
+    )
     for trajectory in first_step(workflow, Server(), data):
         assert trajectory["input_ids"][:, 6:9].tolist() == [[97, 98, 99]] * 2
 
 
 def test_text_of_a_tool_without_a_tokenizer_is_refused(pool: CallPool) -> None:
     workflow = MultiTurnWorkflow(user_code.length_reward, user_code.say_text, TWO, pool=pool)
-    with pytest.raises(RolloutError, match="ConfigError: the tool said 'abc', but there is no tokenizer"):
+    with pytest.raises(
+        RolloutError, match="ConfigError: the tool said 'abc', but there is no tokenizer"
+    ):
         first_step(workflow, Server())
     with pytest.raises(ConfigError, match="max_turns"):
         MultiTurnWorkflow(user_code.length_reward, user_code.say_text, TWO, max_turns=0)

@@ -48,7 +48,12 @@ def raise_odd() -> None:
 
 
 def length_reward(
-    prompt: str | None, completion: str | None, prompt_ids: list[int], completion_ids: list[int], answer: int, **_: Any
+    prompt: str | None,
+    completion: str | None,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    answer: int,
+    **_: Any,
 ) -> float:
     assert prompt is None and completion is None
     return float(100 * answer + len(completion_ids))
@@ -58,7 +63,9 @@ def any_reward(*_: Any, answer: int, **__: Any) -> float:
     return float(answer)
 
 
-def even_reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
+def even_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_: Any
+) -> float:
     return float(completion_ids[0] % 2 == 0)
 
 
@@ -69,12 +76,20 @@ def fussy_reward(*_: Any, answer: int, **__: Any) -> float:
     return float("nan") if answer == 2 else 1.0
 
 
-def text_reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_: Any) -> float:
-    return float(prompt == "<user>2+2</user><assistant>" and completion == " ".join(map(str, completion_ids)))
+def text_reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **_: Any
+) -> float:
+    return float(
+        prompt == "<user>2+2</user><assistant>" and completion == " ".join(map(str, completion_ids))
+    )
 
 
 def say_answer(
-    conversation: str | None, completion: str | None, conversation_ids: list[int], completion_ids: list[int], **_: Any
+    conversation: str | None,
+    completion: str | None,
+    conversation_ids: list[int],
+    completion_ids: list[int],
+    **_: Any,
 ) -> list[int] | None:
     """Return ``[77, number of tokens so far]`` until there are more than 20 tokens."""
     length = len(conversation_ids) + len(completion_ids)

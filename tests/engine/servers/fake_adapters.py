@@ -1,4 +1,6 @@
-"""Adapters of a fake server: names, slots in memory and in a batch, and endpoints after vLLM's source."""
+"""Adapters of a fake server: names, slots in memory and in a batch, and endpoints after vLLM's
+source.
+"""
 
 import asyncio
 import itertools
@@ -34,7 +36,8 @@ class FakeAdapters:
     Attributes:
         loaded: name -> adapter, in the order of the loads.
         slots: number of adapters in a batch (``--max-loras``).
-        memory: number of adapters in memory (``--max-cpu-loras``). The least recently used one is dropped.
+        memory: number of adapters in memory (``--max-cpu-loras``). The least recently used one is
+            dropped.
     """
 
     base: str | None
@@ -56,9 +59,13 @@ class FakeAdapters:
         self.loaded[name] = adapter
 
     def use(self, adapter: LoadedAdapter) -> tuple[str, Weights]:
-        """Return the weights. Raises OSError if the adapter must be read again and its folder is gone."""
+        """Return the weights. Raises OSError if the adapter must be read again and its folder is
+        gone.
+        """
         read = self._read.pop(adapter, None) or adapter.lies_as
-        return self._keep(adapter, read or load_adapters(adapter.path, self.base, self.dtype, self.of_version))
+        return self._keep(
+            adapter, read or load_adapters(adapter.path, self.base, self.dtype, self.of_version)
+        )
 
     def _keep(self, adapter: LoadedAdapter, read: tuple[str, Weights]) -> tuple[str, Weights]:
         while len(self._read) >= self.memory:
@@ -86,7 +93,10 @@ class FakeAdapters:
     def cards(self, max_model_len: int) -> list[dict[str, Any]]:
         """The models that ``GET /v1/models`` lists."""
         base = {"id": "/model", "root": "/model", "parent": None, "max_model_len": max_model_len}
-        return [base, *({"id": a.name, "root": a.path, "parent": "/model"} for a in self.loaded.values())]
+        return [
+            base,
+            *({"id": a.name, "root": a.path, "parent": "/model"} for a in self.loaded.values()),
+        ]
 
 
 def vllm_adapter_routes(
@@ -113,13 +123,18 @@ def vllm_adapter_routes(
         if name in engine.adapters.loaded:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
         if config is None:
-            return _error(500, "Worker failed with error 'LoRA is not enabled. Use --enable-lora to enable LoRA.'")
+            return _error(
+                500,
+                "Worker failed with error 'LoRA is not enabled. Use --enable-lora to enable LoRA.'",
+            )
         try:
             engine.load_adapter(name, path)
         except FileNotFoundError:
             return _error(404, f"Loading lora {name} failed: No adapter found for <path>")
         except Exception as error:
-            return _error(500, f"Call to add_lora method failed: Worker failed with error '{error}'")
+            return _error(
+                500, f"Call to add_lora method failed: Worker failed with error '{error}'"
+            )
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_lora_adapter(request: web.Request) -> web.Response:

@@ -1,4 +1,6 @@
-"""Routes of a fake SGLang for weights over a process group: a session, and buckets. They follow SGLang's source."""
+"""Routes of a fake SGLang for weights over a process group: a session, and buckets. They follow
+SGLang's source.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +17,9 @@ from tests.engine.servers.fake_engine import FakeEngine
 _JOIN_S = 20.0
 
 
-def sglang_distributed_routes(engine: FakeEngine, check: Callable[[web.Request], None]) -> list[web.RouteDef]:
+def sglang_distributed_routes(
+    engine: FakeEngine, check: Callable[[web.Request], None]
+) -> list[web.RouteDef]:
     """Routes for groups, sessions and updates. ``check`` refuses requests with a wrong key."""
     groups: dict[str, dist.ProcessGroup] = {}
     open_session = False
@@ -42,7 +46,9 @@ def sglang_distributed_routes(engine: FakeEngine, check: Callable[[web.Request],
         check(request)
         assert (await request.json())["selector"] == "all"
         if open_session:
-            return _answer("a weight-update session is already open; call end_weight_update() first")
+            return _answer(
+                "a weight-update session is already open; call end_weight_update() first"
+            )
         open_session = True
         engine.dismantle()
         return _answer(None)
@@ -51,13 +57,17 @@ def sglang_distributed_routes(engine: FakeEngine, check: Callable[[web.Request],
         check(request)
         body = await request.json()
         if not open_session:
-            return _answer("update_weights_from_distributed is called outside of a weight update session")
+            return _answer(
+                "update_weights_from_distributed is called outside of a weight update session"
+            )
         if not engine.paused:
             await engine.drained()
         try:
             engine.take(await asyncio.to_thread(_receive, groups[body["group_name"]], body))
         except Exception as error:
-            return _answer(f"Failed to update parameter online: {error}. Please discard the whole weights.")
+            return _answer(
+                f"Failed to update parameter online: {error}. Please discard the whole weights."
+            )
         if body["flush_cache"] and not engine.reset_prefixes():
             return _answer("Cache flush failed after updating weights")
         if body.get("weight_version"):
@@ -73,7 +83,12 @@ def sglang_distributed_routes(engine: FakeEngine, check: Callable[[web.Request],
         engine.assemble() if engine.is_complete() else engine.put_back()  # whatever is missing
         return _answer(None)
 
-    posts = (init_weights_update_group, begin_weight_update, update_weights_from_distributed, end_weight_update)
+    posts = (
+        init_weights_update_group,
+        begin_weight_update,
+        update_weights_from_distributed,
+        end_weight_update,
+    )
     posts = (*posts, destroy_weights_update_group)
     return [web.post(f"/{route.__name__}", route) for route in posts]
 
@@ -81,7 +96,9 @@ def sglang_distributed_routes(engine: FakeEngine, check: Callable[[web.Request],
 def _join(told: dict[str, Any]) -> dist.ProcessGroup:
     """Form a group next to the default group as SGLang's ``init_custom_process_group`` does."""
     limit, name, world_size = timedelta(seconds=_JOIN_S), told["group_name"], told["world_size"]
-    store = dist.TCPStore(told["master_address"], told["master_port"], world_size, is_master=False, timeout=limit)
+    store = dist.TCPStore(
+        told["master_address"], told["master_port"], world_size, is_master=False, timeout=limit
+    )
     group, _ = distributed_c10d._new_process_group_helper(
         world_size,
         told["rank_offset"],
@@ -99,7 +116,10 @@ def _join(told: dict[str, Any]) -> dist.ProcessGroup:
 def _receive(group: dist.ProcessGroup, body: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Receive a ``flattened_bucket``: all tensors as one tensor of bytes."""
     assert body["load_format"] == "flattened_bucket"
-    dtypes, shapes = [getattr(torch, name) for name in body["dtypes"]], [torch.Size(shape) for shape in body["shapes"]]
+    dtypes, shapes = (
+        [getattr(torch, name) for name in body["dtypes"]],
+        [torch.Size(shape) for shape in body["shapes"]],
+    )
     sizes = [shape.numel() * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
     flat = torch.empty(sum(sizes), dtype=torch.uint8)
     group.broadcast(flat, 0).wait()

@@ -1,6 +1,8 @@
-"""Common code of the fake vLLM and SGLang: weights, pauses, caches, requests in flight, and a record of all.
+"""Common code of the fake vLLM and SGLang: weights, pauses, caches, requests in flight, and a
+record of all.
 
-A request has a KV cache that was computed with certain weights. A token sampled by other weights than its cache is
+A request has a KV cache that was computed with certain weights. A token sampled by other weights
+than its cache is
 *mixed*: its log-probability is wrong by `MIXED`, about as much as on a real server.
 """
 
@@ -18,7 +20,13 @@ from typing import Any
 from aiohttp import web
 
 from tests.engine.servers.fake_adapters import FakeAdapters, LoadedAdapter
-from tests.engine.servers.fake_weights import MIXED, HashedWeights, ModelWeights, Weights, load_weights
+from tests.engine.servers.fake_weights import (
+    MIXED,
+    HashedWeights,
+    ModelWeights,
+    Weights,
+    load_weights,
+)
 
 Json = dict[str, Any]
 
@@ -31,7 +39,8 @@ class Faults:
         lie: number of updates that are confirmed without any change.
         fail: path -> number of calls that fail with 500 and do nothing.
         slow: path -> seconds before a call is handled.
-        at_call: number of the call, counted from 0 at the request, at which ``does`` happens. None: never.
+        at_call: number of the call, counted from 0 at the request, at which ``does`` happens. None:
+            never.
         does: ``die`` or ``stop`` (SIGKILL or SIGSTOP to itself).
         when: ``before`` the call is handled, or ``after`` it has taken effect, without an answer.
         keep_caches: whether a pause keeps caches, even if told to drop them.
@@ -39,7 +48,8 @@ class Faults:
         flush_fails: number of cache flushes that fail (SGLang).
         ignores_bias: whether ``logit_bias`` is ignored.
         ignores_adapters: whether the base answers requests for adapters.
-        noise: standard deviation of what a log-probability of a prompt differs by each time, as on a busy server.
+        noise: standard deviation of what a log-probability of a prompt differs by each time, as on
+            a busy server.
     """
 
     lie: int = 0
@@ -80,7 +90,10 @@ class Generation:
     def spans(self) -> list[Json]:
         """Labels of tokens in the format of vLLM and SGLang."""
         ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
-        return [{"version": label, "start": a, "end": b} for (label, a), b in zip(self.starts, ends, strict=True)]
+        return [
+            {"version": label, "start": a, "end": b}
+            for (label, a), b in zip(self.starts, ends, strict=True)
+        ]
 
 
 class FakeEngine:
@@ -92,7 +105,8 @@ class FakeEngine:
         token_s: seconds per token.
         folder: folder served at first. None: hashed weights of version -1.
         of_version: whether hashed tokens depend on the version of the weights.
-        dies_of_pieces: a token sampled from partially loaded weights ends the process (vLLM), or is garbage (SGLang).
+        dies_of_pieces: a token sampled from partially loaded weights ends the process (vLLM), or is
+            garbage (SGLang).
     """
 
     def __init__(
@@ -136,7 +150,9 @@ class FakeEngine:
         return not self._running.is_set()
 
     def pause(self, mode: str, drop_caches: bool) -> None:
-        """``abort`` or ``keep`` the requests in flight, and optionally drop their caches and the prefix cache."""
+        """``abort`` or ``keep`` the requests in flight, and optionally drop their caches and the
+        prefix cache.
+        """
         self._running.clear()
         drop_caches = drop_caches and not self.faults.keep_caches
         for request in list(self.requests):
@@ -169,7 +185,12 @@ class FakeEngine:
         self.asleep -= tags
         if "weights" in tags and self._dropped:
             self._shell = self.weights
-            self.weights_id, self.weights, self.in_pieces, self._dropped = "dropped", HashedWeights(None), True, False
+            self.weights_id, self.weights, self.in_pieces, self._dropped = (
+                "dropped",
+                HashedWeights(None),
+                True,
+                False,
+            )
 
     def _touch(self, *tags: str) -> None:
         """Read or write memory of these tags. Like a GPU, die if it was freed."""
@@ -182,7 +203,9 @@ class FakeEngine:
         await self._idle.wait()
 
     def load(self, folder: str) -> None:
-        """Load a published folder, unless the fake lies. If the load fails, the weights are partially loaded."""
+        """Load a published folder, unless the fake lies. If the load fails, the weights are
+        partially loaded.
+        """
         self._touch("weights")
         if self.faults.lie > 0:
             self.faults.lie -= 1
@@ -233,7 +256,8 @@ class FakeEngine:
         return True
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load one more adapter. With the fault ``lie``, keep the previous adapter or the base weights.
+        """Load one more adapter. With the fault ``lie``, keep the previous adapter or the base
+        weights.
 
         Raises:
             Exception: the folder is missing or damaged. Nothing has changed.
@@ -242,7 +266,9 @@ class FakeEngine:
         self.adapters.load(name, path, lie)
 
     def weights_of(self, adapter: LoadedAdapter | None) -> tuple[str, Weights]:
-        """Weights of the base model, or with an adapter, which is read again if it was dropped from memory."""
+        """Weights of the base model, or with an adapter, which is read again if it was dropped from
+        memory.
+        """
         if adapter is None or self.faults.ignores_adapters:
             return self.weights_id, self.weights
         try:
@@ -268,7 +294,9 @@ class FakeEngine:
         try:
             while request.reason is None:
                 await asyncio.sleep(self._token_s)
-                while (self.paused or not self.adapters.begin(request.adapter, request)) and request.reason is None:
+                while (
+                    self.paused or not self.adapters.begin(request.adapter, request)
+                ) and request.reason is None:
                     await asyncio.sleep(0.002)
                 if request.reason is None:
                     self._step(request)
@@ -293,8 +321,13 @@ class FakeEngine:
             os._exit(13)
         weights_id, weights = self.weights_of(request.adapter)
         if request.cache is None:
-            prefix = (request.adapter.key if request.adapter else request.salt, tuple(request.prompt))
-            request.cache = weights_id if request.tokens else self.prefixes.setdefault(prefix, weights_id)
+            prefix = (
+                request.adapter.key if request.adapter else request.salt,
+                tuple(request.prompt),
+            )
+            request.cache = (
+                weights_id if request.tokens else self.prefixes.setdefault(prefix, weights_id)
+            )
         position, mixed = len(request.tokens), request.cache != weights_id
         ids = [*request.prompt, *request.tokens]
         token, logprob = weights.next_token(ids, request.seed, position, request.temperature)
@@ -309,7 +342,14 @@ class FakeEngine:
         if not request.starts or request.starts[-1][0] != self.label:
             request.starts.append((self.label, position))
         version = weights.version
-        self.note(rid=request.rid, position=position, token=token, logprob=logprob, version=version, mixed=mixed)
+        self.note(
+            rid=request.rid,
+            position=position,
+            token=token,
+            logprob=logprob,
+            version=version,
+            mixed=mixed,
+        )
         if token in request.stop:
             request.reason = "stop"
         elif len(request.tokens) == request.max_tokens:
@@ -327,7 +367,11 @@ class FakeEngine:
         """Record each call, and commit the requested faults."""
         if request.path == "/fake" and request.method == "GET":
             state = {"paused": self.paused, "label": self.label, "version": self.weights.version}
-            state |= {"in_flight": len(self.requests), "in_pieces": self.in_pieces, "mixed": self.mixed}
+            state |= {
+                "in_flight": len(self.requests),
+                "in_pieces": self.in_pieces,
+                "mixed": self.mixed,
+            }
             state |= {"asleep": sorted(self.asleep)}
             return web.json_response(state | {"adapters": list(self.adapters.loaded)})
         if request.path == "/fake":

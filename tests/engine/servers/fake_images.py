@@ -1,4 +1,6 @@
-"""Images in requests to the fakes: decoding and expansion of placeholders, after the sources of vLLM and SGLang."""
+"""Images in requests to the fakes: decoding and expansion of placeholders, after the sources of
+vLLM and SGLang.
+"""
 
 import base64
 from collections.abc import Sequence
@@ -23,7 +25,9 @@ class Eyes:
     most_tokens: int = 1000
 
     def sizes(self, urls: Sequence[str]) -> list[int]:
-        """Number of tokens of each image. ValueError if one cannot be decoded, or there are too many."""
+        """Number of tokens of each image. ValueError if one cannot be decoded, or there are too
+        many.
+        """
         from PIL import Image
 
         if len(urls) > (limit := self.limit if self.token is not None else 0):
@@ -42,7 +46,8 @@ class Eyes:
         return sizes
 
     def expand(self, ids: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Replace the first placeholders, one for each image, whether they were expanded before or not.
+        """Replace the first placeholders, one for each image, whether they were expanded before or
+        not.
 
         Raises:
             RuntimeError: there are fewer placeholders than images.
@@ -52,5 +57,7 @@ class Eyes:
             expanded += [token] * (left.pop(0) if token == self.token and left else 1)
         if left:
             missing = len(sizes) - len(left)
-            raise RuntimeError(f"Failed to apply prompt replacement for mm_items['image'][{missing}]")
+            raise RuntimeError(
+                f"Failed to apply prompt replacement for mm_items['image'][{missing}]"
+            )
         return expanded

@@ -1,4 +1,6 @@
-"""Weight-transfer routes of a fake vLLM: vLLM's session, with the plugin's checks or vLLM's own ``nccl`` backend."""
+"""Weight-transfer routes of a fake vLLM: vLLM's session, with the plugin's checks or vLLM's own
+``nccl`` backend.
+"""
 
 import asyncio
 import math
@@ -17,11 +19,13 @@ from tests.engine.servers.fake_engine import FakeEngine
 Tensors = dict[str, torch.Tensor]
 
 
-def weight_transfer_routes(engine: FakeEngine, stock: bool, tell_version: str) -> list[web.RouteDef]:
+def weight_transfer_routes(
+    engine: FakeEngine, stock: bool, tell_version: str
+) -> list[web.RouteDef]:
     """Routes with ``--weight-transfer-config '{"backend": "holdfast_disk"}'`` or ``holdfast_gloo``.
 
-    With ``stock`` they are those of the backend ``nccl``: it dismantles the model at the start, has no digests, packs
-    as vLLM does, and does not put layers back. Its collectives run over gloo.
+    With ``stock`` they are those of the backend ``nccl``: it dismantles the model at the start, has
+    no digests, packs as vLLM does, and does not put layers back. Its collectives run over gloo.
     """
     active = False
     group: dist.ProcessGroupGloo | None = None
@@ -36,7 +40,10 @@ def weight_transfer_routes(engine: FakeEngine, stock: bool, tell_version: str) -
     async def init_weight_transfer_engine(request: web.Request) -> web.Response:
         nonlocal group, chunk_bytes
         told = (await request.json())["init_info"]
-        group, chunk_bytes = await asyncio.to_thread(join, told), told.get("packed_buffer_size_bytes", 0)
+        group, chunk_bytes = (
+            await asyncio.to_thread(join, told),
+            told.get("packed_buffer_size_bytes", 0),
+        )
         return web.json_response({"message": "Weight transfer initialized"})
 
     async def shutdown_weight_transfer_engine(_: web.Request) -> web.Response:
@@ -78,9 +85,13 @@ def weight_transfer_routes(engine: FakeEngine, stock: bool, tell_version: str) -
 
     async def receive_and_load(group: dist.ProcessGroupGloo, info: dict[str, Any]) -> None:
         try:
-            tensors, digest = await asyncio.to_thread(receive, group, info, chunk_bytes if stock else math.inf)
+            tensors, digest = await asyncio.to_thread(
+                receive, group, info, chunk_bytes if stock else math.inf
+            )
             if not stock and digest != info["digest"]:
-                raise FolderError(f"the tensors that arrived have digest {digest}, sent were {info['digest']}")
+                raise FolderError(
+                    f"the tensors that arrived have digest {digest}, sent were {info['digest']}"
+                )
         except (FolderError, RuntimeError) as error:
             if stock:
                 raise
@@ -111,12 +122,18 @@ def weight_transfer_routes(engine: FakeEngine, stock: bool, tell_version: str) -
 def join(told: dict[str, Any]) -> dist.ProcessGroupGloo:
     """Join the group given to ``/init_weight_transfer_engine``, as the server's only worker."""
     limit = timedelta(seconds=told["timeout_s"])
-    store = dist.TCPStore(told["master_address"], told["master_port"], is_master=False, timeout=limit)
+    store = dist.TCPStore(
+        told["master_address"], told["master_port"], is_master=False, timeout=limit
+    )
     return dist.ProcessGroupGloo(store, told["rank_offset"], told["world_size"], limit)
 
 
-def receive(group: dist.ProcessGroupGloo, info: dict[str, Any], chunk_bytes: float) -> tuple[Tensors, str]:
-    """Receive the tensors that ``info`` describes in chunks, as vLLM packs them, and the digest of all their bytes."""
+def receive(
+    group: dist.ProcessGroupGloo, info: dict[str, Any], chunk_bytes: float
+) -> tuple[Tensors, str]:
+    """Receive the tensors that ``info`` describes in chunks, as vLLM packs them, and the digest of
+    all their bytes.
+    """
     tensors, digest = Tensors(), xxhash.xxh3_128()
     facts = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
     described = [(name, getattr(torch, dtype), torch.Size(shape)) for name, dtype, shape in facts]
@@ -145,4 +162,6 @@ def _chunks(sizes: list[int], chunk_bytes: float) -> Iterator[list[int]]:
 
 def _failed(message: str) -> web.Response:
     text = f"Call to collective_rpc method failed: Worker failed with error '{message}', please check the stack trace"
-    return web.json_response({"error": {"message": text, "type": "InternalServerError", "code": 500}}, status=500)
+    return web.json_response(
+        {"error": {"message": text, "type": "InternalServerError", "code": 500}}, status=500
+    )

@@ -1,4 +1,6 @@
-"""A fake of SGLang 0.5: its endpoints for updates and for completions of token ids, after its source."""
+"""A fake of SGLang 0.5: its endpoints for updates and for completions of token ids, after its
+source.
+"""
 
 import asyncio
 import os
@@ -36,7 +38,8 @@ def application(
         engine: the engine it serves.
         api_key: ``--api-key``.
         admin_key: ``--admin-api-key``. If set, the update endpoints accept no other key.
-        original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: log-probabilities ignore the temperature.
+        original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: log-probabilities ignore the
+            temperature.
         max_model_len: ``--context-length``. The longest prompt is seven tokens shorter.
         lora: ``--enable-lora``.
         memory_saver: ``--enable-memory-saver``.
@@ -72,10 +75,14 @@ def application(
                     generation.reason = "abort"
             await engine.drained()
         if not Path(body["model_path"]).is_dir():
-            return _updated(False, f"Failed to get weights iterator: cannot find {body['model_path']}.")
+            return _updated(
+                False, f"Failed to get weights iterator: cannot find {body['model_path']}."
+            )
         try:
             engine.load(body["model_path"])
-        except Exception as error:  # the rollback reads the same path once more, and nothing catches that
+        except (
+            Exception
+        ) as error:  # the rollback reads the same path once more, and nothing catches that
             die(f"a load, and then its rollback: {error}")
         if body.get("flush_cache", True):
             engine.faults.flush_fails -= 1
@@ -89,12 +96,20 @@ def application(
         body = await request.json()
         assert body["abort_all_requests"] is False
         engine.set_label(body["new_version"])
-        return web.json_response({"success": True, "message": "...", "new_version": body["new_version"]})
+        return web.json_response(
+            {"success": True, "message": "...", "new_version": body["new_version"]}
+        )
 
     async def weights_checker(request: web.Request) -> web.Response:
         check(request, admin_key or api_key)
         assert (await request.json())["action"] == "checksum"
-        ranks = [{"checksums": engine.checksums(), "per_gpu_checksum": "", "parallelism_info": {"tp_rank": 0}}]
+        ranks = [
+            {
+                "checksums": engine.checksums(),
+                "per_gpu_checksum": "",
+                "parallelism_info": {"tp_rank": 0},
+            }
+        ]
         return web.json_response({"success": True, "message": "Success.", "ranks": ranks})
 
     async def release_memory_occupation(request: web.Request) -> web.Response:
@@ -182,7 +197,9 @@ def application(
         )
         weights = engine.weights_of(adapter)[1]
         top = weights.top_logprobs(
-            ids, 1.0 if original_logprob else generation.temperature, body.get("top_logprobs_num") or 1
+            ids,
+            1.0 if original_logprob else generation.temperature,
+            body.get("top_logprobs_num") or 1,
         )
         asked = body.get("logprob_start_len", -1) == 0
         prompt = engine.prompt_logprobs(ids, adapter) if asked else []
@@ -193,7 +210,8 @@ def application(
             "weight_version": engine.label,
             "weight_versions": generation.spans,
             "output_token_logprobs": [
-                [logprob, token, None] for token, logprob in zip(generation.tokens, generation.logprobs, strict=True)
+                [logprob, token, None]
+                for token, logprob in zip(generation.tokens, generation.logprobs, strict=True)
             ],
             "output_top_logprobs": [[[logprob, token, None] for token, logprob in top.items()]],
             "input_token_logprobs": [
@@ -203,17 +221,29 @@ def application(
             else [],
         }
         answer = {"text": "", "output_ids": generation.tokens, "meta_info": meta}
-        return web.json_response(answer | ({"prompt_token_ids": ids} if body.get("return_prompt_token_ids") else {}))
+        return web.json_response(
+            answer | ({"prompt_token_ids": ids} if body.get("return_prompt_token_ids") else {})
+        )
 
     app = web.Application(middlewares=[engine.with_faults], client_max_size=2**28)
-    posts = [pause_generation, continue_generation, update_weights_from_disk, update_weight_version, generate]
+    posts = [
+        pause_generation,
+        continue_generation,
+        update_weights_from_disk,
+        update_weight_version,
+        generate,
+    ]
     posts += [release_memory_occupation, resume_memory_occupation, weights_checker]
     app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
     app.add_routes([web.get("/model_info", model_info), web.get("/server_info", server_info)])
     app.add_routes([web.get("/health", health)])
     app.add_routes([web.get("/v1/models", models)])
-    app.add_routes(sglang_distributed_routes(engine, lambda request: check(request, admin_key or api_key)))
-    app.add_routes(sglang_adapter_routes(engine, lambda request: check(request, admin_key or api_key), lora))
+    app.add_routes(
+        sglang_distributed_routes(engine, lambda request: check(request, admin_key or api_key))
+    )
+    app.add_routes(
+        sglang_adapter_routes(engine, lambda request: check(request, admin_key or api_key), lora)
+    )
     return app
 
 

@@ -1,4 +1,6 @@
-"""A fake of vLLM 0.32: its endpoints for updates and for completions of token ids, after its source."""
+"""A fake of vLLM 0.32: its endpoints for updates and for completions of token ids, after its
+source.
+"""
 
 import asyncio
 import os
@@ -40,7 +42,8 @@ def application(
         engine: the engine it serves.
         scale_out: ``--enable-scale-out``.
         dev_mode: ``VLLM_SERVER_DEV_MODE=1``.
-        processed_logprobs: ``--logprobs-mode processed_logprobs``. Otherwise log-probabilities are raw.
+        processed_logprobs: ``--logprobs-mode processed_logprobs``. Otherwise log-probabilities are
+            raw.
         api_key: ``--api-key``.
         plugin: ``--weight-transfer-config '{"backend": "holdfast_disk"}'``, or ``holdfast_gloo``.
         nccl: the same with vLLM's own backend ``nccl``, over gloo.
@@ -79,11 +82,15 @@ def application(
 
     async def wake_up(request: web.Request) -> web.Response:
         tags = set(request.query.getall("tags", []))
-        if tags <= engine.asleep:  # else "Tag ... is not in sleeping tags" or "Executor is not sleeping."
+        if (
+            tags <= engine.asleep
+        ):  # else "Tag ... is not in sleeping tags" or "Executor is not sleeping."
             engine.wake_up(tags or set(engine.asleep))
         if not engine.asleep:
             engine.resume()
-        return web.json_response({"status": "sleeping" if engine.asleep else "awake", "tags": sorted(tags) or None})
+        return web.json_response(
+            {"status": "sleeping" if engine.asleep else "awake", "tags": sorted(tags) or None}
+        )
 
     async def is_sleeping(_: web.Request) -> web.Response:
         return web.json_response({"is_sleeping": bool(engine.asleep) or engine.paused})
@@ -125,7 +132,10 @@ def application(
         salt = body.get("cache_salt")
         if salt is not None and (not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0")):
             return _error(400, "cache_salt")
-        model, adapter = body.get("model") or "/model", engine.adapters.loaded.get(body.get("model"))
+        model, adapter = (
+            body.get("model") or "/model",
+            engine.adapters.loaded.get(body.get("model")),
+        )
         if adapter is None and model != "/model":
             return _error(404, f"The model `{model}` does not exist. Valid aliases: <path>")
         ids, parts = body["token_ids"], body.get("content_parts") or []
@@ -139,7 +149,9 @@ def application(
         except RuntimeError as error:
             return _error(500, str(error))
         if len(ids) >= max_model_len:
-            return _error(400, f"The prompt ({len(ids)} tokens) leaves no room in {max_model_len} tokens.")
+            return _error(
+                400, f"The prompt ({len(ids)} tokens) leaves no room in {max_model_len} tokens."
+            )
         await engine.ready()
         if params.get("prompt_logprobs") is not None:
             return await prompt_answer(ids, adapter)
@@ -147,7 +159,9 @@ def application(
             rid=body.get("request_id", ""),
             prompt=ids,
             seed=params.get("seed") or 0,
-            max_tokens=min(params["max_tokens"], max_model_len - len(ids)),  # the scheduler ends it there
+            max_tokens=min(
+                params["max_tokens"], max_model_len - len(ids)
+            ),  # the scheduler ends it there
             stop=set(params.get("stop_token_ids") or ()),
             temperature=params["temperature"],
             salt=salt,
@@ -156,7 +170,9 @@ def application(
             min_tokens=params.get("min_tokens", 0),
         )
         top = engine.weights_of(adapter)[1].top_logprobs(
-            generation.prompt, generation.temperature if processed_logprobs else 1.0, params["logprobs"] or 1
+            generation.prompt,
+            generation.temperature if processed_logprobs else 1.0,
+            params["logprobs"] or 1,
         )
         await engine.generate(generation)
         entries = [
@@ -164,7 +180,9 @@ def application(
             for token, logprob in zip(generation.tokens, generation.logprobs, strict=True)
         ]
         if entries:
-            entries[0]["top_logprobs"] = [{"token_id": t, "logprob": p, "rank": 1} for t, p in top.items()]
+            entries[0]["top_logprobs"] = [
+                {"token_id": t, "logprob": p, "rank": 1} for t, p in top.items()
+            ]
         choice = {
             "index": 0,
             "token_ids": generation.tokens,
@@ -172,14 +190,21 @@ def application(
             "logprobs": {"content": entries},
             "weight_versions": generation.spans,
         }
-        answer = {"request_id": generation.rid, "model": model, "choices": [choice], "prompt_logprobs": None}
+        answer = {
+            "request_id": generation.rid,
+            "model": model,
+            "choices": [choice],
+            "prompt_logprobs": None,
+        }
         if body.get("return_token_ids"):
             answer["prompt_token_ids"] = ids
         return web.json_response(answer)
 
     async def prompt_answer(ids: list[int], adapter: LoadedAdapter | None) -> web.Response:
         if lora and (lora_modules is None or "lm_head" in lora_modules) and engine.requests:
-            engine.note(died="log-probabilities of a prompt beside other requests, with a head that can be adapted")
+            engine.note(
+                died="log-probabilities of a prompt beside other requests, with a head that can be adapted"
+            )
             os._exit(15)
         place = object()
         while not engine.adapters.begin(adapter, place):
@@ -193,18 +218,37 @@ def application(
         entries: list[Any] = [None]
         for token, logprob in zip(ids[1:], logprobs, strict=True):
             entries.append({str(token): {"logprob": logprob, "rank": 1, "decoded_token": None}})
-        return {"choices": [{"index": 0, "token_ids": [0], "finish_reason": "length"}], "prompt_logprobs": entries}
+        return {
+            "choices": [{"index": 0, "token_ids": [0], "finish_reason": "length"}],
+            "prompt_logprobs": entries,
+        }
 
     app = web.Application(middlewares=[engine.with_faults], client_max_size=2**28)
     app.add_routes([web.post("/inference/v1/generate", generate), web.get("/health", is_paused)])
     app.add_routes([web.get("/v1/models", models)])
     if dev_mode:
-        config = {"model_config": {"enable_sleep_mode": sleep_mode}, "device_config": {"device": device}}
+        config = {
+            "model_config": {"enable_sleep_mode": sleep_mode},
+            "device_config": {"device": device},
+        }
         app.add_routes(vllm_adapter_routes(engine, lora_config, lora_updating, config))
-        posts = [pause, resume, sleep, wake_up, collective_rpc, reset_prefix_cache, update_weight_version]
+        posts = [
+            pause,
+            resume,
+            sleep,
+            wake_up,
+            collective_rpc,
+            reset_prefix_cache,
+            update_weight_version,
+        ]
         posts += [weight_checker]
         app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
-        app.add_routes([web.get(f"/{handler.__name__}", handler) for handler in (is_paused, is_sleeping, weight_info)])
+        app.add_routes(
+            [
+                web.get(f"/{handler.__name__}", handler)
+                for handler in (is_paused, is_sleeping, weight_info)
+            ]
+        )
     if plugin or nccl:
         app.add_routes(weight_transfer_routes(engine, nccl, version))
     return app

@@ -23,7 +23,9 @@ class Weights(Protocol):
 
     version: int | None
 
-    def next_token(self, ids: Sequence[int], seed: int, position: int, temperature: float) -> tuple[int, float]:
+    def next_token(
+        self, ids: Sequence[int], seed: int, position: int, temperature: float
+    ) -> tuple[int, float]:
         """The token after ``ids``, and its log-probability at temperature 1."""
         ...
 
@@ -36,28 +38,38 @@ class Weights(Protocol):
         ...
 
 
-def hashed_token(prompt: Sequence[int], seed: int, version: int | None, position: int) -> tuple[int, float]:
-    """The token of hashed weights of ``version`` at a place of a completion, and its log-probability."""
+def hashed_token(
+    prompt: Sequence[int], seed: int, version: int | None, position: int
+) -> tuple[int, float]:
+    """The token of hashed weights of ``version`` at a place of a completion, and its
+    log-probability.
+    """
     text = repr((list(prompt), seed, version, position)).encode()
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     return number % VOCABULARY, -(1 + number // VOCABULARY % 4000) / 1000
 
 
 class HashedWeights:
-    """Weights without a model, which sample `hashed_token`. With ``of_version``, tokens depend on the version."""
+    """Weights without a model, which sample `hashed_token`. With ``of_version``, tokens depend on
+    the version.
+    """
 
     def __init__(self, version: int | None, of_version: bool = True) -> None:
         self.version = version
         self._hashed_version = version if of_version else None
 
-    def next_token(self, ids: Sequence[int], seed: int, position: int, temperature: float) -> tuple[int, float]:
+    def next_token(
+        self, ids: Sequence[int], seed: int, position: int, temperature: float
+    ) -> tuple[int, float]:
         return hashed_token(ids[: len(ids) - position], seed, self._hashed_version, position)
 
     def top_logprobs(self, ids: Sequence[int], temperature: float, count: int) -> dict[int, float]:
         return {token: -(1 + token) / temperature for token in range(count)}
 
     def prompt_logprobs(self, ids: Sequence[int]) -> list[float]:
-        return [hashed_token(ids[:place], 0, self.version, place)[1] for place in range(1, len(ids))]
+        return [
+            hashed_token(ids[:place], 0, self.version, place)[1] for place in range(1, len(ids))
+        ]
 
 
 class ModelWeights:
@@ -69,7 +81,9 @@ class ModelWeights:
 
         torch.set_num_threads(1)
         self.version = version
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype)
+        ).eval()
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -88,12 +102,16 @@ class ModelWeights:
             logits = self._model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         return torch.log_softmax(logits.float() / temperature, -1)
 
-    def next_token(self, ids: Sequence[int], seed: int, position: int, temperature: float) -> tuple[int, float]:
+    def next_token(
+        self, ids: Sequence[int], seed: int, position: int, temperature: float
+    ) -> tuple[int, float]:
         import torch
 
         generator = torch.Generator().manual_seed(seed * 100_003 + position)
         plain = self._logprobs(ids)[-1]
-        token = int(torch.multinomial((plain / max(temperature, 1e-3)).softmax(-1), 1, generator=generator))
+        token = int(
+            torch.multinomial((plain / max(temperature, 1e-3)).softmax(-1), 1, generator=generator)
+        )
         return token, float(plain[token])
 
     def top_logprobs(self, ids: Sequence[int], temperature: float, count: int) -> dict[int, float]:
@@ -114,8 +132,11 @@ class AdaptedWeights(ModelWeights):
         self._model = PeftModel.from_pretrained(self._model, folder).eval()
 
 
-def load_adapters(folder: str, base: str | None, dtype: str | None, of_version: bool = True) -> tuple[str, Weights]:
-    """`load_weights` for a folder of adapters. Like vLLM, it needs no manifest, and has no version without one.
+def load_adapters(
+    folder: str, base: str | None, dtype: str | None, of_version: bool = True
+) -> tuple[str, Weights]:
+    """`load_weights` for a folder of adapters. Like vLLM, it needs no manifest, and has no version
+    without one.
 
     Raises:
         FileNotFoundError: the folder is missing.
@@ -141,6 +162,10 @@ def load_weights(folder: str, dtype: str | None, of_version: bool = True) -> tup
     Raises:
         Exception: the folder is missing or damaged.
     """
-    version = int(verify_folder(folder)["weight_version"] if dtype else read_manifest(folder)["weight_version"])
+    version = int(
+        verify_folder(folder)["weight_version"]
+        if dtype
+        else read_manifest(folder)["weight_version"]
+    )
     weights = ModelWeights(folder, dtype, version) if dtype else HashedWeights(version, of_version)
     return file_digest(Path(folder) / MANIFEST_NAME), weights

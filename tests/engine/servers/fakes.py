@@ -1,4 +1,6 @@
-"""Fake inference servers in separate processes that can be killed, stopped, and told to commit faults."""
+"""Fake inference servers in separate processes that can be killed, stopped, and told to commit
+faults.
+"""
 
 import asyncio
 import contextlib
@@ -41,7 +43,11 @@ class FakeServer:
     """
 
     def __init__(self, kind: str, record: Path, **options: Any) -> None:
-        self._kind, self._options, self._log = kind, options, record / f"{kind}-{uuid.uuid4().hex[:8]}.jsonl"
+        self._kind, self._options, self._log = (
+            kind,
+            options,
+            record / f"{kind}-{uuid.uuid4().hex[:8]}.jsonl",
+        )
         self._port = 0
         self._start()
 
@@ -62,9 +68,9 @@ class FakeServer:
         httpx2.post(f"{self.url}/fake", json=faults, timeout=stretched(20)).raise_for_status()
 
     def state(self) -> dict[str, Any]:
-        """The real state: ``paused``, ``label``, ``version``, ``in_flight`` requests, and ``in_pieces``: whether the
-        weights
-        are partially loaded, and ``asleep``: the tags whose memory is free.
+        """The real state: ``paused``, ``label``, ``version``, ``in_flight`` requests, and
+        ``in_pieces``: whether the weights are partially loaded, and ``asleep``: the tags whose
+        memory is free.
         """
         return httpx2.get(f"{self.url}/fake", timeout=stretched(20)).raise_for_status().json()
 
@@ -106,9 +112,8 @@ class FakeServer:
         return [line["call"] for line in self.record() if "call" in line]
 
     def tokens(self) -> list[dict[str, Any]]:
-        """Every token with ``rid``, ``position``, ``token``, ``logprob``, ``mixed``, and the ``version`` that really
-        sampled
-        it.
+        """Every token with ``rid``, ``position``, ``token``, ``logprob``, ``mixed``, and the
+        ``version`` that really sampled it.
         """
         return [line for line in self.record() if "token" in line]
 

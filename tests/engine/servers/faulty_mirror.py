@@ -37,7 +37,10 @@ class FaultyMirror(Mirror):
 
         class Handler(MirrorHandler):
             def _answer(self, status: HTTPStatus, body: dict[str, Any]) -> None:
-                super()._answer(status, body if status != HTTPStatus.OK or mirror.answer is None else mirror.answer)
+                super()._answer(
+                    status,
+                    body if status != HTTPStatus.OK or mirror.answer is None else mirror.answer,
+                )
 
         self._server = Server("127.0.0.1:0", None, Handler, self)
         self.url = self._server.url

@@ -1,4 +1,6 @@
-"""Published folders as a publisher leaves them: tiny models with a probe, or almost nothing for hashed weights."""
+"""Published folders as a publisher leaves them: tiny models with a probe, or almost nothing for
+hashed weights.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -38,11 +40,15 @@ def model_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
     """Log-probabilities of all tokens but the first, with another attention kernel than a fake's."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        rows = torch.log_softmax(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float(), -1)
+        rows = torch.log_softmax(
+            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float(), -1
+        )
     return [float(row[token]) for row, token in zip(rows, ids[1:], strict=False)]
 
 
-def publish_model(root: Path, version: int, model: PreTrainedModel, dtype: str = "float32", probe: bool = True) -> str:
+def publish_model(
+    root: Path, version: int, model: PreTrainedModel, dtype: str = "float32", probe: bool = True
+) -> str:
     """Publish a model and return the path of the folder."""
     folder, stored = version_path(root, version), copy.deepcopy(model)
     stored.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -83,12 +89,20 @@ def step_adapters(model: PreTrainedModel, lr: float) -> None:
 
 
 def publish_adapters(
-    root: Path, version: int, model: PreTrainedModel, dtype: str | None = None, base: str = "float32"
+    root: Path,
+    version: int,
+    model: PreTrainedModel,
+    dtype: str | None = None,
+    base: str = "float32",
 ) -> str:
-    """Publish the adapters of a model with a base in float32, like an engine does. Returns the path of the folder."""
+    """Publish the adapters of a model with a base in float32, like an engine does. Returns the path
+    of the folder.
+    """
     probe = WeightsProbe(PROMPT, model_logprobs(model, PROMPT), base).encode()
     meta = WeightUpdateMeta("adapter", str(root), dtype=dtype)
-    write_version(model, meta, version, base_dtype=getattr(torch, base), extra_files={PROBE_NAME: probe})
+    write_version(
+        model, meta, version, base_dtype=getattr(torch, base), extra_files={PROBE_NAME: probe}
+    )
     return str(version_path(root, version))
 
 

@@ -39,7 +39,13 @@ class Gateway:
         compress: bool = False,
         close: bool = False,
     ) -> None:
-        self._target, self._prefix, self._answer, self._compress, self._close = target, prefix, answer, compress, close
+        self._target, self._prefix, self._answer, self._compress, self._close = (
+            target,
+            prefix,
+            answer,
+            compress,
+            close,
+        )
         self._place, self._tls = (host, port), tls
         self._loop, self._ready = asyncio.new_event_loop(), threading.Event()
         self.port = 0
@@ -79,12 +85,16 @@ class Gateway:
         if self._answer is not None and (answer := await self._answer(request)) is not None:
             return answer
         if self._target is None or not request.path.startswith(self._prefix + "/"):
-            return web.Response(status=404, text="<html>no such page</html>", content_type="text/html")
+            return web.Response(
+                status=404, text="<html>no such page</html>", content_type="text/html"
+            )
         body: Any = await request.read()
         url = self._target + request.path_qs.removeprefix(self._prefix)
         kind = {"Content-Type": "application/json"}
         async with self._session.request(request.method, url, data=body, headers=kind) as got:
-            answer = web.Response(status=got.status, body=await got.read(), content_type=got.content_type)
+            answer = web.Response(
+                status=got.status, body=await got.read(), content_type=got.content_type
+            )
         if self._compress:
             answer.enable_compression(web.ContentCoding.gzip)
         if self._close:

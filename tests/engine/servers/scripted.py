@@ -22,7 +22,9 @@ def write_published(root: Path, version: int, contents: str = "weights") -> Path
     remove_folder(folder)
     folder.mkdir(parents=True)
     weights = save({"contents": np.frombuffer(contents.encode(), np.uint8)})
-    write_manifest(folder, [write_entry(folder, "model.safetensors", weights)], {"weight_version": version})
+    write_manifest(
+        folder, [write_entry(folder, "model.safetensors", weights)], {"weight_version": version}
+    )
     return folder
 
 
@@ -44,7 +46,9 @@ class PlainServer:
         most_at_once: largest number of simultaneous loads so far.
     """
 
-    def __init__(self, name: str = "plain", answer: Callable[[int], object] = lambda version: None) -> None:
+    def __init__(
+        self, name: str = "plain", answer: Callable[[int], object] = lambda version: None
+    ) -> None:
         self.name, self.answer = name, answer
         self.told: list[int] = []
         self.began, self.go = Event(), Event()
@@ -79,7 +83,9 @@ class ScriptedServer(PlainServer):
         label, paused: its reported state.
     """
 
-    def __init__(self, name: str = "scripted", answer: Callable[[int], object] = lambda version: None) -> None:
+    def __init__(
+        self, name: str = "scripted", answer: Callable[[int], object] = lambda version: None
+    ) -> None:
         super().__init__(name, answer)
         self.restart()
 

@@ -1,4 +1,6 @@
-"""Adapters published alone: requests end with the version they began with, and no failure takes it away."""
+"""Adapters published alone: requests end with the version they began with, and no failure takes it
+away.
+"""
 
 import asyncio
 import shutil
@@ -23,7 +25,13 @@ from holdfast.engine.servers.api import (
     ServerStatus,
     weights_label,
 )
-from holdfast.utils.errors import ConfigError, PublishError, ServerError, SlowServerError, WrongContentError
+from holdfast.utils.errors import (
+    ConfigError,
+    PublishError,
+    ServerError,
+    SlowServerError,
+    WrongContentError,
+)
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import (
     PROMPT,
@@ -59,7 +67,9 @@ UPDATE = [
 
 
 def request(max_new_tokens: int = 8) -> ModelRequest:
-    return ModelRequest([1, 2, 3], GenerationHyperparameters(max_new_tokens=max_new_tokens), seed=1, rid="r")
+    return ModelRequest(
+        [1, 2, 3], GenerationHyperparameters(max_new_tokens=max_new_tokens), seed=1, rid="r"
+    )
 
 
 def complete(server: Any, max_new_tokens: int = 8) -> ModelResponse:
@@ -79,7 +89,9 @@ def name_of(folder: str, version: int) -> str:
 
 def serves(server: Any, folder: str, version: int) -> bool:
     versions = set(complete(server).output_versions)
-    return server.status() == ServerStatus(weights_label(folder, version), paused=False) and versions == {version}
+    return server.status() == ServerStatus(
+        weights_label(folder, version), paused=False
+    ) and versions == {version}
 
 
 class InFlight:
@@ -121,7 +133,9 @@ def with_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServer]
 
 
 @pytest.mark.slow
-def test_three_versions_are_served_as_the_trainer_computes_them(tmp_path: Path, with_model: FakeServer) -> None:
+def test_three_versions_are_served_as_the_trainer_computes_them(
+    tmp_path: Path, with_model: FakeServer
+) -> None:
     model, server = adapted_model(), VLLMServer(with_model.url)
     assert isinstance(server, AdapterServer) and server.status() == ServerStatus(None, paused=False)
     for version in (1, 2, 3):
@@ -130,9 +144,13 @@ def test_three_versions_are_served_as_the_trainer_computes_them(tmp_path: Path, 
         assert server.update_adapters_from_disk(folder, version) == version
         retired = ["POST /v1/unload_lora_adapter"] if version > 1 else []
         assert with_model.calls()[seen:] == UPDATE + retired
-        assert serves(server, folder, version) and with_model.state()["adapters"] == [name_of(folder, version)]
+        assert serves(server, folder, version) and with_model.state()["adapters"] == [
+            name_of(folder, version)
+        ]
         with server._calls("", 30) as calls:
-            answer, base = (server._prompt_logprobs(calls, PROMPT, a) for a in (server._adapters.current, None))
+            answer, base = (
+                server._prompt_logprobs(calls, PROMPT, a) for a in (server._adapters.current, None)
+            )
         trainers = model_logprobs(model, PROMPT)
         assert max(abs(a - b) for a, b in zip(answer, trainers, strict=True)) < 1e-5
         assert max(abs(a - b) for a, b in zip(base, trainers, strict=True)) > 1e-3
@@ -150,7 +168,9 @@ def test_a_server_that_keeps_its_old_adapters_is_found_and_goes_on_with_them(
     step_adapters(model, 1e-3)
     second = publish_adapters(tmp_path / "w", 2, model)
     with_model.tell(lie=1)
-    with pytest.raises(WrongContentError, match=r"in float32 by at most 2e-05.*They were unloaded again, and"):
+    with pytest.raises(
+        WrongContentError, match=r"in float32 by at most 2e-05.*They were unloaded again, and"
+    ):
         server.update_adapters_from_disk(second, 2)
     assert serves(server, first, 1) and with_model.state()["adapters"] == [name_of(first, 1)]
     server.update_adapters_from_disk(second, 2)
@@ -158,8 +178,12 @@ def test_a_server_that_keeps_its_old_adapters_is_found_and_goes_on_with_them(
 
 
 @both
-def test_a_server_that_ignores_adapters_is_found_at_once_in_16_bits(kind: str, tmp_path: Path) -> None:
-    """One step changes less than kernels differ by. And a busy server never gives the same answer twice."""
+def test_a_server_that_ignores_adapters_is_found_at_once_in_16_bits(
+    kind: str, tmp_path: Path
+) -> None:
+    """One step changes less than kernels differ by. And a busy server never gives the same answer
+    twice.
+    """
     base = publish_model(tmp_path / "base", 0, tiny_model(), "bfloat16", probe=False)
     model = adapted_model()
     unchanged = publish_adapters(tmp_path / "w", 1, model, base="bfloat16")
@@ -170,7 +194,10 @@ def test_a_server_that_ignores_adapters_is_found_at_once_in_16_bits(kind: str, t
         for noise in (NOISE, 0.0):
             fake.tell(ignores_adapters=True, noise=noise)
             server.update_adapters_from_disk(unchanged, 1)
-            with pytest.raises(WrongContentError, match=r"are those of its base .*amplified.*They were unloaded again"):
+            with pytest.raises(
+                WrongContentError,
+                match=r"are those of its base .*amplified.*They were unloaded again",
+            ):
                 server.update_adapters_from_disk(stepped, 2)
             assert fake.state()["adapters"] == [name_of(unchanged, 1)]
             with pytest.raises(WrongContentError, match="it ignores adapters"):
@@ -180,20 +207,33 @@ def test_a_server_that_ignores_adapters_is_found_at_once_in_16_bits(kind: str, t
         server.update_adapters_from_disk(stepped, 2)
         loads = [call for call in fake.calls() if "/load_lora_adapter" in call]
         step_adapters(model, 1e-4)
-        server.update_adapters_from_disk(publish_adapters(tmp_path / "w", 3, model, base="bfloat16"), 3)
-        assert len([call for call in fake.calls() if "/load_lora_adapter" in call]) == len(loads) + 1, "shown once"
-        assert sorted(path.name for path in (tmp_path / "w").iterdir()) == [f"v0000000{n}" for n in (1, 2, 3)]
+        server.update_adapters_from_disk(
+            publish_adapters(tmp_path / "w", 3, model, base="bfloat16"), 3
+        )
+        assert (
+            len([call for call in fake.calls() if "/load_lora_adapter" in call]) == len(loads) + 1
+        ), "shown once"
+        assert sorted(path.name for path in (tmp_path / "w").iterdir()) == [
+            f"v0000000{n}" for n in (1, 2, 3)
+        ]
         fake.restart()
         fake.tell(ignores_adapters=True, noise=NOISE)
-        with pytest.raises(WrongContentError, match="it ignores adapters"):  # it was shown before the restart
+        with pytest.raises(
+            WrongContentError, match="it ignores adapters"
+        ):  # it was shown before the restart
             server.update_adapters_from_disk(stepped, 2)
 
 
 @pytest.mark.slow
-def test_adapters_that_are_stored_in_16_bits_are_compared_as_such(tmp_path: Path, with_model: FakeServer) -> None:
+def test_adapters_that_are_stored_in_16_bits_are_compared_as_such(
+    tmp_path: Path, with_model: FakeServer
+) -> None:
     model, server = adapted_model(), VLLMServer(with_model.url)
     step_adapters(model, 3e-2)
-    whole, rounded = publish_adapters(tmp_path / "w", 1, model), publish_adapters(tmp_path / "r", 1, model, "bfloat16")
+    whole, rounded = (
+        publish_adapters(tmp_path / "w", 1, model),
+        publish_adapters(tmp_path / "r", 1, model, "bfloat16"),
+    )
     answers = []
     for folder in (whole, rounded):
         server.update_adapters_from_disk(folder, 1)
@@ -210,9 +250,13 @@ def test_a_server_of_another_base_is_found(tmp_path: Path) -> None:
         model = adapted_model()
         step_adapters(model, 1e-2)
         server, folder = VLLMServer(fake.url), publish_adapters(tmp_path / "w", 1, model)
-        with pytest.raises(WrongContentError, match="restart it with the base model that is trained"):
+        with pytest.raises(
+            WrongContentError, match="restart it with the base model that is trained"
+        ):
             server.update_adapters_from_disk(folder, 1)
-        assert fake.state()["adapters"] == [] and server.status() == ServerStatus(None, paused=False)
+        assert fake.state()["adapters"] == [] and server.status() == ServerStatus(
+            None, paused=False
+        )
 
 
 @both
@@ -238,7 +282,9 @@ def test_a_request_in_flight_ends_on_the_adapters_it_began_with(kind: str, tmp_p
 
 @pytest.mark.slow
 def test_the_folder_of_adapters_in_use_is_not_deleted(tmp_path: Path) -> None:
-    """With room for one adapter, the fake reads each again at every turn, as vLLM does, and needs its folder."""
+    """With room for one adapter, the fake reads each again at every turn, as vLLM does, and needs
+    its folder.
+    """
     root = tmp_path / "w"
     with FakeServer("vllm", tmp_path, lora=True, token_s=0.001, max_loras=1) as fake:
         fleet = ServerFleet([VLLMServer(fake.url)], probe_interval_s=None)
@@ -261,7 +307,10 @@ def test_an_update_that_waits_for_older_requests_says_what_room_it_lacks(tmp_pat
         server.update_adapters_from_disk(folders[0], 1)
         with InFlight(server, fake):
             server.timeout_s = 0.5
-            with pytest.raises(SlowServerError, match=r"was not answered.*with more versions at a time \(--max-loras"):
+            with pytest.raises(
+                SlowServerError,
+                match=r"was not answered.*with more versions at a time \(--max-loras",
+            ):
                 server.update_adapters_from_disk(folders[1], 2)
             server.timeout_s = stretched(30)
             assert server.status().label == weights_label(folders[0], 1)
@@ -269,12 +318,16 @@ def test_an_update_that_waits_for_older_requests_says_what_room_it_lacks(tmp_pat
         assert serves(server, folders[1], 2)
 
 
-def test_a_load_that_failed_leaves_the_old_adapters_serving(fake: FakeServer, tmp_path: Path) -> None:
+def test_a_load_that_failed_leaves_the_old_adapters_serving(
+    fake: FakeServer, tmp_path: Path
+) -> None:
     server, good = VLLMServer(fake.url), publish_hashed_adapters(tmp_path / "w", 1)
     server.update_adapters_from_disk(good, 1)
     fake.tell(fail={"/v1/load_lora_adapter": 1})
     second = publish_hashed_adapters(tmp_path / "w", 2)
-    with pytest.raises(PublishError, match=r"to load version 2 .*answered with 500 .*it goes on with the adapters"):
+    with pytest.raises(
+        PublishError, match=r"to load version 2 .*answered with 500 .*it goes on with the adapters"
+    ):
         server.update_adapters_from_disk(second, 2)
     assert serves(server, good, 1)
     third = publish_hashed_adapters(tmp_path / "w", 3)
@@ -283,7 +336,9 @@ def test_a_load_that_failed_leaves_the_old_adapters_serving(fake: FakeServer, tm
     with pytest.raises(PublishError, match="let the server see the folder under the same path"):
         server.update_adapters_from_disk(str(unseen), 3)
     assert serves(server, good, 1)
-    with pytest.raises(PublishError, match=r"adapter_model.safetensors cannot be read .*publish the version again"):
+    with pytest.raises(
+        PublishError, match=r"adapter_model.safetensors cannot be read .*publish the version again"
+    ):
         server.update_adapters_from_disk(publish_hashed(tmp_path / "w", 4), 4)
     server.update_adapters_from_disk(third, 3)
     assert serves(server, third, 3)
@@ -307,14 +362,18 @@ def test_an_update_cut_off_at_any_call_is_completed_by_another_publisher(
         fake.tell()
         later = VLLMServer(fake.url)  # a client of the publisher's next life
         later.update_adapters_from_disk(folder, version)
-        assert serves(later, folder, version) and fake.state()["adapters"] == [name_of(folder, version)]
+        assert serves(later, folder, version) and fake.state()["adapters"] == [
+            name_of(folder, version)
+        ]
 
 
 def test_a_restarted_server_is_brought_up_by_the_prober(fake: FakeServer, tmp_path: Path) -> None:
     folder, alone = publish_hashed_adapters(tmp_path / "w", 1), VLLMServer(fake.url)
     alone.update_adapters_from_disk(folder, 1)
     fake.restart()
-    with pytest.raises(ServerError, match="answered with 404"):  # the base model does not answer instead
+    with pytest.raises(
+        ServerError, match="answered with 404"
+    ):  # the base model does not answer instead
         complete(alone)
     fleet = ServerFleet([VLLMServer(fake.url)], probe_interval_s=0.05)
     try:
@@ -327,7 +386,9 @@ def test_a_restarted_server_is_brought_up_by_the_prober(fake: FakeServer, tmp_pa
         fleet.close()
 
 
-def test_the_same_number_with_other_contents_is_another_adapter(fake: FakeServer, tmp_path: Path) -> None:
+def test_the_same_number_with_other_contents_is_another_adapter(
+    fake: FakeServer, tmp_path: Path
+) -> None:
     server = VLLMServer(fake.url)
     server.update_adapters_from_disk(publish_hashed_adapters(tmp_path / "w", 1), 1)
     shutil.rmtree(tmp_path / "w")
@@ -342,13 +403,18 @@ def test_the_same_number_with_other_contents_is_another_adapter(fake: FakeServer
 def test_merged_weights_and_adapters_do_not_mix(fake: FakeServer, tmp_path: Path) -> None:
     server, adapters = VLLMServer(fake.url), publish_hashed_adapters(tmp_path / "a", 1)
     server.update_adapters_from_disk(adapters, 1)
-    with pytest.raises(PublishError, match="holds adapters alone; tell servers of it by update_adapters_from_disk"):
+    with pytest.raises(
+        PublishError, match="holds adapters alone; tell servers of it by update_adapters_from_disk"
+    ):
         server.update_weights_from_disk(adapters, 1)
     assert serves(server, adapters, 1)
     weights = publish_hashed(tmp_path / "w", 2)
     server.update_weights_from_disk(weights, 2)
     assert serves(server, weights, 2) and fake.state()["adapters"] == []
-    with pytest.raises(PublishError, match=r"its base model was replaced by the published weights 2-xxh3.*restart it"):
+    with pytest.raises(
+        PublishError,
+        match=r"its base model was replaced by the published weights 2-xxh3.*restart it",
+    ):
         server.update_adapters_from_disk(adapters, 1)
     fake.restart()
     httpx2.post(f"{fake.url}/pause?mode=keep")
@@ -367,26 +433,40 @@ def test_merged_weights_and_adapters_do_not_mix(fake: FakeServer, tmp_path: Path
             {"lora": True, "max_lora_rank": 1},
             r"have rank 8, it takes ranks up to 1; start it with --enable-lora --m",
         ),
-        ({"lora": True, "lora_modules": None}, r"it adapts all modules, its head too, the adapters are of down_proj,"),
-        ({"lora": True, "lora_modules": ["q_proj"]}, r"it adapts q_proj, the adapters are of down_proj, gate_proj"),
+        (
+            {"lora": True, "lora_modules": None},
+            r"it adapts all modules, its head too, the adapters are of down_proj,",
+        ),
+        (
+            {"lora": True, "lora_modules": ["q_proj"]},
+            r"it adapts q_proj, the adapters are of down_proj, gate_proj",
+        ),
         (
             {"lora": True, "lora_updating": False},
             r"with 404 .*start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING",
         ),
-        ({"lora": True, "dev_mode": False}, r"answered with 404 .* start the server with VLLM_SERVER_DEV_MODE=1"),
+        (
+            {"lora": True, "dev_mode": False},
+            r"answered with 404 .* start the server with VLLM_SERVER_DEV_MODE=1",
+        ),
     ],
 )
 def test_a_server_started_without_a_needed_option_is_refused_with_advice(
     options: Any, expected: str, tmp_path: Path
 ) -> None:
     folder = publish_hashed_adapters(tmp_path / "w", 1)
-    with FakeServer("vllm", tmp_path, **options) as fake, pytest.raises(PublishError, match=expected):
+    with (
+        FakeServer("vllm", tmp_path, **options) as fake,
+        pytest.raises(PublishError, match=expected),
+    ):
         VLLMServer(fake.url).update_adapters_from_disk(folder, 1)
 
 
 def test_an_sglang_server_is_told_too(tmp_path: Path) -> None:
     folder = publish_hashed_adapters(tmp_path / "w", 1)
-    refused = pytest.raises(PublishError, match=r"answered with 400 .*Please set `--enable-lora`.*it goes on with")
+    refused = pytest.raises(
+        PublishError, match=r"answered with 400 .*Please set `--enable-lora`.*it goes on with"
+    )
     with FakeServer("sglang", tmp_path) as fake, refused:
         SGLangServer(fake.url).update_adapters_from_disk(folder, 1)
     with FakeServer("sglang", tmp_path, lora=True, admin_key="admin", api_key="key") as fake:
@@ -401,5 +481,7 @@ def test_an_sglang_server_is_told_too(tmp_path: Path) -> None:
 
 def test_clients_without_adapters_are_refused(tmp_path: Path) -> None:
     folder = publish_hashed_adapters(tmp_path / "w", 1)
-    with pytest.raises(ConfigError, match=r"a PlainServer, has no endpoint that loads adapters.*type 'disk'"):
+    with pytest.raises(
+        ConfigError, match=r"a PlainServer, has no endpoint that loads adapters.*type 'disk'"
+    ):
         ServerFleet([PlainServer()]).update(folder, 1, 1)

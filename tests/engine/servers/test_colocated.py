@@ -1,4 +1,6 @@
-"""Turns of a trainer and its servers on the same GPUs: exact weights, no error half-way, and kills at every call."""
+"""Turns of a trainer and its servers on the same GPUs: exact weights, no error half-way, and kills
+at every call.
+"""
 
 import asyncio
 import os
@@ -54,7 +56,9 @@ def make_fleet(kind: str, urls: list[str], **options: Any) -> ServerFleet[Any]:
 
 
 def ask(server: Any, number: int) -> Any:
-    request = ModelRequest([number + 1, 2, 3], GenerationHyperparameters(max_new_tokens=4), seed=number)
+    request = ModelRequest(
+        [number + 1, 2, 3], GenerationHyperparameters(max_new_tokens=4), seed=number
+    )
     return asyncio.run(server.agenerate(request))
 
 
@@ -62,13 +66,21 @@ def states(fleet: ServerFleet[Any]) -> set[ServerState]:
     return {report.state for report in fleet.states()}
 
 
-def _takes_turns(rank: int, world_size: int, base: str, kind: str, urls: list[str], root: Path, mirror: Any) -> None:
+def _takes_turns(
+    rank: int, world_size: int, base: str, kind: str, urls: list[str], root: Path, mirror: Any
+) -> None:
     lora = {"use_lora": True, "lora_rank": 4} if kind == "adapter" else {}
     meta = {"adapter": "adapter"}.get(kind, "disk")
-    fleet = ServerFleet([CLIENTS.get(kind, VLLMServer)(url, timeout_s=LIMIT_S, mirror=mirror) for url in urls])
+    fleet = ServerFleet(
+        [CLIENTS.get(kind, VLLMServer)(url, timeout_s=LIMIT_S, mirror=mirror) for url in urls]
+    )
     engine, twin = make_engine(base, **lora), make_engine(base, **lora)
-    deltas._MOST_OF_FULL = 1000.0  # in this process alone: whatever changed, the mirror gets only that
-    engine.connect_engine(fleet, WeightUpdateMeta(meta, str(root / "turns"), delta=kind == "mirror"))
+    deltas._MOST_OF_FULL = (
+        1000.0  # in this process alone: whatever changed, the mirror gets only that
+    )
+    engine.connect_engine(
+        fleet, WeightUpdateMeta(meta, str(root / "turns"), delta=kind == "mirror")
+    )
     twin.connect_engine([], WeightUpdateMeta(meta, str(root / "twin")))
     if rank == 0:
         fleet.sleep()
@@ -80,7 +92,10 @@ def _takes_turns(rank: int, world_size: int, base: str, kind: str, urls: list[st
             assert engine.offloaded == BOTH and published.version == number
             if rank == 0:
                 assert states(fleet) == {ServerState.SERVING} and len(fleet.serving()) == len(urls)
-                assert all(ask(server, number).output_versions == [number] * 4 for server in fleet.serving())
+                assert all(
+                    ask(server, number).output_versions == [number] * 4
+                    for server in fleet.serving()
+                )
         assert engine.offloaded == frozenset()
         assert rank != 0 or (states(fleet) == {ServerState.ASLEEP} and fleet.serving() == [])
         assert train(engine, 1) == train(twin, 1)
@@ -89,15 +104,21 @@ def _takes_turns(rank: int, world_size: int, base: str, kind: str, urls: list[st
         for number in (2, 3):
             assert holds_delta_alone(version_path(root / "turns", number)) == (kind == "mirror")
             place = "local" if kind == "mirror" else "turns"
-            ours, theirs = (contents(version_path(root / folder, number)) for folder in (place, "twin"))
+            ours, theirs = (
+                contents(version_path(root / folder, number)) for folder in (place, "twin")
+            )
             assert {name for name in ours if not name.startswith("delta/")} == theirs.keys()
-            assert [name for name in theirs if ours[name] != theirs[name] and name != "manifest.json"] == []
+            assert [
+                name for name in theirs if ours[name] != theirs[name] and name != "manifest.json"
+            ] == []
     fleet.close()
     engine.destroy()
 
 
 @pytest.mark.parametrize("kind", slow_but(["mirror"], ["vllm", "mirror", "sglang", "adapter"]))
-def test_turns_change_no_bit_of_the_trainer_and_publish_its_weights(kind: str, base: str, tmp_path: Path) -> None:
+def test_turns_change_no_bit_of_the_trainer_and_publish_its_weights(
+    kind: str, base: str, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {"dtype": "float32"}
     if kind == "adapter":
         options |= {"lora": True, "folder": base}
@@ -114,14 +135,22 @@ def test_turns_change_no_bit_of_the_trainer_and_publish_its_weights(kind: str, b
             assert not any(token["mixed"] for token in fake.tokens())
 
 
-def _publishes_while_away(rank: int, world_size: int, base: str, way: str, urls: list[str], root: Path) -> None:
+def _publishes_while_away(
+    rank: int, world_size: int, base: str, way: str, urls: list[str], root: Path
+) -> None:
     """An engine that is offloaded publishes to one server, a twin that stays to the other."""
     _allow_any_size()
     engine, twin = (make_engine(base, optimizer=OptimizerConfig(lr=1e-6)) for _ in range(2))
-    fleets = [make_fleet("vllm", [url], probe_interval_s=None) for url in urls] or [make_fleet("vllm", [])] * 2
+    fleets = [make_fleet("vllm", [url], probe_interval_s=None) for url in urls] or [
+        make_fleet("vllm", [])
+    ] * 2
     for each, fleet, place in ((engine, fleets[0], "away"), (twin, fleets[1], "here")):
-        meta = WeightUpdateMeta("xccl" if way == "xccl" else "disk", str(root / place), keep=3, timeout_s=LIMIT_S)
-        each.connect_engine(fleet, replace(meta, delta=way == "delta", dtype="bfloat16" if way == "delta" else None))
+        meta = WeightUpdateMeta(
+            "xccl" if way == "xccl" else "disk", str(root / place), keep=3, timeout_s=LIMIT_S
+        )
+        each.connect_engine(
+            fleet, replace(meta, delta=way == "delta", dtype="bfloat16" if way == "delta" else None)
+        )
     for number in (1, 2, 3):
         for each in (engine, twin):
             train(each, number)
@@ -131,11 +160,19 @@ def _publishes_while_away(rank: int, world_size: int, base: str, way: str, urls:
         twin.update_weights()
         assert figures.get("delta", False) == (way == "delta" and number > 1)
         if rank == 0:
-            away, here = (contents(version_path(root / place, number)) for place in ("away", "here"))
+            away, here = (
+                contents(version_path(root / place, number)) for place in ("away", "here")
+            )
             assert away.keys() == here.keys()
-            assert [name for name in here if away[name] != here[name] and Path(name).name != "manifest.json"] == []
+            assert [
+                name
+                for name in here
+                if away[name] != here[name] and Path(name).name != "manifest.json"
+            ] == []
             labels = {fleet.states()[0].label for fleet in fleets if fleet.states()}
-            assert way == "delta" or (len(labels) == 1 and None not in labels), "the digest of all files"
+            assert way == "delta" or (len(labels) == 1 and None not in labels), (
+                "the digest of all files"
+            )
         engine.onload()
     assert same(values_of(engine), values_of(twin))
     engine.destroy()
@@ -143,9 +180,14 @@ def _publishes_while_away(rank: int, world_size: int, base: str, way: str, urls:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["delta", "xccl"])
-def test_an_offloaded_engine_publishes_the_bytes_of_one_that_is_not(way: str, base: str, tmp_path: Path) -> None:
+def test_an_offloaded_engine_publishes_the_bytes_of_one_that_is_not(
+    way: str, base: str, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {"dtype": "float32", "plugin": True, "folder": base}
-    with FakeServer("vllm", tmp_path, **options) as one, FakeServer("vllm", tmp_path, **options) as other:
+    with (
+        FakeServer("vllm", tmp_path, **options) as one,
+        FakeServer("vllm", tmp_path, **options) as other,
+    ):
         urls = [one.url, other.url] if way == "xccl" else []
         run_ranks(_publishes_while_away, 2, base, way, urls, tmp_path / "weights")
 
@@ -154,14 +196,19 @@ def _fails(rank: int, world_size: int, base: str, fakes: list[FakeServer], root:
     fleet = make_fleet("vllm", [fake.url for fake in fakes], probe_interval_s=None)
     engine = make_engine(base)
     meta = WeightUpdateMeta("disk", str(root / "w"), timeout_s=LIMIT_S)
-    other_fleet = pytest.raises(ConfigError, match="this fleet is not the one that the engine publishes to")
+    other_fleet = pytest.raises(
+        ConfigError, match="this fleet is not the one that the engine publishes to"
+    )
     with other_fleet, colocated(engine, fleet).rollout():
         raise AssertionError("entered")
     with pytest.raises(ConfigError, match="'level' is 0"):
         colocated(engine, fleet, 0)
     engine.connect_engine(fleet, meta)
     changes = replace(meta, delta=True)
-    with pytest.raises(ConfigError, match="has no mirror"), colocated(engine, fleet).rollout(changes):
+    with (
+        pytest.raises(ConfigError, match="has no mirror"),
+        colocated(engine, fleet).rollout(changes),
+    ):
         raise AssertionError("entered")
     assert engine.offloaded == frozenset()
     if rank == 0:
@@ -177,10 +224,21 @@ def _fails(rank: int, world_size: int, base: str, fakes: list[FakeServer], root:
         assert engine.offloaded == frozenset() and same(values_of(engine), expected)
         if rank == 0:
             fakes[0].tell()
-            assert sum(fake.state()["asleep"] != [] for fake in fakes) == asleep and fleet.serving() == []
+            assert (
+                sum(fake.state()["asleep"] != [] for fake in fakes) == asleep
+                and fleet.serving() == []
+            )
 
-    fails(ServerError, "1 of 2 inference servers woke up, 2 are needed: .*answered with 500", fail={"/wake_up": 1})
-    fails(PublishError, "confirmed by [01] of 2 inference servers.*answered with 500", fail={"/collective_rpc": 1})
+    fails(
+        ServerError,
+        "1 of 2 inference servers woke up, 2 are needed: .*answered with 500",
+        fail={"/wake_up": 1},
+    )
+    fails(
+        PublishError,
+        "confirmed by [01] of 2 inference servers.*answered with 500",
+        fail={"/collective_rpc": 1},
+    )
     for failing in (0, 1):
         error = (
             (ValueError, "no reward")
@@ -192,13 +250,19 @@ def _fails(rank: int, world_size: int, base: str, fakes: list[FakeServer], root:
                 raise ValueError("no reward")
         assert engine.offloaded == frozenset() and same(values_of(engine), expected)
         assert rank != 0 or states(fleet) == {ServerState.ASLEEP}
-    awake = pytest.raises(ServerError, match="1 of 2 inference servers may still have the memory of their GPUs")
+    awake = pytest.raises(
+        ServerError, match="1 of 2 inference servers may still have the memory of their GPUs"
+    )
     with awake, colocated(engine, fleet).rollout():
         if rank == 0:
             fakes[0].tell(fail={"/sleep": 1})
     assert engine.offloaded == frozenset(), "what did not sleep is for the caller to end"
     assert rank != 0 or fleet.serving() == []
-    with pytest.raises(ConfigError, match="the inference servers sleep") if rank == 0 else pytest.raises(PeerError):
+    with (
+        pytest.raises(ConfigError, match="the inference servers sleep")
+        if rank == 0
+        else pytest.raises(PeerError)
+    ):
         engine.update_weights()
     with colocated(engine, fleet).rollout():
         assert rank != 0 or len(fleet.serving()) == 2
@@ -207,8 +271,13 @@ def _fails(rank: int, world_size: int, base: str, fakes: list[FakeServer], root:
 
 
 @pytest.mark.slow
-def test_an_error_in_a_turn_is_raised_on_all_ranks_and_ends_the_turn(base: str, tmp_path: Path) -> None:
-    with FakeServer("vllm", tmp_path, dtype="float32") as one, FakeServer("vllm", tmp_path, dtype="float32") as other:
+def test_an_error_in_a_turn_is_raised_on_all_ranks_and_ends_the_turn(
+    base: str, tmp_path: Path
+) -> None:
+    with (
+        FakeServer("vllm", tmp_path, dtype="float32") as one,
+        FakeServer("vllm", tmp_path, dtype="float32") as other,
+    ):
         run_ranks(_fails, 2, base, [_Remote(one.url), _Remote(other.url)], tmp_path)
 
 
@@ -221,11 +290,21 @@ class _Remote(FakeServer):
 
 STEPS, KILLED_TURN = 4, 2
 CALLS = [
-    *("GET /weight_info", "POST /sleep", "POST /wake_up", "POST /update_weight_version"),  # the weights wake up
+    *(
+        "GET /weight_info",
+        "POST /sleep",
+        "POST /wake_up",
+        "POST /update_weight_version",
+    ),  # the weights wake up
     *("GET /weight_info", "GET /is_paused"),  # the fleet looks
     *("POST /pause", "GET /weight_info", "POST /update_weight_version"),  # the update begins
     *("POST /collective_rpc", "POST /reset_prefix_cache"),
-    *("POST /update_weight_version", "POST /wake_up", "POST /update_weight_version", "POST /resume"),  # the KV cache
+    *(
+        "POST /update_weight_version",
+        "POST /wake_up",
+        "POST /update_weight_version",
+        "POST /resume",
+    ),  # the KV cache
     *("GET /weight_info", "GET /is_paused", "POST /inference/v1/generate"),  # the check
     *("GET /server_info", "GET /weight_info", "GET /is_paused"),  # the end of the turn
     *("POST /update_weight_version", "POST /sleep", "GET /weight_info", "GET /is_paused"),
@@ -236,7 +315,9 @@ KILLS |= {"offload": -1, "body": -2, "onload": -3}
 FAST_KILLS = ["9 POST /collective_rpc"]
 
 
-def _run(rank: int, world_size: int, base: str, root: Path, url: str, kill: int | None) -> dict[str, Any]:
+def _run(
+    rank: int, world_size: int, base: str, root: Path, url: str, kill: int | None
+) -> dict[str, Any]:
     seed_rng(1, rank)
     fleet = make_fleet("vllm", [url], probe_interval_s=None)
     if rank == 0:
@@ -250,7 +331,9 @@ def _run(rank: int, world_size: int, base: str, root: Path, url: str, kill: int 
         doomed = number == KILLED_TURN and rank == 0
         made = _watch(kill if doomed else None)
         with colocated(engine, fleet).rollout():
-            answer = rank_zero_decides(lambda number=number: ask(fleet.serving()[0], number).output_tokens)
+            answer = rank_zero_decides(
+                lambda number=number: ask(fleet.serving()[0], number).output_tokens
+            )
             if doomed and kill == -2:
                 _die()
         if doomed and kill == -3:
@@ -270,7 +353,9 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch(kill: int | None, send: Any = Calls._send, offload: Any = FSDPEngine.offload) -> list[tuple[str, str]]:
+def _watch(
+    kill: int | None, send: Any = Calls._send, offload: Any = FSDPEngine.offload
+) -> list[tuple[str, str]]:
     """Note all calls from now on, and die after the answer to call ``kill``."""
     made: list[tuple[str, str]] = []
 
@@ -291,8 +376,12 @@ def _watch(kill: int | None, send: Any = Calls._send, offload: Any = FSDPEngine.
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[dict[str, Any]], list[Any]]]:
-    """A model folder, the last records of a run that nothing killed, and the tokens that it sampled."""
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[str, list[dict[str, Any]], list[Any]]]:
+    """A model folder, the last records of a run that nothing killed, and the tokens that it
+    sampled.
+    """
     root = tmp_path_factory.mktemp("undisturbed")
     write_model_folder(root / "base", tiny_qwen3(tied=False, vocab_size=64))
     with FakeServer("vllm", root, dtype="float32") as fake:
@@ -306,14 +395,20 @@ def _sampled(fake: FakeServer) -> list[Any]:
 
 
 @pytest.mark.parametrize("kill", slow_but(FAST_KILLS, KILLS))
-def test_a_run_that_is_killed_in_a_turn_ends_as_if_it_had_not_been(kill: str, undisturbed: Any, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_in_a_turn_ends_as_if_it_had_not_been(
+    kill: str, undisturbed: Any, tmp_path: Path
+) -> None:
     base, expected, sampled = undisturbed
     with FakeServer("vllm", tmp_path, dtype="float32") as fake:
         with pytest.raises(AssertionError, match="died without a word"):
             run_ranks(_run, 2, base, tmp_path, fake.url, KILLS[kill])
         assert newest(tmp_path).name.endswith(f"_{KILLED_TURN - 1}")
         assert run_ranks(_run, 2, base, tmp_path, fake.url, None) == expected
-        assert fake.alive() and fake.state()["asleep"] == ["kv_cache", "weights"] and _sampled(fake) == sampled
+        assert (
+            fake.alive()
+            and fake.state()["asleep"] == ["kv_cache", "weights"]
+            and _sampled(fake) == sampled
+        )
         assert not any(token["mixed"] for token in fake.tokens())
 
 
@@ -338,7 +433,10 @@ def _enters_wrongly(rank: int, world_size: int, base: str, url: str, root: Path)
     fleet = make_fleet("vllm", [url], probe_interval_s=None)
     engine = make_engine(base, use_lora=True, lora_rank=4)
     engine.connect_engine(fleet, WeightUpdateMeta("adapter", str(root / "w")))
-    with pytest.raises(ConfigError, match="level 2 drops the base"), colocated(engine, fleet, level=2).rollout():
+    with (
+        pytest.raises(ConfigError, match="level 2 drops the base"),
+        colocated(engine, fleet, level=2).rollout(),
+    ):
         raise AssertionError("entered")
     assert engine.offloaded == frozenset()
     with colocated(engine, fleet).rollout():
@@ -379,6 +477,8 @@ def _is_interrupted(rank: int, world_size: int, base: str, url: str, root: Path)
     engine.destroy()
 
 
-def test_an_interrupt_at_the_end_of_a_turn_leaves_the_engine_offloaded(base: str, tmp_path: Path) -> None:
+def test_an_interrupt_at_the_end_of_a_turn_leaves_the_engine_offloaded(
+    base: str, tmp_path: Path
+) -> None:
     with FakeServer("vllm", tmp_path, dtype="float32") as fake:
         run_ranks(_is_interrupted, 1, base, fake.url, tmp_path)

@@ -19,7 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta, publish_weights
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    TrainEngineConfig,
+    WeightUpdateMeta,
+    publish_weights,
+)
 from holdfast.engine.hf.buckets import WeightGatherer
 from holdfast.engine.hf.versions import version_path
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer, colocated, nccl
@@ -63,7 +69,9 @@ def start(base: str, tmp_path: Path) -> Iterator[Callable[..., FakeServer]]:
 
         def start_one(kind: str, **options: Any) -> FakeServer:
             told = {**OPTIONS[kind], **options}
-            return servers.enter_context(FakeServer(kind, tmp_path, dtype="float32", folder=base, **told))
+            return servers.enter_context(
+                FakeServer(kind, tmp_path, dtype="float32", folder=base, **told)
+            )
 
         yield start_one
 
@@ -88,7 +96,9 @@ def clients(named: Sequence[tuple[str, str]]) -> list[VLLMServer | SGLangServer]
 
 
 def meta(root: str | None, **options: Any) -> WeightUpdateMeta:
-    return WeightUpdateMeta("xccl", root, **{"timeout_s": TIMEOUT_S, "weight_chunked_mem_mb": 1, **options})
+    return WeightUpdateMeta(
+        "xccl", root, **{"timeout_s": TIMEOUT_S, "weight_chunked_mem_mb": 1, **options}
+    )
 
 
 def tell(url: str, **faults: Any) -> None:
@@ -96,7 +106,12 @@ def tell(url: str, **faults: Any) -> None:
 
 
 def _publish_versions(
-    rank: int, world_size: int, base: str, root: str | None, named: Sequence[tuple[str, str]], count: int
+    rank: int,
+    world_size: int,
+    base: str,
+    root: str | None,
+    named: Sequence[tuple[str, str]],
+    count: int,
 ) -> list[PublishedWeights]:
     engine, done = make_engine(base), list[PublishedWeights]()
     with closing(ServerFleet(clients(named), probe_interval_s=None)) as fleet:
@@ -109,7 +124,9 @@ def _publish_versions(
 
 
 @pytest.mark.parametrize("ranks", [2])
-def test_versions_are_served_over_groups_that_are_kept(ranks: int, base: str, start: Any, tmp_path: Path) -> None:
+def test_versions_are_served_over_groups_that_are_kept(
+    ranks: int, base: str, start: Any, tmp_path: Path
+) -> None:
     fakes = [start("vllm"), start("sglang")]
     named = [("vllm", fakes[0].url), ("sglang", fakes[1].url)]
     done = run_ranks(_publish_versions, ranks, base, str(tmp_path / "w"), named, 2)[0]
@@ -134,9 +151,15 @@ class Outcome(NamedTuple):
 
 
 def _publish_with_a_fault(
-    rank: int, world_size: int, base: str, root: str | None, named: Sequence[tuple[str, str]], fault: dict[str, Any]
+    rank: int,
+    world_size: int,
+    base: str,
+    root: str | None,
+    named: Sequence[tuple[str, str]],
+    fault: dict[str, Any],
 ) -> Outcome:
-    """Publish version 1, and version 2 while the first server commits ``fault``. One server must confirm.
+    """Publish version 1, and version 2 while the first server commits ``fault``. One server must
+    confirm.
 
     The last check is a collective, which would fail if the ranks were not in step.
     """
@@ -155,10 +178,13 @@ def _publish_with_a_fault(
         except PublishError as failure:
             error = str(failure)
         seconds = time.monotonic() - began
-        unchanged = all(torch.equal(before[name], param) for name, param in engine.model.named_parameters())
+        unchanged = all(
+            torch.equal(before[name], param) for name, param in engine.model.named_parameters()
+        )
         states = [report.state for report in fleet.states()]
         served_after_s = max(
-            (report.seconds["total"] for report in fleet.states() if report.error is None), default=0.0
+            (report.seconds["total"] for report in fleet.states() if report.error is None),
+            default=0.0,
         )
         in_step = torch.ones(1)
         dist.all_reduce(in_step)
@@ -174,7 +200,9 @@ def _first_bucket(kind: str) -> int:
 
 STRIKES = [
     (kind, does, bucket, when)
-    for kind, does, bucket, when in product(CLIENTS, ("die", "stop"), (0, 3, N_BUCKETS - 1), ("before", "after"))
+    for kind, does, bucket, when in product(
+        CLIENTS, ("die", "stop"), (0, 3, N_BUCKETS - 1), ("before", "after")
+    )
 ]
 FAST_STRIKES = [("sglang", "die", 3, "after")]
 
@@ -190,8 +218,12 @@ def test_a_server_struck_in_a_bucket_harms_no_other_and_no_rank(
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert all(outcome.unchanged for outcome in outcomes)
     assert outcomes[0].states[1] is SERVING and outcomes[0].states[0] is not SERVING
-    assert outcomes[0].served_after_s < TIMEOUT_S / 2, "the other server waited for a quarter of the limit at most"
-    assert VLLMServer(other.url).status() == ServerStatus(weights_label(version_path(root, 2), 2), paused=False)
+    assert outcomes[0].served_after_s < TIMEOUT_S / 2, (
+        "the other server waited for a quarter of the limit at most"
+    )
+    assert VLLMServer(other.url).status() == ServerStatus(
+        weights_label(version_path(root, 2), 2), paused=False
+    )
     struck.restart() if does == "die" else struck.wake()
     (done,) = run_ranks(_publish_versions, 1, base, root, named, 1)
     assert [report.state for report in done[0].servers] == [SERVING, SERVING]
@@ -208,12 +240,23 @@ def test_without_enough_servers_all_ranks_raise_and_go_on(
     fault = {"at_call": _first_bucket("vllm") + 2, "does": "die"}
     outcomes = run_ranks(_publish_with_a_fault, 2, base, root, named, fault)
     for outcome in outcomes:
-        assert outcome.error is not None and "was confirmed by 0 of 2 inference servers" in outcome.error
-        assert outcome.unchanged and outcome.seconds < TIMEOUT_S / 2, "nobody reads, so nobody gathers"
+        assert (
+            outcome.error is not None
+            and "was confirmed by 0 of 2 inference servers" in outcome.error
+        )
+        assert outcome.unchanged and outcome.seconds < TIMEOUT_S / 2, (
+            "nobody reads, so nobody gathers"
+        )
 
 
 def _die_in_bucket(
-    rank: int, world_size: int, base: str, root: str | None, named: tuple[str, str], dying: int, number: int
+    rank: int,
+    world_size: int,
+    base: str,
+    root: str | None,
+    named: tuple[str, str],
+    dying: int,
+    number: int,
 ) -> None:
     engine = make_engine(base)
     gather = WeightGatherer.gather
@@ -243,13 +286,19 @@ def test_a_trainer_that_dies_in_a_bucket_leaves_a_paused_server_that_the_next_re
     with pytest.raises(AssertionError, match=r"rank \d\n(.|\n)*exit code -9"):
         run_ranks(_die_in_bucket, 2, base, root, (kind, fake.url), dying, bucket)
     state = fake.state()
-    assert state["paused"] if bucket > 1 else state["paused"] or not state["mixed"], "it could answer with a mixture"
-    assert state["label"] == weights_label(version_path(root, 1), 1), "what is not complete has no label"
+    assert state["paused"] if bucket > 1 else state["paused"] or not state["mixed"], (
+        "it could answer with a mixture"
+    )
+    assert state["label"] == weights_label(version_path(root, 1), 1), (
+        "what is not complete has no label"
+    )
     (done,) = run_ranks(_publish_versions, 1, base, root, [(kind, fake.url)], 1)
     assert done[0].servers[0].state is SERVING and not fake.state()["mixed"]
 
 
-def _fail_in_bucket(rank: int, world_size: int, base: str, root: str | None, named: tuple[str, str]) -> list[str]:
+def _fail_in_bucket(
+    rank: int, world_size: int, base: str, root: str | None, named: tuple[str, str]
+) -> list[str]:
     engine, own_rows, errors = make_engine(base), WeightGatherer._own_rows, list[str]()
 
     def fail(self: WeightGatherer, bucket: Any, target: Any) -> Any:
@@ -277,12 +326,19 @@ def test_a_rank_that_fails_poisons_the_server_until_the_next_publication(
 ) -> None:
     fake = start(kind)
     failed, repaired = run_ranks(_fail_in_bucket, 2, base, str(tmp_path / "w"), (kind, fake.url))[0]
-    assert "the trainers failed: PeerError" in failed and "its weights are in pieces, and it stays paused" in failed
+    assert (
+        "the trainers failed: PeerError" in failed
+        and "its weights are in pieces, and it stays paused" in failed
+    )
     assert repaired == "None" and not fake.state()["mixed"]
 
 
-def _labels(rank: int, world_size: int, base: str, root: str, url: str) -> tuple[list[str | None], bool]:
-    """Labels of the same weights sent with and without a folder, and written. Whether the folder is temporary."""
+def _labels(
+    rank: int, world_size: int, base: str, root: str, url: str
+) -> tuple[list[str | None], bool]:
+    """Labels of the same weights sent with and without a folder, and written. Whether the folder is
+    temporary.
+    """
     engine, found = make_engine(base), list[str | None]()
     fleet = ServerFleet(clients([("vllm", url)]), probe_interval_s=None)
     with closing(fleet):
@@ -301,19 +357,25 @@ def _labels(rank: int, world_size: int, base: str, root: str, url: str) -> tuple
     return found, gone
 
 
-def engine_update(engine: FSDPEngine, fleet: ServerFleet, how: WeightUpdateMeta) -> PublishedWeights:
+def engine_update(
+    engine: FSDPEngine, fleet: ServerFleet, how: WeightUpdateMeta
+) -> PublishedWeights:
     engine.connect_engine(fleet, how)
     return engine.update_weights()
 
 
-def test_the_label_is_that_of_the_content_whatever_carried_it(base: str, start: Any, tmp_path: Path) -> None:
+def test_the_label_is_that_of_the_content_whatever_carried_it(
+    base: str, start: Any, tmp_path: Path
+) -> None:
     fake = start("vllm")
     labels, gone = run_ranks(_labels, 2, base, str(tmp_path / "w"), fake.url)[0]
     assert len(labels) == 3 and len(set(labels)) == 1 and labels[0] is not None
     assert gone, "the temporary folder goes with the fleet"
 
 
-def _restart_between(rank: int, world_size: int, base: str, root: str | None, url: str, pipe: str) -> list[str]:
+def _restart_between(
+    rank: int, world_size: int, base: str, root: str | None, url: str, pipe: str
+) -> list[str]:
     engine, states = make_engine(base), list[str]()
     with closing(ServerFleet(clients([("vllm", url)]), probe_interval_s=0.1)) as fleet:
         engine.connect_engine(fleet, meta(root))
@@ -347,7 +409,9 @@ def test_a_restarted_server_loads_the_folder_or_waits_for_the_next_version(
 
     with ThreadPoolExecutor() as pool:
         restarted = pool.submit(restart)
-        (states,) = run_ranks(_restart_between, 1, base, root, fake.url, str(tmp_path / "published"))
+        (states,) = run_ranks(
+            _restart_between, 1, base, root, fake.url, str(tmp_path / "published")
+        )
         restarted.result()
     assert states == [SERVING if path else BEHIND, SERVING]
     joins = [call for call in fake.calls() if call.startswith("POST /init_weight")]
@@ -359,7 +423,11 @@ class NcclOverGloo(GlooGroup):
 
     def __init__(self, url: str, workers: int, limit_s: float, largest_bytes: int) -> None:
         super().__init__(url, workers, limit_s)
-        self._packing = {"packed": True, "packed_buffer_size_bytes": largest_bytes, "packed_num_buffers": 1}
+        self._packing = {
+            "packed": True,
+            "packed_buffer_size_bytes": largest_bytes,
+            "packed_num_buffers": 1,
+        }
         self._packing |= {"timeout_s": limit_s}
 
     @property
@@ -368,9 +436,16 @@ class NcclOverGloo(GlooGroup):
 
 
 def _publish_over_nccl(
-    rank: int, world_size: int, base: str, root: str | None, url: str, faults: Sequence[dict[str, Any]]
+    rank: int,
+    world_size: int,
+    base: str,
+    root: str | None,
+    url: str,
+    faults: Sequence[dict[str, Any]],
 ) -> list[str]:
-    """Publish a version for each of ``faults``, which the server commits meanwhile. Returns the errors."""
+    """Publish a version for each of ``faults``, which the server commits meanwhile. Returns the
+    errors.
+    """
     nccl.NcclGroup = partial(NcclOverGloo, url)  # type: ignore[assignment, misc]
     engine, errors = make_engine(base), list[str]()
     with closing(ServerFleet([VLLMServer(url, transfer="nccl")], probe_interval_s=None)) as fleet:
@@ -389,17 +464,23 @@ def _publish_over_nccl(
 
 
 @pytest.mark.slow
-def test_vllm_packs_and_loads_the_buckets_of_its_own_backend(base: str, start: Any, tmp_path: Path) -> None:
+def test_vllm_packs_and_loads_the_buckets_of_its_own_backend(
+    base: str, start: Any, tmp_path: Path
+) -> None:
     fake = start("vllm", plugin=False, nccl=True)
     faults = [{}, {"fail": {BUCKET: 1}}, {}]
     errors = run_ranks(_publish_over_nccl, 2, base, None, fake.url, faults)[0]
     assert not errors[0] and not errors[2]
     assert "its weights are in pieces, and it stays paused" in errors[1]
-    (update,) = {json.loads(body)["update_info"].keys() == NCCL_INFO for body in bodies(fake, BUCKET)}
+    (update,) = {
+        json.loads(body)["update_info"].keys() == NCCL_INFO for body in bodies(fake, BUCKET)
+    }
     assert update, "vLLM refuses other fields"
     calls = [call for call in fake.calls() if "weight_update" in call]
     closes_the_open_one = ("start", "finish", "start", "finish")
-    assert calls == [f"POST /{name}_weight_update" for name in ("start", "finish", "start", *closes_the_open_one)]
+    assert calls == [
+        f"POST /{name}_weight_update" for name in ("start", "finish", "start", *closes_the_open_one)
+    ]
 
 
 def bodies(fake: FakeServer, path: str) -> list[str]:
@@ -413,7 +494,9 @@ def test_nccl_without_a_gpu_is_refused_before_vllm_is_paused(base: str, start: A
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     fake = start("vllm", plugin=False, nccl=True)
-    with pytest.raises(AssertionError, match="rank 0 has no GPU, or a torch without NCCL; use the backend"):
+    with pytest.raises(
+        AssertionError, match="rank 0 has no GPU, or a torch without NCCL; use the backend"
+    ):
         run_ranks(_publish_to, 1, base, fake.url, "nccl")
     assert not any("pause?" in call for call in fake.calls())
 
@@ -428,19 +511,28 @@ def _publish_to(rank: int, world_size: int, base: str, url: str, transfer: str |
 def test_an_old_vllm_is_refused_before_it_is_paused(version: str, base: str, start: Any) -> None:
     fake = start("vllm", plugin=False, nccl=True, version=version)
     (error,) = run_ranks(_publish_over_nccl, 1, base, None, fake.url, [{}])[0]
-    assert f"it is vLLM {version}, whose 'nccl' backend cannot be joined from here; expected 0.32 or newer" in error
+    assert (
+        f"it is vLLM {version}, whose 'nccl' backend cannot be joined from here; expected 0.32 or newer"
+        in error
+    )
     assert not any("pause?" in call for call in fake.calls())
 
 
-def test_workers_that_are_apart_are_refused_before_sglang_is_paused(base: str, start: Any, tmp_path: Path) -> None:
+def test_workers_that_are_apart_are_refused_before_sglang_is_paused(
+    base: str, start: Any, tmp_path: Path
+) -> None:
     fake = start("sglang", dp_size=2)
-    with pytest.raises(AssertionError, match=r"it was started with {'dp_size': 2}, and weights are"):
+    with pytest.raises(
+        AssertionError, match=r"it was started with {'dp_size': 2}, and weights are"
+    ):
         run_ranks(_publish_versions, 1, base, None, [("sglang", fake.url)], 1)
     assert not fake.state()["paused"]
 
 
 def _send_changed(rank: int, world_size: int, base: str, url: str, bucket: int) -> tuple[str, bool]:
-    """Change a byte of a bucket after its digest was computed. Returns the error, and whether the server is paused."""
+    """Change a byte of a bucket after its digest was computed. Returns the error, and whether the
+    server is paused.
+    """
     engine, send, sent = make_engine(base), GlooGroup.send, [0]
 
     def change(self: GlooGroup, data: torch.Tensor) -> None:
@@ -480,7 +572,9 @@ def test_wrong_settings_are_refused_before_anything_is_written(tmp_path: Path) -
         WeightUpdateMeta("xccl", weight_chunked_mem_mb=0)
     with pytest.raises(ConfigError, match=r"type.*nccl"):
         WeightUpdateMeta("nccl", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"inference server plain, a PlainServer, cannot be sent weights"):
+    with pytest.raises(
+        ConfigError, match=r"inference server plain, a PlainServer, cannot be sent weights"
+    ):
         publish_weights(tiny_model(), meta(str(tmp_path / "w")), 1, [PlainServer()])
     with pytest.raises(ConfigError, match="the servers of rank 0, which has none"):
         publish_weights(tiny_model(), meta(str(tmp_path / "w")), 1, [])
@@ -520,7 +614,9 @@ def _memory(rank: int, world_size: int, base: str, url: str) -> tuple[float, flo
         engine.update_weights()
         step(engine)
         how, group = meta(None, weight_chunked_mem_mb=8), engine.control_group
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # else the peak is hidden in memory that was freed before
+        ctypes.CDLL("libc.so.6").malloc_trim(
+            0
+        )  # else the peak is hidden in memory that was freed before
         with _peak() as peak:  # without the forward of the probe
             publish_weights(engine.model, how, 2, fleet, group)
     engine.destroy()
@@ -535,7 +631,10 @@ def test_memory_is_two_buckets_on_rank_0_and_a_share_on_the_others(tmp_path: Pat
     with FakeServer("vllm", tmp_path, plugin=True, dtype="float32", folder=base) as fake:
         (first, bucket), (other, _) = run_ranks(_memory, 2, base, fake.url)
     assert weights > 12 * bucket
-    print(f"{weights / 1e6:.0f} MB of weights, buckets of {bucket / 1e6:.1f} MB: {first / 1e6:.1f}, {other / 1e6:.1f}")
+    print(
+        f"{weights / 1e6:.0f} MB of weights, buckets of {bucket / 1e6:.1f} MB: {first / 1e6:.1f}, "
+        f"{other / 1e6:.1f}"
+    )
     assert first < 2 * bucket + 6e6 and other < bucket / 2 + 6e6
 
 
@@ -559,20 +658,28 @@ def test_servers_that_sleep_wake_up_and_receive_weights(level: int, base: str, s
     fakes = {kind: start(kind) for kind in CLIENTS}
     named = [(kind, fake.url) for kind, fake in fakes.items()]
     done = run_ranks(_send_to_sleepers, 2, base, named, level)[0]
-    assert [[report.state for report in published.servers] for published in done] == [[SERVING] * 2] * 2
+    assert [[report.state for report in published.servers] for published in done] == [
+        [SERVING] * 2
+    ] * 2
     assert all({"kv_cache", "weights"} <= set(fake.state()["asleep"]) for fake in fakes.values())
     calls = fakes["sglang"].calls()
-    joins, leaves = (calls.count(f"POST /{name}_weights_update_group") for name in ("init", "destroy"))
+    joins, leaves = (
+        calls.count(f"POST /{name}_weights_update_group") for name in ("init", "destroy")
+    )
     assert joins - leaves == 1, "SGLang keeps groups until they are destroyed"
 
 
 def _wake_without_a_folder(
     rank: int, world_size: int, base: str, named: Sequence[tuple[str, str]], other: str
 ) -> list[list[ServerState]]:
-    """States after the servers woke up, later, and after something else was published to them while they slept."""
+    """States after the servers woke up, later, and after something else was published to them while
+    they slept.
+    """
     engine, found = make_engine(base), list[list[ServerState]]()
     for strange in (False, True):
-        interval_s = None if strange else 0.1  # a prober would command the servers while the other job does
+        interval_s = (
+            None if strange else 0.1
+        )  # a prober would command the servers while the other job does
         with closing(ServerFleet(clients(named), probe_interval_s=interval_s)) as fleet:
             engine.connect_engine(fleet, meta(None))
             step(engine)
@@ -590,7 +697,9 @@ def _wake_without_a_folder(
 
 
 @pytest.mark.slow
-def test_weights_without_a_folder_are_served_after_a_sleep_that_kept_them(base: str, start: Any) -> None:
+def test_weights_without_a_folder_are_served_after_a_sleep_that_kept_them(
+    base: str, start: Any
+) -> None:
     fakes = {"vllm": start("vllm"), "sglang": start("sglang", cpu_backup=True)}
     named = [(kind, fake.url) for kind, fake in fakes.items()]
     (found,) = run_ranks(_wake_without_a_folder, 1, base, named, base)

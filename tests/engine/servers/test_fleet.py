@@ -15,14 +15,25 @@ from holdfast.engine.servers import fleet as fleet_module
 from holdfast.engine.servers.api import ObservableServer, ServerState, ServerStatus, weights_label
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError, PublishError, WorkerLost
 from holdfast.utils.heartbeat import beat, seconds_since_beat
-from tests.engine.servers.scripted import PlainServer, ScriptedServer, refuse, wait_until, write_published
+from tests.engine.servers.scripted import (
+    PlainServer,
+    ScriptedServer,
+    refuse,
+    wait_until,
+    write_published,
+)
 from tests.limits import stretched
 
 pytestmark = pytest.mark.timeout(60)
 
 LIMIT_S = stretched(20)
 """Limit for updates that should succeed."""
-SERVING, BEHIND, PAUSED, GONE = ServerState.SERVING, ServerState.BEHIND, ServerState.PAUSED, ServerState.GONE
+SERVING, BEHIND, PAUSED, GONE = (
+    ServerState.SERVING,
+    ServerState.BEHIND,
+    ServerState.PAUSED,
+    ServerState.GONE,
+)
 
 MakeFleet = Callable[..., ServerFleet]
 
@@ -33,7 +44,9 @@ def make_fleet() -> Iterator[MakeFleet]:
     fleets: list[ServerFleet] = []
 
     def make(
-        *servers: InferenceServer, min_servers: int | None = None, probe_interval_s: float | None = 0.05
+        *servers: InferenceServer,
+        min_servers: int | None = None,
+        probe_interval_s: float | None = 0.05,
     ) -> ServerFleet:
         fleets.append(ServerFleet(servers, min_servers, probe_interval_s))
         return fleets[-1]
@@ -64,19 +77,29 @@ def test_all_servers_are_told_at_once_and_confirm(tmp_path: Path, make_fleet: Ma
     reports = fleet.update(folder := write_published(tmp_path, 1), 1, LIMIT_S)
     assert fleet.serving() == servers and reports == fleet.states()
     assert {report.label for report in reports} == {weights_label(folder, 1)}
-    assert isinstance(servers[0], ObservableServer) and not isinstance(PlainServer(), ObservableServer)
+    assert isinstance(servers[0], ObservableServer) and not isinstance(
+        PlainServer(), ObservableServer
+    )
 
 
-def test_too_few_confirmations_name_each_server_and_why(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_too_few_confirmations_name_each_server_and_why(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     def leak(version: int) -> None:
         raise ConnectionError("http://me:secret@bad/load broke off")
 
-    good, bad, off = PlainServer("good"), ScriptedServer("http://me:secret@bad", leak), ScriptedServer("off")
+    good, bad, off = (
+        PlainServer("good"),
+        ScriptedServer("http://me:secret@bad", leak),
+        ScriptedServer("off"),
+    )
     off.alive = False
     fleet, folder = make_fleet(good, bad, off, probe_interval_s=None), write_published(tmp_path, 4)
     with pytest.raises(PublishError) as caught:
         fleet.update(folder, 4, LIMIT_S)
-    wait_until(lambda: states(fleet) == [SERVING, PAUSED, GONE])  # the first failure has ended the update
+    wait_until(
+        lambda: states(fleet) == [SERVING, PAUSED, GONE]
+    )  # the first failure has ended the update
     known = [str(report) for report in fleet.states()]
     assert known[1] == "http://bad is paused (ConnectionError: http://bad/load broke off)"
     assert known[2] == "off is gone (off refused the connection)"
@@ -85,14 +108,21 @@ def test_too_few_confirmations_name_each_server_and_why(tmp_path: Path, make_fle
     assert "http://bad is" in message or "off is" in message
 
 
-def test_a_server_that_confirms_another_version_has_not_confirmed(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_server_that_confirms_another_version_has_not_confirmed(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     server = PlainServer()
     server._load = lambda path, version: version - 1
-    with pytest.raises(PublishError, match=r"plain is behind: it serves version 2 after it was told to load version 3"):
+    with pytest.raises(
+        PublishError,
+        match=r"plain is behind: it serves version 2 after it was told to load version 3",
+    ):
         make_fleet(server).update(write_published(tmp_path, 3), 3, LIMIT_S)
 
 
-def test_one_server_of_two_may_be_gone_where_one_is_enough(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_one_server_of_two_may_be_gone_where_one_is_enough(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     alive, dead = ScriptedServer("alive"), ScriptedServer("dead")
     dead.alive = False
     fleet, folder = make_fleet(alive, dead), write_published(tmp_path, 1)
@@ -106,7 +136,9 @@ def test_one_server_of_two_may_be_gone_where_one_is_enough(tmp_path: Path, make_
     assert dead.label == weights_label(folder, 1)
 
 
-def test_a_restarted_server_is_brought_up_without_a_publication(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_restarted_server_is_brought_up_without_a_publication(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     server = ScriptedServer()
     fleet, folder = make_fleet(server), write_published(tmp_path, 1)
     fleet.update(folder, 1, LIMIT_S)
@@ -125,7 +157,9 @@ def test_a_server_left_paused_is_updated_again(tmp_path: Path, make_fleet: MakeF
     for _ in range(2):
         fleet.update(folder, 1, LIMIT_S)
         assert not server.paused
-        server.paused = True  # the label is right, but a publisher was killed between pause and load
+        server.paused = (
+            True  # the label is right, but a publisher was killed between pause and load
+        )
     assert server.told == [1, 1], "an update goes to all of them, whatever their label is"
     probed = make_fleet(server)
     probed.update(folder, 1, LIMIT_S)
@@ -150,7 +184,9 @@ def test_a_server_that_another_job_publishes_to_is_warned_of_and_brought_back(
     assert told in caplog.text and "let one job publish to a server" in caplog.text
 
 
-def test_a_right_label_is_not_believed_after_a_failed_update(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_right_label_is_not_believed_after_a_failed_update(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     server = ScriptedServer()
     load = server._load
 
@@ -213,7 +249,9 @@ def test_a_late_answer_to_an_older_version_is_followed_by_the_newest(
     assert fleet.states()[0].label == weights_label(newest, 2)
 
 
-def test_an_update_waits_for_an_earlier_one_within_its_time(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_an_update_waits_for_an_earlier_one_within_its_time(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     server = ScriptedServer("slow", lambda version: time.sleep(0.4 if version == 1 else 0))
     fleet = make_fleet(server, probe_interval_s=None)
     with pytest.raises(PublishError, match=r"slow is gone: it did not load .* within 0.1 s"):
@@ -243,7 +281,9 @@ def test_servers_that_did_not_serve_before_are_waited_for_only_while_needed(
     assert hung.told == [1, 2, 3]
 
 
-def test_a_server_that_missed_an_update_is_looked_at_at_once(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_server_that_missed_an_update_is_looked_at_at_once(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     good, late = ScriptedServer("good"), ScriptedServer("late")
     late.answer = lambda version: refuse(version) if late.told == [1] else None
     fleet = make_fleet(good, late, probe_interval_s=600.0)
@@ -288,16 +328,23 @@ def test_a_server_that_comes_and_goes_is_logged_in_full_once(
         told = len(server.told)
         server.restart()
         wait_until(lambda told=told: len(server.told) > told and states(fleet) == [PAUSED])
-    wait_until(lambda: caplog.text.count("scripted is paused as before (it was ") == 2)  # logged after the state is set
+    wait_until(
+        lambda: caplog.text.count("scripted is paused as before (it was ") == 2
+    )  # logged after the state is set
     assert caplog.text.count("version 1 cannot be loaded") == 1
 
 
-def test_the_loss_of_a_worker_is_told_as_such_when_it_is_the_reason(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_the_loss_of_a_worker_is_told_as_such_when_it_is_the_reason(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     def die(version: int) -> None:
         raise WorkerLost("rollout", [0], "died during the update")
 
     good, lost, other = PlainServer("good"), PlainServer("lost", die), PlainServer("other")
-    fleet, folder = make_fleet(good, lost, other, probe_interval_s=None), write_published(tmp_path, 1)
+    fleet, folder = (
+        make_fleet(good, lost, other, probe_interval_s=None),
+        write_published(tmp_path, 1),
+    )
     with pytest.raises(WorkerLost) as caught:
         fleet.update(folder, 1, LIMIT_S)
     assert (caught.value.group, caught.value.ranks) == ("rollout", [0])
@@ -306,7 +353,9 @@ def test_the_loss_of_a_worker_is_told_as_such_when_it_is_the_reason(tmp_path: Pa
     assert fleet.serving() == [good, other]
 
 
-def test_a_version_published_again_replaces_the_weights_of_all_servers(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_version_published_again_replaces_the_weights_of_all_servers(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     servers = [ScriptedServer("a"), ScriptedServer("b"), PlainServer("c")]
     fleet = make_fleet(*servers)
     fleet.update(write_published(tmp_path, 7), 7, LIMIT_S)
@@ -327,12 +376,16 @@ def test_publishing_a_version_again_warns_of_nothing(
     fleet, folder = make_fleet(server), write_published(tmp_path, 1)
     fleet.update(folder, 1, LIMIT_S)
     fleet.withdraw(1)
-    assert states(fleet) == [BEHIND] and not caplog.records, "it serves what is about to be replaced"
+    assert states(fleet) == [BEHIND] and not caplog.records, (
+        "it serves what is about to be replaced"
+    )
     fleet.update(folder, 1, LIMIT_S)
     assert states(fleet) == [SERVING] and not caplog.records
 
 
-def test_withdrawing_a_newer_version_leaves_the_published_one_alone(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_withdrawing_a_newer_version_leaves_the_published_one_alone(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     server = ScriptedServer()
     fleet = make_fleet(server)
     fleet.update(write_published(tmp_path, 1), 1, LIMIT_S)
@@ -343,13 +396,19 @@ def test_withdrawing_a_newer_version_leaves_the_published_one_alone(tmp_path: Pa
     assert fleet.wait_serving(1, LIMIT_S), "the prober goes on with it"
 
 
-def test_a_folder_that_is_replaced_while_it_is_loaded_is_not_confirmed(tmp_path: Path, make_fleet: MakeFleet) -> None:
-    server = ScriptedServer(answer=lambda version: write_published(tmp_path, version, "other contents"))
+def test_a_folder_that_is_replaced_while_it_is_loaded_is_not_confirmed(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
+    server = ScriptedServer(
+        answer=lambda version: write_published(tmp_path, version, "other contents")
+    )
     with pytest.raises(PublishError, match="was replaced while it was loaded"):
         make_fleet(server, probe_interval_s=None).update(write_published(tmp_path, 1), 1, LIMIT_S)
 
 
-def test_a_folder_that_is_being_loaded_is_not_deleted(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_folder_that_is_being_loaded_is_not_deleted(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     good, slow = ScriptedServer("good"), ScriptedServer("slow")
     fleet = make_fleet(good, slow)
     slow.go.clear()
@@ -376,7 +435,9 @@ def test_statistics_count_states_and_time_the_slowest(
     stats = fleet.stats()
     total_s = stats.pop("update_total_s")
     numbers = {"serving": 2, "behind": 0, "paused": 1, "asleep": 0, "gone": 1}
-    assert stats == {"update_load_s": 0.25} | {f"servers_{state}": number for state, number in numbers.items()}
+    assert stats == {"update_load_s": 0.25} | {
+        f"servers_{state}": number for state, number in numbers.items()
+    }
     assert 0 < total_s < LIMIT_S
     lines = [record.getMessage() for record in caplog.records]
     assert f"inference server good is serving {weights_label(folder, 1)} (it was behind)" in lines
@@ -391,14 +452,18 @@ def test_invalid_fleets_and_versions_are_refused(tmp_path: Path, make_fleet: Mak
     with pytest.raises(ConfigError, match="'min_servers' is 0; expected a value from 1"):
         ServerFleet([PlainServer()], min_servers=0)
     fleet = make_fleet(server := PlainServer())
-    with pytest.raises(ConfigError, match="holds weight version 1; it was to be published as version 2"):
+    with pytest.raises(
+        ConfigError, match="holds weight version 1; it was to be published as version 2"
+    ):
         fleet.update(write_published(tmp_path, 1), 2, LIMIT_S)
     with pytest.raises(CheckpointCorruptError, match="was never committed"):
         fleet.update(tmp_path / "v00000009", 9, LIMIT_S)
     assert server.told == []
 
 
-def test_looking_at_servers_is_no_progress_of_the_process(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_looking_at_servers_is_no_progress_of_the_process(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     server = ScriptedServer(answer=refuse)
     fleet = make_fleet(server)
     with pytest.raises(PublishError):
@@ -407,7 +472,9 @@ def test_looking_at_servers_is_no_progress_of_the_process(tmp_path: Path, make_f
     begun = time.monotonic()
     server._load = lambda path, version: version
     assert fleet.wait_serving(1, LIMIT_S)
-    assert seconds_since_beat() >= time.monotonic() - begun - 0.01, "a rank that hangs would not be found"
+    assert seconds_since_beat() >= time.monotonic() - begun - 0.01, (
+        "a rank that hangs would not be found"
+    )
 
 
 def test_a_closed_fleet_updates_no_server(tmp_path: Path, make_fleet: MakeFleet) -> None:
@@ -420,7 +487,9 @@ def test_a_closed_fleet_updates_no_server(tmp_path: Path, make_fleet: MakeFleet)
     assert server.label is None
 
 
-def test_a_fleet_without_servers_has_nothing_to_wait_for(tmp_path: Path, make_fleet: MakeFleet) -> None:
+def test_a_fleet_without_servers_has_nothing_to_wait_for(
+    tmp_path: Path, make_fleet: MakeFleet
+) -> None:
     fleet = make_fleet()
     assert fleet.update(write_published(tmp_path, 1), 1, LIMIT_S) == []
     assert fleet.wait_serving(0, 0.0) and not fleet.wait_serving(1, 0.0)

@@ -1,4 +1,6 @@
-"""A server or publisher dies or stops at any HTTP call of an update: the next update reaches every live server."""
+"""A server or publisher dies or stops at any HTTP call of an update: the next update reaches every
+live server.
+"""
 
 import asyncio
 import multiprocessing as mp
@@ -35,12 +37,30 @@ pytestmark = pytest.mark.timeout(60)
 LIMIT_S = stretched(20)
 CLIENTS = {"vllm": VLLMServer, "sglang": SGLangServer}
 CALLS = {
-    "vllm": ["pause", "weight_info", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"],
-    "sglang": ["pause_generation", "model_info", "update_weights_from_disk", "continue_generation", "model_info"],
+    "vllm": [
+        "pause",
+        "weight_info",
+        "collective_rpc",
+        "reset_prefix_cache",
+        "update_weight_version",
+        "resume",
+    ],
+    "sglang": [
+        "pause_generation",
+        "model_info",
+        "update_weights_from_disk",
+        "continue_generation",
+        "model_info",
+    ],
 }
 """Calls of one update, in order."""
 CALLS["vllm"] += ["weight_info", "is_paused"]
-SERVING, BEHIND, PAUSED, GONE = ServerState.SERVING, ServerState.BEHIND, ServerState.PAUSED, ServerState.GONE
+SERVING, BEHIND, PAUSED, GONE = (
+    ServerState.SERVING,
+    ServerState.BEHIND,
+    ServerState.PAUSED,
+    ServerState.GONE,
+)
 
 Client = VLLMServer | SGLangServer
 
@@ -58,7 +78,9 @@ def fakes(kind: str, tmp_path: Path) -> Iterator[list[FakeServer]]:
         yield [first, second]
 
 
-def clients(fakes: list[FakeServer], kind: str = "vllm", timeout_s: float = LIMIT_S) -> list[Client]:
+def clients(
+    fakes: list[FakeServer], kind: str = "vllm", timeout_s: float = LIMIT_S
+) -> list[Client]:
     return [CLIENTS[kind](fake.url, timeout_s=timeout_s) for fake in fakes]
 
 
@@ -68,7 +90,9 @@ def check_served(fakes: list[FakeServer], folder: Path, version: int, kind: str 
     for fake, client in zip(fakes, clients(fakes, kind), strict=True):
         assert client.status() == ServerStatus(weights_label(folder, version), paused=False)
         assert asyncio.run(client.agenerate(request)).output_versions == [version] * 4
-        assert [token["version"] for token in fake.tokens()[-4:]] == [version] * 4, "what it says is not so"
+        assert [token["version"] for token in fake.tokens()[-4:]] == [version] * 4, (
+            "what it says is not so"
+        )
 
 
 STRIKES = [
@@ -79,7 +103,9 @@ STRIKES = [
 FAST_STRIKES = [("vllm", "die", 2, "after")]
 
 
-@pytest.mark.parametrize("kind, does, call, when", slow_but(FAST_STRIKES, STRIKES), indirect=["kind"])
+@pytest.mark.parametrize(
+    "kind, does, call, when", slow_but(FAST_STRIKES, STRIKES), indirect=["kind"]
+)
 def test_a_server_struck_in_an_update_is_missed_and_then_caught_up(
     kind: str, does: str, call: int, when: str, fakes: list[FakeServer], tmp_path: Path
 ) -> None:
@@ -122,15 +148,21 @@ def test_the_prober_catches_up_with_a_server_that_comes_back(
 
 
 def _publish(urls: list[str], kind: str, folder: str, version: int) -> None:
-    ServerFleet([CLIENTS[kind](url) for url in urls], probe_interval_s=None).update(folder, version, LIMIT_S)
+    ServerFleet([CLIENTS[kind](url) for url in urls], probe_interval_s=None).update(
+        folder, version, LIMIT_S
+    )
 
 
 NEXT_LIVES = {"same version": 2, "older version": 1, "newer version": 3}
-DEATHS = [(kind, call, life) for kind, calls in CALLS.items() for call, life in product(calls, NEXT_LIVES)]
+DEATHS = [
+    (kind, call, life) for kind, calls in CALLS.items() for call, life in product(calls, NEXT_LIVES)
+]
 
 
 @pytest.mark.parametrize(
-    "kind, call, life", slow_but([("vllm", "collective_rpc", "older version")], DEATHS), indirect=["kind"]
+    "kind, call, life",
+    slow_but([("vllm", "collective_rpc", "older version")], DEATHS),
+    indirect=["kind"],
 )
 def test_the_next_publisher_finds_no_server_paused_or_behind(
     kind: str, call: str, life: str, fakes: list[FakeServer], tmp_path: Path
@@ -140,7 +172,9 @@ def test_the_next_publisher_finds_no_server_paused_or_behind(
     seen = len(fakes[0].calls())
     fakes[0].tell(slow={f"/{call}": 600.0})
     folder = write_published(tmp_path / "w", 2)
-    publisher = mp.get_context("forkserver").Process(target=_publish, args=(urls, kind, str(folder), 2))
+    publisher = mp.get_context("forkserver").Process(
+        target=_publish, args=(urls, kind, str(folder), 2)
+    )
     publisher.start()
     wait_until(lambda: any(f"/{call}" in made for made in fakes[0].calls()[seen:]))
     publisher.kill()
@@ -156,7 +190,9 @@ def test_the_next_publisher_finds_no_server_paused_or_behind(
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_to_load_is_caught_up_as_soon_as_it_can(fakes: list[FakeServer], tmp_path: Path) -> None:
+def test_a_server_that_fails_to_load_is_caught_up_as_soon_as_it_can(
+    fakes: list[FakeServer], tmp_path: Path
+) -> None:
     with closing(ServerFleet(clients(fakes), min_servers=1, probe_interval_s=0.05)) as fleet:
         fakes[0].tell(fail={"/collective_rpc": 2})
         folder = write_published(tmp_path / "w", 1)
@@ -166,7 +202,9 @@ def test_a_server_that_fails_to_load_is_caught_up_as_soon_as_it_can(fakes: list[
         assert all(fake.alive() for fake in fakes), "none was resumed with weights in pieces"
 
 
-def _publish_trained_weights(rank: int, world_size: int, folder: str, root: str, urls: list[str]) -> None:
+def _publish_trained_weights(
+    rank: int, world_size: int, folder: str, root: str, urls: list[str]
+) -> None:
     engine = make_engine(folder)
     servers = [VLLMServer(url) for url in urls]
     with closing(ServerFleet(servers, min_servers=1, probe_interval_s=0.05)) as fleet:
@@ -180,20 +218,29 @@ def _publish_trained_weights(rank: int, world_size: int, folder: str, root: str,
 
 
 @pytest.mark.slow
-def test_a_server_that_lies_about_an_update_gets_no_requests_until_it_is_right(tmp_path: Path) -> None:
+def test_a_server_that_lies_about_an_update_gets_no_requests_until_it_is_right(
+    tmp_path: Path,
+) -> None:
     folder, root = write_model_folder(tmp_path / "model"), tmp_path / "w"
-    with FakeServer("vllm", tmp_path, dtype="float32") as liar, FakeServer("vllm", tmp_path, dtype="float32") as other:
+    with (
+        FakeServer("vllm", tmp_path, dtype="float32") as liar,
+        FakeServer("vllm", tmp_path, dtype="float32") as other,
+    ):
         run_ranks(_publish_trained_weights, 2, str(folder), str(root), [liar.url, other.url])
         newest = version_path(root, 3)
         for client in clients([liar, other]):
             assert client.status() == ServerStatus(weights_label(newest, 3), paused=False)
         for fake in (liar, other):
-            assert fake.calls().count("POST /inference/v1/generate") >= 3, "each update was checked by its contents"
+            assert fake.calls().count("POST /inference/v1/generate") >= 3, (
+                "each update was checked by its contents"
+            )
         withdrawn = "POST /pause?mode=abort&clear_cache=true"
         assert liar.calls().count(withdrawn) == 1 and withdrawn not in other.calls()
 
 
-def test_a_server_that_accepts_and_never_answers_is_given_up_by_the_prober_soon(tmp_path: Path) -> None:
+def test_a_server_that_accepts_and_never_answers_is_given_up_by_the_prober_soon(
+    tmp_path: Path,
+) -> None:
     """The call would last the whole limit of an update and block the prober's thread."""
     folder = write_published(tmp_path / "w", 1)
     with FakeServer("vllm", tmp_path) as fake:
@@ -202,7 +249,9 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_by_the_prober_soon(
             fleet.update(folder, 1, LIMIT_S)
             fake.stop()
             wait_until(lambda: fleet.states()[0].state is GONE)
-            expected = rf"GET /weight_info was not answered, all together within {stretched(0.5):g} s"
+            expected = (
+                rf"GET /weight_info was not answered, all together within {stretched(0.5):g} s"
+            )
             assert re.search(expected, fleet.states()[0].error or "")
             fake.restart()
             wait_until(lambda: fleet.states()[0].state is SERVING)

@@ -1,4 +1,6 @@
-"""Completions of token ids: tokens, log-probabilities and versions agree with the server's own record."""
+"""Completions of token ids: tokens, log-probabilities and versions agree with the server's own
+record.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -10,7 +12,12 @@ import pytest
 from aiohttp import web
 
 from holdfast.engine.servers import SGLangServer, VLLMServer
-from holdfast.engine.servers.api import GenerationHyperparameters, GenerationServer, ModelRequest, ModelResponse
+from holdfast.engine.servers.api import (
+    GenerationHyperparameters,
+    GenerationServer,
+    ModelRequest,
+    ModelResponse,
+)
 from holdfast.utils.errors import ServerError, UnreachableServerError
 from tests.engine.servers.fake_weights import hashed_token
 from tests.engine.servers.fakes import FakeServer
@@ -46,7 +53,9 @@ def server(kind: str, fake: FakeServer, tmp_path: Path) -> VLLMServer | SGLangSe
 
 def request(prompt: int = 1, **options: Any) -> ModelRequest:
     options = {"max_new_tokens": 8} | options
-    return ModelRequest([prompt, 2, 3], GenerationHyperparameters(**options), seed=prompt, rid=f"r{prompt}")
+    return ModelRequest(
+        [prompt, 2, 3], GenerationHyperparameters(**options), seed=prompt, rid=f"r{prompt}"
+    )
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -63,11 +72,15 @@ async def generated(fake: FakeServer, tokens: int) -> None:
 def as_recorded(fake: FakeServer, response: ModelResponse, rid: str) -> bool:
     record = [token for token in fake.tokens() if token["rid"] == rid]
     assert not any(token["mixed"] for token in record)
-    own = zip(response.output_tokens, response.output_logprobs, response.output_versions, strict=True)
+    own = zip(
+        response.output_tokens, response.output_logprobs, response.output_versions, strict=True
+    )
     return [(token["token"], token["logprob"], token["version"]) for token in record] == list(own)
 
 
-def test_a_completion_is_what_the_server_sampled(server: VLLMServer | SGLangServer, fake: FakeServer) -> None:
+def test_a_completion_is_what_the_server_sampled(
+    server: VLLMServer | SGLangServer, fake: FakeServer
+) -> None:
     assert isinstance(server, GenerationServer)
     response = asyncio.run(server.agenerate(request()))
     assert response.stop_reason == "length" and response.input_tokens == [1, 2, 3]
@@ -91,7 +104,10 @@ def test_sglang_ends_a_completion_at_its_stop_tokens(tmp_path: Path) -> None:
         stopped = asyncio.run(server.agenerate(request(stop_token_ids=[tokens[4]])))
         assert stopped.output_tokens == tokens[:5] and stopped.stop_reason == "stop"
         late = asyncio.run(server.agenerate(request(stop_token_ids=[tokens[1]], min_new_tokens=3)))
-        assert late.output_tokens == [tokens[0], tokens[1] + 1, *tokens[2:]] and late.stop_reason == "length"
+        assert (
+            late.output_tokens == [tokens[0], tokens[1] + 1, *tokens[2:]]
+            and late.stop_reason == "length"
+        )
 
 
 def test_sglang_ends_at_the_end_of_sequence_token_of_its_model_only_beside_stop_tokens(
@@ -113,8 +129,12 @@ def test_sglang_ends_at_the_end_of_sequence_token_of_its_model_only_beside_stop_
 
 
 @pytest.mark.parametrize("matched", ["NaN happened", 5])
-def test_a_completion_that_stopped_at_something_else_is_refused(matched: Any, tmp_path: Path) -> None:
-    """SGLang replaces a token outside the vocabulary by a stop token and says that a text was found."""
+def test_a_completion_that_stopped_at_something_else_is_refused(
+    matched: Any, tmp_path: Path
+) -> None:
+    """SGLang replaces a token outside the vocabulary by a stop token and says that a text was
+    found.
+    """
 
     async def changed(asked: web.Request) -> web.StreamResponse | None:
         if asked.path != "/generate":
@@ -126,7 +146,10 @@ def test_a_completion_that_stopped_at_something_else_is_refused(matched: Any, tm
 
     with FakeServer("sglang", tmp_path) as fake, Gateway(fake.url, answer=changed) as gateway:
         sglang_server(fake, tmp_path)
-        with pytest.raises(ServerError, match=rf"cannot be used: .* stopped at {matched!r}; expected its last token"):
+        with pytest.raises(
+            ServerError,
+            match=rf"cannot be used: .* stopped at {matched!r}; expected its last token",
+        ):
             asyncio.run(SGLangServer(gateway.url).agenerate(request()))
 
 
@@ -134,7 +157,9 @@ def test_versions_are_exact_across_an_update_in_flight(
     server: VLLMServer | SGLangServer, fake: FakeServer, tmp_path: Path
 ) -> None:
     async def update_meanwhile() -> list[ModelResponse]:
-        flying = [asyncio.create_task(server.agenerate(request(n, max_new_tokens=300))) for n in range(6)]
+        flying = [
+            asyncio.create_task(server.agenerate(request(n, max_new_tokens=300))) for n in range(6)
+        ]
         for version in (2, 3):
             await generated(fake, 100 * version)
             folder = publish_hashed(tmp_path / "w", version)
@@ -144,7 +169,9 @@ def test_versions_are_exact_across_an_update_in_flight(
     responses = asyncio.run(update_meanwhile())
     assert all(as_recorded(fake, response, f"r{n}") for n, response in enumerate(responses))
     assert {version for response in responses for version in response.output_versions} == {1, 2, 3}
-    assert all(response.output_versions == sorted(response.output_versions) for response in responses)
+    assert all(
+        response.output_versions == sorted(response.output_versions) for response in responses
+    )
 
 
 def test_no_cached_prefix_of_older_weights_is_used(
@@ -161,13 +188,18 @@ def test_no_cached_prefix_of_older_weights_is_used(
 def test_a_request_to_a_paused_server_is_answered_by_the_next_version(
     kind: str, server: VLLMServer | SGLangServer, fake: FakeServer, tmp_path: Path
 ) -> None:
-    pause = {"vllm": ("/pause?mode=keep", {}), "sglang": ("/pause_generation", {"mode": "retract"})}[kind]
+    pause = {
+        "vllm": ("/pause?mode=keep", {}),
+        "sglang": ("/pause_generation", {"mode": "retract"}),
+    }[kind]
     httpx2.post(fake.url + pause[0], json=pause[1])
 
     async def wait_and_update() -> ModelResponse:
         waiting = asyncio.create_task(server.agenerate(request()))
         await until(lambda: f"POST {GENERATE[kind]}" in fake.calls())
-        await asyncio.to_thread(server.update_weights_from_disk, publish_hashed(tmp_path / "w", 2), 2)
+        await asyncio.to_thread(
+            server.update_weights_from_disk, publish_hashed(tmp_path / "w", 2), 2
+        )
         return await waiting
 
     assert asyncio.run(wait_and_update()).output_versions == [2] * 8
@@ -177,20 +209,30 @@ def test_an_invalid_completion_is_an_error_that_names_the_server(
     kind: str, server: VLLMServer | SGLangServer, fake: FakeServer
 ) -> None:
     fake.tell(fail={GENERATE[kind]: 1})
-    with pytest.raises(ServerError, match=rf"{fake.url}: POST {GENERATE[kind]} was answered with 500"):
+    with pytest.raises(
+        ServerError, match=rf"{fake.url}: POST {GENERATE[kind]} was answered with 500"
+    ):
         asyncio.run(server.agenerate(request()))
 
     async def abort() -> None:
         flying = asyncio.create_task(server.agenerate(request(max_new_tokens=10_000)))
         await generated(fake, 20)
-        pause = {"vllm": ("/pause?mode=abort", {}), "sglang": ("/pause_generation", {"mode": "abort"})}[kind]
+        pause = {
+            "vllm": ("/pause?mode=abort", {}),
+            "sglang": ("/pause_generation", {"mode": "abort"}),
+        }[kind]
         httpx2.post(fake.url + pause[0], json=pause[1])
         await flying
 
-    with pytest.raises(ServerError, match=r"a completion cannot be used: .* ended with 'abort'; expected"):
+    with pytest.raises(
+        ServerError, match=r"a completion cannot be used: .* ended with 'abort'; expected"
+    ):
         asyncio.run(abort())
     fake.restart()
-    with pytest.raises(ServerError, match=r"labelled 'default', which nobody published: the server has been restarted"):
+    with pytest.raises(
+        ServerError,
+        match=r"labelled 'default', which nobody published: the server has been restarted",
+    ):
         asyncio.run(server.agenerate(request()))
     fake.kill()
     with pytest.raises(UnreachableServerError, match="found no server there"):
@@ -219,7 +261,9 @@ def test_a_completion_that_is_cut_off_is_asked_for_again(
     assert asyncio.run(server.agenerate(request())).output_versions == [2] * 8
 
 
-def test_a_cancelled_completion_ends_at_the_server(server: VLLMServer | SGLangServer, fake: FakeServer) -> None:
+def test_a_cancelled_completion_ends_at_the_server(
+    server: VLLMServer | SGLangServer, fake: FakeServer
+) -> None:
     async def cancel() -> None:
         flying = asyncio.create_task(server.agenerate(request(max_new_tokens=1_000_000)))
         await generated(fake, 20)
@@ -235,13 +279,20 @@ RAW = {"vllm": {"processed_logprobs": False}, "sglang": {"original_logprob": Tru
 
 
 @pytest.mark.parametrize("dtype", slow_but(["float32"], [None, "float32", "bfloat16"]))
-def test_log_probabilities_without_the_temperature_are_refused(kind: str, dtype: str | None, tmp_path: Path) -> None:
+def test_log_probabilities_without_the_temperature_are_refused(
+    kind: str, dtype: str | None, tmp_path: Path
+) -> None:
     folder = {"folder": publish_model(tmp_path / "w", 1, tiny_model())} if dtype else {}
     with FakeServer(kind, tmp_path, dtype=dtype, **folder, **RAW[kind]) as raw:
         server = CLIENTS[kind](raw.url)
         server.check_generation(PLAIN)
-        advice = {"vllm": "--logprobs-mode processed_logprobs", "sglang": "without SGLANG_RETURN_ORIGINAL_LOGPROB"}
-        with pytest.raises(ServerError, match=rf"temperature is left out; start the server .*{advice[kind]}"):
+        advice = {
+            "vllm": "--logprobs-mode processed_logprobs",
+            "sglang": "without SGLANG_RETURN_ORIGINAL_LOGPROB",
+        }
+        with pytest.raises(
+            ServerError, match=rf"temperature is left out; start the server .*{advice[kind]}"
+        ):
             server.check_generation(TEMPERED)
     with FakeServer(kind, tmp_path, dtype=dtype, **folder) as good:
         CLIENTS[kind](good.url).check_generation(TEMPERED)

@@ -1,4 +1,6 @@
-"""Requests with images: what is sent, what servers make of it (after their sources), and answers that are refused."""
+"""Requests with images: what is sent, what servers make of it (after their sources), and answers
+that are refused.
+"""
 
 import asyncio
 import json
@@ -31,7 +33,8 @@ def request(**options: Any) -> ModelRequest:
     """Two images, of two and four tokens."""
     images = PromptImages(SHORT, [picture(1, 56, 28), picture(2, 56, 56)], [IMAGE])
     return replace(
-        ModelRequest(EXPANDED, GenerationHyperparameters(max_new_tokens=3), 1, "r1", images=images), **options
+        ModelRequest(EXPANDED, GenerationHyperparameters(max_new_tokens=3), 1, "r1", images=images),
+        **options,
     )
 
 
@@ -54,7 +57,9 @@ def server(kind: str, fake: FakeServer, tmp_path_factory: pytest.TempPathFactory
 
 
 def sent(kind: str, fake: FakeServer) -> list[Any]:
-    return [json.loads(line["body"]) for line in fake.record() if line.get("call") == GENERATE[kind]]
+    return [
+        json.loads(line["body"]) for line in fake.record() if line.get("call") == GENERATE[kind]
+    ]
 
 
 def refusal(server: Client, sent: ModelRequest, error: type[Exception] = PromptError) -> str:
@@ -70,10 +75,15 @@ def test_the_server_gets_placeholders_and_files_and_samples_no_image_token(
     asked = request(images=replace(request().images, forbidden=[IMAGE, first]))  # type: ignore[type-var]
     response = asyncio.run(server.agenerate(asked))
     assert response.input_tokens == EXPANDED and response.output_versions == [1, 1, 1]
-    assert response.output_tokens == [first + 1, *(hashed_token(EXPANDED, 1, 1, place)[0] for place in (1, 2))]
+    assert response.output_tokens == [
+        first + 1,
+        *(hashed_token(EXPANDED, 1, 1, place)[0] for place in (1, 2)),
+    ]
     body = sent(kind, fake)[-1]
     assert asked.images is not None
-    urls = body["image_data"] if kind == "sglang" else [part["url"] for part in body["content_parts"]]
+    urls = (
+        body["image_data"] if kind == "sglang" else [part["url"] for part in body["content_parts"]]
+    )
     assert urls == asked.images.urls and urls[0].startswith("data:image/png;base64,iVBOR")
     assert body["input_ids" if kind == "sglang" else "token_ids"] == SHORT
     assert body["sampling_params"]["logit_bias"] == {str(IMAGE): -100.0, str(first): -100.0}
@@ -83,7 +93,10 @@ def test_a_server_that_reads_the_images_in_another_way_is_refused_at_once(
     kind: str, fake: FakeServer, server: Client
 ) -> None:
     refused = refusal(server, request(input_ids=[*EXPANDED[:7], 7]))
-    assert f"prompt r1 with 2 image(s) has 9 tokens on {fake.url} and 8 by the processor here" in refused
+    assert (
+        f"prompt r1 with 2 image(s) has 9 tokens on {fake.url} and 8 by the processor here"
+        in refused
+    )
     assert f"differs from place 7 on ([{IMAGE}, 7], here [7])" in refused
     again = request(images=PromptImages(EXPANDED, request().images.files, [IMAGE]))  # type: ignore[union-attr]
     if kind == "vllm":  # which expands ids that were expanded before
@@ -93,14 +106,18 @@ def test_a_server_that_reads_the_images_in_another_way_is_refused_at_once(
     fake.tell(ignores_bias=True)
     first, _ = hashed_token(EXPANDED, 1, 1, 0)
     forbidding = request(images=replace(request().images, forbidden=[first]))  # type: ignore[type-var]
-    assert f"{fake.url} sampled [{first}], tokens that stand for images" in refusal(server, forbidding)
+    assert f"{fake.url} sampled [{first}], tokens that stand for images" in refusal(
+        server, forbidding
+    )
     fake.tell()
 
 
 def test_images_that_a_server_does_not_take_are_errors_of_that_server(server: Client) -> None:
     files = request().images.files  # type: ignore[union-attr]
     bad = {
-        "At most 2 image(s) may be provided in one prompt": PromptImages([IMAGE] * 3, [*files, files[0]]),
+        "At most 2 image(s) may be provided in one prompt": PromptImages(
+            [IMAGE] * 3, [*files, files[0]]
+        ),
         "Failed to load image": PromptImages(SHORT, [files[0], files[1][:200]]),
         "Failed to apply prompt replacement": PromptImages([5, IMAGE], files),
     }

@@ -1,7 +1,8 @@
-"""A trainer is killed at every step of a delta, from the comparison to the last server, and starts again.
+"""A trainer is killed at every step of a delta, from the comparison to the last server, and starts
+again.
 
-Two ranks publish to two servers through a real mirror process. After each publication of the next life all servers
-serve the same content, and the mirror's folder has the trainer's bytes.
+Two ranks publish to two servers through a real mirror process. After each publication of the next
+life all servers serve the same content, and the mirror's folder has the trainer's bytes.
 """
 
 import os
@@ -50,10 +51,21 @@ STEPS: dict[str, tuple[Any, str]] = {
 }
 """Step -> object and function, which both ranks or rank 0 alone call."""
 BY_ALL_RANKS = ("compare", "encode", "write", "gather", "declare valid")
-CALLS = ("prepare", "pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume", "generate")
+CALLS = (
+    "prepare",
+    "pause",
+    "collective_rpc",
+    "reset_prefix_cache",
+    "update_weight_version",
+    "resume",
+    "generate",
+)
 """Ends of the paths of an update's calls. The process ends after the first server's answer."""
 KILLS = [
-    (step, rank, when) for step in STEPS for rank in (0, 1)[: 1 + (step in BY_ALL_RANKS)] for when in ("at", "after")
+    (step, rank, when)
+    for step in STEPS
+    for rank in (0, 1)[: 1 + (step in BY_ALL_RANKS)]
+    for when in ("at", "after")
 ]
 KILLS += [(call, 0, "after") for call in CALLS]
 FAST_KILLS = [("prepare", 0, "after")]
@@ -77,7 +89,14 @@ def _kill_at(step: str, when: str) -> None:
 
 
 def _publish(
-    rank: int, world_size: int, folder: str, root: str, urls: list[str], mirror: str, first: int, kill: Any
+    rank: int,
+    world_size: int,
+    folder: str,
+    root: str,
+    urls: list[str],
+    mirror: str,
+    first: int,
+    kill: Any,
 ) -> None:
     servers = [VLLMServer(url, mirror=mirror, timeout_s=LIMIT_S) for url in urls]
     fleet, engine = ServerFleet(servers, probe_interval_s=None), make_engine(folder)
@@ -103,17 +122,22 @@ def _check(root: Path, version: int, servers: list[VLLMServer]) -> None:
     full, local = version_path(f"{root}.full", version), root.parent / "local"
     for server in servers:
         assert server.status() == ServerStatus(weights_label(full, version), paused=False)
-    assert verify_folder(full)["weight_version"] == version and (local / "current").resolve() == version_path(
-        local, version
-    )
+    assert verify_folder(full)["weight_version"] == version and (
+        local / "current"
+    ).resolve() == version_path(local, version)
     names = {path.name for path in (local / "current").iterdir()} - {DELTA_NAME}
     assert names == {path.name for path in full.iterdir()}
-    assert all((local / "current" / name).read_bytes() == (full / name).read_bytes() for name in names)
+    assert all(
+        (local / "current" / name).read_bytes() == (full / name).read_bytes() for name in names
+    )
 
 
 @pytest.fixture
 def fakes(tmp_path: Path) -> Iterator[list[FakeServer]]:
-    with FakeServer("vllm", tmp_path, dtype="float32") as one, FakeServer("vllm", tmp_path, dtype="float32") as other:
+    with (
+        FakeServer("vllm", tmp_path, dtype="float32") as one,
+        FakeServer("vllm", tmp_path, dtype="float32") as other,
+    ):
         yield [one, other]
 
 
@@ -121,10 +145,16 @@ def fakes(tmp_path: Path) -> Iterator[list[FakeServer]]:
 def test_a_trainer_killed_while_it_publishes_a_delta_starts_again(
     step: str, rank: int, when: str, fakes: list[FakeServer], tmp_path: Path
 ) -> None:
-    folder, root, urls = write_model_folder(tmp_path / "model"), tmp_path / "w", [fake.url for fake in fakes]
+    folder, root, urls = (
+        write_model_folder(tmp_path / "model"),
+        tmp_path / "w",
+        [fake.url for fake in fakes],
+    )
     with Running("mirror", root, tmp_path / "local", "--poll", 0.1) as mirror:
         with pytest.raises(AssertionError, match="died without a word"):
             run_ranks(_publish, 2, str(folder), str(root), urls, mirror.url, 1, (step, rank, when))
-        assert all(fake.alive() and fake.state()["version"] in (KILLED - 1, KILLED) for fake in fakes)
+        assert all(
+            fake.alive() and fake.state()["version"] in (KILLED - 1, KILLED) for fake in fakes
+        )
         run_ranks(_publish, 2, str(folder), str(root), urls, mirror.url, KILLED, None)
         assert mirror.process.poll() is None

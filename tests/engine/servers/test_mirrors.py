@@ -48,7 +48,9 @@ def probe_of(model: Any) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", slow_but(["vllm"], CLIENTS))
-def test_deltas_are_served_like_full_versions(kind: str, tmp_path: Path, mirror: FaultyMirror) -> None:
+def test_deltas_are_served_like_full_versions(
+    kind: str, tmp_path: Path, mirror: FaultyMirror
+) -> None:
     model, copy, root = tiny_model(), PublishedCopy(), tmp_path / "w"
     with FakeServer(kind, tmp_path, dtype="float32") as fake:
         busy: list[bool] = []
@@ -58,14 +60,21 @@ def test_deltas_are_served_like_full_versions(kind: str, tmp_path: Path, mirror:
         with closing(ServerFleet([server], probe_interval_s=None)) as fleet:
             for version in range(1, 6):
                 train(model, version)
-                done = publish_weights(model, meta, version, fleet, extra_files=probe_of(model), copy=copy)
+                done = publish_weights(
+                    model, meta, version, fleet, extra_files=probe_of(model), copy=copy
+                )
                 label = weights_label(done.path, version)
                 assert server.status() == ServerStatus(label, paused=False)
                 assert mirror.asked[-1] == {"version": version, "label": label}
                 assert holds_delta_alone(done.path) == (version in (2, 3, 5)), version
                 stats = done.stats()
                 assert stats["publish_delta"] == (version in (2, 3, 5))
-                assert 0 < stats["publish_compare_s"] < stats["publish_write_s"] < stats["publish_total_s"]
+                assert (
+                    0
+                    < stats["publish_compare_s"]
+                    < stats["publish_write_s"]
+                    < stats["publish_total_s"]
+                )
                 assert stats["update_prepare_s"] > 0
                 if version > 1:
                     assert 0.05 < stats["publish_changed"] < 0.15
@@ -100,7 +109,10 @@ def test_the_version_after_one_that_no_mirror_could_make_is_full(
             publish(4)
             publish(5)
     assert deltas == [0, 1, 0, 1], "4 would build on 3"
-    assert caplog.text.count("weight version 3 was not confirmed, so the next one gets all weights") == 1
+    assert (
+        caplog.text.count("weight version 3 was not confirmed, so the next one gets all weights")
+        == 1
+    )
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
@@ -127,10 +139,15 @@ def test_a_mirror_that_cannot_leaves_the_server_as_it_is(
         seen, status = len(fake.calls()), ServerStatus(weights_label(first, 1), paused=False)
 
         mirror.refuses = "the folder of version 1 is damaged, and there is no full version"
-        with pytest.raises(PublishError, match=rf"version 2 .*/prepare was answered with 409 .*is damaged.*; {SERVED}"):
+        with pytest.raises(
+            PublishError,
+            match=rf"version 2 .*/prepare was answered with 409 .*is damaged.*; {SERVED}",
+        ):
             server.update_weights_from_disk(second, 2)
         mirror.refuses, mirror.answer = "", {"path": 7}
-        with pytest.raises(PublishError, match=f"its mirror says that the weights are in 7; {SERVED}"):
+        with pytest.raises(
+            PublishError, match=f"its mirror says that the weights are in 7; {SERVED}"
+        ):
             server.update_weights_from_disk(second, 2)
         mirror.answer = None
         mirror.ask_for("secret")
@@ -142,11 +159,15 @@ def test_a_mirror_that_cannot_leaves_the_server_as_it_is(
         assert "another" not in str(caught.value)
         monkeypatch.setenv(MIRROR_TOKEN, "secret")
         mirror.slow_s, server.timeout_s = 2.0, 0.5
-        with pytest.raises(SlowServerError, match=r"/prepare was not answered, all together within 0\.5 s"):
+        with pytest.raises(
+            SlowServerError, match=r"/prepare was not answered, all together within 0\.5 s"
+        ):
             server.update_weights_from_disk(second, 2)
         server.timeout_s = None
         elsewhere = CLIENTS[kind](fake.url, mirror="http://127.0.0.1:9")
-        with pytest.raises(NoServerError, match=r"POST http://127\.0\.0\.1:9/prepare found no server there"):
+        with pytest.raises(
+            NoServerError, match=r"POST http://127\.0\.0\.1:9/prepare found no server there"
+        ):
             elsewhere.update_weights_from_disk(second, 2)
         assert len(fake.calls()) == seen and server.status() == status
 
@@ -155,11 +176,15 @@ def test_a_mirror_that_cannot_leaves_the_server_as_it_is(
         assert server.status() == ServerStatus(weights_label(second, 2), paused=False)
 
 
-def test_a_server_without_a_mirror_is_refused_before_anything_is_written(tmp_path: Path, mirror: FaultyMirror) -> None:
+def test_a_server_without_a_mirror_is_refused_before_anything_is_written(
+    tmp_path: Path, mirror: FaultyMirror
+) -> None:
     model, copy, root = tiny_model(), PublishedCopy(), tmp_path / "w"
     meta = WeightUpdateMeta("disk", str(root), delta=True)
     servers = [VLLMServer("http://127.0.0.1:9", mirror=mirror.url), ScriptedServer("plain")]
-    with pytest.raises(ConfigError, match="inference server plain, a ScriptedServer, has no mirror, which makes"):
+    with pytest.raises(
+        ConfigError, match="inference server plain, a ScriptedServer, has no mirror, which makes"
+    ):
         publish_weights(model, meta, 1, servers, copy=copy)
     assert not root.exists()
     for version in (1, 2):
@@ -173,7 +198,9 @@ def test_a_server_without_a_mirror_is_refused_before_anything_is_written(tmp_pat
 
 
 def test_the_url_of_a_mirror_is_checked() -> None:
-    with pytest.raises(ConfigError, match=r"mirror URL '10\.0\.0\.5:9000' is unknown; expected http://host:port"):
+    with pytest.raises(
+        ConfigError, match=r"mirror URL '10\.0\.0\.5:9000' is unknown; expected http://host:port"
+    ):
         VLLMServer("http://10.0.0.5:8000", mirror="10.0.0.5:9000")
 
 
@@ -197,7 +224,11 @@ def test_the_probe_of_a_version_without_it_is_not_that_of_its_base(tmp_path: Pat
 
 
 def test_a_published_folder_can_be_the_base_of_the_next_job(tmp_path: Path) -> None:
-    model, root, meta = tiny_model(), tmp_path / "w", WeightUpdateMeta("disk", str(tmp_path / "w"), keep=3)
+    model, root, meta = (
+        tiny_model(),
+        tmp_path / "w",
+        WeightUpdateMeta("disk", str(tmp_path / "w"), keep=3),
+    )
     base = str(version_path(root, 1))
     publish_weights(model, meta, 1, [], extra_files=probe_of(model))
     train(model, 1)

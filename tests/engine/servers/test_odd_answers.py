@@ -1,4 +1,6 @@
-"""Trouble between a client and its server: gateways, certificates, names that move, and answers of other parties."""
+"""Trouble between a client and its server: gateways, certificates, names that move, and answers of
+other parties.
+"""
 
 import asyncio
 import re
@@ -15,7 +17,12 @@ import pytest
 from aiohttp import web
 
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
-from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ServerStatus, weights_label
+from holdfast.engine.servers.api import (
+    GenerationHyperparameters,
+    ModelRequest,
+    ServerStatus,
+    weights_label,
+)
 from holdfast.utils.errors import (
     ConfigError,
     NoServerError,
@@ -60,7 +67,9 @@ def check_use(server: VLLMServer, folder: str) -> None:
     asyncio.run(twice())
 
 
-@pytest.mark.parametrize("options", [{"prefix": "/a/b"}, {"host": "::1"}, {"compress": True}, {"close": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"prefix": "/a/b"}, {"host": "::1"}, {"compress": True}, {"close": True}], ids=str
+)
 def test_a_server_may_stand_behind_a_gateway(options: Any, fake: FakeServer, folder: str) -> None:
     if options == {"host": "::1"} and not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
@@ -74,14 +83,24 @@ def test_a_certificate_that_is_not_trusted_is_told_from_a_server_that_is_gone(
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    names = [
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     with Gateway(fake.url, tls=tls) as gateway:
         server = VLLMServer(gateway.url)
         for ask in (server.status, lambda: asyncio.run(server.agenerate(REQUEST))):
-            with pytest.raises(UnreachableServerError, match=r"certificate is not trusted .* variable SSL_CERT_FILE"):
+            with pytest.raises(
+                UnreachableServerError,
+                match=r"certificate is not trusted .* variable SSL_CERT_FILE",
+            ):
                 ask()
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         check_use(VLLMServer(gateway.url), folder)
@@ -93,7 +112,9 @@ def test_a_name_that_leads_elsewhere_after_a_restart_is_followed(
     addresses, resolve = ["127.0.0.1"], socket.getaddrinfo
 
     def moved(host: Any, *rest: Any, **options: Any) -> Any:
-        return resolve(addresses[0] if host in ("server.test", b"server.test") else host, *rest, **options)
+        return resolve(
+            addresses[0] if host in ("server.test", b"server.test") else host, *rest, **options
+        )
 
     monkeypatch.setattr(socket, "getaddrinfo", moved)
 
@@ -116,12 +137,16 @@ async def html(_: web.Request) -> web.Response:
 
 
 async def no_such_page(_: web.Request) -> web.Response:
-    page = "<html><head><style>h1 { color: red }</style></head><body><h1>Not Found</h1></body></html>"
+    page = (
+        "<html><head><style>h1 { color: red }</style></head><body><h1>Not Found</h1></body></html>"
+    )
     return web.Response(status=404, text=page, content_type="text/html")
 
 
 async def bad_gateway(_: web.Request) -> web.Response:
-    return web.Response(status=502, text="<html>" + "bad gateway " * 1_000_000, content_type="text/html")
+    return web.Response(
+        status=502, text="<html>" + "bad gateway " * 1_000_000, content_type="text/html"
+    )
 
 
 async def masked(_: web.Request) -> web.Response:
@@ -174,7 +199,9 @@ def test_an_answer_that_trickles_in_is_no_answer_in_time(folder: str) -> None:
             await asyncio.sleep(0.05)
 
     with Gateway(answer=trickle) as gateway:
-        server = VLLMServer(gateway.url, timeout_s=0.5, status_timeout_s=0.5, generation_timeout_s=0.5)
+        server = VLLMServer(
+            gateway.url, timeout_s=0.5, status_timeout_s=0.5, generation_timeout_s=0.5
+        )
         began = time.monotonic()
         for ask in (
             server.status,
@@ -186,11 +213,15 @@ def test_an_answer_that_trickles_in_is_no_answer_in_time(folder: str) -> None:
         assert time.monotonic() - began < stretched(5)
 
 
-def test_a_server_that_is_busy_has_not_failed_and_is_asked_again_when_it_says(fake: FakeServer, folder: str) -> None:
+def test_a_server_that_is_busy_has_not_failed_and_is_asked_again_when_it_says(
+    fake: FakeServer, folder: str
+) -> None:
     refused = []
 
     async def busy(request: web.Request) -> web.Response | None:
-        if request.path != "/inference/v1/generate" or len(refused) == 5:  # more often than a request may fail
+        if (
+            request.path != "/inference/v1/generate" or len(refused) == 5
+        ):  # more often than a request may fail
             return None
         refused.append(time.monotonic())
         return web.Response(status=429, headers={"Retry-After": "0"}, text="slow down")
@@ -206,14 +237,19 @@ def test_a_server_that_is_busy_has_not_failed_and_is_asked_again_when_it_says(fa
 
 def test_a_server_that_stays_busy_is_given_up(fake: FakeServer) -> None:
     async def busy(request: web.Request) -> web.Response | None:
-        return web.Response(status=503, headers={"Retry-After": "3600"}) if "generate" in request.path else None
+        return (
+            web.Response(status=503, headers={"Retry-After": "3600"})
+            if "generate" in request.path
+            else None
+        )
 
     with Gateway(fake.url, answer=busy) as gateway:
         options: Any = {"request_attempts": 1, "server_wait_s": 0.2}
         with make_executor([VLLMServer(gateway.url)], **options) as executor:
             executor.set_version(0)
             with pytest.raises(
-                RolloutError, match=r"no server took a request for 0\.2 s: .* answered with 503: it is busy"
+                RolloutError,
+                match=r"no server took a request for 0\.2 s: .* answered with 503: it is busy",
             ):
                 executor.next_batch(0)
 
@@ -239,12 +275,16 @@ def test_a_server_that_never_comes_back_is_given_up() -> None:
         pass
     with make_executor([VLLMServer(gateway.url)], server_wait_s=0.2) as executor:
         executor.set_version(0)
-        with pytest.raises(RolloutError, match=r"no server took a request for 0\.2 s: .* found no server there"):
+        with pytest.raises(
+            RolloutError, match=r"no server took a request for 0\.2 s: .* found no server there"
+        ):
             executor.next_batch(0)
 
 
 @pytest.mark.slow
-def test_a_request_that_ends_its_server_is_not_taken_for_one_that_was_never_sent(tmp_path: Path) -> None:
+def test_a_request_that_ends_its_server_is_not_taken_for_one_that_was_never_sent(
+    tmp_path: Path,
+) -> None:
     with FakeServer("vllm", tmp_path) as fake:
         server = VLLMServer(fake.url)
         server.update_weights_from_disk(publish_hashed(tmp_path / "w", 1), 1)
@@ -273,13 +313,19 @@ def test_a_publication_limits_servers_that_have_no_time_limit(tmp_path: Path) ->
             with pytest.raises(PublishError):
                 fleet.update(folder, 1, timeout_s=1.2)
             expected = f"was not answered, all together within {limit} s"
-            wait_until(lambda fleet=fleet, expected=expected: expected in str(fleet.states()[0].error))
+            wait_until(
+                lambda fleet=fleet, expected=expected: expected in str(fleet.states()[0].error)
+            )
             fake.wake()
 
 
-def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(fake: FakeServer, tmp_path: Path) -> None:
+def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(
+    fake: FakeServer, tmp_path: Path
+) -> None:
     """The client cannot know whose weights the server has then."""
-    mine, theirs = (publish_hashed(tmp_path / name, version) for name, version in (("a", 1), ("b", 2)))
+    mine, theirs = (
+        publish_hashed(tmp_path / name, version) for name, version in (("a", 1), ("b", 2))
+    )
     failures: list[PublishError] = []
 
     def publish(folder: str, version: int) -> None:
@@ -298,23 +344,41 @@ def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(fake: F
     fake.tell()
     expected = r"expected the label 1-\S+ not paused. If another job publishes to it, nobody knows whose weights it has"
     assert any(re.search(expected, str(failure)) for failure in failures)
-    assert fake.state()["paused"] and VLLMServer(fake.url).status() == ServerStatus(None, paused=True)
+    assert fake.state()["paused"] and VLLMServer(fake.url).status() == ServerStatus(
+        None, paused=True
+    )
 
 
-def test_an_sglang_server_with_the_label_of_another_trainer_is_paused_too(folder: str, tmp_path: Path) -> None:
+def test_an_sglang_server_with_the_label_of_another_trainer_is_paused_too(
+    folder: str, tmp_path: Path
+) -> None:
     async def theirs(request: web.Request) -> web.Response | None:
-        return web.json_response({"weight_version": "7-0123456789abcdef"}) if request.path == "/model_info" else None
+        return (
+            web.json_response({"weight_version": "7-0123456789abcdef"})
+            if request.path == "/model_info"
+            else None
+        )
 
     with FakeServer("sglang", tmp_path) as fake, Gateway(fake.url, answer=theirs) as gateway:
         server = SGLangServer(gateway.url)
-        with pytest.raises(PublishError, match="If another job publishes to it, nobody knows whose weights it has"):
+        with pytest.raises(
+            PublishError, match="If another job publishes to it, nobody knows whose weights it has"
+        ):
             server.update_weights_from_disk(folder, 1)
         assert fake.state()["paused"] and server.status().paused
 
 
 @pytest.mark.parametrize(
     "url",
-    ["127.0.0.1:8000", "http://", "ftp://host", "http://:80", "http://[::1", "http://h:99999", "http://h:8000?key=1"],
+    [
+        "127.0.0.1:8000",
+        "http://",
+        "ftp://host",
+        "http://:80",
+        "http://[::1",
+        "http://h:99999",
+        "http://h:8000?key=1",
+    ],
 )
 def test_an_invalid_server_url_is_refused_before_it_is_used(url: str) -> None:
     with pytest.raises(ConfigError, match="expected http://host:port"):

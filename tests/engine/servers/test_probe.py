@@ -1,4 +1,6 @@
-"""The probe of an engine's weights is the same wherever it is computed, and computing it changes nothing."""
+"""The probe of an engine's weights is the same wherever it is computed, and computing it changes
+nothing.
+"""
 
 import json
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ from tests.tiers import slow_but
 
 
 def _probed(rank: int, world_size: int, folder: str) -> WeightsProbe:
-    engine = FSDPEngine(TrainEngineConfig(path=folder, dtype="float32", optimizer=None, temperature=0.7))
+    engine = FSDPEngine(
+        TrainEngineConfig(path=folder, dtype="float32", optimizer=None, temperature=0.7)
+    )
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(1, 8, 1))
     for training in (True, False):
@@ -43,7 +47,9 @@ def _probed(rank: int, world_size: int, folder: str) -> WeightsProbe:
     engine.config.mb_spec.granularity = 2  # as with pairs
     assert probe_weights(engine) == probe
     engine.destroy()
-    critic = FSDPEngine(TrainEngineConfig(path=folder, dtype="float32", optimizer=None, is_critic=True))
+    critic = FSDPEngine(
+        TrainEngineConfig(path=folder, dtype="float32", optimizer=None, is_critic=True)
+    )
     critic.create_process_group()
     critic.initialize(None, FinetuneSpec(1, 8, 1))
     assert probe_weights(critic) is None
@@ -55,7 +61,9 @@ def test_every_rank_computes_the_probe_that_one_process_computes(tmp_path: Path)
     write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=64, max_length=24))
     first, second = run_ranks(_probed, 2, str(tmp_path / "model"))
     assert first == second and first.dtype == "float32"
-    assert len(first.prompt_ids) == 23, "the server samples one more token, and 24 are all that the model takes"
+    assert len(first.prompt_ids) == 23, (
+        "the server samples one more token, and 24 are all that the model takes"
+    )
     assert all(16 <= token < 48 for token in first.prompt_ids)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     expected = model_logprobs(model, first.prompt_ids)
@@ -83,7 +91,9 @@ def _published(rank: int, world_size: int, folder: str, root: str) -> list[bool]
 def test_a_probe_is_published_unless_no_server_looks_at_it(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=64))
     for found in run_ranks(_published, 2, str(tmp_path / "model"), str(tmp_path / "weights")):
-        assert found == [True, False, True], "a folder that nobody was told of may be loaded by any server"
+        assert found == [True, False, True], (
+            "a folder that nobody was told of may be loaded by any server"
+        )
 
 
 def test_a_probe_is_read_back_to_the_bit(tmp_path: Path) -> None:
@@ -93,11 +103,14 @@ def test_a_probe_is_read_back_to_the_bit(tmp_path: Path) -> None:
     assert read_probe(tmp_path) == probe
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"prompt_ids": [1], "logprobs": [], "dtype": "int8"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"prompt_ids": [1], "logprobs": [], "dtype": "int8"}']
+)
 def test_a_file_that_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / PROBE_NAME).write_text(text)
     with pytest.raises(
-        PublishError, match=r"weights_probe\.json is not a probe of weights .*; publish the version again"
+        PublishError,
+        match=r"weights_probe\.json is not a probe of weights .*; publish the version again",
     ):
         read_probe(tmp_path)
 
@@ -118,7 +131,9 @@ def probe_of(folder: Path) -> WeightsProbe:
     return probe
 
 
-def problem_of(folder: Path, probe: WeightsProbe, logprobs: Sequence[float], dtype: str | None = None) -> str | None:
+def problem_of(
+    folder: Path, probe: WeightsProbe, logprobs: Sequence[float], dtype: str | None = None
+) -> str | None:
     return content_problem(checked_answer(folder, probe, logprobs, dtype), before=None)
 
 
@@ -141,7 +156,9 @@ def test_an_unchanged_answer_is_stale_only_where_weights_changed(folders: list[P
 def test_a_server_that_keeps_its_weights_is_found_at_the_first_change_in_16_bits(
     kind: str, folders: list[Path], tmp_path: Path
 ) -> None:
-    """Idle, and busy, when no answer repeats to the bit. The server is started with the weights of version 1."""
+    """Idle, and busy, when no answer repeats to the bit. The server is started with the weights of
+    version 1.
+    """
     client = {"vllm": VLLMServer, "sglang": SGLangServer}[kind]
     with FakeServer(kind, tmp_path, dtype="bfloat16", folder=str(folders[0])) as fake:
         for noise in (0.0, 7e-3):
@@ -157,7 +174,9 @@ def test_a_server_that_keeps_its_weights_is_found_at_the_first_change_in_16_bits
         server.update_weights_from_disk(str(folders[1]), 2)
         asked = [call for call in fake.calls() if "checker" in call]
         server.update_weights_from_disk(str(folders[2]), 3)
-        assert [call for call in fake.calls() if "checker" in call] == asked, "it was shown that loads change it"
+        assert [call for call in fake.calls() if "checker" in call] == asked, (
+            "it was shown that loads change it"
+        )
         fake.restart()  # with version 1, and it ignores loads from now on
         fake.tell(lie=100, noise=7e-3)
         server.update_weights_from_disk(str(folders[0]), 1)
@@ -182,7 +201,9 @@ def test_the_coarsest_dtype_says_how_close_an_answer_must_be(folders: list[Path]
     off = [logprob + 1e-3 for logprob in probe.logprobs]
     garbage = [logprob + 1.0 for logprob in probe.logprobs]
     assert problem_of(folders[0], probe, off) is None
-    assert "by 1 on average, in bfloat16 by at most 0.1" in (problem_of(folders[0], probe, garbage) or "")
+    assert "by 1 on average, in bfloat16 by at most 0.1" in (
+        problem_of(folders[0], probe, garbage) or ""
+    )
     for answer in (off[:-1], [float("nan")] * len(off)):
         assert problem_of(folders[0], probe, answer)
     config = folders[0] / "config.json"

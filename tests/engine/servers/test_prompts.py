@@ -1,4 +1,6 @@
-"""Prompts that a server cannot complete are refused before they are sent, because a real server might die of them."""
+"""Prompts that a server cannot complete are refused before they are sent, because a real server
+might die of them.
+"""
 
 import asyncio
 import json
@@ -29,7 +31,9 @@ GENERATE = {"vllm": "POST /inference/v1/generate", "sglang": "POST /generate"}
 
 
 def request(ids: Sequence[Any], **options: Any) -> ModelRequest:
-    return ModelRequest(ids, GenerationHyperparameters(max_new_tokens=1, **options), seed=1, rid="ticket-7-0")
+    return ModelRequest(
+        ids, GenerationHyperparameters(max_new_tokens=1, **options), seed=1, rid="ticket-7-0"
+    )
 
 
 def refusal(server: Client, ids: Sequence[Any], **options: Any) -> str:
@@ -39,7 +43,9 @@ def refusal(server: Client, ids: Sequence[Any], **options: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", slow_but(["vllm"], CLIENTS))
-def test_prompts_that_a_server_has_no_room_or_words_for_are_not_sent(kind: str, tmp_path: Path) -> None:
+def test_prompts_that_a_server_has_no_room_or_words_for_are_not_sent(
+    kind: str, tmp_path: Path
+) -> None:
     folder = publish_model(tmp_path / "w", 1, tiny_model(), probe=False)  # a vocabulary of 64
     longest = LONGEST[kind]
     with FakeServer(kind, tmp_path, dtype="float32", folder=folder, max_model_len=40) as fake:
@@ -50,14 +56,18 @@ def test_prompts_that_a_server_has_no_room_or_words_for_are_not_sent(kind: str, 
         assert beyond.startswith(f"prompt ticket-7-0 of 3 token(s) [1, 2, 64], for {fake.url},")
         assert "has 64 at place 2 of its token ids; expected integers from 0 to 63" in beyond
         assert "has -100 at place 1 of its token ids" in refusal(server, [1, -100])
-        assert "has 64 at place 0 of its stop_token_ids" in refusal(server, [1], stop_token_ids=[64])
+        assert "has 64 at place 0 of its stop_token_ids" in refusal(
+            server, [1], stop_token_ids=[64]
+        )
         assert "has 1.0 at place 0 of its token ids" in refusal(server, [1.0])
         assert "is empty" in refusal(server, [])
         assert "leaves no room for a completion: the server takes 40 tokens in all" in refusal(
             server, [1] * (longest + 1)
         )
         assert fake.calls().count(GENERATE[kind]) == sent
-        assert asyncio.run(server.agenerate(request([63] * longest, stop_token_ids=[63]))).output_versions == [1]
+        assert asyncio.run(
+            server.agenerate(request([63] * longest, stop_token_ids=[63]))
+        ).output_versions == [1]
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
@@ -66,14 +76,19 @@ def test_a_completion_gets_the_room_that_is_left(kind: str, tmp_path: Path) -> N
     with FakeServer(kind, tmp_path, max_model_len=40) as fake:
         server = CLIENTS[kind](fake.url)
         server.update_weights_from_disk(publish_hashed(tmp_path / "w", 1), 1)
-        for gconfig in (GenerationHyperparameters(), GenerationHyperparameters(min_new_tokens=35, stop_token_ids=[9])):
+        for gconfig in (
+            GenerationHyperparameters(),
+            GenerationHyperparameters(min_new_tokens=35, stop_token_ids=[9]),
+        ):
             response = asyncio.run(server.agenerate(ModelRequest([1, 2, 3] * 4, gconfig, seed=1)))
             assert len(response.output_tokens) == 40 - 12 and response.stop_reason == "length"
         refusal(server, [1] * (LONGEST[kind] + 1))
         fake._options["max_model_len"] = 80  # restarted with a larger limit
         fake.restart()
         server.update_weights_from_disk(publish_hashed(tmp_path / "w", 2), 2)
-        response = asyncio.run(server.agenerate(ModelRequest([1, 2, 3] * 4, GenerationHyperparameters(), seed=1)))
+        response = asyncio.run(
+            server.agenerate(ModelRequest([1, 2, 3] * 4, GenerationHyperparameters(), seed=1))
+        )
         assert len(response.output_tokens) == 80 - 12
 
 
@@ -106,10 +121,14 @@ def test_a_server_that_does_not_state_its_limits_is_asked_all_the_same(
         for _ in range(2):
             assert asyncio.run(server.agenerate(request([1] * 500))).output_versions == [1]
         assert caplog.text.count("does not say how long a prompt may be") == 1
-        assert "has -1 at place 0 of its token ids; expected integers from 0 on" in refusal(server, [-1])
+        assert "has -1 at place 0 of its token ids; expected integers from 0 on" in refusal(
+            server, [-1]
+        )
 
 
-def test_the_vocabulary_is_that_of_the_folder_told_last_or_of_the_one_the_server_names(tmp_path: Path) -> None:
+def test_the_vocabulary_is_that_of_the_folder_told_last_or_of_the_one_the_server_names(
+    tmp_path: Path,
+) -> None:
     def config(name: str, **entries: Any) -> str:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(entries))
@@ -128,7 +147,9 @@ def test_the_vocabulary_is_that_of_the_folder_told_last_or_of_the_one_the_server
         assert stated_limits(answer, None) == PromptLimits()
 
 
-def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+def reward(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
     return 1.0
 
 

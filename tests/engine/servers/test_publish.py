@@ -29,7 +29,13 @@ from holdfast.engine.hf.versions import published_versions, version_path
 from holdfast.engine.servers import ServerFleet
 from holdfast.engine.servers.api import weights_label
 from holdfast.engine.servers.publish import PublishedWeights
-from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, PublishError, WorkerLost
+from holdfast.utils.errors import (
+    CheckpointWriteError,
+    ConfigError,
+    PeerError,
+    PublishError,
+    WorkerLost,
+)
 from holdfast.utils.manifest import verify_folder
 from tests.engine.servers.scripted import PlainServer, ScriptedServer, wait_until
 from tests.helpers import run_ranks
@@ -63,7 +69,9 @@ def largest_file(n_bytes: int) -> Iterator[None]:
 
 
 def make_engine(folder: str, **options: Any) -> FSDPEngine:
-    config = TrainEngineConfig(path=folder, init_from_scratch=True, dtype="float32", optimizer=None, **options)
+    config = TrainEngineConfig(
+        path=folder, init_from_scratch=True, dtype="float32", optimizer=None, **options
+    )
     engine = FSDPEngine(config)
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(1, 8, 1))
@@ -110,7 +118,9 @@ def _versions_grow_and_old_ones_go(rank: int, world_size: int, folder: str, root
     return server.told
 
 
-def _no_failure_takes_an_older_version_away(rank: int, world_size: int, folder: str, root: str) -> None:
+def _no_failure_takes_an_older_version_away(
+    rank: int, world_size: int, folder: str, root: str
+) -> None:
     engine, good = make_engine(folder), Server()
     meta = WeightUpdateMeta("disk", root)
     engine.connect_engine([good], meta)
@@ -132,24 +142,34 @@ def _no_failure_takes_an_older_version_away(rank: int, world_size: int, folder: 
         publish(engine, 3)
     assert published_versions(root) == [1, 2, 3], "a server may still serve 1 or 2"
     engine.connect_engine([Server(fails=True), late], meta)
-    with pytest.raises(PublishError, match=r"by [01] of 2 .*TimeoutError: the server did not answer"):
+    with pytest.raises(
+        PublishError, match=r"by [01] of 2 .*TimeoutError: the server did not answer"
+    ):
         publish(engine, 4)
     assert published_versions(root) == [1, 2, 3, 4]
     wanted, end = [3, 4] if rank == 0 else [], time.monotonic() + 10
-    while late.told != wanted and time.monotonic() < end:  # its thread may run only after another server's has failed
+    while (
+        late.told != wanted and time.monotonic() < end
+    ):  # its thread may run only after another server's has failed
         time.sleep(0.01)
     assert late.told == wanted, "all are told at once"
     for version in published_versions(root):
         assert verify_folder(version_path(root, version))["weight_version"] == version
 
 
-def _a_recovered_run_replaces_what_it_had_published(rank: int, world_size: int, folder: str, root: str) -> list[int]:
+def _a_recovered_run_replaces_what_it_had_published(
+    rank: int, world_size: int, folder: str, root: str
+) -> list[int]:
     engine, server = make_engine(folder), Server()
     engine.connect_engine([server], WeightUpdateMeta("disk", root))
     for version in (5, 6, 7):
         publish(engine, version)
     if rank == 0:  # leftovers of publishers killed during a write and during a removal
-        for leftover in (".staging-v00000008-01234567", ".retired-v00000005-01234567", ".amplified-v00000005-ab"):
+        for leftover in (
+            ".staging-v00000008-01234567",
+            ".retired-v00000005-01234567",
+            ".amplified-v00000005-ab",
+        ):
             (Path(root) / leftover / "part").mkdir(parents=True)
     dist.barrier()
     publish(engine, 6)  # restored to step 6, with weights other than the first life's
@@ -164,7 +184,9 @@ def _a_recovered_run_replaces_what_it_had_published(rank: int, world_size: int, 
 def _all(rank: int, world_size: int, folder: str, root: str) -> tuple[list[int], list[int]]:
     told = _versions_grow_and_old_ones_go(rank, world_size, folder, f"{root}/a")
     _no_failure_takes_an_older_version_away(rank, world_size, folder, f"{root}/b")
-    return told, _a_recovered_run_replaces_what_it_had_published(rank, world_size, folder, f"{root}/c")
+    return told, _a_recovered_run_replaces_what_it_had_published(
+        rank, world_size, folder, f"{root}/c"
+    )
 
 
 class SlowServer:
@@ -178,7 +200,9 @@ class SlowServer:
         return version
 
 
-def _servers_slower_than_the_ranks_wait(rank: int, world_size: int, folder: str, root: str) -> list[float]:
+def _servers_slower_than_the_ranks_wait(
+    rank: int, world_size: int, folder: str, root: str
+) -> list[float]:
     engine = make_engine(folder, timeout_s=2.0)
     waited = []
     for version, seconds in ((1, 3.5), (2, 0.0)):
@@ -198,7 +222,9 @@ def _servers_slower_than_the_ranks_wait(rank: int, world_size: int, folder: str,
 @pytest.mark.slow
 def test_servers_may_take_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
-    for slow, quick in run_ranks(_servers_slower_than_the_ranks_wait, 2, str(folder), str(tmp_path / "weights")):
+    for slow, quick in run_ranks(
+        _servers_slower_than_the_ranks_wait, 2, str(folder), str(tmp_path / "weights")
+    ):
         assert 3.5 <= slow < 9 and quick < 2
 
 
@@ -217,20 +243,26 @@ except PublishError as error:
     print(error)
 engine.destroy()
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=40
+    )
     assert ended.returncode == 0, ended.stderr
     assert "within 0.5 s" in ended.stdout
 
 
 @pytest.mark.timeout(90)
-def test_versions_are_complete_when_rank_zero_tells_and_survive_every_failure(tmp_path: Path) -> None:
+def test_versions_are_complete_when_rank_zero_tells_and_survive_every_failure(
+    tmp_path: Path,
+) -> None:
     folder = write_model_folder(tmp_path / "model")
     first, second = run_ranks(_all, 2, str(folder), str(tmp_path / "weights"))
     assert first == ([1, 2, 3, 7, 8], [5, 6, 7, 6, 7])
     assert second == ([], []), "only rank 0 tells"
 
 
-def _a_fleet_outlives_the_loss_of_a_server(rank: int, world_size: int, folder: str, root: str) -> None:
+def _a_fleet_outlives_the_loss_of_a_server(
+    rank: int, world_size: int, folder: str, root: str
+) -> None:
     engine, (good, lost) = make_engine(folder), (ScriptedServer("good"), ScriptedServer("lost"))
     meta = WeightUpdateMeta("disk", root, min_servers=1)
     with closing(ServerFleet([good, lost], probe_interval_s=0.05)) as fleet:
@@ -251,7 +283,10 @@ def _a_fleet_outlives_the_loss_of_a_server(rank: int, world_size: int, folder: s
         assert sum(stats[phase] for phase in phases if phase[0] == "p") <= stats["publish_total_s"]
         assert stats["servers_serving"] == 2 and stats["servers_gone"] == 0
         written = sum(entry["bytes"] for entry in verify_folder(done.path)["files"].values())
-        assert stats["publish_bytes"] == stats["publish_full_bytes"] == written and stats["publish_delta"] == 0
+        assert (
+            stats["publish_bytes"] == stats["publish_full_bytes"] == written
+            and stats["publish_delta"] == 0
+        )
 
         lost.alive = False
         publish(engine, 2)
@@ -263,19 +298,25 @@ def _a_fleet_outlives_the_loss_of_a_server(rank: int, world_size: int, folder: s
         dist.barrier()
 
         good.alive = lost.alive = False
-        with pytest.raises(PublishError, match="confirmed by 0 of 2 inference servers, 1 are needed"):
+        with pytest.raises(
+            PublishError, match="confirmed by 0 of 2 inference servers, 1 are needed"
+        ):
             publish(engine, 3)
         assert published_versions(root) == [1, 2, 3], "a server may still serve 1 or 2"
         good.restart()
         lost.restart()
-        assert rank != 0 or fleet.wait_serving(2, stretched(10)), "they are brought to the version of the failed one"
+        assert rank != 0 or fleet.wait_serving(2, stretched(10)), (
+            "they are brought to the version of the failed one"
+        )
 
         with (
             largest_file(100_000 if rank == 1 else resource.RLIM_INFINITY),
             pytest.raises(CheckpointWriteError if rank == 1 else PeerError, match="File too large"),
         ):
             publish(engine, 4)
-        assert rank != 0 or fleet.serving() == [good, lost], "they serve 3, whose folder is still there"
+        assert rank != 0 or fleet.serving() == [good, lost], (
+            "they serve 3, whose folder is still there"
+        )
         publish(engine, 2)  # as after a recovery
         if rank == 0:
             label = weights_label(version_path(root, 2), 2)
@@ -287,7 +328,9 @@ def _a_fleet_outlives_the_loss_of_a_server(rank: int, world_size: int, folder: s
             wait_until(lambda: lost.label == label)  # the fleet's owner closes it
 
 
-def _servers_that_were_named_are_looked_after(rank: int, world_size: int, folder: str, root: str) -> None:
+def _servers_that_were_named_are_looked_after(
+    rank: int, world_size: int, folder: str, root: str
+) -> None:
     engine, server = make_engine(folder), ScriptedServer()
     engine.connect_engine([server], WeightUpdateMeta("disk", root))
     publish(engine, 1)
@@ -302,7 +345,9 @@ def _servers_that_were_named_are_looked_after(rank: int, world_size: int, folder
     assert "inference server prober" not in names_of_threads()
 
 
-def _the_loss_of_a_worker_reaches_every_rank(rank: int, world_size: int, folder: str, root: str) -> None:
+def _the_loss_of_a_worker_reaches_every_rank(
+    rank: int, world_size: int, folder: str, root: str
+) -> None:
     def die(version: int) -> None:
         raise WorkerLost("rollout", [0], "died during the update")
 

@@ -15,7 +15,12 @@ from holdfast.engine.servers.api import (
     ServerStatus,
     weights_label,
 )
-from holdfast.utils.errors import PoisonedServerError, PublishError, SlowServerError, WrongContentError
+from holdfast.utils.errors import (
+    PoisonedServerError,
+    PublishError,
+    SlowServerError,
+    WrongContentError,
+)
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed, publish_model, step, tiny_model
 
@@ -45,7 +50,9 @@ def test_versions_are_served_and_a_skipped_update_is_found(dtype: str, tmp_path:
     model = tiny_model()
     with FakeServer("sglang", tmp_path, dtype=dtype) as fake:
         server = SGLangServer(fake.url)
-        assert isinstance(server, ObservableServer) and server.status() == ServerStatus(None, paused=False)
+        assert isinstance(server, ObservableServer) and server.status() == ServerStatus(
+            None, paused=False
+        )
         for version in (1, 2):
             step(model, 1e-5)
             folder = publish_model(tmp_path / "w", version, model, dtype)
@@ -75,7 +82,10 @@ def test_a_refused_load_keeps_the_server_paused_until_one_succeeds(
         fake.tell(flush_fails=1)
     else:
         fake.tell(fail={"/update_weights_from_disk": 1})
-    with pytest.raises(PoisonedServerError, match=r"disk was answered with [45]00 \(.*; its weights may be in pieces"):
+    with pytest.raises(
+        PoisonedServerError,
+        match=r"disk was answered with [45]00 \(.*; its weights may be in pieces",
+    ):
         server.update_weights_from_disk(second, 2)
     assert fake.calls()[seen:] == CYCLE[:3]
     assert server.status() == ServerStatus(weights_label(first, 1), paused=True) and paused(fake)
@@ -87,9 +97,14 @@ def test_a_refused_load_keeps_the_server_paused_until_one_succeeds(
 
 
 @pytest.mark.parametrize("damage", ["cut", "no header"])
-def test_a_file_that_would_kill_the_server_is_found_before_it_is_told(damage: str, tmp_path: Path) -> None:
+def test_a_file_that_would_kill_the_server_is_found_before_it_is_told(
+    damage: str, tmp_path: Path
+) -> None:
     """SGLang reads the file once more to roll back, outside of what catches the error."""
-    good, bad = publish_model(tmp_path / "w", 1, tiny_model()), publish_model(tmp_path / "w", 2, tiny_model())
+    good, bad = (
+        publish_model(tmp_path / "w", 1, tiny_model()),
+        publish_model(tmp_path / "w", 2, tiny_model()),
+    )
     file = next(Path(bad).glob("*.safetensors"))
     data = file.read_bytes()
     file.write_bytes(data[:-1000] if damage == "cut" else b"\xff" * 8 + data[8:])
@@ -97,13 +112,17 @@ def test_a_file_that_would_kill_the_server_is_found_before_it_is_told(damage: st
         server = SGLangServer(fake.url)
         server.update_weights_from_disk(good, 1)
         seen = len(fake.calls())
-        with pytest.raises(PublishError, match=r"it was not told of .*model.safetensors.*publish again"):
+        with pytest.raises(
+            PublishError, match=r"it was not told of .*model.safetensors.*publish again"
+        ):
             server.update_weights_from_disk(bad, 2)
         assert fake.calls()[seen:] == [] and fake.alive()
         assert server.status() == ServerStatus(weights_label(good, 1), paused=False)
 
 
-def test_a_folder_that_this_host_does_not_see_is_a_failed_publication(fake: FakeServer, tmp_path: Path) -> None:
+def test_a_folder_that_this_host_does_not_see_is_a_failed_publication(
+    fake: FakeServer, tmp_path: Path
+) -> None:
     with pytest.raises(PublishError, match=r"nowhere cannot be read here \(.*; it was not told"):
         SGLangServer(fake.url).update_weights_from_disk(str(tmp_path / "nowhere"), 1)
     assert fake.calls() == []
@@ -134,7 +153,9 @@ def test_a_paused_server_of_a_killed_publisher_is_resumed(fake: FakeServer, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", range(4))
-def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(call: int, fake: FakeServer, tmp_path: Path) -> None:
+def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(
+    call: int, fake: FakeServer, tmp_path: Path
+) -> None:
     server = SGLangServer(fake.url)
     for version, when in enumerate(("before", "after"), start=1):
         folder = publish_hashed(tmp_path / "w", version)
@@ -143,4 +164,6 @@ def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(call: int, fake: 
             SGLangServer(fake.url, timeout_s=0.5).update_weights_from_disk(folder, version)
         fake.wake()
         server.update_weights_from_disk(folder, version)
-        assert server.status() == ServerStatus(weights_label(folder, version), paused=False) and not paused(fake)
+        assert server.status() == ServerStatus(
+            weights_label(folder, version), paused=False
+        ) and not paused(fake)

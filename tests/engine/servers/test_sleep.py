@@ -25,7 +25,13 @@ from holdfast.engine.servers.api import (
 from holdfast.engine.servers.fleet_member import FleetMember
 from holdfast.engine.servers.http import Calls
 from holdfast.engine.servers.sleep import DROPPED, KV_CACHE, TAGS, WEIGHTS, Sleep
-from holdfast.utils.errors import BusyServerError, ConfigError, PublishError, ServerError, SlowServerError
+from holdfast.utils.errors import (
+    BusyServerError,
+    ConfigError,
+    PublishError,
+    ServerError,
+    SlowServerError,
+)
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.folders import publish_hashed_adapters
 from tests.engine.servers.scripted import PlainServer, ScriptedServer, wait_until, write_published
@@ -82,16 +88,18 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
 
 def serves(server: Any, folder: Path, version: int) -> bool:
     answer = asyncio.run(server.agenerate(REQUEST))
-    return server.status() == ServerStatus(weights_label(folder, version), False) and answer.output_versions == [
-        version
-    ] * len(answer.output_tokens)
+    return server.status() == ServerStatus(
+        weights_label(folder, version), False
+    ) and answer.output_versions == [version] * len(answer.output_tokens)
 
 
 def test_the_label_of_a_server_tells_what_sleeps() -> None:
     for tags, changing in product((TAGS, (KV_CACHE,)), (False, True)):
         for weights in ("7-0123abcd", "default", DROPPED):
             asleep = Sleep(tags, weights, changing)
-            assert Sleep.read(asleep.label) == asleep and Sleep.read(asleep.weights) == Sleep((), weights)
+            assert Sleep.read(asleep.label) == asleep and Sleep.read(asleep.weights) == Sleep(
+                (), weights
+            )
     assert Sleep.read("7-0123abcd") == Sleep((), "7-0123abcd")
 
 
@@ -113,7 +121,9 @@ def test_a_server_sleeps_and_an_update_wakes_it(kind: str, tmp_path: Path) -> No
             another = client(fake, kind)  # in another process, say
             assert another.status().asleep == TAGS
             another.wake_up((WEIGHTS,))
-            assert set(fake.state()["asleep"]) == slept - {WEIGHTS} and another.status().asleep == (KV_CACHE,)
+            assert set(fake.state()["asleep"]) == slept - {WEIGHTS} and another.status().asleep == (
+                KV_CACHE,
+            )
             folder = write_published(tmp_path / "w", version := level + 10)
             another.update_weights_from_disk(str(folder), version)
             assert fake.state()["asleep"] == [] and serves(another, folder, version)
@@ -131,7 +141,9 @@ def test_the_order_of_the_calls(tmp_path: Path) -> None:
         server.sleep(2)
         seen = len(fake.calls())
         server.update_weights_from_disk(str(write_published(tmp_path / "w", 1)), 1)
-        assert [call.partition(" ")[2] for call in fake.calls()[seen:] if call.startswith("POST")] == [
+        assert [
+            call.partition(" ")[2] for call in fake.calls()[seen:] if call.startswith("POST")
+        ] == [
             "/pause?mode=keep&clear_cache=true",
             "/sleep?level=1&mode=keep",
             "/wake_up?tags=weights",
@@ -166,14 +178,18 @@ def test_weights_that_were_kept_are_served_again_without_an_update(
 
 
 @pytest.mark.parametrize("kind", slow_but(["vllm"], CLIENTS))
-def test_a_request_in_flight_goes_on_with_the_weights_of_the_next_version(kind: str, tmp_path: Path) -> None:
+def test_a_request_in_flight_goes_on_with_the_weights_of_the_next_version(
+    kind: str, tmp_path: Path
+) -> None:
     async def run(server: Any, fake: FakeServer) -> list[int]:
         request = ModelRequest([1, 2, 3], GenerationHyperparameters(max_new_tokens=60), seed=1)
         answer = asyncio.create_task(server.agenerate(request))
         while len(fake.tokens()) < 5:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(server.sleep)
-        await asyncio.to_thread(server.update_weights_from_disk, str(write_published(tmp_path / "w", 2)), 2)
+        await asyncio.to_thread(
+            server.update_weights_from_disk, str(write_published(tmp_path / "w", 2)), 2
+        )
         return (await answer).output_versions
 
     with FakeServer(kind, tmp_path, token_s=0.02) as fake:
@@ -187,9 +203,21 @@ def test_a_request_in_flight_goes_on_with_the_weights_of_the_next_version(kind: 
 
 def test_servers_that_cannot_sleep_say_how_to_start_them(tmp_path: Path) -> None:
     for kind, options, message in [
-        ("vllm", {"dev_mode": False}, r"GET /server_info was answered with 404 .*--enable-sleep-mode and VLLM_SERVER_"),
-        ("vllm", {"sleep_mode": False}, "would free no memory while it sleeps; start the server with --enable-sleep-m"),
-        ("sglang", {"memory_saver": False}, "would free no memory while it sleeps; start it with --enable-memory-save"),
+        (
+            "vllm",
+            {"dev_mode": False},
+            r"GET /server_info was answered with 404 .*--enable-sleep-mode and VLLM_SERVER_",
+        ),
+        (
+            "vllm",
+            {"sleep_mode": False},
+            "would free no memory while it sleeps; start the server with --enable-sleep-m",
+        ),
+        (
+            "sglang",
+            {"memory_saver": False},
+            "would free no memory while it sleeps; start it with --enable-memory-save",
+        ),
     ]:
         with FakeServer(kind, tmp_path, **options) as fake:
             server = client(fake, kind)
@@ -210,7 +238,8 @@ def test_a_server_that_cannot_wake_up_or_never_answers(tmp_path: Path) -> None:
         server.sleep()
         fake.tell(fail={"/wake_up": 2})
         with pytest.raises(
-            ServerError, match=r"POST /wake_up was answered with 500 .*is the memory that it needs free"
+            ServerError,
+            match=r"POST /wake_up was answered with 500 .*is the memory that it needs free",
         ):
             server.wake_up()
         with pytest.raises(PublishError, match=r"POST /wake_up was answered with 500"):
@@ -224,10 +253,15 @@ def test_a_server_that_cannot_wake_up_or_never_answers(tmp_path: Path) -> None:
         assert serves(server, folder, 1)
 
 
-def test_a_failed_load_leaves_the_kv_cache_asleep_and_the_next_one_repairs_it(tmp_path: Path) -> None:
+def test_a_failed_load_leaves_the_kv_cache_asleep_and_the_next_one_repairs_it(
+    tmp_path: Path,
+) -> None:
     good, bad = write_published(tmp_path / "w", 1), write_published(tmp_path / "w", 2)
     (bad / "model.safetensors").unlink()
-    for options, transfer, advice in [({}, None, "in pieces"), ({"plugin": True}, "holdfast_disk", "goes on sleeping")]:
+    for options, transfer, advice in [
+        ({}, None, "in pieces"),
+        ({"plugin": True}, "holdfast_disk", "goes on sleeping"),
+    ]:
         with FakeServer("vllm", tmp_path, **options) as fake:
             server = client(fake, transfer=transfer)
             server.update_weights_from_disk(str(good), 1)
@@ -245,7 +279,10 @@ def test_a_failed_load_leaves_the_kv_cache_asleep_and_the_next_one_repairs_it(tm
 
 
 def test_adapters_are_loaded_after_the_base_woke_up(tmp_path: Path) -> None:
-    with FakeServer("vllm", tmp_path, lora=True) as fake, closing(ServerFleet([client(fake)])) as fleet:
+    with (
+        FakeServer("vllm", tmp_path, lora=True) as fake,
+        closing(ServerFleet([client(fake)])) as fleet,
+    ):
         fleet.update(publish_hashed_adapters(tmp_path / "w", 1), 1, LIMIT_S)
         with pytest.raises(ConfigError, match="level 2 drops the base model"):
             fleet.sleep(LIMIT_S, level=2)
@@ -284,18 +321,24 @@ def test_the_base_of_adapters_is_kept_after_a_kill_at_any_call(tmp_path: Path, c
                 server = client(fake)
                 server.sleep()
                 server.wake_up((WEIGHTS,))
-                server.update_adapters_from_disk(publish_hashed_adapters(tmp_path / "w", n_calls), n_calls)
+                server.update_adapters_from_disk(
+                    publish_hashed_adapters(tmp_path / "w", n_calls), n_calls
+                )
                 break
             except Killed:
                 cut.never()
             server = client(fake)
             server.sleep()
-            server.update_adapters_from_disk(publish_hashed_adapters(tmp_path / "w", n_calls + 500), n_calls + 500)
+            server.update_adapters_from_disk(
+                publish_hashed_adapters(tmp_path / "w", n_calls + 500), n_calls + 500
+            )
             assert fake.state()["asleep"] == [] and fake.alive()
         assert n_calls > 15
 
 
-def test_a_second_sleep_at_level_2_drops_weights_that_the_first_one_would_have_kept(tmp_path: Path) -> None:
+def test_a_second_sleep_at_level_2_drops_weights_that_the_first_one_would_have_kept(
+    tmp_path: Path,
+) -> None:
     folder = write_published(tmp_path / "w", 1)
     with FakeServer("vllm", tmp_path) as fake:
         server = client(fake)
@@ -311,8 +354,12 @@ def test_a_second_sleep_at_level_2_drops_weights_that_the_first_one_would_have_k
 
 
 @pytest.mark.slow
-def test_a_server_that_says_that_it_sleeps_and_is_awake_samples_nothing_before_a_load(tmp_path: Path) -> None:
-    """A load was cut off, and then the sleep after it: its weights are in pieces, and requests are waiting."""
+def test_a_server_that_says_that_it_sleeps_and_is_awake_samples_nothing_before_a_load(
+    tmp_path: Path,
+) -> None:
+    """A load was cut off, and then the sleep after it: its weights are in pieces, and requests are
+    waiting.
+    """
     folder = write_published(tmp_path / "w", 1)
     request = ModelRequest([1, 2, 3], GenerationHyperparameters(max_new_tokens=60), seed=1)
     bad = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "nothing")}}
@@ -321,7 +368,10 @@ def test_a_server_that_says_that_it_sleeps_and_is_awake_samples_nothing_before_a
         answer = asyncio.create_task(server.agenerate(request))
         while len(fake.tokens()) < 5:
             await asyncio.sleep(0.01)
-        with server._calls("", LIMIT_S) as calls, pytest.raises(PublishError, match="answered with 500"):
+        with (
+            server._calls("", LIMIT_S) as calls,
+            pytest.raises(PublishError, match="answered with 500"),
+        ):
             server._pause(calls, "pause")
             calls.post("load", "/collective_rpc", bad)
         fake.tell(fail={"/sleep": 1}, slow={"/update_weight_version": 0.3, "/pause": 0.3})
@@ -337,7 +387,9 @@ def test_a_server_that_says_that_it_sleeps_and_is_awake_samples_nothing_before_a
         assert asyncio.run(run(server, fake)) == [1] * 60 and fake.alive()
 
 
-def test_a_status_request_does_not_disturb_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_request_does_not_disturb_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that read the label before the server slept, and ends in the update."""
     folder = write_published(tmp_path / "w", 1)
     with FakeServer("vllm", tmp_path) as fake:
@@ -345,7 +397,9 @@ def test_a_status_request_does_not_disturb_an_update(tmp_path: Path, monkeypatch
         server.sleep()
         load = server._reset_prefix_cache
         monkeypatch.setattr(
-            server, "_reset_prefix_cache", lambda calls: (load(calls), setattr(server, "_asleep", False))
+            server,
+            "_reset_prefix_cache",
+            lambda calls: (load(calls), setattr(server, "_asleep", False)),
         )
         server.update_weights_from_disk(str(folder), 1)
         assert fake.state()["asleep"] == [] and serves(server, folder, 1)
@@ -397,7 +451,9 @@ def test_after_a_kill_at_any_call_the_next_life_serves_or_says_to_restart(
             try:
                 turn(fake, 3)
             except ServerError as error:
-                assert kind == "sglang" and "was cut off while it fell asleep or woke up" in str(error)
+                assert kind == "sglang" and "was cut off while it fell asleep or woke up" in str(
+                    error
+                )
                 assert fake.alive()
                 advised += 1
                 fake.restart()
@@ -417,13 +473,19 @@ def states(fleet: ServerFleet[Any]) -> list[str]:
     return [report.state.value for report in fleet.states()]
 
 
-def test_a_fleet_sleeps_and_wakes_up(fakes: list[FakeServer], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fleet_sleeps_and_wakes_up(
+    fakes: list[FakeServer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "holdfast")
     folder = write_published(tmp_path / "w", 1)
     with closing(ServerFleet([client(fake) for fake in fakes], probe_interval_s=0.05)) as fleet:
         fleet.sleep(LIMIT_S)
-        assert states(fleet) == ["asleep", "asleep"] and fleet.serving() == [], "before anything was published"
-        with pytest.raises(ConfigError, match="the inference servers sleep, and something else may have the memory"):
+        assert states(fleet) == ["asleep", "asleep"] and fleet.serving() == [], (
+            "before anything was published"
+        )
+        with pytest.raises(
+            ConfigError, match="the inference servers sleep, and something else may have the memory"
+        ):
             fleet.update(folder, 1, LIMIT_S)
         fleet.wake_up((WEIGHTS,), LIMIT_S)
         assert states(fleet) == ["asleep", "asleep"] and fakes[0].state()["asleep"] == [KV_CACHE]
@@ -433,22 +495,39 @@ def test_a_fleet_sleeps_and_wakes_up(fakes: list[FakeServer], tmp_path: Path, ca
             fleet.sleep(LIMIT_S, level)
             assert fleet.stats()["servers_asleep"] == 2
             seen = [len(fake.calls()) for fake in fakes]
-            wait_until(lambda seen=seen: all(len(f.calls()) > n + 6 for f, n in zip(fakes, seen, strict=True)))
+            wait_until(
+                lambda seen=seen: all(
+                    len(f.calls()) > n + 6 for f, n in zip(fakes, seen, strict=True)
+                )
+            )
             assert [fake.state()["asleep"] for fake in fakes] == [["kv_cache", "weights"]] * 2, (
                 "the prober lets them be"
             )
             fleet.wake_up(timeout_s=LIMIT_S)
-            assert all(serves(server, folder, 1) for server in fleet.serving()) and len(fleet.serving()) == 2
-    lines = "\n".join(record.getMessage() for record in caplog.records if record.levelname == "INFO")
+            assert (
+                all(serves(server, folder, 1) for server in fleet.serving())
+                and len(fleet.serving()) == 2
+            )
+    lines = "\n".join(
+        record.getMessage() for record in caplog.records if record.levelname == "INFO"
+    )
     assert re.search(r"inference server \S+ is asleep .*\(it was serving\)", lines)
     assert "2 of 2 inference servers did sleep, after" in lines
-    assert [record for record in caplog.records if record.levelname == "WARNING" and "asleep" in record.message] == []
+    assert [
+        record
+        for record in caplog.records
+        if record.levelname == "WARNING" and "asleep" in record.message
+    ] == []
 
 
 @pytest.mark.slow
-def test_a_server_that_starts_again_while_others_sleep_is_put_to_sleep(fakes: list[FakeServer], tmp_path: Path) -> None:
+def test_a_server_that_starts_again_while_others_sleep_is_put_to_sleep(
+    fakes: list[FakeServer], tmp_path: Path
+) -> None:
     folder = write_published(tmp_path / "w", 1)
-    with closing(ServerFleet([client(fake) for fake in fakes], min_servers=1, probe_interval_s=0.05)) as fleet:
+    with closing(
+        ServerFleet([client(fake) for fake in fakes], min_servers=1, probe_interval_s=0.05)
+    ) as fleet:
         fleet.update(folder, 1, LIMIT_S, min_servers=2)
         fleet.sleep(LIMIT_S)
         fakes[0].kill()
@@ -467,26 +546,34 @@ def test_a_server_that_starts_again_while_others_sleep_is_put_to_sleep(fakes: li
 
 
 @pytest.mark.slow
-def test_a_fleet_names_the_servers_that_do_not_sleep_or_wake_up(fakes: list[FakeServer], tmp_path: Path) -> None:
+def test_a_fleet_names_the_servers_that_do_not_sleep_or_wake_up(
+    fakes: list[FakeServer], tmp_path: Path
+) -> None:
     folder, urls = write_published(tmp_path / "w", 1), [fake.url for fake in fakes]
     with closing(ServerFleet([client(fake) for fake in fakes], probe_interval_s=None)) as fleet:
         fleet.update(folder, 1, LIMIT_S)
         fakes[0].tell(fail={"/sleep": 1})
         with pytest.raises(
-            ServerError, match=rf"1 of 2 inference servers may still have the memory.*{urls[0]} is a.*500"
+            ServerError,
+            match=rf"1 of 2 inference servers may still have the memory.*{urls[0]} is a.*500",
         ):
             fleet.sleep(LIMIT_S)
         assert fleet.serving() == []
         fleet.sleep(LIMIT_S)
         fakes[1].tell(fail={"/wake_up": 1})
-        with pytest.raises(ServerError, match=rf"1 of 2 inference servers woke up, 2 are needed: {urls[1]} is asleep"):
+        with pytest.raises(
+            ServerError,
+            match=rf"1 of 2 inference servers woke up, 2 are needed: {urls[1]} is asleep",
+        ):
             fleet.wake_up((WEIGHTS,), LIMIT_S)
         fakes[1].tell(fail={"/wake_up": 1})
         fleet.wake_up((WEIGHTS,), LIMIT_S, min_servers=1)
         fleet.update(folder, 1, LIMIT_S, min_servers=2)
         assert states(fleet) == ["serving", "serving"], "the update woke it up"
         fakes[0].stop()
-        with pytest.raises(ServerError, match=rf"{urls[0]} is gone: it did not sleep within {stretched(3.0):g} s"):
+        with pytest.raises(
+            ServerError, match=rf"{urls[0]} is gone: it did not sleep within {stretched(3.0):g} s"
+        ):
             fleet.sleep(stretched(3.0))
         assert states(fleet) == ["gone", "asleep"]
         fakes[0].wake()
@@ -497,7 +584,9 @@ def test_a_fleet_names_the_servers_that_do_not_sleep_or_wake_up(fakes: list[Fake
         fakes[1].tell(fail={"/sleep": 1})
         with pytest.raises(ServerError, match=rf"may still have the memory.*{urls[1]}"):
             fleet.sleep(LIMIT_S)
-        wait_until(lambda: fakes[1].state()["asleep"] == ["kv_cache", "weights"])  # the prober tries again
+        wait_until(
+            lambda: fakes[1].state()["asleep"] == ["kv_cache", "weights"]
+        )  # the prober tries again
         wait_until(lambda: [str(report.error) for report in fleet.states()] == ["None", "None"])
     with pytest.raises(ConfigError, match="inference server plain, a PlainServer, cannot sleep"):
         ServerFleet([PlainServer()]).sleep()
@@ -522,7 +611,9 @@ class Sleeper(ScriptedServer):
         return super()._load(path, version)
 
 
-def test_an_update_that_was_told_before_does_not_wake_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_was_told_before_does_not_wake_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, server = write_published(tmp_path / "w", 1), Sleeper()
     with closing(ServerFleet([server], probe_interval_s=None)) as fleet:
         published = fleet_module._published
@@ -539,7 +630,9 @@ def test_an_update_that_was_told_before_does_not_wake_a_server(tmp_path: Path, m
     wanted = published(folder, 1, False, LIMIT_S)
     member.want(wanted)
     member.rest(TAGS)
-    with pytest.raises(PublishError, match=r"it is not to load .* any more"):  # its turn came after the sleep
+    with pytest.raises(
+        PublishError, match=r"it is not to load .* any more"
+    ):  # its turn came after the sleep
         member.tell(wanted, time.monotonic() + LIMIT_S)
     assert server.told == []
 
@@ -550,7 +643,9 @@ def test_a_server_that_an_update_keeps_busy_is_not_taken_for_asleep(tmp_path: Pa
         fleet.update(write_published(tmp_path / "w", 1), 1, LIMIT_S)
         (member,) = fleet._members
         member._busy.acquire()  # as an update or a probe does that does not end
-        with pytest.raises(ServerError, match=r"scripted is gone: .*(has not answered|did not sleep)"):
+        with pytest.raises(
+            ServerError, match=r"scripted is gone: .*(has not answered|did not sleep)"
+        ):
             fleet.sleep(0.1)
         assert states(fleet) == ["gone"]
         member._busy.release()

@@ -21,7 +21,10 @@ LONG_S = stretched(60)
 
 
 def buckets(count: int) -> list[Bucket]:
-    return [Bucket(n, (FileTensor(str(n), (SIZE,), torch.uint8, n, SIZE, (), None),)) for n in range(count)]
+    return [
+        Bucket(n, (FileTensor(str(n), (SIZE,), torch.uint8, n, SIZE, (), None),))
+        for n in range(count)
+    ]
 
 
 def fill(stream: WeightStream, some: Iterable[Bucket]) -> int:
@@ -44,7 +47,9 @@ def read(reader: BucketReader, slow_s: float = 0.0) -> list[bool]:
     for number, bucket in enumerate(reader):
         before = bool((bucket.data == number).all())
         time.sleep(slow_s)
-        right.append(before and bool((bucket.data == number).all()) and bucket.last == (number == 9))
+        right.append(
+            before and bool((bucket.data == number).all()) and bucket.last == (number == 9)
+        )
         reader.release()
     return right
 
@@ -67,7 +72,9 @@ def test_readers_of_different_speed_get_all_bytes() -> None:
         assert filled.result() == 10
 
 
-def test_a_buffer_that_is_released_too_early_is_seen_by_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_is_released_too_early_is_seen_by_this_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A control of the test above."""
     some = buckets(10)
     stream = WeightStream(some, LONG_S)
@@ -96,9 +103,12 @@ def test_at_most_one_bucket_is_complete_while_another_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "awaited, timeout_s, waits_s", slow_but([(True, 2.0, 0.5)], [(True, 2.0, 0.5), (False, 60.0, 5.0)])
+    "awaited, timeout_s, waits_s",
+    slow_but([(True, 2.0, 0.5)], [(True, 2.0, 0.5), (False, 60.0, 5.0)]),
 )
-def test_a_reader_that_takes_no_bucket_is_dropped(awaited: bool, timeout_s: float, waits_s: float) -> None:
+def test_a_reader_that_takes_no_bucket_is_dropped(
+    awaited: bool, timeout_s: float, waits_s: float
+) -> None:
     some = buckets(10)
     stream = WeightStream(some, timeout_s)
     good, bad = stream.open([True, awaited])
@@ -106,7 +116,10 @@ def test_a_reader_that_takes_no_bucket_is_dropped(awaited: bool, timeout_s: floa
     with filling(stream, some) as filled:
         assert read(good) == [True] * 10 and filled.result() == 10
     assert waits_s <= time.monotonic() - began < waits_s + stretched(2)
-    with pytest.raises(StreamEndedError, match=rf"bucket 0 was not taken in {waits_s:g} s, while other servers waited"):
+    with pytest.raises(
+        StreamEndedError,
+        match=rf"bucket 0 was not taken in {waits_s:g} s, while other servers waited",
+    ):
         bad.wait()
 
 

@@ -31,30 +31,44 @@ def test_an_update_is_checked_by_the_plugin(fake: FakeServer, tmp_path: Path) ->
     server, folder = client(fake), publish_hashed(tmp_path, 1)
     assert server.update_weights_from_disk(folder, 1) == 1
     routes = ("/start_weight_update", "/update_weights", "/finish_weight_update")
-    expected = ["POST /pause?mode=keep&clear_cache=true", "GET /weight_info", *(f"POST {route}" for route in routes)]
+    expected = [
+        "POST /pause?mode=keep&clear_cache=true",
+        "GET /weight_info",
+        *(f"POST {route}" for route in routes),
+    ]
     assert fake.calls()[: len(expected)] == expected
     assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
 
 
 def test_a_refused_folder_leaves_the_server_serving(fake: FakeServer, tmp_path: Path) -> None:
-    server, folder, bad = client(fake), publish_hashed(tmp_path, 1), Path(publish_hashed(tmp_path, 2))
+    server, folder, bad = (
+        client(fake),
+        publish_hashed(tmp_path, 1),
+        Path(publish_hashed(tmp_path, 2)),
+    )
     server.update_weights_from_disk(folder, 1)
     weights = bad / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(PublishError, match=r"(?s)it goes on with the weights it has: .*has digest xxh3_128:") as caught:
+    with pytest.raises(
+        PublishError, match=r"(?s)it goes on with the weights it has: .*has digest xxh3_128:"
+    ) as caught:
         server.update_weights_from_disk(str(bad), 2)
     assert not isinstance(caught.value, PoisonedServerError)
     assert server.status() == ServerStatus(weights_label(folder, 1), paused=False)
 
 
-def test_an_update_that_a_killed_publisher_left_open_is_closed(fake: FakeServer, tmp_path: Path) -> None:
+def test_an_update_that_a_killed_publisher_left_open_is_closed(
+    fake: FakeServer, tmp_path: Path
+) -> None:
     server, folder = client(fake), publish_hashed(tmp_path, 1)
     httpx2.post(f"{fake.url}/start_weight_update").raise_for_status()
     assert server.update_weights_from_disk(folder, 1) == 1
 
 
-def test_a_load_that_fails_after_the_check_leaves_the_server_paused(fake: FakeServer, tmp_path: Path) -> None:
+def test_a_load_that_fails_after_the_check_leaves_the_server_paused(
+    fake: FakeServer, tmp_path: Path
+) -> None:
     server, folder = client(fake), publish_hashed(tmp_path, 1)
     fake.tell(fail={"/update_weights": 1})
     with pytest.raises(PoisonedServerError, match="do not resume it"):
@@ -64,5 +78,8 @@ def test_a_load_that_fails_after_the_check_leaves_the_server_paused(fake: FakeSe
 
 
 def test_a_server_without_the_plugin_is_named(tmp_path: Path) -> None:
-    with FakeServer("vllm", tmp_path) as fake, pytest.raises(PublishError, match="install holdfast-vllm beside vLLM"):
+    with (
+        FakeServer("vllm", tmp_path) as fake,
+        pytest.raises(PublishError, match="install holdfast-vllm beside vLLM"),
+    ):
         client(fake).update_weights_from_disk(publish_hashed(tmp_path, 1), 1)

@@ -1,4 +1,6 @@
-"""A vLLM server serves the published weights, or the publisher gets an error. It never resumes with partial weights."""
+"""A vLLM server serves the published weights, or the publisher gets an error. It never resumes with
+partial weights.
+"""
 
 import asyncio
 import pickle
@@ -30,7 +32,14 @@ from holdfast.utils.errors import (
     WrongContentError,
 )
 from tests.engine.servers.fakes import FakeServer
-from tests.engine.servers.folders import PROMPT, model_logprobs, publish_hashed, publish_model, step, tiny_model
+from tests.engine.servers.folders import (
+    PROMPT,
+    model_logprobs,
+    publish_hashed,
+    publish_model,
+    step,
+    tiny_model,
+)
 from tests.limits import stretched
 from tests.tiers import slow_but
 
@@ -85,7 +94,9 @@ def test_three_versions_are_served_as_the_trainer_computes_them(tmp_path: Path) 
     model = tiny_model()
     with FakeServer("vllm", tmp_path, dtype="float32") as fake:
         server = VLLMServer(fake.url)
-        assert isinstance(server, ObservableServer) and server.status() == ServerStatus(None, paused=False)
+        assert isinstance(server, ObservableServer) and server.status() == ServerStatus(
+            None, paused=False
+        )
         for version in (1, 2, 3):
             step(model, 1e-3)
             folder = publish_model(tmp_path / "w", version, model)
@@ -96,7 +107,15 @@ def test_three_versions_are_served_as_the_trainer_computes_them(tmp_path: Path) 
             expected = model_logprobs(model, PROMPT)
             assert max(abs(a - b) for a, b in zip(answer, expected, strict=True)) < 1e-4
         assert fake.calls()[2:10] == CYCLE
-        assert server.seconds.keys() == {"pause", "load", "reset cache", "label", "resume", "read back", "check"}
+        assert server.seconds.keys() == {
+            "pause",
+            "load",
+            "reset cache",
+            "label",
+            "resume",
+            "read back",
+            "check",
+        }
         assert all(seconds > 0 for seconds in server.seconds.values())
 
 
@@ -109,7 +128,8 @@ def test_a_server_that_keeps_its_old_weights_is_found_and_paused(tmp_path: Path)
         fake.tell(lie=1)
         server = VLLMServer(fake.url)  # a client of another publisher, without remembered answers
         with pytest.raises(
-            WrongContentError, match=r"from the trainer's by \S+ on average, in float32 by at most 2e-05"
+            WrongContentError,
+            match=r"from the trainer's by \S+ on average, in float32 by at most 2e-05",
         ):
             server.update_weights_from_disk(folder, 2)
         assert server.status() == ServerStatus(None, paused=True)
@@ -118,7 +138,9 @@ def test_a_server_that_keeps_its_old_weights_is_found_and_paused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", slow_but([0], range(20)))
-def test_a_skipped_update_is_found_in_bfloat16(case: int, tmp_path: Path, bfloat16: FakeServer) -> None:
+def test_a_skipped_update_is_found_in_bfloat16(
+    case: int, tmp_path: Path, bfloat16: FakeServer
+) -> None:
     model = tiny_model(case)
     server = VLLMServer(bfloat16.url)
     server.update_weights_from_disk(publish_model(tmp_path, 1, model, "bfloat16"), 1)
@@ -126,7 +148,8 @@ def test_a_skipped_update_is_found_in_bfloat16(case: int, tmp_path: Path, bfloat
     folder = publish_model(tmp_path, 2, model, "bfloat16")
     bfloat16.tell(lie=1)
     with pytest.raises(
-        WrongContentError, match="bit for bit that of the version before, although the weights are others"
+        WrongContentError,
+        match="bit for bit that of the version before, although the weights are others",
     ):
         server.update_weights_from_disk(folder, 2)
     assert server.status().paused
@@ -146,15 +169,22 @@ def test_a_folder_without_a_probe_is_served_with_one_warning(
     assert "POST /inference/v1/generate" not in fake.calls()
 
 
-def test_a_failed_load_is_not_resumed_and_a_good_folder_repairs_it(fake: FakeServer, tmp_path: Path) -> None:
-    server, good, bad = VLLMServer(fake.url), publish_hashed(tmp_path / "w", 1), publish_hashed(tmp_path / "w", 2)
+def test_a_failed_load_is_not_resumed_and_a_good_folder_repairs_it(
+    fake: FakeServer, tmp_path: Path
+) -> None:
+    server, good, bad = (
+        VLLMServer(fake.url),
+        publish_hashed(tmp_path / "w", 1),
+        publish_hashed(tmp_path / "w", 2),
+    )
     server.update_weights_from_disk(good, 1)
     label, seen = weights_label(bad, 2), len(fake.calls())
     Path(bad, "manifest.json").rename(Path(bad, "elsewhere"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("holdfast.engine.servers.client.weights_label", lambda *_: label)
         with pytest.raises(
-            PoisonedServerError, match=r"POST /collective_rpc was answered with 500 .* do not resume it"
+            PoisonedServerError,
+            match=r"POST /collective_rpc was answered with 500 .* do not resume it",
         ):
             server.update_weights_from_disk(bad, 2)
     assert fake.calls()[seen:] == CYCLE[:3]
@@ -165,7 +195,9 @@ def test_a_failed_load_is_not_resumed_and_a_good_folder_repairs_it(fake: FakeSer
     assert complete(server, seed=1).output_versions == [3] * 8
 
 
-def test_a_paused_server_of_a_killed_publisher_is_resumed_by_the_same_version(fake: FakeServer, tmp_path: Path) -> None:
+def test_a_paused_server_of_a_killed_publisher_is_resumed_by_the_same_version(
+    fake: FakeServer, tmp_path: Path
+) -> None:
     server, folder = VLLMServer(fake.url), publish_hashed(tmp_path / "w", 1)
     server.update_weights_from_disk(folder, 1)
     httpx2.post(f"{fake.url}/pause?mode=keep")
@@ -180,7 +212,9 @@ def test_a_prefix_cache_that_is_not_reset_keeps_the_server_paused(tmp_path: Path
     async def publish_meanwhile(fake: FakeServer, server: VLLMServer) -> None:
         running = asyncio.create_task(server.agenerate(request(max_new_tokens=100_000)))
         await asyncio.to_thread(wait_for, fake.tokens)
-        with pytest.raises(PublishError, match=r"the prefix cache could not be reset.*the server stays paused"):
+        with pytest.raises(
+            PublishError, match=r"the prefix cache could not be reset.*the server stays paused"
+        ):
             await asyncio.to_thread(server.update_weights_from_disk, folder, 1)
         running.cancel()
 
@@ -198,14 +232,20 @@ def test_unreachable_and_slow_servers_are_distinguished(fake: FakeServer, tmp_pa
     folder = publish_hashed(tmp_path / "w", 1)
     hasty = VLLMServer(fake.url, timeout_s=stretched(0.5))
     fake.tell(slow={"/collective_rpc": 60.0})
-    with pytest.raises(SlowServerError, match=r"version 1 from .*/v00000001: POST /collective_rpc was not answered"):
+    with pytest.raises(
+        SlowServerError, match=r"version 1 from .*/v00000001: POST /collective_rpc was not answered"
+    ):
         hasty.update_weights_from_disk(folder, 1)
     assert hasty.status().paused
     fake.tell(at_call=2)
-    with pytest.raises(UnreachableServerError, match=r"POST /collective_rpc broke off .*it may have died"):
+    with pytest.raises(
+        UnreachableServerError, match=r"POST /collective_rpc broke off .*it may have died"
+    ):
         VLLMServer(fake.url).update_weights_from_disk(folder, 1)
     assert fake.died()
-    with pytest.raises(UnreachableServerError, match=r"GET /weight_info found no server there .*start it"):
+    with pytest.raises(
+        UnreachableServerError, match=r"GET /weight_info found no server there .*start it"
+    ):
         hasty.status()
     fake.restart()
     server = VLLMServer(fake.url)
@@ -215,7 +255,9 @@ def test_unreachable_and_slow_servers_are_distinguished(fake: FakeServer, tmp_pa
 
 
 @pytest.mark.parametrize("call", slow_but([2], range(7)))
-def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(call: int, fake: FakeServer, tmp_path: Path) -> None:
+def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(
+    call: int, fake: FakeServer, tmp_path: Path
+) -> None:
     server = VLLMServer(fake.url)
     for version, when in enumerate(("before", "after"), start=1):
         folder = publish_hashed(tmp_path / "w", version)
@@ -227,14 +269,17 @@ def test_an_update_cut_off_at_any_call_is_repaired_by_the_next(call: int, fake: 
         assert serves(server, folder, version)
 
 
-def test_an_answer_of_another_label_or_of_no_vllm_is_refused(fake: FakeServer, tmp_path: Path) -> None:
+def test_an_answer_of_another_label_or_of_no_vllm_is_refused(
+    fake: FakeServer, tmp_path: Path
+) -> None:
     folder = publish_hashed(tmp_path / "w", 1)
     fake.tell(fail={"/resume": 1})
     with pytest.raises(PublishError, match=r"POST /resume was answered with 500 \(.*told to fail"):
         VLLMServer(fake.url).update_weights_from_disk(folder, 1)
     fake.tell(deaf=True)
     with pytest.raises(
-        PublishError, match=r"says ServerStatus\(label='1-.*; expected the label 2-xxh3_128:.*, not paused"
+        PublishError,
+        match=r"says ServerStatus\(label='1-.*; expected the label 2-xxh3_128:.*, not paused",
     ):
         VLLMServer(fake.url).update_weights_from_disk(publish_hashed(tmp_path / "w", 2), 2)
 
@@ -242,7 +287,10 @@ def test_an_answer_of_another_label_or_of_no_vllm_is_refused(fake: FakeServer, t
 @pytest.mark.parametrize(
     "options, expected",
     [
-        ({"dev_mode": False}, r"/pause was answered with 404 .* start the server with VLLM_SERVER_DEV_MODE=1"),
+        (
+            {"dev_mode": False},
+            r"/pause was answered with 404 .* start the server with VLLM_SERVER_DEV_MODE=1",
+        ),
         ({"scale_out": False}, r"answered with 403 .*start the server with --enable-scale-out"),
         ({"api_key": "key"}, r"answered with 401 .* give the client its api_key"),
     ],
@@ -251,14 +299,21 @@ def test_a_server_started_without_a_needed_option_is_refused_with_advice(
     options: Any, expected: str, tmp_path: Path
 ) -> None:
     folder = publish_model(tmp_path / "w", 1, tiny_model())
-    with FakeServer("vllm", tmp_path, **options) as fake, pytest.raises(PublishError, match=expected):
+    with (
+        FakeServer("vllm", tmp_path, **options) as fake,
+        pytest.raises(PublishError, match=expected),
+    ):
         VLLMServer(fake.url).update_weights_from_disk(folder, 1)
 
 
 def test_a_client_travels_with_its_settings_and_shows_no_secret(tmp_path: Path) -> None:
     server = VLLMServer("http://me:hunter2@127.0.0.1:9/", timeout_s=0.2, dtype="bfloat16")
     copy = pickle.loads(pickle.dumps(server))
-    assert (copy.url, copy.timeout_s, copy.dtype) == ("http://me:hunter2@127.0.0.1:9", 0.2, "bfloat16")
+    assert (copy.url, copy.timeout_s, copy.dtype) == (
+        "http://me:hunter2@127.0.0.1:9",
+        0.2,
+        "bfloat16",
+    )
     assert copy.name == "http://127.0.0.1:9" and repr(copy) == "VLLMServer('http://127.0.0.1:9')"
     keyed = VLLMServer("http://127.0.0.1:9", api_key="hunter2", timeout_s=0.2)
     folder, told = publish_hashed(tmp_path, 1), [repr(keyed)]
@@ -269,7 +324,9 @@ def test_a_client_travels_with_its_settings_and_shows_no_secret(tmp_path: Path) 
             told.append("".join(traceback.format_exception(caught.value)))
             assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert "hunter2" not in "".join(told)
-    with pytest.raises(ConfigError, match=r"server URL 'ftp://host' is unknown; expected http://host:port"):
+    with pytest.raises(
+        ConfigError, match=r"server URL 'ftp://host' is unknown; expected http://host:port"
+    ):
         VLLMServer("ftp://me:hunter2@host")
     with pytest.raises(ConfigError, match="with a user and with an api_key"):
         VLLMServer("http://me:hunter2@host", api_key="hunter3")

@@ -72,7 +72,11 @@ def _train(engine: Any, steps: int = 1) -> None:
 
 
 def _metas(root: Path, kind: str) -> list[SaveLoadMeta]:
-    hf: dict[str, Any] = {"dtype": "bfloat16", "max_shard_size_bytes": 8000, "tokenizer": _tokenizer()}
+    hf: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_shard_size_bytes": 8000,
+        "tokenizer": _tokenizer(),
+    }
     return [
         SaveLoadMeta(str(root / f"{kind}-hf"), "hf", False, **hf),
         SaveLoadMeta(str(root / f"{kind}-dcp"), "dcp", True),
@@ -81,7 +85,9 @@ def _metas(root: Path, kind: str) -> list[SaveLoadMeta]:
 
 
 def _settled_fds(expected: int) -> int:
-    """Open files of this process. gloo closes a connection when it notices that the other end is closed."""
+    """Open files of this process. gloo closes a connection when it notices that the other end is
+    closed.
+    """
     deadline = time.monotonic() + stretched(20)
     while (found := psutil.Process().num_fds()) > expected and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -99,7 +105,9 @@ def _saves_while_training(rank: int, world_size: int, model: str, root: Path) ->
         engine.save(in_background, blocking=False)
         engine.model.config.vocab_size = 99
         with torch.no_grad():
-            engine.forward_batch(make_batch([1, 2]))  # after this FSDP2 holds the gathered parameters of the root
+            engine.forward_batch(
+                make_batch([1, 2])
+            )  # after this FSDP2 holds the gathered parameters of the root
         assert not Path(in_background.path).exists()
         threading.Timer(0.2, gate.open).start()
         _train(engine, 3)
@@ -111,7 +119,11 @@ def _saves_while_training(rank: int, world_size: int, model: str, root: Path) ->
     threading.Timer(0.2, gate.open).start()
     engine.destroy()
     assert Path(last.path).is_dir(), "destroy waits"
-    assert [thread.name for thread in threading.enumerate() if "save" in thread.name or "staging" in thread.name] == []
+    assert [
+        thread.name
+        for thread in threading.enumerate()
+        if "save" in thread.name or "staging" in thread.name
+    ] == []
     expected = -1  # an engine that saved nothing in the background
     for number, blocking in enumerate((True, False, False)):
         engine = make_engine(model)
@@ -135,7 +147,9 @@ def test_written_values_are_the_staged_ones_while_training_goes_on(tmp_path: Pat
 
 
 def _every_sharding(rank: int, world_size: int, root: Path) -> None:
-    """Gathered spans, fused experts, tied weights and conversions, while other collectives run in the same world."""
+    """Gathered spans, fused experts, tied weights and conversions, while other collectives run in
+    the same world.
+    """
     dist.barrier()
     n_fds = psutil.Process().num_fds()
     gate = Gate()
@@ -221,7 +235,10 @@ def test_a_failed_background_save_is_raised_on_every_rank_with_its_cause(
     assert other.pop(2).startswith("PeerError: staging s3://bucket/out failed on rank 1")
     assert failing.pop(2) == "CheckpointWriteError: no room"
     assert len(other) == len(failing) == 3
-    assert all(t.startswith("CheckpointWriteError: cannot write") and "File too large" in t for t in failing)
+    assert all(
+        t.startswith("CheckpointWriteError: cannot write") and "File too large" in t
+        for t in failing
+    )
     assert all(t.startswith("PeerError") and "rank 1: CheckpointWriteError" in t for t in other)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "model"]
 
@@ -230,13 +247,19 @@ def test_a_failed_background_save_is_raised_on_every_rank_with_its_cause(
 def test_a_process_that_just_ends_has_its_last_save_or_says_otherwise(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     script = (
-        "import sys; from tests.recover.runs import make_engine; from holdfast.engine.api import SaveLoadMeta\n"
-        "engine = make_engine(sys.argv[1])\n"
-        "for path in sys.argv[2:]: engine.save(SaveLoadMeta(path, 'hf', False), blocking=False)\n"
+        "import sys; from tests.recover.runs import make_engine; from holdfast.engine.api import "
+        "SaveLoadMeta\nengine = make_engine(sys.argv[1])\nfor path in sys.argv[2:]: "
+        "engine.save(SaveLoadMeta(path, 'hf', False), blocking=False)\n"
     )
     out, nowhere = tmp_path / "out", tmp_path / "model/config.json/out"
     command = [sys.executable, "-c", script, str(tmp_path / "model"), str(out), str(nowhere)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=stretched(90))
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=stretched(90),
+    )
     assert done.returncode == 0, done.stderr
     assert _contents(out)["model.safetensors"]
     assert f"a save in the background failed: cannot write {nowhere}" in done.stderr
@@ -259,13 +282,18 @@ def _initialize_again(rank: int, world_size: int, models: tuple[str, str], root:
         engine.config.path = models[1]
         engine.initialize(None, SPEC)
         assert (root / "first").is_dir(), "what was being written is written"
-        assert engine.counters == EngineCounters(mesh=engine.counters.mesh) and engine.optimizer is not optimizer
+        assert (
+            engine.counters == EngineCounters(mesh=engine.counters.mesh)
+            and engine.optimizer is not optimizer
+        )
         assert optimizer._optimizer_step_pre_hooks == hooks, "a save leaves none"
         gc.collect()
         assert old() is None
         kind = "destroyed" if destroyed else "again"
         for blocking in (True, False):
-            engine.save(SaveLoadMeta(str(root / f"{kind}-{blocking}"), "hf", False), blocking=blocking)
+            engine.save(
+                SaveLoadMeta(str(root / f"{kind}-{blocking}"), "hf", False), blocking=blocking
+            )
             engine.wait_for_save()
         assert _contents(root / f"{kind}-True") == _contents(root / f"{kind}-False")
         engine.save(SaveLoadMeta(str(root / f"{kind}-dcp"), "dcp", True), blocking=False)

@@ -21,7 +21,9 @@ def _job(*runs: object) -> BackgroundJob:
 
         return Task(f"task {number}", run)
 
-    return BackgroundJob("test", [task(number, run) for number, run in enumerate(runs)], daemon=True)
+    return BackgroundJob(
+        "test", [task(number, run) for number, run in enumerate(runs)], daemon=True
+    )
 
 
 def test_a_job_is_running_until_its_last_task_has_ended() -> None:
@@ -40,7 +42,9 @@ def test_a_failed_task_does_not_keep_the_next_one_from_running() -> None:
     job = _job(OSError("full"), 2)
     job.start()
     assert job.wait(20) is JobState.FAILED
-    assert [task.state for task in job.tasks] == [JobState.FAILED, JobState.DONE] and job.tasks[1].result() == 2
+    assert [task.state for task in job.tasks] == [JobState.FAILED, JobState.DONE] and job.tasks[
+        1
+    ].result() == 2
     with pytest.raises(OSError, match="full"):
         job.tasks[0].result()
 

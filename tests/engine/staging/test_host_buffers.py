@@ -20,30 +20,48 @@ from holdfast.recover import RecoverConfig, RecoverHandler
 from tests.engine.hf_models import tiny_model
 from tests.recover.runs import SPEC, step_info
 
-DTYPES = (torch.float32, torch.bfloat16, torch.complex128, torch.bool, torch.float8_e4m3fn, torch.int64)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.complex128,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.int64,
+)
 SHAPES = ((), (3,), (0, 4), (5, 7), (1,))
 
 
 def rss_bytes() -> int:
     gc.collect()  # so that leftovers of other tests do not go away during this test
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) << 10
 
 
 def is_mapped(address: int) -> bool:
-    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    ranges = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
     return any(int(start, 16) <= address < int(stop, 16) for start, stop in ranges)
 
 
 def test_copies_have_their_shapes_and_dtypes_and_lie_apart() -> None:
-    tensors = {f"{shape}{dtype}": torch.ones(shape).to(dtype) for shape in SHAPES for dtype in DTYPES}
+    tensors = {
+        f"{shape}{dtype}": torch.ones(shape).to(dtype) for shape in SHAPES for dtype in DTYPES
+    }
     tensors["across"] = torch.ones(4, 3).t()
     copies = host_copies_of(tensors)
     for name, tensor in tensors.items():
         assert copies[name].shape == tensor.shape and copies[name].dtype == tensor.dtype
         assert copies[name].is_contiguous() and copies[name].data_ptr() % tensor.itemsize == 0
         copies[name].copy_(tensor)
-    assert all(torch.equal(copies[name].to(torch.complex128), t.to(torch.complex128)) for name, t in tensors.items())
+    assert all(
+        torch.equal(copies[name].to(torch.complex128), t.to(torch.complex128))
+        for name, t in tensors.items()
+    )
     places = sorted((copy.data_ptr(), copy.nbytes) for copy in copies.values() if copy.numel())
     span = places[-1][0] + places[-1][1] - places[0][0]
     assert span <= sum(n_bytes for _, n_bytes in places) + 512 * len(places)
@@ -80,7 +98,9 @@ def test_staging_takes_one_piece_and_gives_it_back_when_released() -> None:
 def test_a_forked_process_sees_zeros_and_cannot_change_the_memory() -> None:
     copy = host_copies_of({"a": torch.empty(8 << 20, dtype=torch.uint8)})["a"]
     copy.fill_(7)
-    if (pid := os.fork()) == 0:  # like a dataloader's workers, because the kernel copies pinned pages for a child
+    if (
+        pid := os.fork()
+    ) == 0:  # like a dataloader's workers, because the kernel copies pinned pages for a child
         values = copy.numpy()  # torch's threads exist only in the parent
         wiped = not values.any()
         values[:] = 1
@@ -102,7 +122,9 @@ class Cudart:
         return self.error
 
     def launch(self, *size: int, device: torch.device) -> None:
-        """Do what torch does after a kernel launch: ask for the last error of any call, and clear it."""
+        """Do what torch does after a kernel launch: ask for the last error of any call, and clear
+        it.
+        """
         error, self.last_error = self.last_error, 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
@@ -110,7 +132,11 @@ class Cudart:
     def cudaHostUnregister(self, address: int) -> int:
         mapped = Path("/proc/self/maps").read_text()
         self.calls.append(
-            ("unregister", address, any(line.startswith(f"{address:x}-") for line in mapped.splitlines()))
+            (
+                "unregister",
+                address,
+                any(line.startswith(f"{address:x}-") for line in mapped.splitlines()),
+            )
         )
         return 0
 
@@ -125,12 +151,16 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
 
 def on_gpu(tensor: torch.Tensor) -> Any:
     """Wrap a tensor so that it reports a GPU as its device to the allocation. No GPU is needed."""
-    return SimpleNamespace(device=torch.device("cuda", 0), nbytes=tensor.nbytes, dtype=tensor.dtype, shape=tensor.shape)
+    return SimpleNamespace(
+        device=torch.device("cuda", 0), nbytes=tensor.nbytes, dtype=tensor.dtype, shape=tensor.shape
+    )
 
 
 def test_it_is_pinned_once_and_unpinned_before_it_is_unmapped(cudart: Cudart) -> None:
     tensors = {"a": torch.ones(3 << 20), "b": torch.ones(5), "c": torch.ones(0, 2)}
-    copies = host_copies_of({name: on_gpu(tensor) for name, tensor in tensors.items()} | {"host": torch.ones(2)})
+    copies = host_copies_of(
+        {name: on_gpu(tensor) for name, tensor in tensors.items()} | {"host": torch.ones(2)}
+    )
     ((_, address, n_bytes),) = cudart.calls
     assert address == copies["a"].data_ptr() and 12 << 20 <= n_bytes < (12 << 20) + 8192
     assert address <= copies["b"].data_ptr() < address + n_bytes
@@ -177,7 +207,11 @@ def test_a_handler_takes_memory_when_it_loads_and_none_at_dumps(
     with RecoverHandler(RecoverConfig("e", "t", str(tmp_path), **options), SPEC) as handler:
         handler.load(state)
         before = memory_of(handler)
-        wanted = {name for name in state.live_tensors() if name.startswith(expected)} if expected else set()
+        wanted = (
+            {name for name in state.live_tensors() if name.startswith(expected)}
+            if expected
+            else set()
+        )
         assert {name for name in before if name.startswith(("model.", "optim."))} == wanted
         for step in range(2):
             handler.dump(state, step_info(step))
@@ -187,4 +221,8 @@ def test_a_handler_takes_memory_when_it_loads_and_none_at_dumps(
 def memory_of(handler: RecoverHandler) -> dict[str, int]:
     stagings = [staging for _, staging in handler._sessions.own._stagings.values()]
     kept = [buffers.tensors for staging in stagings for buffers in staging._kept]
-    return {name: local_tensor(buffer).data_ptr() for tensors in kept for name, buffer in tensors.items()}
+    return {
+        name: local_tensor(buffer).data_ptr()
+        for tensors in kept
+        for name, buffer in tensors.items()
+    }

@@ -1,4 +1,6 @@
-"""Ctrl-C in `offload` and `onload`: no bit is lost, and until the next `onload` every use is right or refused."""
+"""Ctrl-C in `offload` and `onload`: no bit is lost, and until the next `onload` every use is right
+or refused.
+"""
 
 import gc
 import itertools
@@ -27,7 +29,9 @@ from tests.engine.staging.test_offload import contents, make_engine, same, step,
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
-FILES = {module.__file__ for module in (offload, offloaded, host_buffers, staged_model, staged_state)}
+FILES = {
+    module.__file__ for module in (offload, offloaded, host_buffers, staged_model, staged_state)
+}
 
 
 Line = tuple[str, int]
@@ -53,7 +57,9 @@ def trace_lines(call: Callable[[], object], at_line: Callable[[Line], None], opc
 
 
 def moments_of(call: Callable[[], object], opcodes: bool) -> list[int]:
-    """Numbers of the lines that ``call`` runs: of each distinct line the first time and the last time."""
+    """Numbers of the lines that ``call`` runs: of each distinct line the first time and the last
+    time.
+    """
     lines = list[Line]()
     trace_lines(call, lines.append, opcodes)
     times = defaultdict[Line, list[int]](list)
@@ -63,7 +69,9 @@ def moments_of(call: Callable[[], object], opcodes: bool) -> list[int]:
 
 
 def interrupt(call: Callable[[], object], moment: int, opcodes: bool) -> bool:
-    """Raise KeyboardInterrupt before the line of this number that ``call`` runs. Returns whether it came so far."""
+    """Raise KeyboardInterrupt before the line of this number that ``call`` runs. Returns whether it
+    came so far.
+    """
     count = itertools.count()
 
     def at_line(_: Line) -> None:
@@ -80,12 +88,17 @@ def interrupt(call: Callable[[], object], moment: int, opcodes: bool) -> bool:
 def readable(engine: FSDPEngine) -> dict[str, torch.Tensor]:
     """What a save and an export read now."""
     found = dict(staged_state.flatten(engine.dcp_state().state_dict()))
-    found |= {f"export.{name}": tensor for name, tensor in exportable_model(engine.model).state_dict().items()}
+    found |= {
+        f"export.{name}": tensor
+        for name, tensor in exportable_model(engine.model).state_dict().items()
+    }
     return {name: local_tensor(tensor).clone() for name, tensor in found.items()}
 
 
 def check_unfinished(engine: FSDPEngine, expected: dict[str, torch.Tensor]) -> None:
-    """After an interrupt a save and an export are right. A step is refused, unless the engine is here."""
+    """After an interrupt a save and an export are right. A step is refused, unless the engine is
+    here.
+    """
     assert same(readable(engine), expected)
     tokens = torch.tensor([[1, 2]], device=engine.device)
     if not engine.offloaded:
@@ -111,17 +124,24 @@ def _is_interrupted(rank: int, world_size: int, base: str, kind: str, opcodes: b
         engine.onload()
         for number, moment in enumerate(moments):
             with torch.no_grad(), changing_weights(engine.model):
-                trained = [param for param in engine.model.parameters() if param.requires_grad]  # a base never changes
+                trained = [
+                    param for param in engine.model.parameters() if param.requires_grad
+                ]  # a base never changes
                 torch._foreach_add_([local_tensor(param) for param in trained], 1)
             before, expected = values_of(engine), readable(engine)
             if interrupted == engine.onload:
                 engine.offload()
             assert interrupt(interrupted, moment, opcodes) or number > 0.9 * len(moments)
             check_unfinished(engine, expected)
-            # Half of the interrupts are followed by another departure, such as the one of the next turn.
+            # Half of the interrupts are followed by another departure, such as the one of the next
+            # turn.
             if number % 2:
                 engine.offload()
-                left = [p for p in engine.model.parameters() if local_tensor(p).untyped_storage().nbytes()]
+                left = [
+                    p
+                    for p in engine.model.parameters()
+                    if local_tensor(p).untyped_storage().nbytes()
+                ]
                 assert left == [], "an offload that was begun is finished"
                 assert same(readable(engine), expected)
             engine.onload()
@@ -136,9 +156,13 @@ def _is_interrupted(rank: int, world_size: int, base: str, kind: str, opcodes: b
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "opcodes"),
-    slow_but([("full", False)], [(kind, way) for kind in ("lora", "full") for way in (False, True)]),
+    slow_but(
+        [("full", False)], [(kind, way) for kind in ("lora", "full") for way in (False, True)]
+    ),
 )
-def test_an_interrupt_at_any_line_of_offload_and_onload_loses_no_bit(kind: str, opcodes: bool, tmp_path: Path) -> None:
+def test_an_interrupt_at_any_line_of_offload_and_onload_loses_no_bit(
+    kind: str, opcodes: bool, tmp_path: Path
+) -> None:
     write_base(tmp_path)
     [counts] = run_ranks(_is_interrupted, 1, str(tmp_path), kind, opcodes)
     assert min(counts) > 30, "many lines were interrupted"

@@ -1,4 +1,6 @@
-"""Engines that leave their device and come back: no bit changes, saves go on, and what computes is refused."""
+"""Engines that leave their device and come back: no bit changes, saves go on, and what computes is
+refused.
+"""
 
 import gc
 import os
@@ -59,15 +61,24 @@ KINDS: Mapping[str, dict[str, Any]] = {
     "d2t2, params on the host": {"backend": "fsdp:d2t2", "fsdp": FSDPConfig(offload_params=True)},
     "params on the host": {"fsdp": FSDPConfig(offload_params=True)},
     "optimizer on the host": {"optimizer": OptimizerConfig(lr=1e-2, offload=True)},
-    "t2, optimizer on the host": {"backend": "fsdp:t2", "optimizer": OptimizerConfig(lr=1e-2, offload=True)},
-    "d2e2, optimizer on the host": {"backend": "fsdp:d2e2", "optimizer": OptimizerConfig(lr=1e-2, offload=True)},
+    "t2, optimizer on the host": {
+        "backend": "fsdp:t2",
+        "optimizer": OptimizerConfig(lr=1e-2, offload=True),
+    },
+    "d2e2, optimizer on the host": {
+        "backend": "fsdp:d2e2",
+        "optimizer": OptimizerConfig(lr=1e-2, offload=True),
+    },
     "adam8bit on the host": {"optimizer": OptimizerConfig(type="adam8bit", lr=1e-2, offload=True)},
     "muon on the host": {"optimizer": OptimizerConfig(type="muon", lr=1e-2, offload=True)},
     "muon, params on the host": {
         "optimizer": OptimizerConfig(type="muon", lr=1e-2),
         "fsdp": FSDPConfig(offload_params=True),
     },
-    "bfloat16": {"dtype": "bfloat16", "optimizer": OptimizerConfig(type="adam_bf16", lr=1e-2, offload=True)},
+    "bfloat16": {
+        "dtype": "bfloat16",
+        "optimizer": OptimizerConfig(type="adam_bf16", lr=1e-2, offload=True),
+    },
 }
 
 RANKS = dict.fromkeys(KINDS, (1, 2, 4))
@@ -108,14 +119,22 @@ def storages() -> dict[int, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some modules warn of their attributes
         found = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-    local = [tensor for tensor in found if not isinstance(tensor, DTensor) and tensor.device.type == "cpu"]
-    return {t.untyped_storage()._cdata: t for t in local if t.dim() and t.untyped_storage().nbytes()}
+    local = [
+        tensor
+        for tensor in found
+        if not isinstance(tensor, DTensor) and tensor.device.type == "cpu"
+    ]
+    return {
+        t.untyped_storage()._cdata: t for t in local if t.dim() and t.untyped_storage().nbytes()
+    }
 
 
 def step(engine: FSDPEngine) -> Any:
     if not engine.config.is_critic:
         return train(engine, 1)
-    return engine.train_batch(batch(), lambda values, mb: values.square().mean(), lambda mb: mb["loss_mask"].sum())
+    return engine.train_batch(
+        batch(), lambda values, mb: values.square().mean(), lambda mb: mb["loss_mask"].sum()
+    )
 
 
 def _three_rounds(rank: int, world_size: int, base: str, kind: str) -> None:
@@ -134,22 +153,35 @@ def _three_rounds(rank: int, world_size: int, base: str, kind: str) -> None:
         engine.offload()
         engine.offload()
         if engine.config.parts_on_host != ("weights", "optimizer"):
-            assert all(local_tensor(param).untyped_storage().nbytes() == 0 for param in parameters.values())
+            assert all(
+                local_tensor(param).untyped_storage().nbytes() == 0 for param in parameters.values()
+            )
         step(twin)  # the other engine of the process has its turn
         engine.onload(("optimizer",) if number == 1 else ("weights", "optimizer"))
         engine.onload()
         engine.onload()
         assert versions == {name: param._version for name, param in engine.model.named_parameters()}
-        assert objects == {name: id(tensor) for name, tensor in engine.dcp_state().live_tensors().items()}
+        assert objects == {
+            name: id(tensor) for name, tensor in engine.dcp_state().live_tensors().items()
+        }
         step(engine)
         assert same(values_of(engine), values_of(twin))
     del parameters
     twin.destroy()
     engine.offload()
     if not engine.config.parts_on_host:
-        host = {copy.untyped_storage()._cdata for copy in map(local_tensor, host_copies(engine.model).values())}
-        left = [tensor for key, tensor in storages().items() if key not in before and key not in host]
-        large = [(t.shape, t.dtype) for t in left if t.dtype not in (torch.int64, torch.int32) and t.numel() > 2]
+        host = {
+            copy.untyped_storage()._cdata
+            for copy in map(local_tensor, host_copies(engine.model).values())
+        }
+        left = [
+            tensor for key, tensor in storages().items() if key not in before and key not in host
+        ]
+        large = [
+            (t.shape, t.dtype)
+            for t in left
+            if t.dtype not in (torch.int64, torch.int32) and t.numel() > 2
+        ]
         assert large == [], "more than a batch and the sums of a step has memory"
     engine.destroy()
 
@@ -161,7 +193,9 @@ def _three_rounds(rank: int, world_size: int, base: str, kind: str) -> None:
         [(kind, n) for kind in KINDS for n in RANKS[kind]],
     ),
 )
-def test_three_rounds_of_training_between_offloads_change_no_bit(kind: str, world_size: int, tmp_path: Path) -> None:
+def test_three_rounds_of_training_between_offloads_change_no_bit(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
     write_model(tmp_path, kind)
     run_ranks(_three_rounds, world_size, str(tmp_path), kind)
 
@@ -169,8 +203,12 @@ def test_three_rounds_of_training_between_offloads_change_no_bit(kind: str, worl
 def contents(folder: Path) -> dict[str, bytes]:
     """All files. Those of a generation without its description, which has the time."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    own = {"recover_info.json", "manifest.json"} if (folder / "recover_info.json").exists() else set()
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name not in own}
+    own = (
+        {"recover_info.json", "manifest.json"} if (folder / "recover_info.json").exists() else set()
+    )
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in files if path.name not in own
+    }
 
 
 def save_all(engine: FSDPEngine, root: Path, blocking: bool = True) -> None:
@@ -217,8 +255,14 @@ def _saves(rank: int, world_size: int, base: str, kind: str, root: Path) -> None
             assert len(here) > 3
             for place in ("away", "half"):
                 away = contents(root / place / folder)
-                assert away.keys() == here.keys(), (place, folder, sorted(away.keys() ^ here.keys()))
-                assert [name for name in here if away[name] != here[name] and not _is_of_one_run(name)] == []
+                assert away.keys() == here.keys(), (
+                    place,
+                    folder,
+                    sorted(away.keys() ^ here.keys()),
+                )
+                assert [
+                    name for name in here if away[name] != here[name] and not _is_of_one_run(name)
+                ] == []
     engine.load(SaveLoadMeta(str(root / "away" / "save True" / "dcp"), "dcp", True))
     step(engine)
     save_all(engine, root / "again")
@@ -234,9 +278,12 @@ def _is_of_one_run(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size"), slow_but([("lora", 2)], [(kind, n) for kind in KINDS for n in RANKS[kind] if n > 1])
+    ("kind", "world_size"),
+    slow_but([("lora", 2)], [(kind, n) for kind in KINDS for n in RANKS[kind] if n > 1]),
 )
-def test_a_save_while_away_equals_the_save_before(kind: str, world_size: int, tmp_path: Path) -> None:
+def test_a_save_while_away_equals_the_save_before(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
     write_model(tmp_path / "base", kind)
     run_ranks(_saves, world_size, str(tmp_path / "base"), kind, tmp_path)
 
@@ -248,7 +295,9 @@ def _goes_away_during_saves(rank: int, world_size: int, base: str, root: Path) -
     for format_, with_optim in (("dcp", True), ("hf", False)):
         engine.save(SaveLoadMeta(str(root / f"{format_} now"), format_, with_optim))
         gate.close()
-        engine.save(SaveLoadMeta(str(root / f"{format_} later"), format_, with_optim), blocking=False)
+        engine.save(
+            SaveLoadMeta(str(root / f"{format_} later"), format_, with_optim), blocking=False
+        )
         held: Any = engine._background
         assert held is not None
         staged = held._staging._buffers.tensors["model.model.norm.weight"]
@@ -271,7 +320,9 @@ def _goes_away_during_saves(rank: int, world_size: int, base: str, root: Path) -
 
 
 @pytest.mark.slow
-def test_a_save_in_the_background_goes_on_while_the_engine_leaves_and_trains(tmp_path: Path) -> None:
+def test_a_save_in_the_background_goes_on_while_the_engine_leaves_and_trains(
+    tmp_path: Path,
+) -> None:
     write_base(tmp_path / "base")
     run_ranks(_goes_away_during_saves, 2, str(tmp_path / "base"), tmp_path)
 
@@ -346,7 +397,9 @@ def _is_guarded(rank: int, world_size: int, base: str, root: Path) -> None:
         lambda: handler.load(engine),
     ]
     for number, call in enumerate(refused):
-        with pytest.raises(EngineOffloadedError, match="the engine is offloaded; call onload first"):
+        with pytest.raises(
+            EngineOffloadedError, match="the engine is offloaded; call onload first"
+        ):
             call()
             raise AssertionError(f"call {number} was not refused")
     engine.train()
@@ -375,7 +428,9 @@ def test_what_computes_or_loads_is_refused_while_away(tmp_path: Path) -> None:
     run_ranks(_is_guarded, 2, str(tmp_path / "base"), tmp_path)
 
 
-def _run(rank: int, world_size: int, base: str, root: str, away: bool, kill_after: int) -> dict[str, Any]:
+def _run(
+    rank: int, world_size: int, base: str, root: str, away: bool, kill_after: int
+) -> dict[str, Any]:
     seed_rng(1, rank)
     job = Job(base)
     engine, handler = job.engine, make_handler(root, freq_steps=1)
@@ -414,8 +469,12 @@ def _copies_nothing(rank: int, world_size: int, base: str) -> None:
     staging = staged_state.Staging(engine.model)
     staging.prepare(state)
     engine.offload()
-    copies = {name: local_tensor(copy).data_ptr() for name, copy in host_copies(engine.model).items()}
-    assert set(copies.values()) <= {local_tensor(t).data_ptr() for kept in staging._kept for t in kept.tensors.values()}
+    copies = {
+        name: local_tensor(copy).data_ptr() for name, copy in host_copies(engine.model).items()
+    }
+    assert set(copies.values()) <= {
+        local_tensor(t).data_ptr() for kept in staging._kept for t in kept.tensors.values()
+    }
     staged = dict(staged_state.flatten(staging.stage(state)))
     copies = {name: at for name, at in copies.items() if "inv_freq" not in name}  # in no checkpoint
     assert {name: local_tensor(staged[name]).data_ptr() for name in copies} == copies
@@ -425,7 +484,9 @@ def _copies_nothing(rank: int, world_size: int, base: str) -> None:
     after = values_of(engine)
     engine.offload()
     staging.finish()
-    assert same({name: local_tensor(staged[name]) for name in copies}, expected), "the snapshot is not written yet"
+    assert same({name: local_tensor(staged[name]) for name in copies}, expected), (
+        "the snapshot is not written yet"
+    )
     engine.onload()
     staging.done()
     staged = dict(staged_state.flatten(staging.stage(state)))
@@ -446,7 +507,9 @@ def test_a_snapshot_while_away_and_a_departure_after_one_copy_nothing(tmp_path: 
 def _has_another_optimizer(rank: int, world_size: int, base: str) -> None:
     engine = make_engine(base)
     step(engine)
-    other = DCPState(engine.model, torch.optim.AdamW(engine.model.parameters()), changes_only_in_step=True)
+    other = DCPState(
+        engine.model, torch.optim.AdamW(engine.model.parameters()), changes_only_in_step=True
+    )
     name = "optim.state.model.norm.weight.exp_avg"
     other.live_tensors()[name].fill_(7)
     staging = staged_state.Staging(engine.model)
@@ -474,7 +537,9 @@ def _leaves_the_base_its_sums(rank: int, world_size: int, base: str, root: Path)
     for away in (True, False, True):
         (engine.offload if away else engine.onload)()
         engine.dcp_state().state_dict()
-        assert FrozenBase.of(engine.model, {}).sums == known, "the base is left out of checkpoints still"
+        assert FrozenBase.of(engine.model, {}).sums == known, (
+            "the base is left out of checkpoints still"
+        )
     return len(known)
 
 
@@ -484,7 +549,11 @@ def test_the_base_is_left_out_of_checkpoints_while_away_and_after(tmp_path: Path
 
 
 def test_parameters_and_optimizer_are_not_both_kept_on_the_host_in_two_ways() -> None:
-    with pytest.raises(ConfigError, match=r"'fsdp.offload_params' and 'optimizer.offload' are both true"):
+    with pytest.raises(
+        ConfigError, match=r"'fsdp.offload_params' and 'optimizer.offload' are both true"
+    ):
         TrainEngineConfig(
-            path="m", fsdp=FSDPConfig(offload_params=True), optimizer=OptimizerConfig(lr=1.0, offload=True)
+            path="m",
+            fsdp=FSDPConfig(offload_params=True),
+            optimizer=OptimizerConfig(lr=1.0, offload=True),
         )

@@ -73,7 +73,9 @@ def test_a_step_waits_for_the_copy_and_its_forward_and_backward_dont(
     before, staging = values_of(state.state_dict()), Staging(state.model)
     staged = staging.stage(state)
     backward(state)
-    assert not torch.equal(dict(flatten(state.state_dict()))["model.1.running_mean"], before["model.1.running_mean"])
+    assert not torch.equal(
+        dict(flatten(state.state_dict()))["model.1.running_mean"], before["model.1.running_mean"]
+    )
     gate.open_in(0.2)
     assert state.optimizer is not None
     state.optimizer.step()
@@ -84,7 +86,9 @@ def test_a_step_waits_for_the_copy_and_its_forward_and_backward_dont(
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_without_a_promise_all_of_it_is_copied_at_once(monkeypatch: pytest.MonkeyPatch, trains: bool) -> None:
+def test_without_a_promise_all_of_it_is_copied_at_once(
+    monkeypatch: pytest.MonkeyPatch, trains: bool
+) -> None:
     Gate(monkeypatch)
     state = trained(changes_only_in_step=False)
     state = state if trains else DCPState(state.model, changes_only_in_step=True)
@@ -115,7 +119,9 @@ def test_buffers_are_kept_while_they_fit_and_freed_on_request() -> None:
     assert state.optimizer is not None and not state.optimizer._optimizer_step_pre_hooks
 
 
-def test_a_failed_copy_raises_for_its_reader_and_not_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_raises_for_its_reader_and_not_in_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
@@ -147,7 +153,9 @@ def test_a_load_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def _stage_shards(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 1))  # one rank has an empty shard of the last layer
+    model = nn.Sequential(
+        nn.Linear(5, 7), nn.Linear(7, 1)
+    )  # one rank has an empty shard of the last layer
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = torch.optim.AdamW(model.parameters())
     state = DCPState(model, optimizer, changes_only_in_step=True)
@@ -160,7 +168,9 @@ def _stage_shards(rank: int, world_size: int) -> None:
         if isinstance(original, DTensor) and isinstance(tensor, DTensor):
             ours, theirs = tensor.to_local(), original.to_local()
             assert tensor.placements == original.placements and tensor.shape == original.shape
-            assert torch.equal(ours, theirs) and (ours.data_ptr() != theirs.data_ptr() or not ours.numel())
+            assert torch.equal(ours, theirs) and (
+                ours.data_ptr() != theirs.data_ptr() or not ours.numel()
+            )
             assert torch.equal(tensor.full_tensor(), original.full_tensor())
         assert isinstance(tensor, DTensor) == isinstance(original, DTensor)
 
@@ -169,7 +179,9 @@ def test_a_staged_shard_is_a_shard_in_memory_of_its_own() -> None:
     run_ranks(_stage_shards, 2)
 
 
-def test_a_thread_waits_for_a_devices_copy_with_that_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_waits_for_a_devices_copy_with_that_device_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     current, seen = [0], []  # a new thread starts at device 0, on which CUDA would create a context
 
     @contextmanager

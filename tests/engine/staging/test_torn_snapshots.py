@@ -1,4 +1,6 @@
-"""Weights changed outside of a step while a snapshot copies them: the change waits, or the snapshot fails."""
+"""Weights changed outside of a step while a snapshot copies them: the change waits, or the snapshot
+fails.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +23,15 @@ from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import PeerError, TornSnapshotError
 from tests.engine.models import tiny_qwen3, write_model_folder
 from tests.helpers import ON_DEVICES, run_ranks
-from tests.recover.runs import SPEC, make_batch, make_engine, names, square_loss, step_info, token_count
+from tests.recover.runs import (
+    SPEC,
+    make_batch,
+    make_engine,
+    names,
+    square_loss,
+    step_info,
+    token_count,
+)
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -31,7 +41,9 @@ def make_state(sharded: bool = False, size: int = 40) -> DCPState:
     model = nn.Sequential(nn.Linear(5, size), nn.Linear(size, 3))
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    state = DCPState(model, torch.optim.AdamW(model.parameters(), lr=0.1), changes_only_in_step=True)
+    state = DCPState(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1), changes_only_in_step=True
+    )
     step(state)
     return state
 
@@ -54,7 +66,9 @@ def differing(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) ->
 
 @contextmanager
 def held_copies(*seconds: float) -> Iterator[threading.Event]:
-    """Let the threads of delayed copies wait for the event, each at most the given number of seconds."""
+    """Let the threads of delayed copies wait for the event, each at most the given number of
+    seconds.
+    """
     gate, copy, waits = threading.Event(), staged_state._copy_in_thread, iter(seconds)
 
     def held(*args: Any) -> Any:
@@ -75,7 +89,9 @@ def moments(state: DCPState) -> list[torch.Tensor]:
 
 
 def _load_older(state: DCPState) -> None:
-    state.model.load_state_dict({name: tensor.clone() + 1 for name, tensor in state.model.state_dict().items()})
+    state.model.load_state_dict(
+        {name: tensor.clone() + 1 for name, tensor in state.model.state_dict().items()}
+    )
 
 
 WAYS: dict[str, Callable[[DCPState], object]] = {
@@ -87,7 +103,9 @@ WAYS: dict[str, Callable[[DCPState], object]] = {
     "foreach": lambda state: torch._foreach_mul_(list(state.model.parameters()), 2.0),
     ".data": lambda state: [p.data.mul_(2) for p in state.model.parameters()],
     "the local tensor": lambda state: [local_tensor(p).mul_(2) for p in state.model.parameters()],
-    "an element of the local tensor": lambda state: local_tensor(next(state.model.parameters()))[7].fill_(3.0),
+    "an element of the local tensor": lambda state: local_tensor(next(state.model.parameters()))[
+        7
+    ].fill_(3.0),
 }
 
 
@@ -169,7 +187,10 @@ def test_state_staged_inside_the_guard_is_copied_at_once() -> None:
         WAYS["in place"](state)
         staging.finish()
     assert differing(values_of(staged), before) == []
-    with held_copies() as gate, pytest.raises(TornSnapshotError):  # without the guard the snapshot is torn
+    with (
+        held_copies() as gate,
+        pytest.raises(TornSnapshotError),
+    ):  # without the guard the snapshot is torn
         staging.stage(state)
         with torch.no_grad():
             WAYS["in place"](state)
@@ -197,11 +218,18 @@ def test_an_operation_that_is_under_way_when_the_copy_ends_is_noticed() -> None:
 
 def test_the_step_of_another_optimizer_of_the_model_waits_too() -> None:
     state = make_state()
-    other = DCPState(state.model, torch.optim.SGD(state.model.parameters(), lr=0.1), changes_only_in_step=True)
-    stagings, before = [Staging(state.model), Staging(state.model)], values_of(state.state_dict()["model"])
+    other = DCPState(
+        state.model, torch.optim.SGD(state.model.parameters(), lr=0.1), changes_only_in_step=True
+    )
+    stagings, before = (
+        [Staging(state.model), Staging(state.model)],
+        values_of(state.state_dict()["model"]),
+    )
     state.model(torch.randn(4, 5)).square().sum().backward()
     with held_copies(0.4, 0.1):
-        staged = [staging.stage(each) for staging, each in zip(stagings, (state, other), strict=True)]
+        staged = [
+            staging.stage(each) for staging, each in zip(stagings, (state, other), strict=True)
+        ]
         assert other.optimizer is not None
         other.optimizer.step()
     for staging, values in zip(stagings, staged, strict=True):
@@ -211,7 +239,9 @@ def test_the_step_of_another_optimizer_of_the_model_waits_too() -> None:
 
 def _torn_on_rank_1(rank: int, world_size: int, root: str) -> list[Any]:
     state, told = make_state(), []
-    handler = RecoverHandler(RecoverConfig("e", "t", fileroot=root, freq_steps=1, save_failures_allowed=1), SPEC)
+    handler = RecoverHandler(
+        RecoverConfig("e", "t", fileroot=root, freq_steps=1, save_failures_allowed=1), SPEC
+    )
     handler.load(state)
     for number in range(4):
         step(state)
@@ -252,7 +282,9 @@ def _torn_saves(rank: int, world_size: int, model: str, root: Path) -> None:
     engine.destroy()
 
 
-@pytest.mark.skipif(ON_DEVICES, reason="holds copies on the host; tests/simulated_cuda has those of a device")
+@pytest.mark.skipif(
+    ON_DEVICES, reason="holds copies on the host; tests/simulated_cuda has those of a device"
+)
 def test_a_save_in_the_background_is_never_torn_either(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     run_ranks(_torn_saves, 1, str(tmp_path / "model"), tmp_path)

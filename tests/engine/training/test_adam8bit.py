@@ -67,7 +67,9 @@ def test_codes_are_those_of_a_search_among_the_levels(signed: bool) -> None:
     below = torch.bucketize(values, known, right=True).sub(1).clamp(0, len(known) - 2)
     low, high = known[below], known[below + 1]
     expected = below + ((values - low) / (high - low) * (1 << 16) > noise)
-    assert torch.equal(quantize(values, signed, noise)[0].long(), expected.clamp(min=0 if signed else 1))
+    assert torch.equal(
+        quantize(values, signed, noise)[0].long(), expected.clamp(min=0 if signed else 1)
+    )
 
 
 def test_numbers_are_right_in_the_mean() -> None:
@@ -108,7 +110,9 @@ def moments_of(state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
 def test_an_update_is_adamws_from_the_stored_moments_to_the_bit_whatever_the_buckets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Parameters of one dimension are updated as by ``adam_bf16``. One parameter is empty, one not contiguous."""
+    """Parameters of one dimension are updated as by ``adam_bf16``. One parameter is empty, one not
+    contiguous.
+    """
     shapes = [(5, 3), (7,), (0, 4), (), (40, 130), (6, 6), (2, 3, 256)]
     results = []
     for limit in (1, 200, 100_000):
@@ -124,22 +128,33 @@ def test_an_update_is_adamws_from_the_stored_moments_to_the_bit_whatever_the_buc
                 state = optimizer.state[param]
                 if param.dim() < 2:
                     continue
-                first, second = moments_of(state) if state else (torch.zeros(param.shape), torch.zeros(param.shape))
+                first, second = (
+                    moments_of(state)
+                    if state
+                    else (torch.zeros(param.shape), torch.zeros(param.shape))
+                )
                 first.lerp_(param.grad, 1 - CONFIG.beta1)
                 second.mul_(CONFIG.beta2).addcmul_(param.grad, param.grad, value=1 - CONFIG.beta2)
                 scale = (second / (1 - CONFIG.beta2**step)).sqrt_().add_(CONFIG.eps)
                 expected[number].mul_(1 - CONFIG.lr * CONFIG.weight_decay)
                 expected[number].addcdiv_(first, scale, value=-CONFIG.lr / (1 - CONFIG.beta1**step))
             optimizer.step()
-            assert all(torch.equal(p, e) for p, e in zip(params, expected, strict=True) if p.dim() > 1)
+            assert all(
+                torch.equal(p, e) for p, e in zip(params, expected, strict=True) if p.dim() > 1
+            )
         assert optimizer.state[params[1]]["exp_avg"].dtype == torch.bfloat16 and not half.state
-        results.append([param.detach() for param in params] + [t for p in params for t in optimizer.state[p].values()])
+        results.append(
+            [param.detach() for param in params]
+            + [t for p in params for t in optimizer.state[p].values()]
+        )
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 
 
 def second_moment_after(steps: int, largest: float) -> torch.Tensor:
-    """Second moments, root, of numbers that had one gradient of 1, next to one whose gradient is always larger."""
+    """Second moments, root, of numbers that had one gradient of 1, next to one whose gradient is
+    always larger.
+    """
     param = nn.Parameter(torch.zeros(8, BLOCK))
     optimizer = Adam8bit([param], lr=0.0)
     for step in range(steps):

@@ -41,13 +41,18 @@ LARGEST = (2 - 2**-7) * 2.0**127
 
 
 def allowed_roundings(value: float) -> list[float]:
-    """Both neighbours in bfloat16, by exact fractions. Infinity only from half a step above the largest number."""
+    """Both neighbours in bfloat16, by exact fractions. Infinity only from half a step above the
+    largest number.
+    """
     if math.isnan(value) or math.isinf(value):
         return [value]
     exponent = max(math.frexp(value)[1] - 1, -126) if value else -126
     step = Fraction(2) ** (exponent - 7)
     below = abs(Fraction(value)) // step * step
-    magnitudes: set[Fraction | float] = {below, below if below == abs(Fraction(value)) else below + step}
+    magnitudes: set[Fraction | float] = {
+        below,
+        below if below == abs(Fraction(value)) else below + step,
+    }
     if max(magnitudes) > LARGEST:
         magnitudes = {LARGEST} if abs(value) < LARGEST + 2.0**119 else {LARGEST, math.inf}
     return [math.copysign(float(m), value) for m in magnitudes]
@@ -63,7 +68,9 @@ def test_every_edge_of_float32_is_rounded_to_a_neighbour_and_nan_stays_nan() -> 
         rounded = rounded_with(seed, bits.view(torch.float32)).double().tolist()
         for pattern, value, found in zip(patterns, values, rounded, strict=True):
             allowed = allowed_roundings(value)
-            assert found in allowed or (math.isnan(value) and math.isnan(found)), f"{pattern:#010x} became {found}"
+            assert found in allowed or (math.isnan(value) and math.isnan(found)), (
+                f"{pattern:#010x} became {found}"
+            )
 
 
 def test_steps_are_those_of_adamw_as_near_as_bfloat16_is() -> None:
@@ -79,10 +86,14 @@ def test_steps_are_those_of_adamw_as_near_as_bfloat16_is() -> None:
     moved = (params[1] - start).norm().item()
     assert (params[0] - params[1]).norm().item() / moved < 0.01
     state = optimizers[0].state[params[0]]
-    assert {state[name].dtype for name in MOMENTS} == {torch.bfloat16} and params[0].dtype == torch.float32
+    assert {state[name].dtype for name in MOMENTS} == {torch.bfloat16} and params[
+        0
+    ].dtype == torch.float32
 
 
-def update_alone(number: int, step: int, param: torch.Tensor, grad: torch.Tensor, moments: list[torch.Tensor]) -> None:
+def update_alone(
+    number: int, step: int, param: torch.Tensor, grad: torch.Tensor, moments: list[torch.Tensor]
+) -> None:
     """The update of one parameter, written out, with the numbers of `CONFIG`."""
     first, second = (moment.float() for moment in moments)
     first.lerp_(grad, 1 - CONFIG.beta1)
@@ -91,11 +102,17 @@ def update_alone(number: int, step: int, param: torch.Tensor, grad: torch.Tensor
     for moment, exact in zip(moments, (first, second), strict=True):
         moment.copy_(round_at_random(exact, noise_for(exact, generator)))
     scale = (second / (1 - CONFIG.beta2**step)).sqrt_().add_(CONFIG.eps)
-    param.mul_(1 - CONFIG.lr * CONFIG.weight_decay).addcdiv_(first, scale, value=-CONFIG.lr / (1 - CONFIG.beta1**step))
+    param.mul_(1 - CONFIG.lr * CONFIG.weight_decay).addcdiv_(
+        first, scale, value=-CONFIG.lr / (1 - CONFIG.beta1**step)
+    )
 
 
-def test_parameters_are_updated_together_as_each_would_be_alone_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the buckets: one ends before 7, which then counts another number of steps. One parameter is empty."""
+def test_parameters_are_updated_together_as_each_would_be_alone_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the buckets: one ends before 7, which then counts another number of steps. One
+    parameter is empty.
+    """
     shapes = [(5, 3), (7,), (0, 4), (), (40, 2), (6, 6), (3,)]
     for limit in (1, 20, 1000):
         monkeypatch.setattr("holdfast.engine.training.adam_bf16.CPU_BUCKET", limit)
@@ -104,14 +121,22 @@ def test_parameters_are_updated_together_as_each_would_be_alone_to_the_bit(monke
         params[5] = nn.Parameter(torch.randn(6, 6).t())  # not contiguous
         optimizer = build_optimizer(params, CONFIG)
         expected = [param.detach().clone() for param in params]
-        moments = [[torch.zeros_like(param, dtype=torch.bfloat16) for _ in MOMENTS] for param in expected]
+        moments = [
+            [torch.zeros_like(param, dtype=torch.bfloat16) for _ in MOMENTS] for param in expected
+        ]
         counts = [0] * len(params)
         for step in range(4):
             for number, param in enumerate(params):
-                param.grad = None if number == 1 and step == 2 else torch.randn(param.shape) * 10.0 ** (step - 2)
+                param.grad = (
+                    None
+                    if number == 1 and step == 2
+                    else torch.randn(param.shape) * 10.0 ** (step - 2)
+                )
                 if param.grad is not None:
                     counts[number] += 1
-                    update_alone(number, counts[number], expected[number], param.grad, moments[number])
+                    update_alone(
+                        number, counts[number], expected[number], param.grad, moments[number]
+                    )
             optimizer.step()
         for number, param in enumerate(params):
             state = optimizer.state[param]
@@ -129,8 +154,14 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        computed = [tensor for tensor in tree_leaves((result, args)) if isinstance(tensor, torch.Tensor)]
-        if not func.is_view and "empty" not in str(func) and any(tensor.numel() > 1 for tensor in computed):
+        computed = [
+            tensor for tensor in tree_leaves((result, args)) if isinstance(tensor, torch.Tensor)
+        ]
+        if (
+            not func.is_view
+            and "empty" not in str(func)
+            and any(tensor.numel() > 1 for tensor in computed)
+        ):
             self.names.append(str(func))
         return result
 
@@ -153,16 +184,22 @@ def test_more_parameters_take_no_more_operators_but_for_their_random_numbers() -
 
 def test_a_second_moment_falls_when_gradients_do() -> None:
     """Rounded to nearest, 0.999 times a bfloat16 number is the number itself."""
-    assert torch.equal(torch.full((1,), 1.0).bfloat16().mul_(0.999), torch.full((1,), 1.0).bfloat16())
+    assert torch.equal(
+        torch.full((1,), 1.0).bfloat16().mul_(0.999), torch.full((1,), 1.0).bfloat16()
+    )
     param = nn.Parameter(torch.zeros(1024))
     optimizer = AdamBF16([param], lr=0.0)
     for step in range(201):
         param.grad = torch.full_like(param, 1.0 if step == 0 else 0.0)
         optimizer.step()
-    assert float(optimizer.state[param]["exp_avg_sq"].float().mean()) == pytest.approx(0.001 * 0.999**200, rel=0.01)
+    assert float(optimizer.state[param]["exp_avg_sq"].float().mean()) == pytest.approx(
+        0.001 * 0.999**200, rel=0.01
+    )
 
 
-def test_the_state_before_the_first_step_is_that_it_would_start_from_and_survives_a_plain_state_dict() -> None:
+def test_the_state_before_the_first_step_is_that_it_would_start_from_and_survives_a_plain_state_dict() -> (
+    None
+):
     (param, twin) = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
     optimizer, other = build_optimizer([param], CONFIG), build_optimizer([twin], CONFIG)
     assert isinstance(optimizer, AdamBF16)

@@ -1,4 +1,6 @@
-"""Packed sequences attend only within themselves, in memory that does not grow with the square of the row."""
+"""Packed sequences attend only within themselves, in memory that does not grow with the square of
+the row.
+"""
 
 import copy
 import json
@@ -101,7 +103,10 @@ def _by_hand(query: Any, key: Any, value: Any, row: PackedRow, scale: float) -> 
     sequence = torch.repeat_interleave(torch.arange(len(row.lengths)), torch.tensor(row.lengths))
     age = torch.arange(len(sequence))[:, None] - torch.arange(len(sequence))
     seen = (sequence[:, None] == sequence) & (age >= 0) & (age < (row.window or len(sequence)))
-    key, value = (each.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+    key, value = (
+        each.double().repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        for each in (key, value)
+    )
     scores = (query.double() @ key.transpose(-1, -2) * scale).masked_fill(~seen, float("-inf"))
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
@@ -111,7 +116,9 @@ def test_values_and_gradients_are_those_of_the_formula(window: int | None, key_h
     row = _row((1, 700, 5, 1, 300, 6), window)
     generator = torch.Generator().manual_seed(0)
     sizes = [(4, 8), (key_heads, 8), (key_heads, 6)]
-    inputs = [torch.randn(1, heads, sum(row.lengths), dim, generator=generator) for heads, dim in sizes]
+    inputs = [
+        torch.randn(1, heads, sum(row.lengths), dim, generator=generator) for heads, dim in sizes
+    ]
     ours, reference = ([each.clone().requires_grad_() for each in inputs] for _ in range(2))
     out = _attend(ours, row, scaling=0.3)
     expected = _by_hand(*reference, row=row, scale=0.3)
@@ -159,12 +166,19 @@ def _largest_difference(ones: dict[str, torch.Tensor], others: dict[str, torch.T
     return max(float((ones[name] - others[name]).abs().max()) for name in ones) / largest
 
 
-ALONE = [(name, lengths, again) for name in CONFIGS for lengths in (LENGTHS, (32,)) for again in (False, True)]
+ALONE = [
+    (name, lengths, again)
+    for name in CONFIGS
+    for lengths in (LENGTHS, (32,))
+    for again in (False, True)
+]
 FAST = [("llama", LENGTHS, False), ("gpt2", LENGTHS, True), ("gemma3", LENGTHS, True)]
 
 
 @pytest.mark.parametrize(("name", "lengths", "checkpointing"), slow_but(FAST, ALONE))
-def test_gradients_are_those_of_each_sequence_alone(name: str, lengths: tuple[int, ...], checkpointing: bool) -> None:
+def test_gradients_are_those_of_each_sequence_alone(
+    name: str, lengths: tuple[int, ...], checkpointing: bool
+) -> None:
     model, mb = _model(CONFIGS[name]), _micro_batch(lengths)
     upstream = torch.randn(sum(lengths), 15, generator=torch.Generator().manual_seed(1))
     sequences = mb.data["input_ids"].split(mb.cu_seqlens.diff().tolist())
@@ -178,7 +192,9 @@ def test_gradients_are_those_of_each_sequence_alone(name: str, lengths: tuple[in
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     packed = model_output(model, mb, packed=True)
-    (packed * upstream).sum().backward()  # outside of packed_row, where checkpointing recomputes blocks
+    (
+        packed * upstream
+    ).sum().backward()  # outside of packed_row, where checkpointing recomputes blocks
     assert torch.allclose(packed, alone, atol=1e-5 * float(alone.detach().abs().max()))
     assert _largest_difference(_gradients(model), expected) < 1e-6
 
@@ -190,7 +206,11 @@ class _LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        sizes = [leaf.untyped_storage().nbytes() // leaf.itemsize for leaf in tree_leaves(out) if torch.is_tensor(leaf)]
+        sizes = [
+            leaf.untyped_storage().nbytes() // leaf.itemsize
+            for leaf in tree_leaves(out)
+            if torch.is_tensor(leaf)
+        ]
         self.n_elements = max(self.n_elements, *sizes, 0)
         return out
 
@@ -217,11 +237,17 @@ def test_a_model_called_outside_of_packed_rows_masks_padding_as_sdpa_does() -> N
     for config in (tiny_config("llama"), SLIDING["gemma3"]):
         model = _model(config).eval()
         ids = torch.randint(3, 15, (2, 12), generator=torch.Generator().manual_seed(0))
-        for mask in (None, torch.tensor([[0] * 5 + [1] * 7, [1] * 12]), torch.tensor([[1] * 9 + [0] * 3, [1] * 12])):
+        for mask in (
+            None,
+            torch.tensor([[0] * 5 + [1] * 7, [1] * 12]),
+            torch.tensor([[1] * 9 + [0] * 3, [1] * 12]),
+        ):
             expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             prepare_packing(model, None, CPU)
             assert model.config._attn_implementation == PACKED_ATTENTION
-            assert torch.equal(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, expected)
+            assert torch.equal(
+                model(input_ids=ids, attention_mask=mask, use_cache=False).logits, expected
+            )
             positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])
             outside = model(input_ids=ids[:1], position_ids=positions, use_cache=False).logits
             with packed_row((4, 8), torch.tensor([0, 4, 12], dtype=torch.int32)):
@@ -244,13 +270,17 @@ class ReadsItsMask(LlamaForCausalLM):
             assert kwargs["attention_mask"].float().dim() == 4
 
 
-def test_a_model_that_cannot_do_with_it_keeps_its_attention_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_do_with_it_keeps_its_attention_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = ReadsItsMask(LlamaConfig(**SIZES))
     with caplog.at_level(logging.INFO, logger="holdfast"):
         prepare_packing(model, None, CPU)
     assert model.config._attn_implementation == "sdpa"
     (line,) = (record.getMessage() for record in caplog.records)
-    assert line.startswith("attention 'holdfast' is not for this model, which keeps 'sdpa': ReadsItsMask fails at a")
+    assert line.startswith(
+        "attention 'holdfast' is not for this model, which keeps 'sdpa': ReadsItsMask fails at a"
+    )
     asked = ReadsItsMask(LlamaConfig(**{**SIZES, "attn_implementation": PACKED_ATTENTION}))
     with pytest.raises(ConfigError, match="ReadsItsMask fails at a packed row"):
         prepare_packing(asked, PACKED_ATTENTION, CPU)
@@ -267,14 +297,20 @@ def test_an_attention_that_was_asked_for_is_not_replaced() -> None:
 
 
 def test_packed_attention_is_not_asked_for_without_packing() -> None:
-    with pytest.raises(ConfigError, match=r"'attn_impl' is 'holdfast', .* 'pack_sequences' is false"):
+    with pytest.raises(
+        ConfigError, match=r"'attn_impl' is 'holdfast', .* 'pack_sequences' is false"
+    ):
         TrainEngineConfig(attn_impl=PACKED_ATTENTION, pack_sequences=False)
 
 
-def test_the_check_compares_with_what_transformers_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_compares_with_what_transformers_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A lost window is no leak between sequences: a sequence alone would be wrong as well."""
     config = MistralConfig(**SIZES, sliding_window=32)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=PACKED_ATTENTION)
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation=PACKED_ATTENTION
+    )
     check_packing(model, CPU)
     lost = lambda row, **changes: row  # noqa: E731
     monkeypatch.setattr("holdfast.engine.training.attention.replace", lost)
@@ -288,7 +324,9 @@ def test_the_check_compares_with_what_transformers_computes(monkeypatch: pytest.
 SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=8)
 
 
-def _trained(rank: int, world_size: int, folder: Path, attn_impl: str | None, checkpointing: bool) -> Any:
+def _trained(
+    rank: int, world_size: int, folder: Path, attn_impl: str | None, checkpointing: bool
+) -> Any:
     config = TrainEngineConfig(
         path=str(folder),
         dtype="float32",

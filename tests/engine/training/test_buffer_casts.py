@@ -80,21 +80,29 @@ def test_writes_to_a_cast_buffer_are_computed_with_saved_and_loaded(
     for kind in ("dcp", "hf"):
         engine = start(tmp_path / "base", dtype="bfloat16")
         engine.load(SaveLoadMeta(str(tmp_path / kind), kind, with_optim=False))
-        assert all(torch.equal(engine.model.get_buffer(name), value) for name, value in written.items())
+        assert all(
+            torch.equal(engine.model.get_buffer(name), value) for name, value in written.items()
+        )
         assert torch.equal(engine.model(input_ids=IDS, use_cache=False).logits, after)
         engine.destroy()
 
 
 @pytest.mark.parametrize("model_type", slow_but([next(iter(CAST))], CAST))
-def test_forward_and_recomputed_blocks_use_the_cast_that_transformers_has(model_type: str, tmp_path: Path) -> None:
+def test_forward_and_recomputed_blocks_use_the_cast_that_transformers_has(
+    model_type: str, tmp_path: Path
+) -> None:
     write_folder(tmp_path, model_type)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).train()
     ids = IDS + 8
     expected(input_ids=ids, use_cache=False).logits.float().square().mean().backward()
     for checkpointing in (False, True):
-        engine = start(tmp_path, dtype="bfloat16", gradient_checkpointing=checkpointing, disable_dropout=False)
+        engine = start(
+            tmp_path, dtype="bfloat16", gradient_checkpointing=checkpointing, disable_dropout=False
+        )
         engine.train()
-        stored = {name: engine.model.get_buffer(name).clone() for name in names_of(engine, model_type)}
+        stored = {
+            name: engine.model.get_buffer(name).clone() for name in names_of(engine, model_type)
+        }
         assert stored
         assert not any(torch.equal(value.bfloat16().float(), value) for value in stored.values())
         logits = engine.model(input_ids=ids, use_cache=False).logits
@@ -105,12 +113,16 @@ def test_forward_and_recomputed_blocks_use_the_cast_that_transformers_has(model_
             assert (grad is None) == (wanted is None), name
             if grad is not None and wanted is not None:
                 assert torch.equal(grad.full_tensor(), wanted.float()), name
-        assert all(torch.equal(engine.model.get_buffer(name), value) for name, value in stored.items())
+        assert all(
+            torch.equal(engine.model.get_buffer(name), value) for name, value in stored.items()
+        )
         engine.destroy()
 
 
 class Router(nn.Module):
-    """A module with a buffer that is a tensor and one that is None. ``forward`` calls a given function."""
+    """A module with a buffer that is a tensor and one that is None. ``forward`` calls a given
+    function.
+    """
 
     bias: torch.Tensor
     absent: None
@@ -148,7 +160,9 @@ def test_a_write_of_a_forward_to_its_buffer_keeps_the_stored_dtype() -> None:
     module = router()
     stored = module.bias
     module(lambda module: module.bias.mul_(2))
-    assert module.bias is stored and torch.equal(stored, (torch.tensor([1 / 3, 2.0]).bfloat16() * 2).float())
+    assert module.bias is stored and torch.equal(
+        stored, (torch.tensor([1 / 3, 2.0]).bfloat16() * 2).float()
+    )
     module(lambda module: setattr(module, "bias", torch.ones(3, dtype=torch.bfloat16)))
     assert torch.equal(module.bias, torch.ones(3)) and module.bias.dtype == torch.float32
 

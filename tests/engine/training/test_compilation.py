@@ -1,4 +1,6 @@
-"""`compile: true`: the same gradients and names, and a number of graphs that does not grow with the rows."""
+"""`compile: true`: the same gradients and names, and a number of graphs that does not grow with the
+rows.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -29,28 +31,43 @@ pytestmark = pytest.mark.timeout(500)
 SGD = OptimizerConfig(type="sgd", lr=0.0, gradient_clipping=1e9)
 BATCHES = [(5, 1, 9, 3), (7, 2, 6, 4), (2, 2, 3, 2), (30, 1, 1, 17), (8, 8, 8, 8), (4, 1, 25, 1)]
 MOST_GRAPHS = 40
-"""Rows of several tokens and of one, with gradients and without. Each takes the parts before, within and after the
-attention, once more for the first block if its input needs no gradient. And the logits."""
+"""Rows of several tokens and of one, with gradients and without. Each takes the parts before,
+within and after the attention, once more for the first block if its input needs no gradient. And
+the logits.
+"""
 
 
-def _compiled_steps(rank: int, world_size: int, folder: str, out: str, checkpointing: bool | str) -> int:
+def _compiled_steps(
+    rank: int, world_size: int, folder: str, out: str, checkpointing: bool | str
+) -> int:
     counter: Any = CompileCounterWithBackend("aot_eager")
     compilation._BACKEND = counter
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of steps that are not compiled
+    torch._dynamo.config.fail_on_recompile_limit_hit = (
+        True  # instead of steps that are not compiled
+    )
     spec = MicroBatchSpec(n_mbs=2)
     plain = make_engine(folder, optimizer=SGD, mb_spec=spec)
-    compiled = make_engine(folder, optimizer=SGD, mb_spec=spec, compile=True, gradient_checkpointing=checkpointing)
+    compiled = make_engine(
+        folder, optimizer=SGD, mb_spec=spec, compile=True, gradient_checkpointing=checkpointing
+    )
     gradients, n_graphs = {engine: capture_gradients(engine) for engine in (plain, compiled)}, 0
     for number, lengths in enumerate(BATCHES * 2):
         batch = rows(
-            make_batch(lengths, seed=number), slice(rank * 2, rank * 2 + 2) if world_size == 2 else slice(None)
+            make_batch(lengths, seed=number),
+            slice(rank * 2, rank * 2 + 2) if world_size == 2 else slice(None),
         )
-        losses = [engine.train_batch(batch, nll, loss_tokens)["loss"] for engine in (plain, compiled)]
-        losses += [float(engine.eval_batch(batch, nll, loss_tokens)) for engine in (plain, compiled)]
+        losses = [
+            engine.train_batch(batch, nll, loss_tokens)["loss"] for engine in (plain, compiled)
+        ]
+        losses += [
+            float(engine.eval_batch(batch, nll, loss_tokens)) for engine in (plain, compiled)
+        ]
         assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
         assert gradients[plain].keys() == gradients[compiled].keys()
         for name, gradient in gradients[plain].items():
-            torch.testing.assert_close(gradients[compiled][name], gradient, rtol=1e-4, atol=2e-6, msg=name)
+            torch.testing.assert_close(
+                gradients[compiled][name], gradient, rtol=1e-4, atol=2e-6, msg=name
+            )
         n_graphs = n_graphs if number >= len(BATCHES) else counter.frame_count
     assert counter.frame_count == n_graphs, "the rows of the second round are known"
     compiled.save(SaveLoadMeta(f"{out}/dcp", "dcp", with_optim=True))
@@ -58,14 +75,18 @@ def _compiled_steps(rank: int, world_size: int, folder: str, out: str, checkpoin
     for path in ("dcp", "hf"):
         other = make_engine(folder, optimizer=SGD)
         other.load(SaveLoadMeta(f"{out}/{path}", path, with_optim=path == "dcp"))
-        assert same(whole(other), whole(compiled)), "names and values are those of a model that is not compiled"
+        assert same(whole(other), whole(compiled)), (
+            "names and values are those of a model that is not compiled"
+        )
     return counter.frame_count
 
 
 def _varlen_on_cpus() -> None:
     """Give CPUs the operator that packed attention takes on CUDA, and let the attention take it."""
 
-    def weights(q: torch.Tensor, k: torch.Tensor, ends: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def weights(
+        q: torch.Tensor, k: torch.Tensor, ends: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
         sequence = torch.bucketize(torch.arange(len(q)), ends, right=True)
         seen = (sequence[:, None] == sequence) & torch.ones(len(q), len(q)).tril().bool()
         scores = torch.einsum("thd,shd->hts", q, k) * (scale or q.shape[-1] ** -0.5)
@@ -99,7 +120,12 @@ def _steps_with_one_kernel(rank: int, world_size: int, folder: str, out: str) ->
 def check(tmp_path: Path, world_size: int, checkpointing: bool | str) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     counts = run_ranks(
-        _compiled_steps, world_size, str(tmp_path / "model"), str(tmp_path), checkpointing, timeout_s=400
+        _compiled_steps,
+        world_size,
+        str(tmp_path / "model"),
+        str(tmp_path),
+        checkpointing,
+        timeout_s=400,
     )
     assert 0 < max(counts) <= MOST_GRAPHS, counts
 
@@ -108,7 +134,9 @@ def check(tmp_path: Path, world_size: int, checkpointing: bool | str) -> None:
 def test_attention_in_one_kernel_is_a_part_of_the_graph_of_its_block(tmp_path: Path) -> None:
     """As on CUDA. A graph for each kind of row, and three for the logits."""
     write_model_folder(tmp_path / "model", tiny_qwen3())
-    counts = run_ranks(_steps_with_one_kernel, 1, str(tmp_path / "model"), str(tmp_path), timeout_s=400)
+    counts = run_ranks(
+        _steps_with_one_kernel, 1, str(tmp_path / "model"), str(tmp_path), timeout_s=400
+    )
     assert 0 < counts[0] <= 8, counts
 
 
@@ -126,5 +154,7 @@ def test_compiled_models_of_two_ranks_have_the_same_gradients_and_few_graphs(
 
 
 def test_operators_that_compiled_blocks_hide_cannot_be_kept() -> None:
-    with pytest.raises(ConfigError, match=r"'compile' is True, but the operators that .* 'selective' keeps"):
+    with pytest.raises(
+        ConfigError, match=r"'compile' is True, but the operators that .* 'selective' keeps"
+    ):
         TrainEngineConfig(compile=True, gradient_checkpointing="selective")

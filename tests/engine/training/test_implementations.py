@@ -1,4 +1,6 @@
-"""`optimizer.implementation`: same results whatever the kernels, and checkpoints that load into each other."""
+"""`optimizer.implementation`: same results whatever the kernels, and checkpoints that load into
+each other.
+"""
 
 from itertools import product
 from pathlib import Path
@@ -15,7 +17,15 @@ from holdfast.engine import OptimizerConfig, SaveLoadMeta
 from holdfast.engine.training.optimizer import build_optimizer
 from holdfast.utils.errors import ConfigError
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole
+from tests.engine.test_fsdp_engine import (
+    loss_tokens,
+    make_batch,
+    make_engine,
+    nll,
+    rows,
+    same,
+    whole,
+)
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
@@ -27,12 +37,19 @@ IMPLEMENTATIONS = {
 
 
 def config_of(kind: str, implementation: str) -> OptimizerConfig:
-    return OptimizerConfig(type=kind, implementation=implementation, lr=1e-2, momentum=0.9, gradient_clipping=1e9)
+    return OptimizerConfig(
+        type=kind, implementation=implementation, lr=1e-2, momentum=0.9, gradient_clipping=1e9
+    )
 
 
 @pytest.mark.parametrize("kind", IMPLEMENTATIONS)
 def test_kernels_are_those_of_the_config(kind: str) -> None:
-    flags = {"auto": (None, None), "loop": (False, False), "foreach": (True, None), "fused": (None, True)}
+    flags = {
+        "auto": (None, None),
+        "loop": (False, False),
+        "foreach": (True, None),
+        "fused": (None, True),
+    }
     for name in ("auto", *IMPLEMENTATIONS[kind]):
         defaults = build_optimizer([nn.Parameter(torch.zeros(2))], config_of(kind, name)).defaults
         assert (defaults["foreach"], defaults["fused"]) == flags[name]
@@ -67,14 +84,18 @@ def _saved_and_loaded(rank: int, world_size: int, folder: str, out: str, kind: s
         engine.train_batch(batch, nll, loss_tokens)
         after[name] = whole(engine)
     assert same(after["loop"], after["foreach"])
-    for key, tensor in after["loop"].items() if kind == "adam" else ():  # Muon enlarges differences of gradients
+    for key, tensor in (
+        after["loop"].items() if kind == "adam" else ()
+    ):  # Muon enlarges differences of gradients
         torch.testing.assert_close(after["fused"][key], tensor, rtol=1e-4, atol=1e-6)
     for source, target in product(names, names):
         engine = make_engine(folder, optimizer=config_of(kind, target))
         engine.load(SaveLoadMeta(f"{out}/{source}", "dcp", with_optim=True))
         assert same(whole(engine), saved[source]), (source, target)
         group, defaults = engine.optimizer.param_groups[0], engine.optimizer.defaults
-        assert (group["foreach"], group["fused"]) == (defaults["foreach"], defaults["fused"]), "they are not loaded"
+        assert (group["foreach"], group["fused"]) == (defaults["foreach"], defaults["fused"]), (
+            "they are not loaded"
+        )
         engine.train_batch(batch, nll, loss_tokens)
         if source == target:
             assert same(whole(engine), after[source])
@@ -90,17 +111,26 @@ def _on_two_meshes(rank: int, world_size: int) -> None:
     results: dict[str, list[torch.Tensor]] = {}
     for name in ("auto", *IMPLEMENTATIONS["adam"]):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))  # a rank has an empty shard of the last one
+        model = nn.Sequential(
+            nn.Linear(4, 5), nn.Linear(5, 1)
+        )  # a rank has an empty shard of the last one
         fully_shard(model[0], mesh=init_device_mesh("cpu", (world_size,)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard")))
+        fully_shard(
+            model,
+            mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard")),
+        )
         params: Any = list(model.parameters())
         assert len({param.device_mesh for param in params}) == 2
         optimizer = build_optimizer(params, config_of("adam", name))
         for step in range(3):
-            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            model(
+                torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            ).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        results[name] = [param.full_tensor().detach().clone() for param in params if isinstance(param, DTensor)]
+        results[name] = [
+            param.full_tensor().detach().clone() for param in params if isinstance(param, DTensor)
+        ]
     for name in ("auto", "foreach"):
         assert all(map(torch.equal, results[name], results["loop"])), name
     for one, other in zip(results["fused"], results["loop"], strict=True):

@@ -1,4 +1,6 @@
-"""Log-probabilities and entropies against loops in float64, and their gradients against finite differences."""
+"""Log-probabilities and entropies against loops in float64, and their gradients against finite
+differences.
+"""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +11,13 @@ import torch
 
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.engine.training import logprobs as module
-from holdfast.engine.training.logprobs import align_with_tokens, next_tokens, score_logits, score_tokens, token_logprobs
+from holdfast.engine.training.logprobs import (
+    align_with_tokens,
+    next_tokens,
+    score_logits,
+    score_tokens,
+    token_logprobs,
+)
 from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
 from tests.tiers import slow_but
 
@@ -18,7 +26,9 @@ CU_SEQLENS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)])
 def compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether passes over logits are compiled. Then all of them are: torch stops, without an error, at eight graphs."""
+    """Whether passes over logits are compiled. Then all of them are: torch stops, without an error,
+    at eight graphs.
+    """
     if not request.param:
         yield False
         return
@@ -27,7 +37,9 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield True
 
 
-def by_loops(logits: np.ndarray, tokens: list[int], temperature: float) -> tuple[list[float], list[float]]:
+def by_loops(
+    logits: np.ndarray, tokens: list[int], temperature: float
+) -> tuple[list[float], list[float]]:
     logprobs, entropies = [], []
     for t in range(len(tokens)):
         if t in (0, 3, 4):
@@ -92,20 +104,30 @@ def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
     bias = torch.randn(7, generator=generator)
     bias[5] = -math.inf  # a token that is never chosen
     tokens = torch.tensor([0, 1, 2, 3, 4, 6, 0, 1, 2])
-    weights = torch.randn(2, 9, generator=generator) * torch.tensor([[asked != "entropy"], [asked != "logprobs"]])
+    weights = torch.randn(2, 9, generator=generator) * torch.tensor(
+        [[asked != "entropy"], [asked != "logprobs"]]
+    )
     inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
     reference = [tensor.double().requires_grad_() for tensor in (hidden, weight, bias)]
-    scores = score_tokens(inputs[0], inputs[1], inputs[2], next_tokens(tokens), 0.8, compiled=compiled)
-    torch.stack([w @ score for w, score in zip(weights, scores, strict=True) if w.any()]).sum().backward()
+    scores = score_tokens(
+        inputs[0], inputs[1], inputs[2], next_tokens(tokens), 0.8, compiled=compiled
+    )
+    torch.stack(
+        [w @ score for w, score in zip(weights, scores, strict=True) if w.any()]
+    ).sum().backward()
     log_p = torch.log_softmax((reference[0] @ reference[1].T + reference[2]) / 0.8, -1)
     possible = log_p[:, [0, 1, 2, 3, 4, 6]]
-    expected = (log_p.gather(1, next_tokens(tokens)[:, None]).squeeze(1), -(possible.exp() * possible).sum(-1))
+    expected = (
+        log_p.gather(1, next_tokens(tokens)[:, None]).squeeze(1),
+        -(possible.exp() * possible).sum(-1),
+    )
     (weights[0].double() @ expected[0] + weights[1].double() @ expected[1]).backward()
     for found, true in zip(scores, expected, strict=True):
         torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-6)
     for found, true in zip(inputs, reference, strict=True):
         assert found.grad is not None and true.grad is not None
-        # Logits of about 8 are computed twice, in products of two shapes. Some of their last bits, 1e-6, differ.
+        # Logits of about 8 are computed twice, in products of two shapes. Some of their last bits,
+        # 1e-6, differ.
         torch.testing.assert_close(found.grad.double(), true.grad, rtol=1e-5, atol=1e-5)
 
 
@@ -114,7 +136,9 @@ def test_scores_of_a_head_and_their_gradients_equal_those_of_its_logits(
 def test_logits_of_every_dtype_have_gradients_and_stay_as_they_are(
     dtype: torch.dtype, temperature: float, compiled: bool
 ) -> None:
-    logits = torch.randn(9, 7, generator=torch.Generator().manual_seed(4)).to(dtype).requires_grad_()
+    logits = (
+        torch.randn(9, 7, generator=torch.Generator().manual_seed(4)).to(dtype).requires_grad_()
+    )
     before, tokens, starts = logits.detach().clone(), torch.arange(9) % 7, torch.tensor([0, 9])
     scores = score_logits(logits, next_tokens(tokens), temperature, compiled=compiled)
     logprobs, entropy = (align_with_tokens(score, starts) for score in scores)
@@ -128,7 +152,9 @@ def test_logits_of_every_dtype_have_gradients_and_stay_as_they_are(
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=limit, atol=limit)
 
 
-def test_chunks_of_a_head_in_bfloat16_cost_no_precision(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_a_head_in_bfloat16_cost_no_precision(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(3)
     made = [torch.randn(*shape, generator=generator).bfloat16() for shape in ((300, 16), (50, 16))]
     targets = torch.randint(0, 50, (300,), generator=generator)
@@ -142,11 +168,17 @@ def test_chunks_of_a_head_in_bfloat16_cost_no_precision(compiled: bool, monkeypa
         logprobs.sum().backward()
         assert logprobs.dtype == torch.float32
         for found, true in zip(inputs, exact, strict=True):
-            assert found.grad is not None and true.grad is not None and found.grad.dtype == torch.bfloat16
+            assert (
+                found.grad is not None
+                and true.grad is not None
+                and found.grad.dtype == torch.bfloat16
+            )
             error = (found.grad.double() - true.grad).norm() / true.grad.norm()
             errors.setdefault(chunk_elements, []).append(float(error))
     assert max(errors[600]) < 0.01
-    assert all(cut < 1.5 * whole for whole, cut in zip(errors[1 << 25], errors[600], strict=True)), errors
+    assert all(
+        cut < 1.5 * whole for whole, cut in zip(errors[1 << 25], errors[600], strict=True)
+    ), errors
 
 
 def test_bfloat16_logits_get_float32_results_and_a_bfloat16_gradient() -> None:
@@ -166,7 +198,9 @@ def test_a_logit_of_minus_infinity_makes_no_nan() -> None:
 
 
 def test_one_token_sequences_have_no_logprob() -> None:
-    logprobs, entropy = token_logprobs(torch.randn(2, 5), torch.tensor([1, 2]), torch.tensor([0, 1, 2]))
+    logprobs, entropy = token_logprobs(
+        torch.randn(2, 5), torch.tensor([1, 2]), torch.tensor([0, 1, 2])
+    )
     assert logprobs.tolist() == entropy.tolist() == [0, 0]
 
 
@@ -174,14 +208,18 @@ def test_sft_loss_is_the_mean_cross_entropy_of_the_loss_tokens() -> None:
     logits, tokens = torch.randn(9, 7), torch.randint(0, 7, (9,))
     mask = torch.tensor([0, 1, 0, 0, 0, 1, 1, 0, 1])
     micro_batch = {"input_ids": tokens, "cu_seqlens": CU_SEQLENS, "loss_mask": mask}
-    expected = -np.mean([by_loops(logits.double().numpy(), tokens.tolist(), 1.0)[0][t] for t in (1, 5, 6, 8)])
+    expected = -np.mean(
+        [by_loops(logits.double().numpy(), tokens.tolist(), 1.0)[0][t] for t in (1, 5, 6, 8)]
+    )
     np.testing.assert_allclose(float(sft_loss_fn(logits, micro_batch)), expected, rtol=1e-6)
     assert float(count_loss_tokens(micro_batch)) == 4
 
 
 @pytest.mark.skipif(not CAN_MEASURE, reason="cannot reset the peak of memory")
 @pytest.mark.parametrize("temperature", slow_but([1.0], [1.0, 0.7]))
-def test_a_chunk_of_logits_has_no_whole_copy_in_float32(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_of_logits_has_no_whole_copy_in_float32(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words, tokens = 40_000, 2048
     chunk_bytes = 2 * (1 << 25)  # glibc keeps freed blocks of less than 32 MiB
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1 << 25)
@@ -196,7 +234,8 @@ def test_a_chunk_of_logits_has_no_whole_copy_in_float32(temperature: float, monk
         torch.autograd.grad(entropy.sum() - logprobs.sum(), [hidden, weight])
 
     step()  # threads and workspaces
-    # The chunk, its copy in the order of the product, and the gradients. A float32 copy would add two chunks.
+    # The chunk, its copy in the order of the product, and the gradients. A float32 copy would add
+    # two chunks.
     assert peak_growth_bytes(step) < 4 * chunk_bytes
 
 

@@ -1,4 +1,6 @@
-"""Micro-batching: nothing is lost, parts are balanced, deterministic and equal on every rank, and unpack undoes it."""
+"""Micro-batching: nothing is lost, parts are balanced, deterministic and equal on every rank, and
+unpack undoes it.
+"""
 
 import random
 from typing import Any
@@ -16,7 +18,14 @@ from holdfast.engine.training.batch import (
     sequence_lengths,
     validate_batch,
 )
-from holdfast.engine.training.microbatch import CutRules, expand_to_tokens, split_and_weigh, split_batch, unpack, weigh
+from holdfast.engine.training.microbatch import (
+    CutRules,
+    expand_to_tokens,
+    split_and_weigh,
+    split_batch,
+    unpack,
+    weigh,
+)
 from holdfast.engine.training.partition import partition
 from holdfast.utils.errors import BatchError, PeerError
 from tests.helpers import run_ranks
@@ -40,7 +49,9 @@ LENGTHS = [5, 1, 9, 3, 3, 7, 2]
 
 @pytest.mark.parametrize("algorithm", ["ffd", "kk"])
 @pytest.mark.parametrize("n_mbs", [1, 2, 5, 7])
-def test_split_batch_packs_every_token_once_and_unpack_puts_it_back(algorithm: str, n_mbs: int) -> None:
+def test_split_batch_packs_every_token_once_and_unpack_puts_it_back(
+    algorithm: str, n_mbs: int
+) -> None:
     batch = make_batch(LENGTHS, pad=2)
     mbs = split_batch(batch, MicroBatchSpec(n_mbs=n_mbs, packing_algorithm=algorithm))
     assert len(mbs) == n_mbs and not any(mb.is_dummy for mb in mbs)
@@ -52,9 +63,13 @@ def test_split_batch_packs_every_token_once_and_unpack_puts_it_back(algorithm: s
 
 @pytest.mark.parametrize("algorithm", ["ffd", "kk"])
 @pytest.mark.parametrize(("limit", "expected"), [(None, 3), (6, 4), (14, 3)])
-def test_adjacent_sequences_of_a_granularity_stay_together(algorithm: str, limit: int | None, expected: int) -> None:
+def test_adjacent_sequences_of_a_granularity_stay_together(
+    algorithm: str, limit: int | None, expected: int
+) -> None:
     batch = make_batch([5, 1, 9, 3, 3, 7, 2, 2])
-    spec = MicroBatchSpec(n_mbs=3, granularity=2, max_tokens_per_mb=limit, packing_algorithm=algorithm)
+    spec = MicroBatchSpec(
+        n_mbs=3, granularity=2, max_tokens_per_mb=limit, packing_algorithm=algorithm
+    )
     mbs = split_batch(batch, spec)
     assert len(mbs) == expected
     for mb in mbs:
@@ -62,21 +77,31 @@ def test_adjacent_sequences_of_a_granularity_stay_together(algorithm: str, limit
         assert seconds == [row + 1 for row in firsts] and all(row % 2 == 0 for row in firsts)
     restored = unpack([mb.data["logprobs"] for mb in mbs], mbs, *batch["input_ids"].shape)
     assert torch.equal(restored, batch["logprobs"] * batch["attention_mask"])
-    with pytest.raises(BatchError, match=r"has 3 sequences, which config key 'mb_spec.granularity' \(2\) does not"):
+    with pytest.raises(
+        BatchError, match=r"has 3 sequences, which config key 'mb_spec.granularity' \(2\) does not"
+    ):
         split_batch(make_batch([1, 2, 3]), spec)
 
 
-@pytest.mark.parametrize(("n_mbs", "divisor", "expected"), [(None, 1, 1), (1, 3, 3), (4, 3, 6), (5, 4, 8), (6, 3, 6)])
+@pytest.mark.parametrize(
+    ("n_mbs", "divisor", "expected"), [(None, 1, 1), (1, 3, 3), (4, 3, 6), (5, 4, 8), (6, 3, 6)]
+)
 def test_the_number_of_micro_batches_is_a_multiple_of_the_divisor(
     n_mbs: int | None, divisor: int, expected: int
 ) -> None:
     mbs = split_batch(make_batch(LENGTHS), MicroBatchSpec(n_mbs=n_mbs, n_mbs_divisor=divisor))
-    assert len(mbs) == expected and sum(mb.is_dummy for mb in mbs) == max(0, expected - len(LENGTHS))
-    by_tokens = split_batch(make_batch(LENGTHS), MicroBatchSpec(n_mbs_divisor=divisor, max_tokens_per_mb=9))
+    assert len(mbs) == expected and sum(mb.is_dummy for mb in mbs) == max(
+        0, expected - len(LENGTHS)
+    )
+    by_tokens = split_batch(
+        make_batch(LENGTHS), MicroBatchSpec(n_mbs_divisor=divisor, max_tokens_per_mb=9)
+    )
     assert len(by_tokens) % divisor == 0 and all(mb.n_tokens <= 9 for mb in by_tokens)
 
 
-def test_a_row_is_filled_up_with_sequences_no_longer_than_its_own_that_the_loss_does_not_see() -> None:
+def test_a_row_is_filled_up_with_sequences_no_longer_than_its_own_that_the_loss_does_not_see() -> (
+    None
+):
     (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), rules=CutRules(row_tokens=12))
     assert mb.n_tokens == 5 and mb.cu_seqlens.tolist() == [0, 3, 5]
     row = mb.row()
@@ -92,7 +117,9 @@ def test_a_dummy_has_the_shape_of_the_other_rows() -> None:
     (mb,) = split_batch(make_batch([3, 2]), MicroBatchSpec(), rules=CutRules(row_tokens=9))
     for dummy in (mb.first_token(), mb.first_token().first_token()):
         assert dummy.n_tokens == 1 and dummy.row().n_tokens == 9
-        assert dummy.row().lengths == (1, 3, 3, 2), "as long as sequences of the batch, not one token each"
+        assert dummy.row().lengths == (1, 3, 3, 2), (
+            "as long as sequences of the batch, not one token each"
+        )
     (short,) = split_batch(make_batch([3, 2]), MicroBatchSpec())
     assert short.first_token().row().n_tokens == 1
 
@@ -126,7 +153,10 @@ def test_split_batch_does_not_change_the_batch() -> None:
     batch = make_batch(LENGTHS)
     before = {key: tensor.clone() for key, tensor in batch.items()}
     split_batch(batch, MicroBatchSpec(n_mbs=2))
-    assert all(torch.equal(before[key], batch[key]) for key in before) and before.keys() == batch.keys()
+    assert (
+        all(torch.equal(before[key], batch[key]) for key in before)
+        and before.keys() == batch.keys()
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["ffd", "kk"])
@@ -134,7 +164,9 @@ def test_max_tokens_per_mb_is_kept_except_by_a_single_longer_sequence(algorithm:
     rng = random.Random(0)
     for _ in range(50):
         lengths = [rng.randint(1, 40) for _ in range(rng.randint(1, 30))]
-        spec = MicroBatchSpec(n_mbs=rng.randint(1, 3), max_tokens_per_mb=32, packing_algorithm=algorithm)
+        spec = MicroBatchSpec(
+            n_mbs=rng.randint(1, 3), max_tokens_per_mb=32, packing_algorithm=algorithm
+        )
         mbs = split_batch(make_batch(lengths), spec)
         assert len(mbs) >= spec.rounded(1)
         assert all(mb.n_tokens <= 32 or len(mb.indices) == 1 for mb in mbs)
@@ -157,7 +189,13 @@ def test_partition_is_balanced_and_never_leaves_a_bin_empty(algorithm: str) -> N
 
 
 def test_karmarkar_karp_finds_the_even_partition_that_longest_first_misses() -> None:
-    lengths = [8, 7, 6, 5, 4]  # both from Korf, "A complete anytime algorithm for number partitioning", 1998
+    lengths = [
+        8,
+        7,
+        6,
+        5,
+        4,
+    ]  # both from Korf, "A complete anytime algorithm for number partitioning", 1998
     spread = {}
     for algorithm in ("ffd", "kk"):
         sums = [sum(lengths[i] for i in rows) for rows in partition(lengths, 2, algorithm)]
@@ -170,7 +208,11 @@ def test_split_batch_fills_up_with_dummies_when_there_are_too_few_sequences() ->
     mbs = split_batch(batch, MicroBatchSpec(n_mbs=4))
     assert [mb.is_dummy for mb in mbs] == [False, False, True, True]
     dummy = mbs[-1]
-    assert dummy.n_tokens == 1 and dummy.indices.numel() == 0 and dummy.data["loss_mask"].tolist() == [0]
+    assert (
+        dummy.n_tokens == 1
+        and dummy.indices.numel() == 0
+        and dummy.data["loss_mask"].tolist() == [0]
+    )
     assert dummy.data["input_ids"].tolist() == [1] and dummy.cu_seqlens.tolist() == [0, 1]
     assert dummy.data.keys() == mbs[0].data.keys()
     outputs = [torch.full((mb.n_tokens,), 9.0) for mb in mbs]
@@ -233,7 +275,10 @@ def changed(**changes: object) -> Batch:
         (changed(input_ids=torch.ones(2, 0, dtype=torch.int64)), "empty"),
         (changed(attention_mask=torch.ones(2, 4)), "'attention_mask'"),
         (changed(attention_mask=torch.full((2, 3), 2)), "other than 0 and 1"),
-        (changed(attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])), r"row\(s\) 1 are not right-padded"),
+        (
+            changed(attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]])),
+            r"row\(s\) 1 are not right-padded",
+        ),
         (changed(attention_mask=torch.tensor([[0, 0, 0], [1, 1, 1]])), r"row\(s\) 0 have no token"),
         (changed(logprobs=torch.zeros(2, 4)), "'logprobs'"),
         (changed(rewards=torch.zeros(3)), r"'rewards'\] has shape \[3\]"),
@@ -254,7 +299,9 @@ def test_a_token_that_no_embedding_has_is_named(dtype: torch.dtype) -> None:
     for enough in (100, 300, 200_000):
         refuse_unknown_tokens(batch, enough)
     refuse_unknown_tokens(batch, 5, image_token=99)
-    with pytest.raises(BatchError, match=r"token 1 of row 1 of the batch has id 99 \(1 such\); expected 0 to 98"):
+    with pytest.raises(
+        BatchError, match=r"token 1 of row 1 of the batch has id 99 \(1 such\); expected 0 to 98"
+    ):
         refuse_unknown_tokens(batch, 99)
     with pytest.raises(BatchError, match=r"token 2 of row 0 of the batch has id 3 \(2 such\)"):
         refuse_unknown_tokens(batch, 3, image_token=99)
@@ -262,7 +309,9 @@ def test_a_token_that_no_embedding_has_is_named(dtype: torch.dtype) -> None:
 
 def test_trajectories_with_images_and_without_tokens_are_refused_in_words() -> None:
     with pytest.raises(BatchError, match="no 'input_ids'"):
-        validate_batch(join_trajectories([{**changed(input_ids=None), "multi_modal_input": [{}, {}]}]))  # type: ignore[dict-item]
+        validate_batch(
+            join_trajectories([{**changed(input_ids=None), "multi_modal_input": [{}, {}]}])
+        )  # type: ignore[dict-item]
 
 
 def _split_on_ranks(rank: int, world_size: int) -> dict[str, object]:
@@ -279,7 +328,13 @@ def _split_on_ranks(rank: int, world_size: int) -> dict[str, object]:
     except (BatchError, PeerError) as caught:
         error = type(caught).__name__
     rows = [mb.indices.tolist() for mb in mbs]
-    return {"n": len(mbs), "dummies": sum(mb.is_dummy for mb in mbs), "rows": rows, "same": same, "error": error}
+    return {
+        "n": len(mbs),
+        "dummies": sum(mb.is_dummy for mb in mbs),
+        "rows": rows,
+        "same": same,
+        "error": error,
+    }
 
 
 @pytest.mark.timeout(90)
@@ -299,14 +354,20 @@ def _batches_of_two_data_ranks(rank: int, world_size: int, differs: str) -> None
         batch = batch | {differs: batch[differs].clone()}
         batch[differs][0, 1] += 1
     if differs:
-        with pytest.raises(BatchError, match=r"ranks 2 and 3 share their data \(2 ranks do\), but were given"):
+        with pytest.raises(
+            BatchError, match=r"ranks 2 and 3 share their data \(2 ranks do\), but were given"
+        ):
             split_batch(batch, spec, rules=CutRules(ranks_with_same_data=2))
         return
-    weighed = split_and_weigh(batch, spec, lambda data: data["loss_mask"].sum(), rules=CutRules(ranks_with_same_data=2))
+    weighed = split_and_weigh(
+        batch, spec, lambda data: data["loss_mask"].sum(), rules=CutRules(ranks_with_same_data=2)
+    )
     assert weighed.total == (2 + 4 + 1) + 3, "each data rank counts once"
     assert len(weighed.micro_batches) == 2
 
 
 @pytest.mark.parametrize("differs", ["", "input_ids", "loss_mask", "logprobs"])
-def test_ranks_with_the_same_data_count_once_and_are_told_of_different_batches(differs: str) -> None:
+def test_ranks_with_the_same_data_count_once_and_are_told_of_different_batches(
+    differs: str,
+) -> None:
     run_ranks(_batches_of_two_data_ranks, 4, differs)

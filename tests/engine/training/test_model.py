@@ -1,4 +1,6 @@
-"""Models built without memory equal those built normally: blocks, buffers, dropout, gradient checkpointing."""
+"""Models built without memory equal those built normally: blocks, buffers, dropout, gradient
+checkpointing.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,12 @@ from holdfast.utils.errors import ConfigError
 from tests.engine.hf_models import ARCHITECTURES, tiny_config
 
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {"vocab_size": 15, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 15,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 MORE: dict[str, PretrainedConfig] = {
     "llama with scaled rotary frequencies": LlamaConfig(
         **SIZES,
@@ -66,7 +73,9 @@ def make_config(name: str) -> PretrainedConfig:
     return MORE[name] if name in MORE else tiny_config(name)
 
 
-def build(folder: Path, name: str, config: PretrainedConfig, **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+def build(
+    folder: Path, name: str, config: PretrainedConfig, **changes: Any
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A model on meta twice, from a folder that holds ``config``."""
     config.save_pretrained(folder)
     attn_impl = "eager" if name in EAGER_ONLY else "sdpa"
@@ -87,7 +96,9 @@ def fill(model: PreTrainedModel, skeleton: PreTrainedModel, spread: float = 0.0)
 @pytest.mark.parametrize("name", EVERY)
 def test_buffers_are_those_of_a_model_built_normally(name: str, tmp_path: Path) -> None:
     model = fill(*build(tmp_path, name, make_config(name)))
-    reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path), dtype=torch.float32
+    )
     built, expected = dict(model.named_buffers()), dict(reference.named_buffers())
     assert built.keys() == expected.keys()
     for key, buffer in expected.items():
@@ -105,17 +116,25 @@ class _Unwritten(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
-def test_a_buffer_that_nothing_computes_is_an_error_rather_than_garbage(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_buffer_that_nothing_computes_is_an_error_rather_than_garbage(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     model, skeleton = build(tmp_path, "llama", make_config("llama"))
     for each in (model, skeleton):
         each.add_module("extra", _Unwritten(dtype))
-    with pytest.raises(ConfigError, match="_Unwritten at 'extra' does not compute its buffer 'table'"):
+    with pytest.raises(
+        ConfigError, match="_Unwritten at 'extra' does not compute its buffer 'table'"
+    ):
         give_memory(model, skeleton, CPU)
 
 
 def with_dropout(config: PretrainedConfig) -> dict[str, float]:
     """Turn on every dropout option of a config. Returns the keys and values."""
-    probabilities = {key: 0.5 for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float)}
+    probabilities = {
+        key: 0.5
+        for key, value in config.to_dict().items()
+        if "drop" in key and isinstance(value, float)
+    }
     for key in probabilities:
         setattr(config, key, 0.5)
     return probabilities
@@ -138,10 +157,20 @@ def test_disabled_dropout_makes_training_forwards_repeat_and_leaves_the_exported
 
 
 def test_dropout_stays_when_it_is_wanted(tmp_path: Path) -> None:
-    config = GPT2Config(vocab_size=15, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2)
+    config = GPT2Config(
+        vocab_size=15,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     with_dropout(config)
     model = fill(*build(tmp_path, "gpt2", config, disable_dropout=False), spread=0.2).train()
-    first, second = (model(input_ids=torch.arange(8)[None], use_cache=False).logits for _ in range(2))
+    first, second = (
+        model(input_ids=torch.arange(8)[None], use_cache=False).logits for _ in range(2)
+    )
     assert not torch.equal(first, second)
 
 
@@ -163,7 +192,9 @@ def test_blocks_are_the_repeated_layers_unless_others_are_named(name: str, tmp_p
     assert sum(isinstance(module, block) for module in model.modules()) == 2
     named = block_classes(model, ["ModuleList", BLOCKS[name]])
     assert {cls.__name__ for cls in named} == {"ModuleList", BLOCKS[name]}
-    with pytest.raises(ConfigError, match=r"transformer_layer_cls_to_wrap.*'NoSuchLayer'.*contains .*ModuleList"):
+    with pytest.raises(
+        ConfigError, match=r"transformer_layer_cls_to_wrap.*'NoSuchLayer'.*contains .*ModuleList"
+    ):
         block_classes(model, ["ModuleList", "NoSuchLayer"])
 
 
@@ -187,7 +218,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str, tmp_path: Pa
 
 
 class Storages(TorchDispatchMode):
-    """Counts the bytes of the memory that operators allocate inside the block, and that still exists."""
+    """Counts the bytes of the memory that operators allocate inside the block, and that still
+    exists.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,14 +228,23 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)}
+        given = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves(args)
+            if isinstance(tensor, torch.Tensor)
+        }
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (storage := tensor.untyped_storage())._cdata not in given
+            ):
                 self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
     def n_bytes(self) -> int:
-        return sum(n_bytes for reference, n_bytes in self._storages.values() if not reference.expired())
+        return sum(
+            n_bytes for reference, n_bytes in self._storages.values() if not reference.expired()
+        )
 
 
 def kept_bytes(model: Any) -> int:
@@ -216,23 +258,37 @@ def kept_bytes(model: Any) -> int:
 
 
 def test_each_choice_of_blocks_keeps_fewer_activations(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 192}
+    sizes: dict[str, Any] = SIZES | {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+    }
     config = LlamaConfig(**sizes)
     counts: dict[bool | str, float] = {}
     for choice in CHOICES:
-        counts[choice] = kept_bytes(fill(*build(tmp_path, "llama", config, gradient_checkpointing=choice)).train())
+        counts[choice] = kept_bytes(
+            fill(*build(tmp_path, "llama", config, gradient_checkpointing=choice)).train()
+        )
     shares = {choice: count / counts[False] for choice, count in counts.items()}
     assert shares[True] == pytest.approx(shares["every_1"], rel=0.01) and shares[True] < 0.2, shares
     assert shares["every_2"] == pytest.approx((1 + shares[True]) / 2, abs=0.05)
-    assert shares["every_2"] == pytest.approx(shares["every_3"], rel=0.01), "blocks 0 and 2, or 0 and 3"
+    assert shares["every_2"] == pytest.approx(shares["every_3"], rel=0.01), (
+        "blocks 0 and 2, or 0 and 3"
+    )
     assert shares[True] < shares["selective"] < 0.7
 
 
-def test_a_choice_of_blocks_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_of_blocks_that_does_not_exist_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for choice in ("every_0", "every_", "some", "every_2x"):
-        with pytest.raises(ConfigError, match=f"'gradient_checkpointing' is '{choice}'; expected true, false"):
+        with pytest.raises(
+            ConfigError, match=f"'gradient_checkpointing' is '{choice}'; expected true, false"
+        ):
             TrainEngineConfig(gradient_checkpointing=choice)
-    monkeypatch.setattr("holdfast.engine.training.checkpointing.GradientCheckpointingLayer", nn.Bilinear)
+    monkeypatch.setattr(
+        "holdfast.engine.training.checkpointing.GradientCheckpointingLayer", nn.Bilinear
+    )
     with pytest.raises(ConfigError, match="is 'every_2', but LlamaForCausalLM has no blocks"):
         build(tmp_path, "llama", make_config("llama"), gradient_checkpointing="every_2")
 
@@ -249,7 +305,9 @@ def test_drawn_weights_have_the_spread_of_the_model_and_repeat(tmp_path: Path) -
         drawn.append({key: param.detach().clone() for key, param in model.named_parameters()})
     assert all(torch.equal(drawn[0][key], drawn[1][key]) for key in drawn[0])
     assert any(not torch.equal(drawn[0][key], drawn[2][key]) for key in drawn[0])
-    scaled = drawn[0]["transformer.h.0.mlp.c_proj.weight"].std()  # GPT-2 scales it by 1 / sqrt(2 layers)
+    scaled = drawn[0][
+        "transformer.h.0.mlp.c_proj.weight"
+    ].std()  # GPT-2 scales it by 1 / sqrt(2 layers)
     assert float(scaled) == pytest.approx(0.02 / 2, rel=0.15)
     assert float(drawn[0]["transformer.h.0.mlp.c_fc.weight"].std()) == pytest.approx(0.02, rel=0.15)
     assert float(drawn[0]["transformer.h.0.ln_1.weight"].std()) == 0.0

@@ -1,4 +1,6 @@
-"""Inputs of loss functions: log-probabilities without logits, equal to those from logits, and logits on request."""
+"""Inputs of loss functions: log-probabilities without logits, equal to those from logits, and
+logits on request.
+"""
 
 import logging
 from collections import Counter
@@ -20,7 +22,13 @@ from holdfast.utils.compat.torch_private import TorchDispatchMode
 from holdfast.utils.errors import BatchError
 from tests.engine.architectures.tiny import tiny_config
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.engine.test_fsdp_engine import capture_gradients, loss_tokens, make_batch, make_engine, rows
+from tests.engine.test_fsdp_engine import (
+    capture_gradients,
+    loss_tokens,
+    make_batch,
+    make_engine,
+    rows,
+)
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
@@ -74,7 +82,9 @@ def _gradients_both_ways(rank: int, world_size: int, folder: str) -> dict[str, f
         )
         assert engine._scoring_head is not None
         captured = capture_gradients(engine)
-        share = rows(make_batch(masked_rows=(0, 1, 2, 3)), slice(rank * 4, rank * 4 + 4))  # rank 0 has no loss tokens
+        share = rows(
+            make_batch(masked_rows=(0, 1, 2, 3)), slice(rank * 4, rank * 4 + 4)
+        )  # rank 0 has no loss tokens
         both = []
         for loss_fn in (from_output, from_logits):
             stats = engine.train_batch(share, loss_fn, loss_tokens)
@@ -83,13 +93,16 @@ def _gradients_both_ways(rank: int, world_size: int, folder: str) -> dict[str, f
         (loss, gradients), (expected_loss, expected) = both
         assert abs(loss - expected_loss) < 1e-6
         differences |= {
-            f"{name}, packed {packed}": float((gradients[name] - expected[name]).abs().max()) for name in expected
+            f"{name}, packed {packed}": float((gradients[name] - expected[name]).abs().max())
+            for name in expected
         }
         engine.destroy()
     return differences
 
 
-@pytest.mark.parametrize("tied", slow_but([True], [True, False]), ids=lambda tied: "tied" if tied else "untied")
+@pytest.mark.parametrize(
+    "tied", slow_but([True], [True, False]), ids=lambda tied: "tied" if tied else "untied"
+)
 def test_gradients_without_logits_equal_those_with_them(tmp_path: Path, tied: bool) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3(tied=tied))
     for differences in run_ranks(_gradients_both_ways, 2, str(tmp_path / "model")):
@@ -135,11 +148,15 @@ def test_a_loss_without_entropies_computes_no_gradient_of_them(engine: FSDPEngin
         with Operators() as operators:
             engine.train_batch(make_batch(), loss_fn, loss_tokens)
         counts.append(operators.count["aten::special_entr"])
-    assert counts == [1, 3], "in the forward, and with the second loss in the backward, of all words and of targets"
+    assert counts == [1, 3], (
+        "in the forward, and with the second loss in the backward, of all words and of targets"
+    )
 
 
 @pytest.mark.slow
-def test_no_tensor_of_tokens_times_words_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_tokens_times_words_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words, tokens = 5000, 300
     write_model_folder(tmp_path / "model", tiny_qwen3(vocab_size=words))
     engine = make_engine(tmp_path / "model")
@@ -153,10 +170,14 @@ def test_no_tensor_of_tokens_times_words_is_made(tmp_path: Path, monkeypatch: py
         largest[name] = seen.elements
     engine.destroy()
     assert largest["logits"] >= tokens * words, "the control: this loss takes the logits"
-    assert largest["output"] < 1.1 * words * 32, "the weight of the head and what is gathered with it"
+    assert largest["output"] < 1.1 * words * 32, (
+        "the weight of the head and what is gathered with it"
+    )
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "olmo2", "phi3", "gpt2", "qwen3_moe", "glm4"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen2", "olmo2", "phi3", "gpt2", "qwen3_moe", "glm4"]
+)
 def test_models_that_leave_their_logits_alone_score_in_their_head(model_type: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
     assert find_scoring_head(model, torch.device("cpu")) is not None
@@ -172,7 +193,10 @@ def test_models_that_cap_or_scale_their_logits_keep_them(
     model = write_model_folder(tmp_path / "model", config)
     with caplog.at_level(logging.INFO):
         engine = make_engine(tmp_path / "model")
-    assert "computed from whole [tokens, vocabulary] logits: the model changes what its head returns" in caplog.text
+    assert (
+        "computed from whole [tokens, vocabulary] logits: the model changes what its head returns"
+        in caplog.text
+    )
     batch = make_batch((5, 3))
     batch["input_ids"] = (batch["input_ids"] + 8) * batch["attention_mask"]
     found = engine.forward_batch(batch)
@@ -190,11 +214,18 @@ def test_an_output_can_be_used_as_the_logits_it_stands_for(engine: FSDPEngine) -
     def loss_fn(output: Any, mb: Batch) -> torch.Tensor:
         seen.append(type(output))
         seen.append((output.shape, output.dtype, len(output), (output / 2).shape, output[0].shape))
-        doubled = [2 * output - output, output + output * 0, output @ torch.eye(15), torch.clone(output)]
+        doubled = [
+            2 * output - output,
+            output + output * 0,
+            output @ torch.eye(15),
+            torch.clone(output),
+        ]
         assert all(torch.equal(tensor, output.logits) for tensor in doubled)
         logprobs, entropy = token_logprobs(output, mb["input_ids"], mb["cu_seqlens"], TEMPERATURE)
         assert torch.equal(logprobs, output.logprobs) and torch.equal(entropy, output.entropy)
-        assert torch.equal(output.at(1.0)[0], token_logprobs(output.logits, mb["input_ids"], mb["cu_seqlens"])[0])
+        assert torch.equal(
+            output.at(1.0)[0], token_logprobs(output.logits, mb["input_ids"], mb["cu_seqlens"])[0]
+        )
         return output.logits.square().mean()
 
     assert engine.train_batch(make_batch((3, 2)), loss_fn, loss_tokens)["update_skipped"] == 0
@@ -209,7 +240,10 @@ def test_a_second_question_that_needs_another_forward_is_refused(engine: FSDPEng
         return output.logprobs.sum() + output.at(1.0)[0].sum()
 
     for loss_fn in (logits_last, two_temperatures):
-        with pytest.raises(BatchError, match=r"after log-probabilities at temperature 0\.7; take output\.logits first"):
+        with pytest.raises(
+            BatchError,
+            match=r"after log-probabilities at temperature 0\.7; take output\.logits first",
+        ):
             engine.eval_batch(make_batch((3, 2)), loss_fn, loss_tokens)
 
 
@@ -219,7 +253,9 @@ def test_hooks_on_the_head_or_the_model_are_given_the_logits(engine: FSDPEngine)
     model: Any = engine.model
     batch = make_batch((3, 2))
     for module in (model.lm_head, model):
-        handle = module.register_forward_hook(lambda *given: seen.append(getattr(given[-1], "logits", given[-1]).shape))
+        handle = module.register_forward_hook(
+            lambda *given: seen.append(getattr(given[-1], "logits", given[-1]).shape)
+        )
         engine.forward_batch(batch)
         handle.remove()
         engine.forward_batch(batch)

@@ -1,4 +1,6 @@
-"""Optimizers with other state than AdamW's: every bit comes back on every mesh, and the next step is the same."""
+"""Optimizers with other state than AdamW's: every bit comes back on every mesh, and the next step
+is the same.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -11,15 +13,28 @@ from transformers import Qwen3Config
 from holdfast.engine import OptimizerConfig, SaveLoadMeta
 from holdfast.utils.errors import CheckpointError, ConfigError
 from tests.engine.meshes import Mesh, check_loads, engine_on, fingerprint
-from tests.engine.models import HAS_PLANS, NEEDS_PLANS, tiny_qwen3, tiny_qwen3_moe, write_model_folder
+from tests.engine.models import (
+    HAS_PLANS,
+    NEEDS_PLANS,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+    write_model_folder,
+)
 from tests.engine.staging.test_offload import make_engine, step, write_model
 from tests.engine.test_fsdp_engine import same, whole
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
 KINDS = ("adam_bf16", "adam8bit", "muon")
-CONFIGS = {kind: OptimizerConfig(type=kind, lr=1e-2, weight_decay=0.1, gradient_clipping=1e9) for kind in KINDS}
-DTYPES = {"adam_bf16": {torch.bfloat16}, "adam8bit": {torch.uint8, torch.bfloat16}, "muon": {torch.float32}}
+CONFIGS = {
+    kind: OptimizerConfig(type=kind, lr=1e-2, weight_decay=0.1, gradient_clipping=1e9)
+    for kind in KINDS
+}
+DTYPES = {
+    "adam_bf16": {torch.bfloat16},
+    "adam8bit": {torch.uint8, torch.bfloat16},
+    "muon": {torch.float32},
+}
 REFUSALS = {
     "adam_bf16": r"has dtype torch\.bfloat16, this model needs torch\.float32; .* exp_avg in bfloat16, .* one is AdamW",
     "adam8bit": r"has '.*_scale', which this model or optimizer does not .* exp_avg_scale in float32, .* one is AdamW",
@@ -28,7 +43,9 @@ REFUSALS = {
 """How a plain AdamW refuses a checkpoint of each."""
 
 
-def _killed_and_resumed(rank: int, world_size: int, base: str, out: str, kind: str, model: str) -> None:
+def _killed_and_resumed(
+    rank: int, world_size: int, base: str, out: str, kind: str, model: str
+) -> None:
     make = partial(make_engine, base, model, optimizer=CONFIGS[kind])
     engine: Any = make()
     engine.save(SaveLoadMeta(f"{out}/fresh", "dcp", with_optim=True))
@@ -38,8 +55,14 @@ def _killed_and_resumed(rank: int, world_size: int, base: str, out: str, kind: s
     engine.save(SaveLoadMeta(f"{out}/now", "dcp", with_optim=True))
     engine.save(SaveLoadMeta(f"{out}/later", "dcp", with_optim=True), blocking=False)
     saved, marks = whole(engine), [fingerprint(engine)]
-    moments = [tensor for name, tensor in saved.items() if name.endswith(("exp_avg", "exp_avg_sq", "momentum_buffer"))]
-    assert {tensor.dtype for tensor in moments} <= DTYPES[kind] and any(tensor.any() for tensor in moments)
+    moments = [
+        tensor
+        for name, tensor in saved.items()
+        if name.endswith(("exp_avg", "exp_avg_sq", "momentum_buffer"))
+    ]
+    assert {tensor.dtype for tensor in moments} <= DTYPES[kind] and any(
+        tensor.any() for tensor in moments
+    )
     step(engine)
     after = whole(engine)
     marks.append(fingerprint(engine))
@@ -50,7 +73,9 @@ def _killed_and_resumed(rank: int, world_size: int, base: str, out: str, kind: s
         other.load(SaveLoadMeta(path, "dcp", with_optim=True))
         assert same(whole(other), saved) and fingerprint(other) == marks[0]
         step(other)
-        assert same(whole(other), after), "the step after a resume is the one that it would have been"
+        assert same(whole(other), after), (
+            "the step after a resume is the one that it would have been"
+        )
         other.load(SaveLoadMeta(f"{out}/fresh", "dcp", with_optim=True))
         assert same(whole(other), fresh)
     plain: Any = make_engine(base, model)
@@ -75,10 +100,19 @@ def test_the_state_survives_checkpoints_bit_for_bit_and_the_next_step_is_the_sam
 
 
 def wide_qwen3() -> Qwen3Config:
-    """A model whose rows two ranks can share in whole blocks, with a few that are no multiple of a block."""
-    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 40, "intermediate_size": 512, "num_hidden_layers": 2}
+    """A model whose rows two ranks can share in whole blocks, with a few that are no multiple of a
+    block.
+    """
+    sizes: dict[str, Any] = {
+        "vocab_size": 16,
+        "hidden_size": 40,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+    }
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    return Qwen3Config(**sizes, **heads, max_position_embeddings=128, bos_token_id=None, eos_token_id=None)
+    return Qwen3Config(
+        **sizes, **heads, max_position_embeddings=128, bos_token_id=None, eos_token_id=None
+    )
 
 
 LOADS = [
@@ -98,12 +132,16 @@ def test_each_mesh_loads_what_another_saved_bit_for_bit(
 ) -> None:
     if saved_by.backend != "fsdp" and not HAS_PLANS:
         pytest.skip("this transformers cannot share matrices or experts")
-    write_model_folder(tmp_path / "model", tiny_qwen3_moe() if "e2" in saved_by.backend else wide_qwen3())
+    write_model_folder(
+        tmp_path / "model", tiny_qwen3_moe() if "e2" in saved_by.backend else wide_qwen3()
+    )
     check_loads(tmp_path / "model", tmp_path, saved_by, loaded_by, optimizer=CONFIGS[kind])
 
 
 def _cut_within_a_block(rank: int, world_size: int, folder: str) -> None:
-    with pytest.raises(ConfigError, match=r"blocks of 128 columns, but 2 ranks share the 32 columns of .*o_proj"):
+    with pytest.raises(
+        ConfigError, match=r"blocks of 128 columns, but 2 ranks share the 32 columns of .*o_proj"
+    ):
         engine_on(folder, Mesh(2, "fsdp:t2"), optimizer=CONFIGS["adam8bit"])
 
 

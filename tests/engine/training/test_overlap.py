@@ -1,4 +1,6 @@
-"""Prefetching and a separate group for reductions change no gradient, and are refused by a torch without them."""
+"""Prefetching and a separate group for reductions change no gradient, and are refused by a torch
+without them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,15 @@ from holdfast.engine import FSDPConfig, MicroBatchSpec, OptimizerConfig
 from holdfast.engine.training.overlap import set_overlap
 from holdfast.utils.errors import ConfigError
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole
+from tests.engine.test_fsdp_engine import (
+    loss_tokens,
+    make_batch,
+    make_engine,
+    nll,
+    rows,
+    same,
+    whole,
+)
 from tests.helpers import run_ranks
 
 SGD = OptimizerConfig(type="sgd", lr=0.1, gradient_clipping=1e9)
@@ -26,10 +36,15 @@ KEYS: tuple[dict[str, Any], ...] = (
 
 
 def _trained(rank: int, world_size: int, folder: str) -> None:
-    states, batch = [], rows(make_batch(), slice(rank * 8 // world_size, (rank + 1) * 8 // world_size))
+    states, batch = (
+        [],
+        rows(make_batch(), slice(rank * 8 // world_size, (rank + 1) * 8 // world_size)),
+    )
     for keys in KEYS if hasattr(FSDPModule, "set_separate_reduce_scatter_group") else KEYS[:-1]:
         every: dict[str, Any] = {"gradient_sync": "every"}
-        engine = make_engine(folder, optimizer=SGD, fsdp=FSDPConfig(**every | keys), mb_spec=MicroBatchSpec(n_mbs=2))
+        engine = make_engine(
+            folder, optimizer=SGD, fsdp=FSDPConfig(**every | keys), mb_spec=MicroBatchSpec(n_mbs=2)
+        )
         for _ in range(2):
             engine.forward_batch(batch)
             engine.train_batch(batch, nll, loss_tokens)
@@ -49,7 +64,9 @@ def _refused(rank: int, world_size: int) -> None:
     if hasattr(FSDPModule, name):
         delattr(FSDPModule, name)
     set_overlap(model, FSDPConfig(forward_prefetch=3))
-    with pytest.raises(ConfigError, match=f"reduce_scatter_group' is True, but FSDPModule.{name} does not exist"):
+    with pytest.raises(
+        ConfigError, match=f"reduce_scatter_group' is True, but FSDPModule.{name} does not exist"
+    ):
         set_overlap(model, FSDPConfig(separate_reduce_scatter_group=True))
     assert model(torch.ones(1, 2)).shape == (1, 2)
 

@@ -43,7 +43,9 @@ def make_micro_batch() -> Any:
     generator = torch.Generator().manual_seed(0)
     mask = torch.arange(max(LENGTHS))[None] < torch.tensor(LENGTHS)[:, None]
     ids = torch.randint(0, 15, mask.shape, generator=generator)
-    return split_batch({"input_ids": ids, "attention_mask": mask.long()}, MicroBatchSpec(n_mbs=1))[0]
+    return split_batch({"input_ids": ids, "attention_mask": mask.long()}, MicroBatchSpec(n_mbs=1))[
+        0
+    ]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -52,7 +54,9 @@ def test_a_packed_forward_equals_each_sequence_alone_and_the_padded_forward(name
     with torch.no_grad():
         packed, padded = model_output(model, mb, packed=True), model_output(model, mb, packed=False)
         sequences = mb.data["input_ids"].split(mb.cu_seqlens.diff().tolist())
-        alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences])
+        alone = torch.cat(
+            [model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
+        )
     assert packed.shape == (sum(LENGTHS), 15)
     scale = float(alone.abs().max())
     assert float((packed - alone).abs().max()) < 1e-5 * scale
@@ -66,14 +70,21 @@ def test_a_critic_gives_one_float32_value_a_token() -> None:
     torch.manual_seed(0)
     critic = AutoModelForTokenClassification.from_config(config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
-        values = [model_output(critic, make_micro_batch(), packed=packed) for packed in (True, False)]
+        values = [
+            model_output(critic, make_micro_batch(), packed=packed) for packed in (True, False)
+        ]
     assert [(v.shape, v.dtype) for v in values] == [(torch.Size([sum(LENGTHS)]), torch.float32)] * 2
     assert torch.allclose(values[0], values[1], atol=0.02)
     check_packing(critic, CPU)
 
 
 SIZES: dict[str, Any] = {"vocab_size": 15, "hidden_size": 32}
-MORE: dict[str, Any] = {**SIZES, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+MORE: dict[str, Any] = {
+    **SIZES,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 CONVOLUTION = ["conv", "full_attention", "conv"]
 LEAKY: dict[str, PretrainedConfig] = {
     "a state space model": MambaConfig(**SIZES, num_hidden_layers=2, state_size=4),
@@ -96,7 +107,12 @@ LEAKY: dict[str, PretrainedConfig] = {
         num_experts_per_tok=2,
     ),
     "a state space between attention": JambaConfig(
-        **MORE, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=4
+        **MORE,
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        mamba_d_state=4,
     ),
 }
 
@@ -129,16 +145,21 @@ def test_a_model_whose_packed_sequences_see_each_other_is_always_refused(
     model = AutoModelForCausalLM.from_config(LEAKY[what], dtype=dtype).train()
     with torch.no_grad():
         WEIGHTS[weights](model)
-    with pytest.raises(ConfigError, match=r"lets packed sequences see each other.*'pack_sequences' to false"):
+    with pytest.raises(
+        ConfigError, match=r"lets packed sequences see each other.*'pack_sequences' to false"
+    ):
         check_packing(model, CPU)
 
 
 def test_a_model_that_fails_at_packed_rows_is_refused_with_reason() -> None:
     """Reformer accepts only rows of whole chunks."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(architectures.tiny_config("reformer"), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        architectures.tiny_config("reformer"), dtype=torch.float32
+    )
     with pytest.raises(
-        ConfigError, match=r"^ReformerModelWithLMHead fails at a packed row \(.*'pack_sequences' to false"
+        ConfigError,
+        match=r"^ReformerModelWithLMHead fails at a packed row \(.*'pack_sequences' to false",
     ):
         check_packing(model, CPU)
 
@@ -146,7 +167,9 @@ def test_a_model_that_fails_at_packed_rows_is_refused_with_reason() -> None:
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_no_weights_and_no_precision_are_a_reason_to_refuse(name: str, weights: str, dtype: torch.dtype) -> None:
+def test_no_weights_and_no_precision_are_a_reason_to_refuse(
+    name: str, weights: str, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(name), dtype=dtype).eval()
     with torch.no_grad():
@@ -156,7 +179,10 @@ def test_no_weights_and_no_precision_are_a_reason_to_refuse(name: str, weights: 
 
 def test_the_check_leaves_weights_mode_and_generators_alone() -> None:
     model = tiny_model("qwen3_moe").train()
-    before, rng = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+    before, rng = (
+        {key: value.clone() for key, value in model.state_dict().items()},
+        torch.get_rng_state(),
+    )
     config = model.config.to_dict()
     check_packing(model, CPU)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -175,7 +201,9 @@ class RowChunks(LlamaForCausalLM):
         sequence = (position_ids[0] == 0).cumsum(0)
         alike = (sequence[:, None] == sequence) & (chunk[:, None] == chunk)
         mask = (alike & torch.ones_like(alike).tril())[None, None]
-        return super().forward(input_ids=input_ids, position_ids=position_ids, attention_mask=mask, **kwargs)
+        return super().forward(
+            input_ids=input_ids, position_ids=position_ids, attention_mask=mask, **kwargs
+        )
 
 
 def test_a_model_that_cuts_windows_packs_rows_no_longer_than_these() -> None:
@@ -184,14 +212,17 @@ def test_a_model_that_cuts_windows_packs_rows_no_longer_than_these() -> None:
     model = RowChunks(config)
     for most in (None, 65):
         with pytest.raises(
-            ConfigError, match=r"in rows of more than 64 tokens \(its 'attention_chunk_size'\); set .*mb"
+            ConfigError,
+            match=r"in rows of more than 64 tokens \(its 'attention_chunk_size'\); set .*mb",
         ):
             check_packing(model, CPU, max_row_tokens=most)
     check_packing(model, CPU, max_row_tokens=64)
 
 
 def test_windows_and_chunks_that_restart_with_each_sequence_are_packed() -> None:
-    sliding = Qwen3Config(**MORE, num_hidden_layers=2, head_dim=8, use_sliding_window=True, sliding_window=4096)
+    sliding = Qwen3Config(
+        **MORE, num_hidden_layers=2, head_dim=8, use_sliding_window=True, sliding_window=4096
+    )
     sliding.layer_types = ["sliding_attention", "full_attention"]
     for config in (sliding, tiny_config("qwen3_tied")):
         check_packing(AutoModelForCausalLM.from_config(config), CPU)

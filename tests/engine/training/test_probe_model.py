@@ -1,4 +1,6 @@
-"""Twins probe the architecture, independently of config values and of how the process computes, and are small."""
+"""Twins probe the architecture, independently of config values and of how the process computes, and
+are small.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -78,17 +80,24 @@ def test_a_config_with_a_number_of_experts_for_each_layer_starts(tmp_path: Path)
     config = HunYuanMoEV1Config(**{**tiny_config("hunyuan_v1_moe").to_dict(), **each})
     model = write_model_folder(tmp_path / "model", config)
     engine, batch = make_engine(tmp_path / "model"), make_batch((9, 4))
-    torch.testing.assert_close(engine.forward_batch(batch), reference(model, batch)[1], rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        engine.forward_batch(batch), reference(model, batch)[1], rtol=0, atol=2e-5
+    )
     engine.destroy()
 
 
 def _under_tensor_parallelism(rank: int, world_size: int) -> list[str]:
-    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), build_reference(tiny_qwen3())
+    mesh, model = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")),
+        build_reference(tiny_qwen3()),
+    )
     parallelize_module(model.model.embed_tokens, mesh["tp"], RowwiseParallel())
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh["fsdp"])
     with torch.no_grad(), twin_of(model, model.config, torch.float32, torch.device("cpu")) as twin:
-        return [f"{param.device_mesh.mesh_dim_names} {param.placements}" for param in twin.parameters()]  # type: ignore
+        return [
+            f"{param.device_mesh.mesh_dim_names} {param.placements}" for param in twin.parameters()
+        ]  # type: ignore
 
 
 def test_a_twin_of_a_model_under_tensor_parallelism_is_sharded_over_its_fsdp_mesh() -> None:
@@ -102,12 +111,20 @@ def most_elements() -> Iterator[dict[str, int]]:
     found = {"parameters": 0}
 
     def count(*_: Any) -> None:
-        params = {id(thing): thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter)}.values()
+        params = {
+            id(thing): thing for thing in gc.get_objects() if isinstance(thing, nn.Parameter)
+        }.values()
         local = [param.to_local() if isinstance(param, DTensor) else param for param in params]
-        elements = sum(each.untyped_storage().nbytes() // each.element_size() for each in local if not each.is_meta)
+        elements = sum(
+            each.untyped_storage().nbytes() // each.element_size()
+            for each in local
+            if not each.is_meta
+        )
         found["parameters"] = max(found["parameters"], elements)
 
-    hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: count() if is_head(module) else None)
+    hook = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: count() if is_head(module) else None
+    )
     try:
         yield found
     finally:
@@ -118,9 +135,13 @@ def is_head(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and module.out_features == 15
 
 
-def test_looking_for_the_head_takes_the_memory_of_two_layers_before_the_model_has_any(tmp_path: Path) -> None:
+def test_looking_for_the_head_takes_the_memory_of_two_layers_before_the_model_has_any(
+    tmp_path: Path,
+) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3(layers=12, tied=False))
-    few = sum(param.numel() for param in build_reference(tiny_qwen3(layers=2, tied=False)).parameters())
+    few = sum(
+        param.numel() for param in build_reference(tiny_qwen3(layers=2, tied=False)).parameters()
+    )
     gc.collect()
     with most_elements() as found:
         engine = make_engine(tmp_path / "model", pack_sequences=False)

@@ -1,6 +1,8 @@
-"""Log-probabilities of a sequence do not depend on its neighbours in models that choose rotary frequencies by length.
+"""Log-probabilities of a sequence do not depend on its neighbours in models that choose rotary
+frequencies by length.
 
-The reference is transformers with a rotary module of this file, which computes the rules of the papers and of vLLM.
+The reference is transformers with a rotary module of this file, which computes the rules of the
+papers and of vLLM.
 """
 
 import math
@@ -34,7 +36,9 @@ from tests.tiers import slow_but
 pytestmark = pytest.mark.timeout(60)
 
 ORIGINAL, MOST, SHORT, LONG = 64, 2048, 30, 100
-"""Original and largest length, in the ratio of Phi-4-mini. Tokens of a sequence and of its neighbour."""
+"""Original and largest length, in the ratio of Phi-4-mini. Tokens of a sequence and of its
+neighbour.
+"""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -66,11 +70,21 @@ def _scaling(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def _phimoe() -> dict[str, Any]:
     scales = {"short_mscale": 1.24, "long_mscale": 1.34}
-    return {**_longrope(8), **scales, "original_max_position_embeddings": ORIGINAL, "rope_theta": 10000.0}
+    return {
+        **_longrope(8),
+        **scales,
+        "original_max_position_embeddings": ORIGINAL,
+        "rope_theta": 10000.0,
+    }
 
 
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+_EXPERTS = {
+    "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+    "router_jitter_noise": 0.0,
+    "input_jitter_noise": 0.0,
+}
 _GEMMA: dict[str, Any] = {
     **_SIZES,
     "head_dim": 16,
@@ -84,7 +98,9 @@ _DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 CONFIGS: dict[str, Any] = {
     "Phi-3-mini-128k": Phi3Config(**_SIZES, **_LENGTHS, **_scaling(_longrope(8))),
     "Phi-4-mini": Phi3Config(**_SIZES, **_LENGTHS, **_THREE_QUARTERS, **_scaling(_longrope(6))),
-    "Phi-3.5-MoE": PhimoeConfig(**_SIZES, **_EXPERTS, max_position_embeddings=MOST, rope_parameters=_phimoe()),
+    "Phi-3.5-MoE": PhimoeConfig(
+        **_SIZES, **_EXPERTS, max_position_embeddings=MOST, rope_parameters=_phimoe()
+    ),
     "MiniCPM3": MiniCPM3Config(
         **_SIZES,
         max_position_embeddings=MOST,
@@ -95,7 +111,9 @@ CONFIGS: dict[str, Any] = {
         v_head_dim=8,
         **_scaling({**_longrope(4), "original_max_position_embeddings": ORIGINAL}),
     ),
-    "InternLM2 as Llama": LlamaConfig(**_SIZES, max_position_embeddings=ORIGINAL, **_scaling(_DYNAMIC)),
+    "InternLM2 as Llama": LlamaConfig(
+        **_SIZES, max_position_embeddings=ORIGINAL, **_scaling(_DYNAMIC)
+    ),
     "Granite with bases by layer": GraniteSWAConfig(
         **_SIZES,
         max_position_embeddings=ORIGINAL,
@@ -111,20 +129,30 @@ CONFIGS: dict[str, Any] = {
         **{**_GEMMA, "max_position_embeddings": MOST},
         rope_parameters={
             "sliding_attention": _DEFAULT,
-            "full_attention": {**_longrope(8), "rope_theta": 1e6, "original_max_position_embeddings": ORIGINAL},
+            "full_attention": {
+                **_longrope(8),
+                "rope_theta": 1e6,
+                "original_max_position_embeddings": ORIGINAL,
+            },
         },
     ),
 }
 
 
 class FixedRotary(nn.Module):
-    """One set of frequencies, by the formulas of LongRoPE and of dynamic NTK scaling at vLLM's length."""
+    """One set of frequencies, by the formulas of LongRoPE and of dynamic NTK scaling at vLLM's
+    length.
+    """
 
     def __init__(self, scalings: dict[str | None, dict[str, Any]], dim: int, is_long: bool) -> None:
         super().__init__()
-        self.tables = {name: self._table(scaling, dim, is_long) for name, scaling in scalings.items()}
+        self.tables = {
+            name: self._table(scaling, dim, is_long) for name, scaling in scalings.items()
+        }
 
-    def _table(self, scaling: dict[str, Any], dim: int, is_long: bool) -> tuple[torch.Tensor, float]:
+    def _table(
+        self, scaling: dict[str, Any], dim: int, is_long: bool
+    ) -> tuple[torch.Tensor, float]:
         exponents = torch.tensor([2 * i / dim for i in range(dim // 2)], dtype=torch.float64)
         theta, which = scaling["rope_theta"], "long" if is_long else "short"
         if scaling["rope_type"] == "dynamic" and is_long:
@@ -137,17 +165,28 @@ class FixedRotary(nn.Module):
         scale = math.sqrt(1 + math.log(MOST / ORIGINAL) / math.log(ORIGINAL))
         return 1 / (factors * theta**exponents), scaling.get(f"{which}_mscale", scale)
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> Any:
         frequencies, scale = self.tables[layer_type]
         angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
         return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
 
 
 def make_reference(folder: Path, is_long: bool) -> PreTrainedModel:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     given = model.config.rope_parameters
-    dim = 2 * next(buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")).shape[-1]
-    model.model.rotary_emb = FixedRotary(given if "full_attention" in given else {None: given}, dim, is_long)
+    dim = (
+        2
+        * next(buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")).shape[
+            -1
+        ]
+    )
+    model.model.rotary_emb = FixedRotary(
+        given if "full_attention" in given else {None: given}, dim, is_long
+    )
     for module in getattr(model.model, "rotary_embs", ()):  # Granite has one for each base
         module.forward = FixedRotary({None: module.config.rope_parameters}, dim, is_long).forward
     return model.eval()
@@ -179,7 +218,9 @@ def test_a_sequence_has_the_same_log_probabilities_beside_a_long_one_as_alone(
     write_model_folder(tmp_path / "model", CONFIGS[name])
     reference = make_reference(tmp_path / "model", is_long)
     long = LONG if is_long else ORIGINAL
-    engine = make_engine(tmp_path / "model", pack_sequences=packed, max_model_len=MOST if is_long else None)
+    engine = make_engine(
+        tmp_path / "model", pack_sequences=packed, max_model_len=MOST if is_long else None
+    )
     together, batch = engine.forward_batch(make_batch(SHORT, long)), make_batch(SHORT, long)
     alone = engine.forward_batch({key: tensor[:1, :SHORT] for key, tensor in batch.items()})
     for found, row, length in ((alone, 0, SHORT), (together, 0, SHORT), (together, 1, long)):
@@ -203,14 +244,21 @@ def test_generation_computes_with_the_same_frequencies(tmp_path: Path) -> None:
 def test_the_config_that_is_exported_stays_as_the_author_wrote_it(tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "model", CONFIGS["InternLM2 as Llama"])
     engine = make_engine(tmp_path / "model")
-    assert engine.model.config.to_dict() == AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.to_dict()
+    assert (
+        engine.model.config.to_dict()
+        == AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.to_dict()
+    )
     assert engine.model.config.rope_parameters == model.config.rope_parameters
     engine.destroy()
 
 
 @pytest.mark.parametrize(
     ("name", "limit", "length"),
-    [("Phi-3-mini-128k", None, ORIGINAL), ("Phi-3-mini-128k", 50, 50), ("InternLM2 as Llama", None, ORIGINAL)],
+    [
+        ("Phi-3-mini-128k", None, ORIGINAL),
+        ("Phi-3-mini-128k", 50, 50),
+        ("InternLM2 as Llama", None, ORIGINAL),
+    ],
 )
 def test_a_sequence_that_the_servers_would_not_take_is_refused(
     name: str, limit: int | None, length: int, tmp_path: Path
@@ -219,7 +267,8 @@ def test_a_sequence_that_the_servers_would_not_take_is_refused(
     engine = make_engine(tmp_path / "model", max_model_len=limit)
     engine.forward_batch(make_batch(SHORT, length))
     with pytest.raises(
-        BatchError, match=rf"row 1 of the batch has {length + 1} tokens; .* {length}, .*'max_model_len'"
+        BatchError,
+        match=rf"row 1 of the batch has {length + 1} tokens; .* {length}, .*'max_model_len'",
     ):
         engine.forward_batch(make_batch(SHORT, length + 1))
     engine.destroy()
@@ -236,7 +285,8 @@ class Unfixed(Phi3ForCausalLM):
 def test_packing_is_refused_to_a_model_whose_frequencies_depend_on_the_neighbours() -> None:
     model = Unfixed(CONFIGS["Phi-3-mini-128k"])
     with pytest.raises(
-        ConfigError, match=r"wrongly in rows of more than 64 tokens \(its 'original_max_.*to 64 or less$"
+        ConfigError,
+        match=r"wrongly in rows of more than 64 tokens \(its 'original_max_.*to 64 or less$",
     ):
         check_packing(model, torch.device("cpu"), max_row_tokens=ORIGINAL + 1)
     check_packing(model, torch.device("cpu"), max_row_tokens=ORIGINAL)
@@ -262,5 +312,7 @@ def test_code_that_chooses_by_length_itself_gets_no_sequence_beyond_its_first_ch
     for limit in (None, ORIGINAL):
         fix_frequencies(model, limit)
         assert longest_sequence(model, limit) == ORIGINAL
-    with pytest.raises(ConfigError, match=r"'max_model_len' is 65, but the code of OwnRotary .* to 64 or less"):
+    with pytest.raises(
+        ConfigError, match=r"'max_model_len' is 65, but the code of OwnRotary .* to 64 or less"
+    ):
         fix_frequencies(model, ORIGINAL + 1)

@@ -18,7 +18,15 @@ from holdfast.engine.training.microbatch import split_batch
 from holdfast.engine.training.optimizer_step import clip_grad_norm
 from holdfast.utils.errors import BatchError, PeerError
 from tests.engine.models import tiny_qwen3, write_model_folder
-from tests.engine.test_fsdp_engine import loss_tokens, make_batch, make_engine, nll, rows, same, whole
+from tests.engine.test_fsdp_engine import (
+    loss_tokens,
+    make_batch,
+    make_engine,
+    nll,
+    rows,
+    same,
+    whole,
+)
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
@@ -51,14 +59,20 @@ class NumbersRead(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            callers = [frame.filename for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+            callers = [
+                frame.filename
+                for frame in traceback.extract_stack()
+                if "/torch/" not in frame.filename
+            ]
             self.count += "/site-packages/" not in callers[-2]  # the caller of this method
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_a_step_waits_for_no_more_numbers_with_more_micro_batches(engine: FSDPEngine, packed: bool) -> None:
+def test_a_step_waits_for_no_more_numbers_with_more_micro_batches(
+    engine: FSDPEngine, packed: bool
+) -> None:
     counts, engine.config.pack_sequences = {}, packed
     for n_mbs in (2, 6):
         engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
@@ -66,7 +80,10 @@ def test_a_step_waits_for_no_more_numbers_with_more_micro_batches(engine: FSDPEn
             with NumbersRead() as read:
                 step(make_batch(), nll, loss_tokens)
             counts[step.__name__, n_mbs] = read.count
-    assert counts["train_batch", 6] == counts["train_batch", 2] and counts["eval_batch", 6] == counts["eval_batch", 2]
+    assert (
+        counts["train_batch", 6] == counts["train_batch", 2]
+        and counts["eval_batch", 6] == counts["eval_batch", 2]
+    )
 
 
 def test_a_plain_number_as_weight_counts_as_one_in_a_tensor(engine: FSDPEngine) -> None:
@@ -78,8 +95,12 @@ def test_a_plain_number_as_weight_counts_as_one_in_a_tensor(engine: FSDPEngine) 
     assert len(set(losses)) == 1 and math.isfinite(losses[0])
 
 
-def test_rows_that_do_not_count_leave_loss_and_gradient_unchanged(folder: Path, engine: FSDPEngine) -> None:
-    """Such rows have values that are not finite: an embedding that overflowed, a masked-out part of the vocabulary."""
+def test_rows_that_do_not_count_leave_loss_and_gradient_unchanged(
+    folder: Path, engine: FSDPEngine
+) -> None:
+    """Such rows have values that are not finite: an embedding that overflowed, a masked-out part of
+    the vocabulary.
+    """
     batch, twin = make_batch((5, 5, 5), masked_rows=(2,)), make_engine(folder)
     batch["input_ids"][batch["input_ids"] == 7] = 6
     batch["input_ids"][2, 1:] = 7
@@ -96,9 +117,13 @@ def test_rows_that_do_not_count_leave_loss_and_gradient_unchanged(folder: Path, 
         twin.train_batch(rows(batch, slice(2)), nll, loss_tokens),
     )
     assert stats["update_skipped"] == expected["update_skipped"] == 0
-    assert math.isfinite(stats["loss"]) and stats["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert math.isfinite(stats["loss"]) and stats["loss"] == pytest.approx(
+        expected["loss"], rel=1e-6
+    )
     assert stats["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-    assert (stats["n_mbs"], stats["n_tokens"]) == (3, 15), "the numbers are of the batch as it was given"
+    assert (stats["n_mbs"], stats["n_tokens"]) == (3, 15), (
+        "the numbers are of the batch as it was given"
+    )
     assert math.isfinite(float(engine.eval_batch(batch, nll, loss_tokens)))
     twin.destroy()
 
@@ -127,13 +152,19 @@ def each(mb: Any) -> torch.Tensor:
     return torch.tensor(0.1)
 
 
-def _steps_of_micro_batches_that_count_alike(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Rank 1 learns that there are three micro-batches after it has reported that its only one weighs 0.1."""
+def _steps_of_micro_batches_that_count_alike(
+    rank: int, world_size: int, folder: str
+) -> dict[str, Any]:
+    """Rank 1 learns that there are three micro-batches after it has reported that its only one
+    weighs 0.1.
+    """
     batch, results = make_batch((8, 8, 7) if rank == 0 else (2, 3, 2)), {}
     batch["loss_mask"] = batch["attention_mask"]
     specs = {"cut twice": MicroBatchSpec(max_tokens_per_mb=8), "cut once": MicroBatchSpec(n_mbs=3)}
     for name, spec in specs.items():
-        sgd = OptimizerConfig(type="sgd", lr=1.0, gradient_clipping=0.1)  # no small differences grow with it
+        sgd = OptimizerConfig(
+            type="sgd", lr=1.0, gradient_clipping=0.1
+        )  # no small differences grow with it
         engine = make_engine(folder, mb_spec=spec, optimizer=sgd)
         loss = float(engine.eval_batch(batch, nll, each))
         stats = engine.train_batch(batch, nll, each)
@@ -145,7 +176,9 @@ def _steps_of_micro_batches_that_count_alike(rank: int, world_size: int, folder:
 def test_a_weight_that_depends_on_the_cut_follows_the_last_cut(folder: Path) -> None:
     for ours in run_ranks(_steps_of_micro_batches_that_count_alike, 2, str(folder)):
         twice, once = ours["cut twice"], ours["cut once"]
-        assert twice["stats"] == pytest.approx(once["stats"], rel=1e-6) and once["stats"]["n_mbs"] == 3
+        assert (
+            twice["stats"] == pytest.approx(once["stats"], rel=1e-6) and once["stats"]["n_mbs"] == 3
+        )
         assert twice["eval"] == pytest.approx(once["eval"], rel=1e-6)
         assert twice["state"].keys() == once["state"].keys()
         for name, tensor in once["state"].items():
@@ -159,7 +192,9 @@ def _weights_that_fail(rank: int, world_size: int, folder: str) -> str:
     with pytest.raises(PeerError if rank == 0 else KeyError, match="no such key"):
         engine.train_batch(make_batch(), nll, fails)
     assert same(before, whole(engine))
-    assert math.isfinite(engine.train_batch(make_batch(), nll, loss_tokens)["loss"]), "the ranks are in step"
+    assert math.isfinite(engine.train_batch(make_batch(), nll, loss_tokens)["loss"]), (
+        "the ranks are in step"
+    )
     engine.destroy()
     return "in step"
 
@@ -200,10 +235,14 @@ LARGE = 2.0**70
 
 def _has_a_large_gradient(rank: int, world_size: int, folder: str) -> None:
     for loss_factor in (1.0, LARGE):
-        engine = make_engine(folder, optimizer=OptimizerConfig(type="sgd", lr=0.1, gradient_clipping=1e-3))
+        engine = make_engine(
+            folder, optimizer=OptimizerConfig(type="sgd", lr=0.1, gradient_clipping=1e-3)
+        )
         before = whole(engine)
         batch = rows(make_batch((5, 9, 7, 3)), slice(rank, None, world_size))
-        stats = engine.train_batch(batch, lambda output, mb, by=loss_factor: nll(output, mb) * by, loss_tokens)
+        stats = engine.train_batch(
+            batch, lambda output, mb, by=loss_factor: nll(output, mb) * by, loss_tokens
+        )
         assert stats["update_successful"] == 1.0
         change = {name: tensor - before[name] for name, tensor in whole(engine).items()}
         if loss_factor == 1.0:
@@ -228,7 +267,9 @@ def detached_logprobs(output: Any, mb: Any) -> torch.Tensor:
 
 
 def detached_logits(output: Any, mb: Any) -> torch.Tensor:
-    return (output * torch.zeros((), requires_grad=True)).detach().sum() * torch.zeros((), requires_grad=True)
+    return (output * torch.zeros((), requires_grad=True)).detach().sum() * torch.zeros(
+        (), requires_grad=True
+    )
 
 
 def mean_square(values: torch.Tensor, mb: Any) -> torch.Tensor:
@@ -238,32 +279,43 @@ def mean_square(values: torch.Tensor, mb: Any) -> torch.Tensor:
 def _one_loss_is_unrelated(rank: int, world_size: int, folder: str, critic: bool) -> None:
     batch = make_batch((5, 9, 7, 3), seed=rank)
     loss_fn = mean_square if critic else nll
-    for kind in (unrelated, detached_logits) if critic else (unrelated, detached_logprobs, detached_logits):
+    for kind in (
+        (unrelated, detached_logits) if critic else (unrelated, detached_logprobs, detached_logits)
+    ):
         engine, twin = make_engine(folder, is_critic=critic), make_engine(folder, is_critic=critic)
         for step in range(2):
             # The twin's loss depends on the output, with a gradient of zeros.
             own = kind if rank == step else loss_fn
             factor = float(rank != step)
             stats = engine.train_batch(batch, own, loss_tokens)
-            expected = twin.train_batch(batch, lambda output, mb, by=factor: loss_fn(output, mb) * by, loss_tokens)
+            expected = twin.train_batch(
+                batch, lambda output, mb, by=factor: loss_fn(output, mb) * by, loss_tokens
+            )
             assert stats["grad_norm"] == expected["grad_norm"] > 0
         assert same(whole(engine), whole(twin))
 
-        # If no loss of any rank depends on the model, all ranks hear it, and the next step is as ever.
+        # If no loss of any rank depends on the model, all ranks hear it, and the next step is as
+        # ever.
         with pytest.raises(BatchError, match="no loss of any rank depends on the model"):
             engine.train_batch(batch, kind, loss_tokens)
-        assert engine.train_batch(batch, loss_fn, loss_tokens) == twin.train_batch(batch, loss_fn, loss_tokens)
+        assert engine.train_batch(batch, loss_fn, loss_tokens) == twin.train_batch(
+            batch, loss_fn, loss_tokens
+        )
         assert same(whole(engine), whole(twin))
         engine.destroy()
         twin.destroy()
 
 
 @pytest.mark.parametrize("critic", slow_but([False], [False, True]))
-def test_a_loss_that_does_not_depend_on_the_model_counts_with_a_gradient_of_zeros(folder: Path, critic: bool) -> None:
+def test_a_loss_that_does_not_depend_on_the_model_counts_with_a_gradient_of_zeros(
+    folder: Path, critic: bool
+) -> None:
     run_ranks(_one_loss_is_unrelated, 2, str(folder), critic, timeout_s=50)
 
 
-def test_a_loss_without_gradients_and_a_step_without_a_backward_are_refused(engine: FSDPEngine) -> None:
+def test_a_loss_without_gradients_and_a_step_without_a_backward_are_refused(
+    engine: FSDPEngine,
+) -> None:
     def without_gradients(output: Any, mb: Any) -> torch.Tensor:
         with torch.no_grad():
             return nll(output, mb)
@@ -280,8 +332,12 @@ def long_batch(lengths: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": mask, "attention_mask": mask}
 
 
-def test_by_default_no_row_of_several_sequences_is_longer_than_8192_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    n_tokens = [mb.n_tokens for mb in split_batch(long_batch([3000] * 6 + [9000]), MicroBatchSpec())]
+def test_by_default_no_row_of_several_sequences_is_longer_than_8192_tokens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    n_tokens = [
+        mb.n_tokens for mb in split_batch(long_batch([3000] * 6 + [9000]), MicroBatchSpec())
+    ]
     assert n_tokens[0] == 9000 and max(n_tokens[1:]) <= 8192 and sum(n_tokens) == 27000
     assert not caplog.records
 
@@ -298,5 +354,9 @@ def test_a_long_unlimited_row_is_warned_about_once_for_each_doubling(
             split_batch(long_batch([4000] * 5), unlimited)
         split_batch(long_batch([4000] * 9), unlimited)
     first, second = (record.getMessage() for record in caplog.records)
-    assert "more than 16384 tokens" in first and "0.25 GiB" in first and "more than 32768 tokens" in second
+    assert (
+        "more than 16384 tokens" in first
+        and "0.25 GiB" in first
+        and "more than 32768 tokens" in second
+    )
     assert "mb_spec.max_tokens_per_mb" in first

@@ -1,4 +1,6 @@
-"""Lists of trajectories equal the padded batch they are joined to. Others are refused with their number and key."""
+"""Lists of trajectories equal the padded batch they are joined to. Others are refused with their
+number and key.
+"""
 
 from typing import Any
 
@@ -31,7 +33,10 @@ def test_a_list_is_padded_to_its_longest_and_results_are_split_again() -> None:
     }
     assert batch["attention_mask"].sum(1).tolist() == [3, 5, 5, 1]
     assert batch["rewards"].tolist() == [0, 10, 11, 30]
-    assert [torch.equal(a, b["input_ids"]) for a, b in zip(split_like(batch["input_ids"], parts), parts, strict=True)]
+    assert [
+        torch.equal(a, b["input_ids"])
+        for a, b in zip(split_like(batch["input_ids"], parts), parts, strict=True)
+    ]
     assert torch.equal(batch["hidden"][..., 1], batch["input_ids"].float())
     assert join_trajectories(batch) is batch
 
@@ -42,11 +47,16 @@ def test_a_list_is_padded_to_its_longest_and_results_are_split_again() -> None:
         ({"rewards": [1.0]}, "trajectory 1: 'rewards' is a list; expected a torch.Tensor"),
         ({"rewards": torch.tensor(1.0)}, r"trajectory 1: 'rewards' is torch.float32 of shape \[\]"),
         ({"input_ids": torch.ones(1, 2)}, "trajectory 1: 'input_ids' is torch.float32"),
-        ({"hidden": torch.ones(1, 2, 3)}, r"trajectory 1: 'hidden' is of shape \[1, 2, 3\], not \[1, 3, 2\]"),
+        (
+            {"hidden": torch.ones(1, 2, 3)},
+            r"trajectory 1: 'hidden' is of shape \[1, 2, 3\], not \[1, 3, 2\]",
+        ),
         ({"extra": torch.ones(1)}, r"trajectory 1 has the keys .*'extra'"),
     ],
 )
-def test_trajectories_that_cannot_be_joined_are_refused(change: dict[str, Any], message: str) -> None:
+def test_trajectories_that_cannot_be_joined_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BatchError, match=message):
         join_trajectories([trajectory(1, 3), {**trajectory(1, 2), **change}])
 

@@ -1,6 +1,7 @@
 """Ranks that reach different parameters in a backward: experts, towers, adapters.
 
-The reference is the same model without sharding, in one process that computes every rank's micro-batches.
+The reference is the same model without sharding, in one process that computes every rank's
+micro-batches.
 """
 
 import copy
@@ -25,12 +26,16 @@ pytestmark = pytest.mark.timeout(60)
 
 MAX_NORM = 0.5
 STEPS: list[list[list[str]]] = [
-    [["a", "ab"], ["a", "ct"]],  # by rank, then micro-batch: the experts it reaches in addition to s and t, a tower
+    [
+        ["a", "ab"],
+        ["a", "ct"],
+    ],  # by rank, then micro-batch: the experts it reaches in addition to s and t, a tower
     [["ae", ""], ["e!", ""]],  # one loss is not finite
     [["d", ""], ["", "z"]],
     [["", "be"], ["", "b"]],
 ]
-"""No backward of the first step reaches d. z has a gradient of zeros, which counts as a gradient."""
+"""No backward of the first step reaches d. z has a gradient of zeros, which counts as a gradient.
+"""
 
 
 class Block(nn.Module):
@@ -71,11 +76,15 @@ def make_model(only_adapters: bool) -> Model:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5
+    )
 
 
 def inputs_of(step: int, rank: int, index: int) -> torch.Tensor:
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + 10 * rank + index))
+    return torch.randn(
+        5, 6, generator=torch.Generator().manual_seed(100 * step + 10 * rank + index)
+    )
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -87,7 +96,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     found = {}
     for name, param in model.named_parameters():
         found[name] = whole(param)
-        found |= {f"{name}/{key}": whole(value) for key, value in optimizer.state.get(param, {}).items()}
+        found |= {
+            f"{name}/{key}": whole(value) for key, value in optimizer.state.get(param, {}).items()
+        }
     return found
 
 
@@ -96,7 +107,9 @@ def open_cpu_meshes(world_size: int, replicas: int) -> Meshes:
     return open_meshes(strategy, torch.device("cpu"), timedelta(seconds=60))
 
 
-def _sharded(rank: int, world_size: int, only_adapters: bool, replicas: int, sync_last: bool) -> list[Any]:
+def _sharded(
+    rank: int, world_size: int, only_adapters: bool, replicas: int, sync_last: bool
+) -> list[Any]:
     model: Any = make_model(only_adapters)
     meshes = open_cpu_meshes(world_size, replicas)
     shard_model(model, TrainEngineConfig(dtype="float32"), (Block,), meshes.fsdp)
@@ -106,7 +119,9 @@ def _sharded(rank: int, world_size: int, only_adapters: bool, replicas: int, syn
             for index, reached in enumerate(plan[rank]):
                 before_backward(index)
                 (model(inputs_of(step, rank, index), reached) / len(plan[rank])).backward()
-        stats = clip_and_step(model, optimizer, MAX_NORM, counters, torch.zeros((), dtype=torch.float64))
+        stats = clip_and_step(
+            model, optimizer, MAX_NORM, counters, torch.zeros((), dtype=torch.float64)
+        )
         results.append((stats["grad_norm"], stats["update_skipped"], state_of(model, optimizer)))
     return results
 
@@ -135,10 +150,16 @@ def test_parameters_that_some_ranks_do_not_reach_are_trained_as_on_one_process(
     expected = unsharded(only_adapters)
     assert [skipped for _, skipped, _ in expected] == [False, True, False, False]
     first, third = expected[0][2], expected[2][2]
-    assert "blocks.0.experts.d.weight/step" not in first and "blocks.0.experts.z.weight/step" in third
+    assert (
+        "blocks.0.experts.d.weight/step" not in first and "blocks.0.experts.z.weight/step" in third
+    )
     for results in run_ranks(_sharded, 2, only_adapters, replicas, sync_last):
-        for (norm, skipped, state), (norm_there, skipped_there, state_there) in zip(results, expected, strict=True):
-            assert skipped == skipped_there and (skipped or norm == pytest.approx(norm_there, rel=1e-5))
+        for (norm, skipped, state), (norm_there, skipped_there, state_there) in zip(
+            results, expected, strict=True
+        ):
+            assert skipped == skipped_there and (
+                skipped or norm == pytest.approx(norm_there, rel=1e-5)
+            )
             assert state.keys() == state_there.keys()
             for name, tensor in state_there.items():
                 torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=name)

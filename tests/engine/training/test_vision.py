@@ -24,7 +24,14 @@ from holdfast.engine import (
 from holdfast.engine.api import Batch
 from holdfast.engine.config import MicroBatchSpec, OptimizerConfig
 from holdfast.engine.hf.versions import version_path
-from holdfast.engine.rl import DPO, DPOConfig, PPOActor, PPOActorConfig, RewardModel, RewardModelConfig
+from holdfast.engine.rl import (
+    DPO,
+    DPOConfig,
+    PPOActor,
+    PPOActorConfig,
+    RewardModel,
+    RewardModelConfig,
+)
 from holdfast.engine.rl.losses import count_loss_tokens, sft_loss_fn
 from holdfast.engine.rl.update import split_minibatches
 from holdfast.engine.rollouts.ledger import Ledger
@@ -34,7 +41,14 @@ from holdfast.utils.errors import BatchError, ConfigError, PeerError
 from holdfast.utils.plain_values import pack_plain, unpack_plain
 from tests.engine.hf.mirrored import files_of_version
 from tests.engine.hf.test_export import _tokenizer as small_tokenizer
-from tests.engine.seeing import IMAGE, MODELS, alone_logprobs, load_reference, seeing_batch, write_seeing_folder
+from tests.engine.seeing import (
+    IMAGE,
+    MODELS,
+    alone_logprobs,
+    load_reference,
+    seeing_batch,
+    write_seeing_folder,
+)
 from tests.helpers import run_ranks
 from tests.tiers import slow_but
 
@@ -107,7 +121,9 @@ def _step(
 
 
 @pytest.mark.parametrize("n_mbs", slow_but([2], [1, 2]))
-def test_gradients_of_ranks_with_and_without_images_are_the_unsharded_ones(folder: Path, n_mbs: int) -> None:
+def test_gradients_of_ranks_with_and_without_images_are_the_unsharded_ones(
+    folder: Path, n_mbs: int
+) -> None:
     reference, batch = load_reference(folder), seeing_batch(folder, IMAGES_OF_ROWS)
     loss = loss_of(reference, batch)
     loss.backward()
@@ -115,7 +131,9 @@ def test_gradients_of_ranks_with_and_without_images_are_the_unsharded_ones(folde
     after, stats = run_ranks(_step, 2, folder, batch, options)[0]
     assert stats["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
     untouched = 0
-    most = max(float(param.grad.abs().max()) for param in reference.parameters() if param.grad is not None)
+    most = max(
+        float(param.grad.abs().max()) for param in reference.parameters() if param.grad is not None
+    )
     for name, param in reference.named_parameters():
         grad = torch.zeros_like(param) if param.grad is None else param.grad
         untouched += not bool(grad.any())
@@ -125,7 +143,9 @@ def test_gradients_of_ranks_with_and_without_images_are_the_unsharded_ones(folde
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_a_batch_without_any_image_gives_the_tower_zero_gradients(name: str, tmp_path: Path) -> None:
+def test_a_batch_without_any_image_gives_the_tower_zero_gradients(
+    name: str, tmp_path: Path
+) -> None:
     reference = write_seeing_folder(tmp_path, name)
     batch = seeing_batch(tmp_path, (0, 0, 0, 0))
     loss_of(reference, batch).backward()
@@ -139,7 +159,9 @@ def test_a_batch_without_any_image_gives_the_tower_zero_gradients(name: str, tmp
 def test_the_step_does_not_depend_on_the_cut_and_a_frozen_tower_stays(qwen: Path) -> None:
     batch, before = seeing_batch(qwen, IMAGES_OF_ROWS), load_reference(qwen).state_dict()
     whole, _ = _step(0, 1, qwen, batch, {"freeze_vision_tower": True})
-    cut, _ = _step(0, 1, qwen, batch, {"freeze_vision_tower": True, "mb_spec": MicroBatchSpec(n_mbs=3)})
+    cut, _ = _step(
+        0, 1, qwen, batch, {"freeze_vision_tower": True, "mb_spec": MicroBatchSpec(n_mbs=3)}
+    )
     for name, tensor in whole.items():
         assert float((tensor - cut[name]).abs().max()) < 1e-5, name
         assert torch.equal(tensor, before[name]) == name.startswith("model.visual"), name
@@ -155,7 +177,9 @@ def test_a_critic_sees(folder: Path) -> None:
     other: Any = {**batch, IMAGES: brighter}
     differs = (engine.forward_batch(other) != values).any(1).tolist()
     assert values.isfinite().all() and differs == [True, False, True]
-    stats = engine.train_batch(batch, lambda output, data: (output * data["loss_mask"]).mean(), count_loss_tokens)
+    stats = engine.train_batch(
+        batch, lambda output, data: (output * data["loss_mask"]).mean(), count_loss_tokens
+    )
     assert not stats["update_skipped"]
 
 
@@ -165,7 +189,9 @@ def test_adapters_are_put_into_the_language_model_only(folder: Path) -> None:
     engine = new_engine(folder, use_lora=True, lora_rank=2)
     adapted = [name for name, param in engine.model.named_parameters() if param.requires_grad]
     assert adapted and all("language_model" in name for name in adapted)
-    assert not engine.train_batch(seeing_batch(folder, (1, 0, 2)), sft_loss_fn, count_loss_tokens)["update_skipped"]
+    assert not engine.train_batch(seeing_batch(folder, (1, 0, 2)), sft_loss_fn, count_loss_tokens)[
+        "update_skipped"
+    ]
 
 
 def test_adapters_in_the_tower_are_refused(qwen: Path) -> None:
@@ -299,7 +325,11 @@ def test_minibatches_carry_images_and_fillers_have_none(qwen: Path) -> None:
     *whole, filler = split_minibatches(batch, 3)
     images: Sequence[Any] = [own for part in whole for own in part[IMAGES]]
     assert [len(own["image_grid_thw"]) for own in images] == [1, 2]
-    assert filler[IMAGES] == [{}] and not filler["input_ids"].any() and not filler["mm_token_type_ids"].any()
+    assert (
+        filler[IMAGES] == [{}]
+        and not filler["input_ids"].any()
+        and not filler["mm_token_type_ids"].any()
+    )
 
 
 def _saves(rank: int, world_size: int, folder: Path, out: Path) -> dict[str, torch.Tensor]:
@@ -323,7 +353,9 @@ def _saves(rank: int, world_size: int, folder: Path, out: Path) -> dict[str, tor
 
 
 @pytest.mark.parametrize("world_size", slow_but([2], [1, 2]))
-def test_a_trained_step_is_exported_and_resumed_bit_for_bit(folder: Path, tmp_path: Path, world_size: int) -> None:
+def test_a_trained_step_is_exported_and_resumed_bit_for_bit(
+    folder: Path, tmp_path: Path, world_size: int
+) -> None:
     out = tmp_path / "out"
     trained = run_ranks(_saves, world_size, folder, out)[0]
     reference = load_reference(folder)
@@ -351,7 +383,9 @@ def test_a_ledger_keeps_images_and_shares_join_them(qwen: Path) -> None:
     joined: list[Any] = [batch[IMAGES], join_trajectories(trajectories)[IMAGES]]
     for images in joined:
         for own, found in zip(given, images, strict=True):
-            assert own.keys() == found.keys() and all(torch.equal(value, found[key]) for key, value in own.items())
+            assert own.keys() == found.keys() and all(
+                torch.equal(value, found[key]) for key, value in own.items()
+            )
     new_engine(qwen).forward_batch(batch)
 
 
@@ -367,7 +401,12 @@ def test_an_actor_updates_on_images(qwen: Path) -> None:
 def _trajectory(folder: Path, images: Sequence[int], seed: int) -> Batch:
     batch = seeing_batch(folder, images, seed)
     zeros = torch.zeros(batch["input_ids"].shape)
-    return {**batch, "logprobs": zeros, "versions": zeros.int(), "rewards": torch.arange(float(len(images)))}
+    return {
+        **batch,
+        "logprobs": zeros,
+        "versions": zeros.int(),
+        "rewards": torch.arange(float(len(images))),
+    }
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -375,7 +414,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "selective": {"gradient_checkpointing": "selective"},
     "two copies": {"fsdp": FSDPConfig(replicate_size=2)},
     "offload_params": {"fsdp": FSDPConfig(offload_params=True)},
-    "sync of the last": {"fsdp": FSDPConfig(gradient_sync="last"), "mb_spec": MicroBatchSpec(n_mbs=2)},
+    "sync of the last": {
+        "fsdp": FSDPConfig(gradient_sync="last"),
+        "mb_spec": MicroBatchSpec(n_mbs=2),
+    },
     "sdpa": {"attn_impl": "sdpa"},
     "offload and onload": {},
     "bfloat16": {"dtype": "bfloat16"},
@@ -383,7 +425,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def _variants(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    own, found = select_rows(seeing_batch(folder, IMAGES_OF_ROWS), range(2 * rank, 2 * rank + 2)), {}
+    own, found = (
+        select_rows(seeing_batch(folder, IMAGES_OF_ROWS), range(2 * rank, 2 * rank + 2)),
+        {},
+    )
     for name, options in {"plain": {}, **VARIANTS}.items():
         engine = new_engine(folder, **options)
         if name == "offload and onload":
@@ -397,7 +442,9 @@ def _variants(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_settings_that_do_not_change_the_step_do_not_change_it_with_images(name: str, tmp_path: Path) -> None:
+def test_settings_that_do_not_change_the_step_do_not_change_it_with_images(
+    name: str, tmp_path: Path
+) -> None:
     write_seeing_folder(tmp_path, name)
     plain, *others = run_ranks(_variants, 2, tmp_path)[0].items()
     for variant, after in others:
@@ -406,7 +453,9 @@ def test_settings_that_do_not_change_the_step_do_not_change_it_with_images(name:
             assert float((after[key] - tensor).abs().max()) <= limit, (variant, key)
 
 
-def _saves_dcp(rank: int, world_size: int, folder: Path, out: Path) -> tuple[dict[str, torch.Tensor], float]:
+def _saves_dcp(
+    rank: int, world_size: int, folder: Path, out: Path
+) -> tuple[dict[str, torch.Tensor], float]:
     engine = new_engine(folder, optimizer=OptimizerConfig(lr=1e-2))
     batch, n_own = seeing_batch(folder, (1, 2, 0, 0, 0, 1)), 6 // world_size
     own = select_rows(batch, range(rank * n_own, (rank + 1) * n_own))
@@ -416,7 +465,9 @@ def _saves_dcp(rank: int, world_size: int, folder: Path, out: Path) -> tuple[dic
     return tensors, engine.train_batch(own, sft_loss_fn, count_loss_tokens)["loss"]
 
 
-def _loads_dcp(rank: int, world_size: int, folder: Path, out: Path, was: int) -> tuple[dict[str, torch.Tensor], float]:
+def _loads_dcp(
+    rank: int, world_size: int, folder: Path, out: Path, was: int
+) -> tuple[dict[str, torch.Tensor], float]:
     engine = new_engine(folder, optimizer=OptimizerConfig(lr=1e-2))
     engine.load(SaveLoadMeta(str(out / f"of_{was}"), "dcp", True))
     tensors = {name: _whole(tensor) for name, tensor in engine.dcp_state().live_tensors().items()}
@@ -431,7 +482,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_other_numbers_of_ranks_resume_with_the_tower_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_other_numbers_of_ranks_resume_with_the_tower_bit_for_bit(
+    name: str, tmp_path: Path
+) -> None:
     write_seeing_folder(tmp_path / "model", name)
     saved = {size: run_ranks(_saves_dcp, size, tmp_path / "model", tmp_path)[0] for size in (1, 2)}
     for was, now in ((2, 1), (1, 2), (2, 3)):
@@ -442,14 +495,18 @@ def test_other_numbers_of_ranks_resume_with_the_tower_bit_for_bit(name: str, tmp
         assert loss == pytest.approx(next_loss, abs=1e-5)
 
 
-def _publishes(rank: int, world_size: int, folder: Path, out: Path, options: dict[str, Any]) -> None:
+def _publishes(
+    rank: int, world_size: int, folder: Path, out: Path, options: dict[str, Any]
+) -> None:
     engine = new_engine(folder, optimizer=OptimizerConfig(lr=1e-2), **options)
     batch = seeing_batch(folder, (1, 0), seed=rank)
     for version in (1, 2):
         engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
         engine.set_version(version)
         for kind in ("disk", "delta"):
-            engine.connect_engine([], WeightUpdateMeta("disk", str(out / kind), delta=kind == "delta"))
+            engine.connect_engine(
+                [], WeightUpdateMeta("disk", str(out / kind), delta=kind == "delta")
+            )
             engine.update_weights()
     engine.save(SaveLoadMeta(str(out / "now"), "hf", False))
     engine.save(SaveLoadMeta(str(out / "later"), "hf", False), blocking=False)
@@ -457,7 +514,9 @@ def _publishes(rank: int, world_size: int, folder: Path, out: Path, options: dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"use_lora": True, "lora_rank": 2}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_lora": True, "lora_rank": 2}], ids=["all weights", "adapters"]
+)
 def test_background_exports_and_publications_equal_the_export(
     qwen: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -496,12 +555,16 @@ def _pairs(rank: int, world_size: int, folder: Path) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
-def test_pairs_with_images_take_the_same_step_on_one_and_two_ranks(name: str, tmp_path: Path) -> None:
+def test_pairs_with_images_take_the_same_step_on_one_and_two_ranks(
+    name: str, tmp_path: Path
+) -> None:
     write_seeing_folder(tmp_path, name)
     alone, together = (run_ranks(_pairs, size, tmp_path)[0] for size in (1, 2))
     for key in ("loss", "grad_norm", "margin"):
         for kind in ("dpo", "reward"):
-            assert together[f"{kind} {key}"] == pytest.approx(alone[f"{kind} {key}"], rel=1e-4, abs=1e-6), (kind, key)
+            assert together[f"{kind} {key}"] == pytest.approx(
+                alone[f"{kind} {key}"], rel=1e-4, abs=1e-6
+            ), (kind, key)
     for kind in ("dpo", "reward"):
         assert together[f"{kind} after"] == pytest.approx(alone[f"{kind} after"], rel=1e-3)
 
@@ -518,7 +581,9 @@ def test_an_export_has_the_processor_and_its_chat_template(qwen: Path, tmp_path:
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_architectures_whose_images_are_of_another_kind_are_refused_in_words(tmp_path: Path) -> None:
+def test_architectures_whose_images_are_of_another_kind_are_refused_in_words(
+    tmp_path: Path,
+) -> None:
     small = {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -528,8 +593,12 @@ def test_architectures_whose_images_are_of_another_kind_are_refused_in_words(tmp
     }
     vision = {"model_type": "pixtral", **small, "patch_size": 4, "image_size": 16}
     text = {"model_type": "mistral", **small, "num_key_value_heads": 2, "vocab_size": 96}
-    CONFIG_MAPPING["mistral3"].from_dict({"text_config": text, "vision_config": vision}).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="how Mistral3ForConditionalGeneration takes images is not known"):
+    CONFIG_MAPPING["mistral3"].from_dict(
+        {"text_config": text, "vision_config": vision}
+    ).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match="how Mistral3ForConditionalGeneration takes images is not known"
+    ):
         new_engine(tmp_path, init_from_scratch=True)
 
 

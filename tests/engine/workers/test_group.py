@@ -22,7 +22,16 @@ from holdfast.engine.workers.placement import Placement, PlacementRequest, Worke
 from holdfast.engine.workers.rank_answers import Answers, headline
 from holdfast.utils.errors import ConfigError, HoldfastError, WorkerLost
 from tests.limits import stretched
-from tests.ray_helpers import ROOT, Server, SlowToBuild, UserBugError, Worker, kill_after, local_ray, running
+from tests.ray_helpers import (
+    ROOT,
+    Server,
+    SlowToBuild,
+    UserBugError,
+    Worker,
+    kill_after,
+    local_ray,
+    running,
+)
 
 __all__ = ["local_ray"]
 pytestmark = [pytest.mark.usefixtures("local_ray"), pytest.mark.timeout(120)]
@@ -58,8 +67,12 @@ def divide_by_zero(worker: Worker) -> float:
     return worker.base / 0
 
 
-def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[float], cause: str) -> None:
-    """Check that the call raises WorkerLost within two seconds of the strike, after the end of every process."""
+def assert_lost(
+    group: WorkerGroup, ranks: list[int], call: Any, moment: list[float], cause: str
+) -> None:
+    """Check that the call raises WorkerLost within two seconds of the strike, after the end of
+    every process.
+    """
     with pytest.raises(WorkerLost, match=cause) as caught:
         call()
     assert time.monotonic() - moment[0] < 2
@@ -74,7 +87,9 @@ def assert_lost(group: WorkerGroup, ranks: list[int], call: Any, moment: list[fl
 
 
 @pytest.mark.slow
-def test_background_calls_run_next_to_other_calls_and_share_their_losses(pair: WorkerGroup, tmp_path: Path) -> None:
+def test_background_calls_run_next_to_other_calls_and_share_their_losses(
+    pair: WorkerGroup, tmp_path: Path
+) -> None:
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(pair.run_in_background, wait_for, str(tmp_path / "go"), 5)
         assert [pair.call_all("add", 1) for _ in range(3)] == [[11, 11]] * 3
@@ -91,7 +106,9 @@ def test_background_calls_run_next_to_other_calls_and_share_their_losses(pair: W
 
 def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: Placement) -> None:
     env = {"HOLDFAST_TEST_EXTRA": "here"}
-    group = WorkerGroup(Worker, world_size=2, name="calls", placement=placement, env=env, kwargs={"base": 10})
+    group = WorkerGroup(
+        Worker, world_size=2, name="calls", placement=placement, env=env, kwargs={"base": 10}
+    )
     descriptions = group.call_all("describe")
     for rank, described in enumerate(descriptions):
         env_values = [str(rank), "2", str(rank)]
@@ -134,7 +151,9 @@ def test_calls_reach_every_rank_and_user_errors_keep_their_type(placement: Place
 
 def test_a_rank_killed_in_a_collective_is_lost(pair: WorkerGroup) -> None:
     moment = kill_after(0.5, pair.pids()[1])
-    assert_lost(pair, [1], lambda: pair.call_all("reduce_forever"), moment, "died during reduce_forever")
+    assert_lost(
+        pair, [1], lambda: pair.call_all("reduce_forever"), moment, "died during reduce_forever"
+    )
 
 
 @pytest.mark.slow
@@ -174,11 +193,15 @@ def test_a_missed_deadline_is_a_loss_even_of_a_stopped_process(pair: WorkerGroup
 
 @pytest.mark.slow
 def test_without_a_deadline_a_stopped_rank_is_lost_a_slow_one_not(placement: Placement) -> None:
-    group = WorkerGroup(Worker, world_size=2, name="watched", placement=placement, hang_timeout_s=1.5)
+    group = WorkerGroup(
+        Worker, world_size=2, name="watched", placement=placement, hang_timeout_s=1.5
+    )
     group.call_all("nap", 3.5)
     os.kill(group.pids()[1], signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(WorkerLost, match=r"no answer to a ping within 1.5 s during idle\(\)") as caught:
+    with pytest.raises(
+        WorkerLost, match=r"no answer to a ping within 1.5 s during idle\(\)"
+    ) as caught:
         group.call_all("idle")
     assert time.monotonic() - start < 6
     assert caught.value.ranks == [1]
@@ -187,7 +210,9 @@ def test_without_a_deadline_a_stopped_rank_is_lost_a_slow_one_not(placement: Pla
 
 @pytest.mark.slow
 def test_an_error_of_waiting_for_a_stopped_rank_is_a_loss(placement: Placement) -> None:
-    group = WorkerGroup(Worker, world_size=2, name="watched", placement=placement, hang_timeout_s=1.5)
+    group = WorkerGroup(
+        Worker, world_size=2, name="watched", placement=placement, hang_timeout_s=1.5
+    )
     os.kill(group.pids()[1], signal.SIGSTOP)
     with pytest.raises(WorkerLost, match="no answer to a ping") as caught:
         group.call_all("fail", 0, deadline=60)
@@ -221,7 +246,11 @@ def test_a_trainer_and_a_server_share_each_gpu_if_trainers_take_more_than_half()
     shares = {"trainer": 0.6, "server": 0.4}
     groups = [
         WorkerGroup(
-            Worker, world_size=2, name=name, resources=WorkerResources(cpus=0.5, gpus=share), process_group=False
+            Worker,
+            world_size=2,
+            name=name,
+            resources=WorkerResources(cpus=0.5, gpus=share),
+            process_group=False,
         )
         for name, share in shares.items()
     ]
@@ -241,7 +270,9 @@ def test_a_device_index_is_the_place_among_the_visible_gpus() -> None:
 
 @pytest.mark.slow
 def test_the_answers_of_many_ranks_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray looks at every pending call of a query, so one query per answer would cost the square of the ranks."""
+    """Ray looks at every pending call of a query, so one query per answer would cost the square of
+    the ranks.
+    """
     wait, asked = ray.wait, list[int]()
 
     def counting(refs: list[Any], **options: Any) -> Any:
@@ -292,7 +323,9 @@ class Named:
 @pytest.mark.slow
 def test_workers_have_arguments_of_the_names_that_a_group_has(placement: Placement) -> None:
     kwargs = {"name": "the worker's", "env": {"key": "value"}}
-    group = WorkerGroup(Named, args=(7,), kwargs=kwargs, name="named", placement=placement, process_group=False)
+    group = WorkerGroup(
+        Named, args=(7,), kwargs=kwargs, name="named", placement=placement, process_group=False
+    )
     assert group.call(0, "tell") == (7, "the worker's", {"key": "value"}) and group.name == "named"
     group.kill()
 
@@ -325,7 +358,9 @@ def test_a_remote_server_answers_raises_or_dies_as_its_groups_loss(pair: WorkerG
 
 
 def test_resources_that_cannot_be_had_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"needs 2 x \{'CPU': 64\}.* more than this Ray has, which the job itself"):
+    with pytest.raises(
+        ConfigError, match=r"needs 2 x \{'CPU': 64\}.* more than this Ray has, which the job itself"
+    ):
         WorkerGroup(Worker, world_size=2, resources=WorkerResources(cpus=64), start_timeout_s=0.5)
     with pytest.raises(ConfigError, match="expected at least one"):
         WorkerGroup(Worker, world_size=0)
@@ -344,7 +379,9 @@ group.call(0, "update_weights_from_disk", "hang", 0)
 
 @pytest.mark.slow
 def test_workers_die_with_a_driver_that_is_killed() -> None:
-    driver = subprocess.Popen([sys.executable, "-c", _DRIVER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout is not None
     line = next(line for line in driver.stdout if line.startswith("pids"))
     pids = [int(word) for word in line.split()[1:]]

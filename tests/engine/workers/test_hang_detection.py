@@ -1,4 +1,6 @@
-"""Ranks that are alive but never answer: each is found, reported as lost, and killed. Slow ranks are left alone."""
+"""Ranks that are alive but never answer: each is found, reported as lost, and killed. Slow ranks
+are left alone.
+"""
 
 import os
 import signal
@@ -38,9 +40,13 @@ def start(placement: Placement) -> Iterator[StartGroup]:
     """Starts the group of a test, which finds hangs quickly, and ends it."""
     started: list[WorkerGroup] = []
 
-    def start_group(world_size: int = 2, stall_timeout_s: float = 1.5, **options: Any) -> WorkerGroup:
+    def start_group(
+        world_size: int = 2, stall_timeout_s: float = 1.5, **options: Any
+    ) -> WorkerGroup:
         limits = {"stall_timeout_s": stall_timeout_s, **options}
-        group = WorkerGroup(Worker, args=(10,), world_size=world_size, name="watched", placement=placement, **limits)
+        group = WorkerGroup(
+            Worker, args=(10,), world_size=world_size, name="watched", placement=placement, **limits
+        )
         started.append(group)
         return group
 
@@ -49,8 +55,12 @@ def start(placement: Placement) -> Iterator[StartGroup]:
         group.kill()
 
 
-def assert_lost(group: WorkerGroup, ranks: list[int], symptom: str, method: str, *args: object) -> None:
-    """Check that the call ends in a loss of just these ranks within seconds, and that the whole group is gone."""
+def assert_lost(
+    group: WorkerGroup, ranks: list[int], symptom: str, method: str, *args: object
+) -> None:
+    """Check that the call ends in a loss of just these ranks within seconds, and that the whole
+    group is gone.
+    """
     begun = time.monotonic()
     with pytest.raises(WorkerLost, match=symptom) as caught:
         group.call_all(method, *args)
@@ -79,9 +89,18 @@ def test_an_endless_loop_while_others_wait_in_collectives_ends_the_group(start: 
 
 
 @pytest.mark.slow
-def test_an_endless_loop_is_named_alone_when_the_collective_times_out_first(start: StartGroup) -> None:
+def test_an_endless_loop_is_named_alone_when_the_collective_times_out_first(
+    start: StartGroup,
+) -> None:
     group = start(stall_timeout_s=60, process_group_timeout_s=COLLECTIVE_S)
-    assert_lost(group, [1], r"others gave up waiting for them in a collective of spin\(\).*Timed out", "spin", 1, True)
+    assert_lost(
+        group,
+        [1],
+        r"others gave up waiting for them in a collective of spin\(\).*Timed out",
+        "spin",
+        1,
+        True,
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +112,12 @@ def test_a_collective_that_one_rank_never_joins_is_that_ranks_loss(start: StartG
 @pytest.mark.slow
 def test_a_collective_that_no_rank_can_finish_is_the_loss_of_all(start: StartGroup) -> None:
     group = start(stall_timeout_s=60, process_group_timeout_s=COLLECTIVE_S)
-    assert_lost(group, [0, 1], r"nobody could finish a collective of receive_from_peer\(\)", "receive_from_peer")
+    assert_lost(
+        group,
+        [0, 1],
+        r"nobody could finish a collective of receive_from_peer\(\)",
+        "receive_from_peer",
+    )
 
 
 @pytest.mark.slow
@@ -126,7 +150,9 @@ def test_a_slow_rank_that_beats_lives_on_as_do_its_peers(start: StartGroup) -> N
 
 
 @pytest.mark.slow
-def test_a_rank_without_beats_lives_within_the_timeout_an_idle_one_forever(start: StartGroup) -> None:
+def test_a_rank_without_beats_lives_within_the_timeout_an_idle_one_forever(
+    start: StartGroup,
+) -> None:
     group = start(stall_timeout_s=4.0)
     assert group.call_all("nap_and_reduce", 1, 2.5, False) == [2.0, 2.0]
     time.sleep(2.0)  # idle: at the first look the last beat is 4.5 s old, but the call only 2.5 s
@@ -142,7 +168,9 @@ def test_a_long_computation_lives_on_where_no_peer_waits_for_it(start: StartGrou
 
 @pytest.mark.slow
 def test_a_rank_that_neither_computes_nor_beats_is_lost_unawaited_too(start: StartGroup) -> None:
-    assert_lost(start(process_group=False), [0, 1], r"no progress for 1.5 s during idle\(\)", "idle")
+    assert_lost(
+        start(process_group=False), [0, 1], r"no progress for 1.5 s during idle\(\)", "idle"
+    )
 
 
 def test_a_beat_starts_the_clock_anew() -> None:
@@ -163,9 +191,13 @@ def test_errors_of_a_broken_collective_are_told_from_bugs() -> None:
     ):
         assert collective_broke(RuntimeError(text))
     assert collective_broke(dist.DistStoreError("wait timeout after 1000ms, keys: /0//cpu//0/1"))
-    assert collective_broke(dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(...)"))
+    assert collective_broke(
+        dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(...)")
+    )
     for bug in (
-        RuntimeError(f"[enforce fail at {source[1:]}/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
+        RuntimeError(
+            f"[enforce fail at {source[1:]}/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"
+        ),
         RuntimeError("size mismatch"),
         dist.DistBackendError("NCCL error: ncclInvalidUsage"),
         PeerError("a step", {0: "RuntimeError: Timed out waiting"}),

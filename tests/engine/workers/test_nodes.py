@@ -81,7 +81,9 @@ def test_a_killed_group_is_gone_on_all_nodes_when_kill_returns(cluster: Cluster)
 
 
 @pytest.mark.slow
-def test_a_node_that_died_is_passed_over_with_a_word(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_that_died_is_passed_over_with_a_word(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     group = WorkerGroup(Worker, world_size=2, process_group=False, name="pair")
     elsewhere = pid_elsewhere(group)
     (node,) = group.node_ids() - {ray.get_runtime_context().get_node_id()}
@@ -91,7 +93,10 @@ def test_a_node_that_died_is_passed_over_with_a_word(cluster: Cluster, caplog: p
     with pytest.raises(WorkerLost):
         group.call_all("idle")
     assert time.monotonic() - began < 30 and not running(elsewhere)
-    assert f"node {node} is dead or does not answer" in caplog.text and "of worker group 'pair'" in caplog.text
+    assert (
+        f"node {node} is dead or does not answer" in caplog.text
+        and "of worker group 'pair'" in caplog.text
+    )
     group.shutdown()
 
 
@@ -99,7 +104,9 @@ def test_a_node_that_died_is_passed_over_with_a_word(cluster: Cluster, caplog: p
 def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group = WorkerGroup(Diary, args=(str(tmp_path),), world_size=2, process_group=False, hang_timeout_s=4.0)
+    group = WorkerGroup(
+        Diary, args=(str(tmp_path),), world_size=2, process_group=False, hang_timeout_s=4.0
+    )
     elsewhere = pid_elsewhere(group)
     (rank,) = (str(rank) for rank, pid in enumerate(group.pids()) if pid == elsewhere)
     time.sleep(6.0)  # longer than a lease, so it has been renewed
@@ -110,7 +117,9 @@ def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
     assert running(elsewhere), "the raylet's workers go on without it"
     began = time.monotonic()
     group.kill()
-    print(f"gone {time.monotonic() - began:.1f} s after the raylet was stopped, with a lease of 4 s")
+    print(
+        f"gone {time.monotonic() - began:.1f} s after the raylet was stopped, with a lease of 4 s"
+    )
     written = (tmp_path / rank).stat().st_size
     assert not running(elsewhere)
     assert time.monotonic() - began < stretched(10)
@@ -123,12 +132,18 @@ def test_a_rank_whose_node_ray_cannot_reach_writes_nothing_once_kill_returns(
 
 
 @pytest.mark.slow
-def test_a_node_that_ends_in_a_collective_is_a_loss_before_ray_knows_of_it(cluster: Cluster) -> None:
+def test_a_node_that_ends_in_a_collective_is_a_loss_before_ray_knows_of_it(
+    cluster: Cluster,
+) -> None:
     group = WorkerGroup(Worker, world_size=2, name="pair")
     elsewhere = pid_elsewhere(group)
-    threading.Timer(0.5, cluster.remove_node, (node_of(cluster, elsewhere),), {"allow_graceful": False}).start()
+    threading.Timer(
+        0.5, cluster.remove_node, (node_of(cluster, elsewhere),), {"allow_graceful": False}
+    ).start()
     rank = group.pids().index(elsewhere)
-    with pytest.raises(WorkerLost, match=rf"lost rank\(s\) \[{rank}\]: died during \w+\(\) \(the process is gone\)"):
+    with pytest.raises(
+        WorkerLost, match=rf"lost rank\(s\) \[{rank}\]: died during \w+\(\) \(the process is gone\)"
+    ):
         group.call_all("reduce_forever")
     group.shutdown()
 
@@ -150,7 +165,9 @@ def stuck() -> Iterator[tuple[subprocess.Popen[bytes], Deathless]]:
 
 
 def test_a_process_that_takes_long_to_die_is_awaited_and_reported(
-    stuck: tuple[subprocess.Popen[bytes], Deathless], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stuck: tuple[subprocess.Popen[bytes], Deathless],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     process, found = stuck
     monkeypatch.setattr(termination, "REPORT_EVERY_S", 0.5)
@@ -160,7 +177,8 @@ def test_a_process_that_takes_long_to_die_is_awaited_and_reported(
     assert 1.9 < time.monotonic() - began < 10
     told = [record.getMessage() for record in caplog.records]
     assert (
-        1 <= len(told) <= 3 and f"processes [{process.pid}] on node here of worker group 'trainer' still run" in told[0]
+        1 <= len(told) <= 3
+        and f"processes [{process.pid}] on node here of worker group 'trainer' still run" in told[0]
     )
 
 
@@ -168,5 +186,8 @@ def test_a_process_that_outlives_the_timeout_is_an_error_with_advice(
     stuck: tuple[subprocess.Popen[bytes], Deathless],
 ) -> None:
     process, found = stuck
-    with pytest.raises(HoldfastError, match=rf"\[{process.pid}\] on node here .* still run \d+ s after SIGKILL.*dmesg"):
+    with pytest.raises(
+        HoldfastError,
+        match=rf"\[{process.pid}\] on node here .* still run \d+ s after SIGKILL.*dmesg",
+    ):
         end_on_nodes({"here": [found]}, "here", "trainer", timeout_s=1.0)

@@ -1,8 +1,9 @@
-"""Several ranks on one GPU, for tests of meshes where there is one: real kernels, and gloo in place of NCCL.
+"""Several ranks on one GPU, for tests of meshes where there is one: real kernels, and gloo in place
+of NCCL.
 
-NCCL refuses two ranks on a device. With ``HOLDFAST_SHARED_GPU=1`` every process that a test starts has the collectives
-of ``collectives.cpp`` under NCCL's name, and takes the first device. They wait for the device, so that this shows
-nothing about time, streams of collectives, or NCCL.
+NCCL refuses two ranks on a device. With ``HOLDFAST_SHARED_GPU=1`` every process that a test starts
+has the collectives of ``collectives.cpp`` under NCCL's name, and takes the first device. They wait
+for the device, so that this shows nothing about time, streams of collectives, or NCCL.
 """
 
 import os
@@ -28,7 +29,9 @@ def install() -> None:
             from tests.simulated_cuda.build import compiled, load
 
             made = load(NAME, compiled(NAME, SOURCE))
-        return made.collectives(dist.ProcessGroupGloo(store, rank, size, options._timeout), rank, size)
+        return made.collectives(
+            dist.ProcessGroupGloo(store, rank, size, options._timeout), rank, size
+        )
 
     class _OfNccl(type):
         def __call__(cls, *arguments: Any) -> Any:

@@ -18,7 +18,9 @@ from tests.integrations.areal.test_load import Job
 
 FILES = yaml.safe_load((Path(__file__).parent / "files.yaml").read_text())
 REMOVED = "AReaL has removed it: `rejection_sampling"
-ROUTER = "'actor.megatron.moe_router_dtype' .* is 'fp32': routers of experts compute in `dtype` here"
+ROUTER = (
+    "'actor.megatron.moe_router_dtype' .* is 'fp32': routers of experts compute in `dtype` here"
+)
 GRADIENTS = "'actor.megatron..*' .*(gradients are float32 here|`grad_reduce_dtype` says it here)"
 TREE = "'actor.enable_tree_training' .* no tree training here"
 REFUSED = {
@@ -53,12 +55,20 @@ def keys_of(name: str) -> dict[str, Any]:
     """Dotted key -> value."""
     own = dict(FILES["files"][name])
     base, less = FILES[own.pop("base")], own.pop("less", [])
-    left = {key: value for key, value in base.items() if not any(f"{key}.".startswith(f"{gone}.") for gone in less)}
+    left = {
+        key: value
+        for key, value in base.items()
+        if not any(f"{key}.".startswith(f"{gone}.") for gone in less)
+    }
     return {**left, **own}
 
 
 def write(folder: Path, keys: dict[str, Any]) -> Path:
-    file: dict[str, Any] = {"experiment_name": "e", "trial_name": "t", "cluster": {"fileroot": "/shared"}}
+    file: dict[str, Any] = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "cluster": {"fileroot": "/shared"},
+    }
     for key, value in keys.items():
         *parents, last = key.split(".")
         spec = [{"task_type": "worker", "gpu": 1, "cmd": "python -m areal.infra.rpc.rpc_server"}]
@@ -110,7 +120,13 @@ def is_same(config: Any, key: str) -> bool:
     """Whether the table says that a key has the same meaning in both, and no rule reads the key."""
     tables = [KEYS[base.__name__] for base in type(config).__mro__ if base.__name__ in KEYS]
     fate: Fate | None = next((table[key] for table in tables if key in table), None)
-    by_rule = ("use_decoupled_loss", "recompute_logprob", "rejection_sampling", "mode", "target_modules")
+    by_rule = (
+        "use_decoupled_loss",
+        "recompute_logprob",
+        "rejection_sampling",
+        "mode",
+        "target_modules",
+    )
     return fate is not None and fate.kind == "same" and key.partition(".")[0] not in by_rule
 
 

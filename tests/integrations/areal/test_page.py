@@ -1,4 +1,6 @@
-"""docs/areal.md contains the tables used for reading. ``python -m tests.integrations.areal.test_page`` writes them."""
+"""docs/areal.md contains the tables used for reading. ``python -m
+tests.integrations.areal.test_page`` writes them.
+"""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +16,9 @@ TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 def said(value: object) -> str:
     """Format a value as in YAML."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def becomes(fate: Fate) -> str:
@@ -46,7 +50,9 @@ def page_with_tables(text: str) -> str:
     tables |= {"FILE": table_of_keys(FILE), "RULES": table_of_rules()}
     found = [match[1] for match in TABLE.finditer(text)]
     assert sorted(found) == sorted(tables)
-    return TABLE.sub(lambda match: f"<!-- table: {match[1]} -->\n{tables[match[1]]}\n<!-- end -->", text)
+    return TABLE.sub(
+        lambda match: f"<!-- table: {match[1]} -->\n{tables[match[1]]}\n<!-- end -->", text
+    )
 
 
 def test_the_tables_of_the_page_are_the_ones_that_files_are_read_by() -> None:

@@ -1,4 +1,5 @@
-"""The command ``holdfast-weights``, killed at a step of a new version: ``python -m ... STEP ARMED arguments``.
+"""The command ``holdfast-weights``, killed at a step of a new version: ``python -m ... STEP ARMED
+arguments``.
 
 The process sends SIGKILL to itself at the step once the file ARMED exists.
 """
@@ -13,7 +14,9 @@ from typing import Any
 
 from holdfast_weights import cli, delta, mirror, source
 
-STEPS: dict[str, tuple[Any, str, int, bool]] = {  # object, function, the call, whether it is done before the kill
+STEPS: dict[
+    str, tuple[Any, str, int, bool]
+] = {  # object, function, the call, whether it is done before the kill
     "chain": (mirror, "make_plan", 1, False),
     "chained": (mirror, "make_plan", 1, True),
     "retire": (mirror, "_remove", 1, False),

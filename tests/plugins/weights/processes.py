@@ -41,7 +41,12 @@ class Running:
         line = [*map(str, command), *map(str, args), "--listen", listen]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self.process = subprocess.Popen(
-            line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            line,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
         )
         self.log: list[str] = []
         self._ready = threading.Event()
@@ -72,7 +77,11 @@ class Running:
         self.process.stdout.close()
 
     def request(
-        self, path: str, body: object = None, headers: dict[str, str] | None = None, timeout_s: float = 60
+        self,
+        path: str,
+        body: object = None,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = 60,
     ) -> tuple[int, Any]:
         """Send a request: POST if there is a body. Returns the status and the parsed answer."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()

@@ -1,4 +1,6 @@
-"""A trainer's side for tests: publishes full versions and deltas, with every code and several ranks, in numpy."""
+"""A trainer's side for tests: publishes full versions and deltas, with every code and several
+ranks, in numpy.
+"""
 
 import json
 import math
@@ -12,7 +14,17 @@ import xxhash
 
 from holdfast.utils.manifest import encode_manifest
 
-ITEM_BYTES = {"U8": 1, "F8_E4M3": 1, "BOOL": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "I64": 8, "F64": 8}
+ITEM_BYTES = {
+    "U8": 1,
+    "F8_E4M3": 1,
+    "BOOL": 1,
+    "BF16": 2,
+    "F16": 2,
+    "F32": 4,
+    "I32": 4,
+    "I64": 8,
+    "F64": 8,
+}
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "model.embed.weight": ("BF16", (50, 12)),
     "model.columns.weight": ("BF16", (16, 24)),  # split by columns over the ranks
@@ -29,7 +41,9 @@ CODES = ("gap8", "gap16", "bits")
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a tensor that one rank writes together: ``rows`` runs of ``run`` elements, ``step`` apart."""
+    """Elements of a tensor that one rank writes together: ``rows`` runs of ``run`` elements,
+    ``step`` apart.
+    """
 
     rank: int
     tensor: str
@@ -40,7 +54,9 @@ class Piece:
 
     def places(self) -> np.ndarray:
         """The elements, rising."""
-        return (self.first + self.step * np.arange(self.rows)[:, None] + np.arange(self.run)).reshape(-1)
+        return (
+            self.first + self.step * np.arange(self.rows)[:, None] + np.arange(self.run)
+        ).reshape(-1)
 
 
 def digest(data: bytes) -> str:
@@ -51,11 +67,17 @@ def safetensors(tensors: Mapping[str, tuple[str, Sequence[int], bytes]]) -> byte
     """The bytes of a safetensors file."""
     header, end = {}, 0
     for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + len(data)]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [end, end + len(data)],
+        }
         end += len(data)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values())
+    return (
+        len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data in tensors.values())
+    )
 
 
 def encode(places: np.ndarray, first: int, code: str) -> tuple[str, bytes]:
@@ -91,15 +113,22 @@ class Publisher:
     format_version: int = 3
     values: dict[str, np.ndarray] = field(default_factory=dict)
     small: dict[str, bytes] = field(default_factory=dict)
-    contents: dict[int, dict[str, bytes]] = field(default_factory=dict)  # of each version, as it should come out
+    contents: dict[int, dict[str, bytes]] = field(
+        default_factory=dict
+    )  # of each version, as it should come out
     manifests: dict[int, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
         for name, (dtype, shape) in self.shapes.items():
             bits = f"u{ITEM_BYTES[dtype]}"
-            self.values[name] = self.random.integers(0, 1 << 8 * ITEM_BYTES[dtype], math.prod(shape), bits, False)
-        self.small |= {"config.json": b'{"model_type": "qwen3"}', "additional_chat_templates/a b.jinja": b"{{ x }}"}
+            self.values[name] = self.random.integers(
+                0, 1 << 8 * ITEM_BYTES[dtype], math.prod(shape), bits, False
+            )
+        self.small |= {
+            "config.json": b'{"model_type": "qwen3"}',
+            "additional_chat_templates/a b.jinja": b"{{ x }}",
+        }
 
     def train(self, share: float = 0.02) -> None:
         """Change a share of the elements of every tensor, and the probe."""
@@ -115,16 +144,25 @@ class Publisher:
         return self.root / f"v{version:08d}"
 
     def publish(self, version: int, base: int | None = None, full: bool = False) -> str:
-        """Write a version: a delta from ``base``, and all files if ``full`` or without a base. Returns its label."""
-        weights = {f"model-{n + 1:05d}-of-00002.safetensors": self._weight_file(n) for n in range(2)}
+        """Write a version: a delta from ``base``, and all files if ``full`` or without a base.
+        Returns its label.
+        """
+        weights = {
+            f"model-{n + 1:05d}-of-00002.safetensors": self._weight_file(n) for n in range(2)
+        }
         content = {**self.small, **{name: data for name, (data, _) in weights.items()}}
         files: dict[str, Any] = {}
         for name, data in sorted(content.items()):
             files[name] = {"bytes": len(data), "digest": digest(data)}
             if name in weights and self.format_version > 2:
                 pieces = weights[name][1]
-                files[name] |= {"digest": f"xxh3_128t:{tree_digest(data, pieces)}", "pieces": pieces}
-        manifest = encode_manifest({"format_version": self.format_version, "weight_version": version, "files": files})
+                files[name] |= {
+                    "digest": f"xxh3_128t:{tree_digest(data, pieces)}",
+                    "pieces": pieces,
+                }
+        manifest = encode_manifest(
+            {"format_version": self.format_version, "weight_version": version, "files": files}
+        )
         self.contents[version], self.manifests[version] = content, manifest
         staging = self.root / f".staging-v{version:08d}-{0:012x}"
         if base is not None:
@@ -135,7 +173,9 @@ class Publisher:
         staging.rename(self.folder(version))
         return self.label(version)
 
-    def publish_chain(self, versions: Sequence[int], share: float = 0.02, anchors: Sequence[int] = ()) -> None:
+    def publish_chain(
+        self, versions: Sequence[int], share: float = 0.02, anchors: Sequence[int] = ()
+    ) -> None:
         """Publish the first version full, and each following one as a delta from the one before."""
         previous = None
         for version in versions:
@@ -145,8 +185,14 @@ class Publisher:
 
     def delta(self, version: int, base: int) -> dict[str, bytes]:
         """The files of ``delta``, its manifest included."""
-        old = {name: read_bits(self.contents[base], name, values.dtype) for name, values in self.values.items()}
-        changed, ranks = 0, [dict[str, tuple[str, Sequence[int], bytes]]() for _ in range(self.ranks)]
+        old = {
+            name: read_bits(self.contents[base], name, values.dtype)
+            for name, values in self.values.items()
+        }
+        changed, ranks = (
+            0,
+            [dict[str, tuple[str, Sequence[int], bytes]]() for _ in range(self.ranks)],
+        )
         for piece in self.pieces():
             values, places = self.values[piece.tensor], piece.places()
             places = places[values[places] != old[piece.tensor][places]]
@@ -155,12 +201,28 @@ class Publisher:
             changed += len(places)
             possible = CODES if piece.rows == 1 else CODES[:2]
             encoded = {code: encode(places, piece.first, code) for code in possible}
-            code = self.force if self.force in encoded else min(encoded, key=lambda code: len(encoded[code][1]))
+            code = (
+                self.force
+                if self.force in encoded
+                else min(encoded, key=lambda code: len(encoded[code][1]))
+            )
             dtype, data = encoded[code]
             chunk, bits = f"{piece.tensor}@{piece.first}", ITEM_BYTES[self.shapes[piece.tensor][0]]
-            ranks[piece.rank][f"{chunk}.{code}"] = (dtype, [len(data) // ITEM_BYTES.get(dtype, 2)], data)
-            ranks[piece.rank][f"{chunk}.values"] = (f"U{8 * bits}", [len(places)], values[places].tobytes())
-        files = {f"rank_{rank:05d}.safetensors": safetensors(chunks) for rank, chunks in enumerate(ranks) if chunks}
+            ranks[piece.rank][f"{chunk}.{code}"] = (
+                dtype,
+                [len(data) // ITEM_BYTES.get(dtype, 2)],
+                data,
+            )
+            ranks[piece.rank][f"{chunk}.values"] = (
+                f"U{8 * bits}",
+                [len(places)],
+                values[places].tobytes(),
+            )
+        files = {
+            f"rank_{rank:05d}.safetensors": safetensors(chunks)
+            for rank, chunks in enumerate(ranks)
+            if chunks
+        }
         for name, data in self.small.items():
             if self.contents[base].get(name) != data:
                 files[f"files/{name}"] = data
@@ -179,14 +241,26 @@ class Publisher:
             count = math.prod(shape)
             if "columns" in name:
                 rows, columns = shape
-                width, at_once = columns // self.ranks, max(1, self.piece_elements * self.ranks // columns)
+                width, at_once = (
+                    columns // self.ranks,
+                    max(1, self.piece_elements * self.ranks // columns),
+                )
                 for rank in range(self.ranks):
                     for row in range(0, rows, at_once):
                         some = min(at_once, rows - row)
-                        yield Piece(rank, name, row * columns + rank * width, width, columns * (some > 1), some)
+                        yield Piece(
+                            rank,
+                            name,
+                            row * columns + rank * width,
+                            width,
+                            columns * (some > 1),
+                            some,
+                        )
                 continue
             for number, first in enumerate(range(0, count, self.piece_elements)):
-                yield Piece(number % self.ranks, name, first, min(self.piece_elements, count - first), 0, 1)
+                yield Piece(
+                    number % self.ranks, name, first, min(self.piece_elements, count - first), 0, 1
+                )
 
     def _weight_file(self, number: int) -> tuple[bytes, list[list[int]]]:
         names = list(self.shapes)[number::2]
@@ -208,7 +282,9 @@ class Publisher:
 def tree_digest(data: bytes, pieces: Sequence[Sequence[int]]) -> str:
     """Hexadecimal digest over the digests of pieces."""
     digests = [
-        xxhash.xxh3_128(b"".join(data[o + row * step : o + row * step + run] for row in range(rows))).digest()
+        xxhash.xxh3_128(
+            b"".join(data[o + row * step : o + row * step + run] for row in range(rows))
+        ).digest()
         for o, run, step, rows in pieces
     ]
     return xxhash.xxh3_128(b"".join(digests)).hexdigest()
@@ -216,7 +292,9 @@ def tree_digest(data: bytes, pieces: Sequence[Sequence[int]]) -> str:
 
 def seal(files: dict[str, bytes], facts: dict[str, Any]) -> dict[str, bytes]:
     """Add the manifest of a delta to its files."""
-    entries = {name: {"bytes": len(data), "digest": digest(data)} for name, data in sorted(files.items())}
+    entries = {
+        name: {"bytes": len(data), "digest": digest(data)} for name, data in sorted(files.items())
+    }
     return {**files, "manifest.json": encode_manifest({**facts, "files": entries})}
 
 
@@ -241,7 +319,9 @@ def read_files(folder: Path) -> dict[str, bytes]:
     """All files of a folder but its delta."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix(): path for path in paths}
-    return {name: path.read_bytes() for name, path in names.items() if not name.startswith("delta/")}
+    return {
+        name: path.read_bytes() for name, path in names.items() if not name.startswith("delta/")
+    }
 
 
 def assert_same(folder: Path, publisher: Publisher, version: int) -> None:

@@ -1,4 +1,6 @@
-"""Rank files change exactly the elements that they say, and are refused where they do not fit the base."""
+"""Rank files change exactly the elements that they say, and are refused where they do not fit the
+base.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,35 +37,54 @@ def write_base(folder: Path) -> np.ndarray:
 
 
 def read(folder: Path, name: str, dtype: str) -> np.ndarray:
-    (tensor,) = (tensor for tensor in read_header(folder / "model.safetensors") if tensor.name == name)
+    (tensor,) = (
+        tensor for tensor in read_header(folder / "model.safetensors") if tensor.name == name
+    )
     return np.fromfile(tensor.path, dtype, tensor.count, offset=tensor.offset)
 
 
 Chunks = Mapping[str, tuple[str, Sequence[int], bytes]]
 
 
-def apply(folder: Path, *ranks: Chunks | bytes, changed: int | None = None, elements: int = ELEMENTS) -> None:
+def apply(
+    folder: Path, *ranks: Chunks | bytes, changed: int | None = None, elements: int = ELEMENTS
+) -> None:
     """Apply one delta with a file for each rank."""
     files = {
-        f"rank_{i:05d}.safetensors": r if isinstance(r, bytes) else safetensors(dict(r)) for i, r in enumerate(ranks)
+        f"rank_{i:05d}.safetensors": r if isinstance(r, bytes) else safetensors(dict(r))
+        for i, r in enumerate(ranks)
     }
     counts = [
-        shape[0] for r in ranks if not isinstance(r, bytes) for name, (_, shape, _) in r.items() if ".values" in name
+        shape[0]
+        for r in ranks
+        if not isinstance(r, bytes)
+        for name, (_, shape, _) in r.items()
+        if ".values" in name
     ]
-    facts: dict[str, Any] = {"format_version": 3, "weight_version": 2, "base": {}, "elements": elements}
+    facts: dict[str, Any] = {
+        "format_version": 3,
+        "weight_version": 2,
+        "base": {},
+        "elements": elements,
+    }
     sealed = seal(files, facts | {"changed": sum(counts) if changed is None else changed})
     write_files(folder / "delta", sealed)
     manifest = parse_manifest(sealed["manifest.json"], "delta/manifest.json")
     apply_deltas(folder, ["model.safetensors"], [(folder / "delta", Delta(2, manifest, 1, ""))])
 
 
-def chunk(places: Sequence[int], values: Sequence[int], first: int, code: str, tensor: str = "w") -> Chunks:
+def chunk(
+    places: Sequence[int], values: Sequence[int], first: int, code: str, tensor: str = "w"
+) -> Chunks:
     dtype, data = encode(np.array(places), first, code)
     item = 2 if tensor == "w" else 4
     shape = [len(data) // (2 if dtype == "U16" else 1)]
     stored = np.array(values, f"<u{item}").tobytes()
     name = f"{tensor}@{first}"
-    return {f"{name}.{code}": (dtype, shape, data), f"{name}.values": (f"U{8 * item}", [len(values)], stored)}
+    return {
+        f"{name}.{code}": (dtype, shape, data),
+        f"{name}.values": (f"U{8 * item}", [len(values)], stored),
+    }
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -83,7 +104,9 @@ def chunk(places: Sequence[int], values: Sequence[int], first: int, code: str, t
     ],
     ids=lambda places: f"{places[0]}-{len(places)}",
 )
-def test_elements_at_odd_places_are_changed(places: Sequence[int], code: str, tmp_path: Path) -> None:
+def test_elements_at_odd_places_are_changed(
+    places: Sequence[int], code: str, tmp_path: Path
+) -> None:
     expected = write_base(tmp_path)
     values = [(7 * place + 1) % 65536 for place in places]
     expected[list(places)] = values
@@ -117,7 +140,13 @@ def test_a_chunk_begins_anywhere(code: str, tmp_path: Path) -> None:
 
 def test_bits_are_stored_and_not_numbers(tmp_path: Path) -> None:
     write_base(tmp_path)
-    odd = [0x80000000, 0x7FC00001, 0xFFC12345, 0x7F800000, 0x00000001]  # -0.0, NaNs, infinity, a denormal
+    odd = [
+        0x80000000,
+        0x7FC00001,
+        0xFFC12345,
+        0x7F800000,
+        0x00000001,
+    ]  # -0.0, NaNs, infinity, a denormal
     apply(tmp_path, chunk(range(5), odd, 0, "gap8", "b"))
     assert read(tmp_path, "b", "<u4").tolist() == [*odd, 0, 0, 0, 0, 0]
 
@@ -145,24 +174,57 @@ def entry(dtype: str = "U8", shape: Any = (1,), begin: Any = 0, end: Any = 1) ->
 V = ("U16", [1], b"\1\0")
 TWO = {"w@0.gap8": entry(), "w@0.values": entry("U16", [1], 1, 3)}
 REFUSED: dict[str, tuple[Chunks | bytes, str]] = {
-    "behind the end": (chunk([COUNT], [1], 0, "gap16"), f"w@0.gap16 changes element {COUNT}, w has {COUNT}"),
-    "behind the end, bits": (chunk([COUNT], [1], COUNT - 1, "bits"), f"changes element {COUNT}, w has {COUNT}"),
-    "far behind": (chunk([10**17], [1], 10**17, "gap8"), f"changes element {10**17}, w has {COUNT}"),
-    "into the next tensor": (chunk([10], [1], 9, "gap8", "b"), "b@9.gap8 changes element 10, b has 10"),
-    "empty tensor": ({"e@0.gap8": ("U8", [1], b"\0"), "e@0.values": V}, "changes element 0, e has 0"),
-    "more places": ({"w@0.gap8": ("U8", [2], b"\0\0"), "w@0.values": V}, "another number of places than of values"),
-    "fewer places": ({"w@0.gap8": ("U8", [2], b"\xff\xff"), "w@0.values": V}, "another number of places"),
+    "behind the end": (
+        chunk([COUNT], [1], 0, "gap16"),
+        f"w@0.gap16 changes element {COUNT}, w has {COUNT}",
+    ),
+    "behind the end, bits": (
+        chunk([COUNT], [1], COUNT - 1, "bits"),
+        f"changes element {COUNT}, w has {COUNT}",
+    ),
+    "far behind": (
+        chunk([10**17], [1], 10**17, "gap8"),
+        f"changes element {10**17}, w has {COUNT}",
+    ),
+    "into the next tensor": (
+        chunk([10], [1], 9, "gap8", "b"),
+        "b@9.gap8 changes element 10, b has 10",
+    ),
+    "empty tensor": (
+        {"e@0.gap8": ("U8", [1], b"\0"), "e@0.values": V},
+        "changes element 0, e has 0",
+    ),
+    "more places": (
+        {"w@0.gap8": ("U8", [2], b"\0\0"), "w@0.values": V},
+        "another number of places than of values",
+    ),
+    "fewer places": (
+        {"w@0.gap8": ("U8", [2], b"\xff\xff"), "w@0.values": V},
+        "another number of places",
+    ),
     "no places": ({"w@0.gap8": ("U8", [0], b""), "w@0.values": V}, "another number of places"),
     "no values": ({"w@0.gap8": ("U8", [1], b"\0")}, "has \\['gap8'\\] and no values"),
     "values alone": ({"w@0.values": V}, "has \\[\\] and its values"),
-    "two codes": ({"w@0.gap8": ("U8", [1], b"\0"), "w@0.bits": ("U8", [1], b"\1"), "w@0.values": V}, "'bits', 'gap8'"),
+    "two codes": (
+        {"w@0.gap8": ("U8", [1], b"\0"), "w@0.bits": ("U8", [1], b"\1"), "w@0.values": V},
+        "'bits', 'gap8'",
+    ),
     "values of another dtype": (
         {"w@0.gap8": ("U8", [1], b"\0"), "w@0.values": ("U8", [1], b"\1")},
         "dtype U8, expected U16",
     ),
-    "floats": ({"w@0.gap8": ("U8", [1], b"\0"), "w@0.values": ("F16", [1], b"\1\1")}, "dtype F16, expected U16"),
-    "places of another dtype": ({"w@0.gap8": ("I8", [1], b"\0"), "w@0.values": V}, "dtype I8, expected U8"),
-    "unknown tensor": ({"v@0.gap8": ("U8", [1], b"\0")}, "'v@0.gap8' is no change of a tensor in the base"),
+    "floats": (
+        {"w@0.gap8": ("U8", [1], b"\0"), "w@0.values": ("F16", [1], b"\1\1")},
+        "dtype F16, expected U16",
+    ),
+    "places of another dtype": (
+        {"w@0.gap8": ("I8", [1], b"\0"), "w@0.values": V},
+        "dtype I8, expected U8",
+    ),
+    "unknown tensor": (
+        {"v@0.gap8": ("U8", [1], b"\0")},
+        "'v@0.gap8' is no change of a tensor in the base",
+    ),
     "unknown code": ({"w@0.zstd": ("U8", [1], b"\0")}, "is no change of a tensor"),
     "odd number": ({"w@00.gap8": ("U8", [1], b"\0")}, "is no change of a tensor"),
     "negative number": ({"w@-1.gap8": ("U8", [1], b"\0")}, "is no change of a tensor"),
@@ -170,15 +232,24 @@ REFUSED: dict[str, tuple[Chunks | bytes, str]] = {
     "no name": ({"": ("U8", [1], b"\0")}, "is no change of a tensor"),
     "empty": (b"", "has 0 bytes and a header of 0"),
     "short": (b"\1\0\0", "has 3 bytes and a header of 1"),
-    "header over the end": ((1 << 40).to_bytes(8, "little") + b"{}", "a header of 1099511627776; at most"),
+    "header over the end": (
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        "a header of 1099511627776; at most",
+    ),
     "no JSON": (raw(b"\xff\xfe"), "broken header"),
     "list": (raw([]), "broken header"),
     "deep": (raw(b"[" * 200_000), "broken header: RecursionError"),
-    "overlap": (raw(TWO | {"w@1.gap8": entry("U8", [1], 0, 1)}, b"\0" * 3), "begins at byte .*, expected"),
+    "overlap": (
+        raw(TWO | {"w@1.gap8": entry("U8", [1], 0, 1)}, b"\0" * 3),
+        "begins at byte .*, expected",
+    ),
     "hole": (raw({"w@0.gap8": entry("U8", [1], 1, 2)}, b"\0" * 2), "begins at byte .*, expected"),
     "rest": (raw(TWO, b"\0" * 4), "its header asks for"),
     "cut": (raw(TWO, b"\0" * 2), "its header asks for"),
-    "size of another shape": (raw({"w@0.gap8": entry("U8", [2], 0, 1)}, b"\0"), "cannot be at \\[0, 1\\]"),
+    "size of another shape": (
+        raw({"w@0.gap8": entry("U8", [2], 0, 1)}, b"\0"),
+        "cannot be at \\[0, 1\\]",
+    ),
     "negative shape": (raw({"w@0.gap8": entry("U8", [-1], 0, 1)}, b"\0"), "has the shape \\[-1\\]"),
     "huge shape": (raw({"w@0.gap8": entry("U8", [2**40, 2**40], 0, 1)}, b"\0"), "cannot be at"),
     "long shape": (raw({"w@0.gap8": entry("U8", [2**40] * 99, 0, 1)}, b"\0"), "has the shape"),
@@ -211,7 +282,9 @@ def test_a_header_over_100_megabytes_is_refused(tmp_path: Path) -> None:
 
 def test_counts_of_another_model_are_refused(tmp_path: Path) -> None:
     write_base(tmp_path)
-    with pytest.raises(FolderError, match=f"counts 3 elements, the weights of its base have {ELEMENTS}"):
+    with pytest.raises(
+        FolderError, match=f"counts 3 elements, the weights of its base have {ELEMENTS}"
+    ):
         apply(tmp_path, chunk([1], [1], 0, "gap8"), elements=3)
     with pytest.raises(FolderError, match="counts 2 changed elements, its rank files have 1"):
         apply(tmp_path, chunk([1], [1], 0, "gap8"), changed=2)

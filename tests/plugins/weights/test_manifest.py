@@ -1,4 +1,6 @@
-"""Manifests of both versions are read, and anything that is not as published is refused with its name and values."""
+"""Manifests of both versions are read, and anything that is not as published is refused with its
+name and values.
+"""
 
 import json
 import os
@@ -46,13 +48,19 @@ def test_every_flipped_byte_of_a_file_with_pieces_is_found(tmp_path: Path) -> No
     check_files(folder, files)
 
 
-@pytest.mark.parametrize(("run", "step"), [(1, 1), (3, 7), (1, 5000), (1000, 4096), (70_000, 140_000), (5, 2 << 20)])
+@pytest.mark.parametrize(
+    ("run", "step"), [(1, 1), (3, 7), (1, 5000), (1000, 4096), (70_000, 140_000), (5, 2 << 20)]
+)
 def test_runs_near_and_far_apart_are_digested(run: int, step: int, tmp_path: Path) -> None:
     rows = max(2, min(50, (20 << 20) // step))
     data = os.urandom(step * rows)
     (tmp_path / "m").write_bytes(data)
     pieces = [[0, run, step, rows]]
-    entry = {"bytes": len(data), "digest": f"xxh3_128t:{tree_digest(data, pieces)}", "pieces": pieces}
+    entry = {
+        "bytes": len(data),
+        "digest": f"xxh3_128t:{tree_digest(data, pieces)}",
+        "pieces": pieces,
+    }
     check_files(tmp_path, {"m": entry})
     with pytest.raises(FolderError, match="has digest"):
         check_files(tmp_path, {"m": {**entry, "pieces": [[0, run, step, rows - 1]]}})
@@ -61,8 +69,18 @@ def test_runs_near_and_far_apart_are_digested(run: int, step: int, tmp_path: Pat
 def manifest(**changes: Any) -> bytes:
     """A manifest with a weight file of two pieces."""
     pieces = [[0, 8, 0, 1], [8, 2, 4, 2], [10, 2, 4, 2]]
-    entry = {"bytes": 16, "digest": "xxh3_128t:" + "0" * 32, "pieces": pieces, **changes.pop("entry", {})}
-    document = {"format_version": 3, "weight_version": 1, "files": {"m.safetensors": entry}, **changes}
+    entry = {
+        "bytes": 16,
+        "digest": "xxh3_128t:" + "0" * 32,
+        "pieces": pieces,
+        **changes.pop("entry", {}),
+    }
+    document = {
+        "format_version": 3,
+        "weight_version": 1,
+        "files": {"m.safetensors": entry},
+        **changes,
+    }
     return encode_manifest({key: value for key, value in document.items() if value is not None})
 
 
@@ -80,7 +98,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "size of text": ({"entry": {"bytes": "16"}}, "has the size '16'"),
     "huge size": ({"entry": {"bytes": 10**30}}, "has the size 10000"),
     "digest": ({"entry": {"digest": "sha256:00"}}, "has the digest 'sha256:00'"),
-    "digest of bytes with pieces": ({"entry": {"digest": "xxh3_128:" + "0" * 32}}, "expected xxh3_128t"),
+    "digest of bytes with pieces": (
+        {"entry": {"digest": "xxh3_128:" + "0" * 32}},
+        "expected xxh3_128t",
+    ),
     "digest of pieces without": ({"entry": {"pieces": None}}, "expected xxh3_128:"),
     "no pieces": (pieces(), "has 16 bytes and no pieces"),
     "hole": (pieces([0, 8, 0, 1]), "pieces of 8 bytes in total, and 16 bytes"),
@@ -123,7 +144,9 @@ def test_a_piece_of_more_than_four_mebibytes_is_refused(piece: list[int]) -> Non
     refuse(manifest(entry={"bytes": size, "pieces": [piece]}), "or larger than 4194304")
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[" * 100_000, manifest()[:-1], manifest().replace(b"16", b"17")])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[" * 100_000, manifest()[:-1], manifest().replace(b"16", b"17")]
+)
 def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
     refuse(data, "is damaged")
 
@@ -135,7 +158,9 @@ def test_a_deeply_nested_manifest_is_refused() -> None:
 
 GOOD = {
     "version 3": manifest(),
-    "version 2": manifest(format_version=2, files={"a/b.json": {"bytes": 2, "digest": digest(b"{}")}}),
+    "version 2": manifest(
+        format_version=2, files={"a/b.json": {"bytes": 2, "digest": digest(b"{}")}}
+    ),
     "no files": manifest(files={}),
     "empty": manifest(entry={"bytes": 0, "pieces": []}),
     "largest piece": manifest(entry={"bytes": 4 << 20, "pieces": [[0, 4 << 20, 0, 1]]}),
@@ -145,8 +170,14 @@ GOOD = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_both_readers_find_the_same_in_a_good_manifest(name: str) -> None:
-    found, theirs = parse_manifest(GOOD[name], "m.json"), trainer.parse_manifest(GOOD[name], "m.json")
-    files = {file: {key: entry[key] for key in entry if key != "name"} for file, entry in theirs["files"].items()}
+    found, theirs = (
+        parse_manifest(GOOD[name], "m.json"),
+        trainer.parse_manifest(GOOD[name], "m.json"),
+    )
+    files = {
+        file: {key: entry[key] for key in entry if key != "name"}
+        for file, entry in theirs["files"].items()
+    }
     assert json.loads(json.dumps(files)) == found.files
     assert {**theirs, "files": found.files} == found.facts
 
@@ -161,7 +192,20 @@ def test_both_readers_refuse_any_changed_byte(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "/etc/passwd", "../x", "a/../../x", ".", "a//b", "a/", "..\\x", "a\0b", "a\nb", "manifest.json", "delta/x"],
+    [
+        "",
+        "/etc/passwd",
+        "../x",
+        "a/../../x",
+        ".",
+        "a//b",
+        "a/",
+        "..\\x",
+        "a\0b",
+        "a\nb",
+        "manifest.json",
+        "delta/x",
+    ],
 )
 def test_names_that_leave_the_folder_are_refused(name: str) -> None:
     with pytest.raises(FolderError, match="no file of its folder"):
@@ -183,7 +227,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "link": (link_inside, "config.json is not a regular file"),
     "link to a folder": (lambda folder: (folder / "x").symlink_to("/"), "x is not a regular file"),
     "pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe is not a regular file"),
-    "cut": (lambda folder: os.truncate(folder / "config.json", 1), "has 1 bytes, the manifest says"),
+    "cut": (
+        lambda folder: os.truncate(folder / "config.json", 1),
+        "has 1 bytes, the manifest says",
+    ),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
     "no folder": (shutil.rmtree, "manifest.json is missing"),
 }

@@ -1,4 +1,6 @@
-"""A mirror makes, byte for byte, the folders of full publications, or says why not and keeps its versions."""
+"""A mirror makes, byte for byte, the folders of full publications, or says why not and keeps its
+versions.
+"""
 
 import os
 import shutil
@@ -89,7 +91,9 @@ def test_versions_without_pieces_are_followed(publisher: Publisher, mirror: Mirr
         assert_same(mirror.prepare(version, publisher.label(version)), publisher, version)
 
 
-def test_a_version_without_changes_and_one_with_all_changed(publisher: Publisher, mirror: Mirror) -> None:
+def test_a_version_without_changes_and_one_with_all_changed(
+    publisher: Publisher, mirror: Mirror
+) -> None:
     publisher.publish(1)
     publisher.publish(2, 1)
     publisher.train(1.0)
@@ -111,7 +115,9 @@ def test_small_files_come_go_and_come_back(publisher: Publisher, mirror: Mirror)
     assert_same(mirror.prepare(4, publisher.label(4)), publisher, 4)
 
 
-def test_a_mirror_without_a_base_begins_with_the_newest_full_version(publisher: Publisher, mirror: Mirror) -> None:
+def test_a_mirror_without_a_base_begins_with_the_newest_full_version(
+    publisher: Publisher, mirror: Mirror
+) -> None:
     publisher.publish_chain(range(1, 9), anchors=(5,))
     shutil.rmtree(publisher.folder(2))
     fetched = record(mirror.source, "fetch")
@@ -120,7 +126,11 @@ def test_a_mirror_without_a_base_begins_with_the_newest_full_version(publisher: 
 
 
 def test_the_way_with_fewer_bytes_is_taken(mirror: Mirror) -> None:
-    publisher = Publisher(mirror.local.parent / "source", {**SHAPES, "large": ("BF16", (20_000,))}, piece_elements=5000)
+    publisher = Publisher(
+        mirror.local.parent / "source",
+        {**SHAPES, "large": ("BF16", (20_000,))},
+        piece_elements=5000,
+    )
     publisher.publish_chain(range(1, 5), share=0.01, anchors=(4,))
     mirror.prepare(1, publisher.label(1))
     fetched = record(mirror.source, "fetch")
@@ -147,7 +157,9 @@ def record(target: Any, name: str) -> list[Any]:
     return calls
 
 
-def test_a_trainer_that_went_back_is_followed(publisher: Publisher, mirror: Mirror, tmp_path: Path) -> None:
+def test_a_trainer_that_went_back_is_followed(
+    publisher: Publisher, mirror: Mirror, tmp_path: Path
+) -> None:
     publisher.publish_chain(range(1, 5))
     for version in (3, 4):
         mirror.prepare(version, publisher.label(version))
@@ -161,12 +173,16 @@ def test_a_trainer_that_went_back_is_followed(publisher: Publisher, mirror: Mirr
     publisher.train()
     publisher.publish(4, 3)
     assert_same(mirror.prepare(4, publisher.label(4)), publisher, 4)
-    with pytest.raises(FolderError, match=f"has the label {publisher.label(4)}, expected was {old}"):
+    with pytest.raises(
+        FolderError, match=f"has the label {publisher.label(4)}, expected was {old}"
+    ):
         mirror.prepare(4, old)
     assert versions(tmp_path) == {"folders": "v00000003 v00000004", "current": "v00000004"}
 
 
-def test_the_same_version_with_other_weights_replaces_the_old_one(publisher: Publisher, mirror: Mirror) -> None:
+def test_the_same_version_with_other_weights_replaces_the_old_one(
+    publisher: Publisher, mirror: Mirror
+) -> None:
     publisher.publish(1)
     mirror.prepare(1, publisher.label(1))
     shutil.rmtree(publisher.folder(1))
@@ -175,7 +191,9 @@ def test_the_same_version_with_other_weights_replaces_the_old_one(publisher: Pub
     assert_same(mirror.prepare(1, publisher.label(1)), publisher, 1)
 
 
-def test_polling_prepares_the_newest_version(publisher: Publisher, mirror: Mirror, tmp_path: Path) -> None:
+def test_polling_prepares_the_newest_version(
+    publisher: Publisher, mirror: Mirror, tmp_path: Path
+) -> None:
     mirror.prepare_newest()  # the source does not exist yet
     publisher.publish_chain((1, 2))
     mirror.prepare_newest()
@@ -192,7 +210,9 @@ def test_polling_prepares_the_newest_version(publisher: Publisher, mirror: Mirro
     assert made == []
 
 
-def test_polling_passes_over_a_version_without_a_manifest(publisher: Publisher, mirror: Mirror) -> None:
+def test_polling_passes_over_a_version_without_a_manifest(
+    publisher: Publisher, mirror: Mirror
+) -> None:
     publisher.publish_chain((1, 2))
     publisher.folder(3).mkdir()
     (publisher.folder(3) / "config.json").touch()
@@ -200,8 +220,12 @@ def test_polling_passes_over_a_version_without_a_manifest(publisher: Publisher, 
     assert mirror.status()["current"] == 2
 
 
-@pytest.mark.parametrize("lost", ["v00000002", "v00000002/manifest.json", "v00000002/model-00001-of-00002.safetensors"])
-def test_a_local_folder_that_others_removed_is_made_again(lost: str, publisher: Publisher, mirror: Mirror) -> None:
+@pytest.mark.parametrize(
+    "lost", ["v00000002", "v00000002/manifest.json", "v00000002/model-00001-of-00002.safetensors"]
+)
+def test_a_local_folder_that_others_removed_is_made_again(
+    lost: str, publisher: Publisher, mirror: Mirror
+) -> None:
     publisher.publish_chain((1, 2, 3))
     mirror.prepare(2, publisher.label(2))
     path = mirror.local / lost
@@ -234,7 +258,10 @@ def test_polling_keeps_a_version_that_a_server_may_still_load(
 
 
 def test_polling_waits_longer_after_every_error(
-    publisher: Publisher, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    publisher: Publisher,
+    mirror: Mirror,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     publisher.publish(1)
     flip(publisher.folder(1) / "config.json")
@@ -252,7 +279,9 @@ def test_polling_waits_longer_after_every_error(
     with pytest.raises(KeyboardInterrupt):
         mirror.follow(2.0)
     assert waits == [4, 8, 16, 32, 60, 60, 60, 2, 2]
-    assert len(fetched) == 8 and mirror.status()["current"] == 1 and mirror.status()["error"] is None
+    assert (
+        len(fetched) == 8 and mirror.status()["current"] == 1 and mirror.status()["error"] is None
+    )
     assert "config.json has digest" in caplog.text and "Traceback" not in caplog.text
 
 
@@ -293,31 +322,75 @@ LABEL = "1-xxh3_128:" + "0" * 32
 DAMAGES: dict[str, tuple[Callable[[Publisher], object], str]] = {
     "a byte of a rank file": (lambda p: flip(rank_file(p, 3)), "rank_00000.safetensors has digest"),
     "a value": (lambda p: wrong_value(p, 3), "model-0000[12]-of-00002.safetensors has digest"),
-    "a rank file is cut": (lambda p: os.truncate(rank_file(p, 3), 9), "has 9 bytes, the manifest says"),
-    "a rank file is gone": (lambda p: rank_file(p, 3).unlink(), "rank_00000.safetensors is missing"),
-    "a small file": (lambda p: flip(p.folder(3) / "delta/files/weights_probe.json"), "weights_probe.json has digest"),
+    "a rank file is cut": (
+        lambda p: os.truncate(rank_file(p, 3), 9),
+        "has 9 bytes, the manifest says",
+    ),
+    "a rank file is gone": (
+        lambda p: rank_file(p, 3).unlink(),
+        "rank_00000.safetensors is missing",
+    ),
+    "a small file": (
+        lambda p: flip(p.folder(3) / "delta/files/weights_probe.json"),
+        "weights_probe.json has digest",
+    ),
     "a link": (lambda p: link(rank_file(p, 3)), "is not a regular file with a size"),
     "a pipe": (lambda p: pipe(rank_file(p, 3)), "is not a regular file with a size"),
-    "the manifest of the delta": (lambda p: flip(p.folder(3) / "delta/manifest.json", 99), "is damaged"),
-    "the delta": (lambda p: shutil.rmtree(p.folder(3) / "delta"), "its files are not there, and it has no delta"),
+    "the manifest of the delta": (
+        lambda p: flip(p.folder(3) / "delta/manifest.json", 99),
+        "is damaged",
+    ),
+    "the delta": (
+        lambda p: shutil.rmtree(p.folder(3) / "delta"),
+        "its files are not there, and it has no delta",
+    ),
     "the manifest": (lambda p: flip(p.folder(3) / "manifest.json", 99), "is damaged"),
     "the version": (lambda p: shutil.rmtree(p.folder(3)), "v00000003/manifest.json is missing"),
     "of another version": (lambda p: reseal(p, 3, weight_version=2), "has the weight version 2"),
     "of another format": (lambda p: reseal(p, 3, format_version=9), "format version 9"),
     "no base": (lambda p: reseal(p, 3, base=None), "has the base None"),
-    "base is itself": (lambda p: reseal(p, 3, base={"version": 3, "label": p.label(3)}), "not older than 3"),
-    "base is newer": (lambda p: reseal(p, 3, base={"version": 4, "label": "4" + LABEL[1:]}), "not older than 3"),
-    "base of two versions": (lambda p: reseal(p, 3, base={"version": 1, "label": p.label(2)}), "a base of version 1"),
-    "base of no label": (lambda p: reseal(p, 3, base={"version": 1, "label": "../../1"}), "a base of version 1"),
-    "unknown base": (lambda p: reseal(p, 3, base={"version": 1, "label": LABEL}), f"needs its base {LABEL}"),
+    "base is itself": (
+        lambda p: reseal(p, 3, base={"version": 3, "label": p.label(3)}),
+        "not older than 3",
+    ),
+    "base is newer": (
+        lambda p: reseal(p, 3, base={"version": 4, "label": "4" + LABEL[1:]}),
+        "not older than 3",
+    ),
+    "base of two versions": (
+        lambda p: reseal(p, 3, base={"version": 1, "label": p.label(2)}),
+        "a base of version 1",
+    ),
+    "base of no label": (
+        lambda p: reseal(p, 3, base={"version": 1, "label": "../../1"}),
+        "a base of version 1",
+    ),
+    "unknown base": (
+        lambda p: reseal(p, 3, base={"version": 1, "label": LABEL}),
+        f"needs its base {LABEL}",
+    ),
     "counts": (lambda p: reseal(p, 3, changed=True), "has True of"),
     "another count": (lambda p: reseal(p, 3, changed=3), "counts 3 changed elements"),
-    "a file of another kind": (lambda p: reseal(p, 3, files={"run.sh": b""}), "names 'run.sh', which is no file"),
-    "a file that leaves": (lambda p: reseal(p, 3, files={"files/../../x": b""}), "no file of its folder"),
-    "a small file too many": (lambda p: reseal(p, 3, files={"files/x": b""}), "has files/x as .*, which is not as in"),
-    "another config": (lambda p: reseal(p, 3, files={"files/config.json": b"{}"}), "which is not as in"),
+    "a file of another kind": (
+        lambda p: reseal(p, 3, files={"run.sh": b""}),
+        "names 'run.sh', which is no file",
+    ),
+    "a file that leaves": (
+        lambda p: reseal(p, 3, files={"files/../../x": b""}),
+        "no file of its folder",
+    ),
+    "a small file too many": (
+        lambda p: reseal(p, 3, files={"files/x": b""}),
+        "has files/x as .*, which is not as in",
+    ),
+    "another config": (
+        lambda p: reseal(p, 3, files={"files/config.json": b"{}"}),
+        "which is not as in",
+    ),
     "a change of nothing": (
-        lambda p: reseal(p, 3, files={"rank_00009.safetensors": safetensors({"x@0.bits": ("U8", [0], b"")})}),
+        lambda p: reseal(
+            p, 3, files={"rank_00009.safetensors": safetensors({"x@0.bits": ("U8", [0], b"")})}
+        ),
         "'x@0.bits' is no change of a tensor",
     ),
 }
@@ -348,15 +421,21 @@ def test_a_damaged_delta_changes_nothing(
     assert_same(tmp_path / "local" / "current", publisher, 2)
 
 
-@pytest.mark.parametrize("damage", ["a byte of a rank file", "a value", "another count", "unknown base", "the delta"])
-def test_a_damaged_delta_of_a_full_version_is_not_needed(damage: str, publisher: Publisher, mirror: Mirror) -> None:
+@pytest.mark.parametrize(
+    "damage", ["a byte of a rank file", "a value", "another count", "unknown base", "the delta"]
+)
+def test_a_damaged_delta_of_a_full_version_is_not_needed(
+    damage: str, publisher: Publisher, mirror: Mirror
+) -> None:
     publisher.publish_chain((1, 2, 3), share=0.2, anchors=(3,))
     mirror.prepare(2, publisher.label(2))
     DAMAGES[damage][0](publisher)
     assert_same(mirror.prepare(3, publisher.label(3)), publisher, 3)
 
 
-def test_a_base_that_rotted_here_is_replaced_from_a_full_version(publisher: Publisher, mirror: Mirror) -> None:
+def test_a_base_that_rotted_here_is_replaced_from_a_full_version(
+    publisher: Publisher, mirror: Mirror
+) -> None:
     publisher.publish_chain((1, 2, 3))
     flip(mirror.prepare(2, publisher.label(2)) / "model-00001-of-00002.safetensors")
     assert_same(mirror.prepare(3, publisher.label(3)), publisher, 3)
@@ -371,20 +450,30 @@ def test_a_delta_to_another_layout_is_refused(publisher: Publisher, mirror: Mirr
     other.publish(2)
     for path in other.folder(2).glob("*.safetensors"):
         path.unlink()
-    facts = parse(files.pop("manifest.json")) | {"weight_version": 2, "base": {"version": 1, "label": label}}
+    facts = parse(files.pop("manifest.json")) | {
+        "weight_version": 2,
+        "base": {"version": 1, "label": label},
+    }
     write_files(other.folder(2) / "delta", seal(files, facts))
-    with pytest.raises(FolderError, match=r"model-00001-of-00002.safetensors has \d+ bytes in the base, \d+ in the"):
+    with pytest.raises(
+        FolderError, match=r"model-00001-of-00002.safetensors has \d+ bytes in the base, \d+ in the"
+    ):
         mirror.prepare(2, other.label(2))
 
 
 def test_a_loop_of_bases_ends(publisher: Publisher, mirror: Mirror) -> None:
     publisher.publish_chain(range(1, 5))
     shutil.rmtree(publisher.folder(1))
-    with pytest.raises(FolderError, match=f"needs its base {publisher.label(1)}, which is not held here and not there"):
+    with pytest.raises(
+        FolderError,
+        match=f"needs its base {publisher.label(1)}, which is not held here and not there",
+    ):
         mirror.prepare(4, publisher.label(4))
 
 
-def test_the_folder_of_a_mirror_feeds_another(publisher: Publisher, mirror: Mirror, tmp_path: Path) -> None:
+def test_the_folder_of_a_mirror_feeds_another(
+    publisher: Publisher, mirror: Mirror, tmp_path: Path
+) -> None:
     second = Mirror(Source(str(tmp_path / "local")), tmp_path / "second")
     second.open()
     publisher.publish_chain(range(1, 7), anchors=(4,))
@@ -413,7 +502,9 @@ def test_a_start_verifies_and_removes_damaged_versions(
     assert_same(again.prepare(2, publisher.label(2)), publisher, 2)
 
 
-def test_a_start_with_nothing_whole_has_no_current(publisher: Publisher, mirror: Mirror, tmp_path: Path) -> None:
+def test_a_start_with_nothing_whole_has_no_current(
+    publisher: Publisher, mirror: Mirror, tmp_path: Path
+) -> None:
     publisher.publish(1)
     flip(mirror.prepare(1, publisher.label(1)) / "config.json")
     os.close(mirror._lock_fd)
@@ -450,31 +541,49 @@ def test_files_are_durable_before_they_are_visible(
     events: list[tuple[str, str]] = []
     checked = mirror_module.check_folder
 
-    def watch(name: str, function: Callable[..., Any], path_of: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(
+        name: str, function: Callable[..., Any], path_of: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             events.append((name, os.fspath(path_of(*args))))
             return function(*args)
 
         return call
 
-    monkeypatch.setattr(os, "fsync", watch("fsync", os.fsync, lambda fd: os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(
+        os, "fsync", watch("fsync", os.fsync, lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    )
     monkeypatch.setattr(os, "rename", watch("rename", os.rename, lambda old, new: new))
     monkeypatch.setattr(os, "replace", watch("replace", os.replace, lambda old, new: new))
-    monkeypatch.setattr(mirror_module, "check_folder", watch("check", checked, lambda folder: folder))
+    monkeypatch.setattr(
+        mirror_module, "check_folder", watch("check", checked, lambda folder: folder)
+    )
     mirror.prepare(2, publisher.label(2))
     local, final = tmp_path / "local", tmp_path / "local" / "v00000002"
     renamed = events.index(("rename", str(final)))
     (check,) = (event for event in events if event[0] == "check")
-    synced = {path.removeprefix(check[1]) for name, path in events[events.index(check) : renamed] if name == "fsync"}
+    synced = {
+        path.removeprefix(check[1])
+        for name, path in events[events.index(check) : renamed]
+        if name == "fsync"
+    }
     tree = [final, *final.rglob("*")]
     assert synced == {str(path).removeprefix(str(final)) for path in tree}
     last = [("fsync", str(local)), ("replace", str(local / "current")), ("fsync", str(local))]
-    assert events[renamed + 1 :] == [("fsync", os.path.dirname(check[1])), *last], "both folders of the rename first"
+    assert events[renamed + 1 :] == [("fsync", os.path.dirname(check[1])), *last], (
+        "both folders of the rename first"
+    )
 
 
-def test_a_version_is_never_written_after_it_became_visible(publisher: Publisher, mirror: Mirror) -> None:
+def test_a_version_is_never_written_after_it_became_visible(
+    publisher: Publisher, mirror: Mirror
+) -> None:
     publisher.publish_chain((1, 2, 3), share=0.5)
-    files = [open(path, "rb") for path in mirror.prepare(1, publisher.label(1)).iterdir() if path.is_file()]  # noqa: SIM115
+    files = [
+        open(path, "rb")  # noqa: SIM115
+        for path in mirror.prepare(1, publisher.label(1)).iterdir()
+        if path.is_file()
+    ]
     before = [file.read() for file in files]
     for version in (2, 3):
         mirror.prepare(version, publisher.label(version))
@@ -488,7 +597,8 @@ def test_many_threads_prepare_one_version_once(publisher: Publisher, mirror: Mir
     publisher.publish_chain((1, 2, 3))
     fetched, answers = record(mirror.source, "fetch"), []
     threads = [
-        threading.Thread(target=lambda: answers.append(mirror.prepare(3, publisher.label(3)))) for _ in range(20)
+        threading.Thread(target=lambda: answers.append(mirror.prepare(3, publisher.label(3))))
+        for _ in range(20)
     ]
     for thread in threads:
         thread.start()

@@ -1,4 +1,6 @@
-"""Real mirrors over HTTP: kills at every step, tokens, many requests, a slow source, a full disk, bounded memory."""
+"""Real mirrors over HTTP: kills at every step, tokens, many requests, a slow source, a full disk,
+bounded memory.
+"""
 
 import json
 import os
@@ -74,7 +76,9 @@ QUICK = ("fetching", "copying", "patching", "verified", "rename", "renamed", "cu
 
 
 @pytest.mark.parametrize("step", slow_but(QUICK, STEPS))
-def test_a_mirror_killed_at_any_step_goes_on(step: str, publisher: Publisher, tmp_path: Path) -> None:
+def test_a_mirror_killed_at_any_step_goes_on(
+    step: str, publisher: Publisher, tmp_path: Path
+) -> None:
     publisher.publish_chain((1, 2, 3), share=0.2)
     armed, local = tmp_path / "armed", tmp_path / "local"
     command = (sys.executable, "-m", "tests.plugins.weights.killed", step, armed)
@@ -87,7 +91,9 @@ def test_a_mirror_killed_at_any_step_goes_on(step: str, publisher: Publisher, tm
         assert running.process.wait(stretched(20)) == -signal.SIGKILL
     for folder in local.glob("v*"):
         assert_same(folder, publisher, int(folder.name[1:]))
-    assert os.readlink(local / "current") == ("v00000003" if step in ("current", "done") else "v00000002")
+    assert os.readlink(local / "current") == (
+        "v00000003" if step in ("current", "done") else "v00000002"
+    )
     with mirror(tmp_path) as running:
         held = {int(version) for version in running.request("/status")[1]["held"]}
         assert held == {int(folder.name[1:]) for folder in local.glob("v*")}
@@ -97,7 +103,9 @@ def test_a_mirror_killed_at_any_step_goes_on(step: str, publisher: Publisher, tm
 
 
 @pytest.mark.parametrize("step", ["fetching", "verified", "renamed", "current"])
-def test_a_mirror_killed_in_its_first_version_goes_on(step: str, publisher: Publisher, tmp_path: Path) -> None:
+def test_a_mirror_killed_in_its_first_version_goes_on(
+    step: str, publisher: Publisher, tmp_path: Path
+) -> None:
     publisher.publish(1)
     (tmp_path / "armed").touch()
     command = (sys.executable, "-m", "tests.plugins.weights.killed", step, tmp_path / "armed")
@@ -113,7 +121,9 @@ def test_a_mirror_killed_in_its_first_version_goes_on(step: str, publisher: Publ
 def test_many_requests_at_once(publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish_chain(range(1, 7))
     with mirror(tmp_path) as running, ThreadPoolExecutor(24) as pool:
-        answers = list(pool.map(lambda n: running.prepare(n % 2 + 5, publisher.label(n % 2 + 5)), range(48)))
+        answers = list(
+            pool.map(lambda n: running.prepare(n % 2 + 5, publisher.label(n % 2 + 5)), range(48))
+        )
         assert {status for status, _ in answers} == {200}
         assert_same(tmp_path / "local" / "v00000005", publisher, 5)
         assert_same(tmp_path / "local" / "v00000006", publisher, 6)
@@ -127,7 +137,12 @@ def test_a_token_protects_everything(publisher: Publisher, tmp_path: Path) -> No
     publisher.publish(1)
     body = {"version": 1, "label": publisher.label(1)}
     with Running("serve", tmp_path / "source", env=TOKEN) as served:
-        for headers in ({}, {"Authorization": "Bearer sesam"}, {"Authorization": "sesame"}, {"Authorization": "é"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer sesam"},
+            {"Authorization": "sesame"},
+            {"Authorization": "é"},
+        ):
             assert served.request("/v00000001/manifest.json", headers=headers)[0] == 401
             assert served.request("/", headers=headers)[0] == 401
         local = tmp_path / "local"
@@ -136,7 +151,10 @@ def test_a_token_protects_everything(publisher: Publisher, tmp_path: Path) -> No
                 assert running.request("/prepare", body, headers)[0] == 401
                 assert running.request("/status", headers=headers)[0] == 401
             assert list(local.glob("v*")) == []
-            assert running.request("/prepare", body, BEARER) == (200, {"path": str(local / "v00000001")})
+            assert running.request("/prepare", body, BEARER) == (
+                200,
+                {"path": str(local / "v00000001")},
+            )
             assert_same(local / "v00000001", publisher, 1)
         with Running("mirror", served.url, tmp_path / "other", "--poll", 0) as running:
             status, answer = running.request("/prepare", body)
@@ -147,10 +165,18 @@ def test_a_token_protects_everything(publisher: Publisher, tmp_path: Path) -> No
 def test_other_machines_need_a_token(listen: str, publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish(1)
     environment = {name: value for name, value in os.environ.items() if name not in TOKEN}
-    for args in (["serve", tmp_path / "source"], ["mirror", tmp_path / "source", tmp_path / "local"]):
+    for args in (
+        ["serve", tmp_path / "source"],
+        ["mirror", tmp_path / "source", tmp_path / "local"],
+    ):
         command = [*map(str, [COMMAND, *args]), "--listen", listen]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=stretched(30))
-        assert done.returncode == 1 and "set HOLDFAST_WEIGHTS_TOKEN, or listen on 127.0.0.1" in done.stderr
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=stretched(30)
+        )
+        assert (
+            done.returncode == 1
+            and "set HOLDFAST_WEIGHTS_TOKEN, or listen on 127.0.0.1" in done.stderr
+        )
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "localhost:0", "[::1]:0"])
@@ -171,7 +197,9 @@ BAD: dict[str, bytes] = {
     "no JSON": b"{",
     "a list": b"[]",
     "no label": b'{"version": 1}',
-    "label of another version": json.dumps({"version": 2, "label": "1-xxh3_128:" + "0" * 32}).encode(),
+    "label of another version": json.dumps(
+        {"version": 2, "label": "1-xxh3_128:" + "0" * 32}
+    ).encode(),
     "a path": json.dumps({"version": 1, "label": "../../etc"}).encode(),
     "true": json.dumps({"version": True, "label": "1-xxh3_128:" + "0" * 32}).encode(),
     "deep": b"[" * 60_000,
@@ -233,7 +261,9 @@ class _Slow(FileHandler):
 @contextmanager
 def slow_source(folder: Path, delay_s: float) -> Iterator[str]:
     """``serve`` that waits before each answer."""
-    with Server("127.0.0.1:0", None, type("Slow", (_Slow,), {"delay_s": delay_s}), folder) as server:
+    with Server(
+        "127.0.0.1:0", None, type("Slow", (_Slow,), {"delay_s": delay_s}), folder
+    ) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -273,7 +303,9 @@ def test_a_source_that_comes_back_is_used_again(publisher: Publisher, tmp_path: 
         served.process.kill()
         served.process.wait(stretched(20))
         status, answer = running.prepare(2, publisher.label(2))
-        assert status == 409 and "cannot read" in answer["error"] and "missing" not in answer["error"]
+        assert (
+            status == 409 and "cannot read" in answer["error"] and "missing" not in answer["error"]
+        )
         assert running.prepare(1, publisher.label(1))[0] == 200
         port = served.url.rpartition(":")[2]
         command = [str(COMMAND), "serve", str(tmp_path / "source"), "--listen", f"127.0.0.1:{port}"]
@@ -287,7 +319,9 @@ def test_a_source_that_comes_back_is_used_again(publisher: Publisher, tmp_path: 
 
 
 def small_disk(path: Path, size: int) -> list[object]:
-    """Command that runs another one with a tmpfs of ``size`` bytes at ``path``, which only that one sees."""
+    """Command that runs another one with a tmpfs of ``size`` bytes at ``path``, which only that one
+    sees.
+    """
     script = f'mount -t tmpfs -o size={size} none {path} && exec "$@"'
     return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
 
@@ -321,7 +355,9 @@ def test_a_full_disk_leaves_the_old_version(room: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_versions(publisher: Publisher, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_number_of_versions(
+    publisher: Publisher, tmp_path: Path
+) -> None:
     publisher.publish(1)
     with mirror(tmp_path) as running:
         after: dict[int, int] = {}
@@ -333,7 +369,10 @@ def test_memory_does_not_grow_with_the_number_of_versions(publisher: Publisher, 
             assert running.prepare(version, publisher.label(version))[0] == 200
             after[version] = running.memory()
         assert_same(tmp_path / "local" / "current", publisher, 120)
-        print(f"peak memory: {after[20] >> 10} KiB after 20 versions, {after[120] >> 10} KiB after 120")
+        print(
+            f"peak memory: {after[20] >> 10} KiB after 20 versions, {after[120] >> 10} KiB after "
+            "120"
+        )
         assert after[120] - after[20] < 4 << 20
 
 
@@ -371,7 +410,9 @@ def test_verify_reads_full_versions_and_deltas(publisher: Publisher, tmp_path: P
 
     def verify(version: int) -> tuple[int, str]:
         command = [COMMAND, "verify", publisher.folder(version)]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=stretched(30))
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=stretched(30)
+        )
         return done.returncode, done.stdout + done.stderr
 
     assert verify(1) == (
@@ -380,9 +421,16 @@ def test_verify_reads_full_versions_and_deltas(publisher: Publisher, tmp_path: P
     )
     (tmp_path / "current").symlink_to(publisher.folder(1))
     command = [str(COMMAND), "verify", str(tmp_path / "current")]
-    assert "are complete" in subprocess.run(command, capture_output=True, text=True, timeout=stretched(30)).stdout
+    assert (
+        "are complete"
+        in subprocess.run(command, capture_output=True, text=True, timeout=stretched(30)).stdout
+    )
     code, text = verify(2)
-    assert code == 0 and f"from {publisher.label(1)} to {publisher.label(2)}\n" in text and "complete" not in text
+    assert (
+        code == 0
+        and f"from {publisher.label(1)} to {publisher.label(2)}\n" in text
+        and "complete" not in text
+    )
     code, text = verify(3)
     assert code == 0 and "complete" in text and f"from {publisher.label(2)}\n" in text
     data = bytearray((publisher.folder(2) / "delta" / "rank_00001.safetensors").read_bytes())
@@ -400,11 +448,15 @@ def total(publisher: Publisher, version: int) -> int:
     return sum(map(len, publisher.contents[version].values()))
 
 
-def test_a_mirror_says_what_is_wrong_with_its_arguments(publisher: Publisher, tmp_path: Path) -> None:
+def test_a_mirror_says_what_is_wrong_with_its_arguments(
+    publisher: Publisher, tmp_path: Path
+) -> None:
     publisher.publish(1)
 
     def run(*args: object) -> str:
-        done = subprocess.run([str(COMMAND), *map(str, args)], capture_output=True, text=True, timeout=stretched(30))
+        done = subprocess.run(
+            [str(COMMAND), *map(str, args)], capture_output=True, text=True, timeout=stretched(30)
+        )
         assert done.returncode in (1, 2)
         return done.stderr
 
@@ -420,7 +472,9 @@ def test_a_mirror_says_what_is_wrong_with_its_arguments(publisher: Publisher, tm
 def test_bits_of_floats_come_out_as_they_are(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path / "source", {"w": ("F32", (100,)), "v": ("BF16", (100,))})
     publisher.publish(1)
-    publisher.values["w"][[0, 1, 98, 99]] = np.array([-0.0, np.nan, np.inf, -np.nan], "<f4").view("<u4")
+    publisher.values["w"][[0, 1, 98, 99]] = np.array([-0.0, np.nan, np.inf, -np.nan], "<f4").view(
+        "<u4"
+    )
     publisher.values["v"][[0, 99]] = [0x8000, 0xFFC1]
     publisher.publish(2, 1)
     with mirror(tmp_path) as running:

@@ -19,7 +19,11 @@ def test_a_bucket_is_mirrored(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path / "source")
     publisher.publish_chain(range(1, 5), anchors=(3,))
     with S3Server() as store:
-        options = {"endpoint_url": store.environment["AWS_ENDPOINT_URL"], "key": "key", "secret": "secret"}
+        options = {
+            "endpoint_url": store.environment["AWS_ENDPOINT_URL"],
+            "key": "key",
+            "secret": "secret",
+        }
         fs = fsspec.filesystem("s3", **options, skip_instance_cache=True)
         url = f"{BUCKET}/weights"
         command = ("mirror", f"s3://{url}", tmp_path / "local", "--poll", 0)
@@ -29,7 +33,10 @@ def test_a_bucket_is_mirrored(tmp_path: Path) -> None:
                 assert status == 409 and "manifest.json is missing" in answer["error"]
                 fs.put(f"{publisher.folder(version)}/", f"{url}/v{version:08d}/", recursive=True)
                 status, answer = running.prepare(version, publisher.label(version))
-                assert (status, answer) == (200, {"path": str(tmp_path / "local" / f"v{version:08d}")})
+                assert (status, answer) == (
+                    200,
+                    {"path": str(tmp_path / "local" / f"v{version:08d}")},
+                )
                 assert_same(tmp_path / "local" / "current", publisher, version)
         fetched = [line for line in running.log if "verified" in line]
         assert "in 1 deltas and 0 full" in fetched[-1]
@@ -38,7 +45,9 @@ def test_a_bucket_is_mirrored(tmp_path: Path) -> None:
 
 def _documented_upload() -> Any:
     page = (Path(__file__).parents[3] / "docs" / "servers.md").read_text()
-    (code,) = re.findall(r"<!-- tests/plugins/weights/test_s3.py runs this -->\n```python\n(.*?)```", page, re.DOTALL)
+    (code,) = re.findall(
+        r"<!-- tests/plugins/weights/test_s3.py runs this -->\n```python\n(.*?)```", page, re.DOTALL
+    )
     scope: dict[str, Any] = {}
     exec(compile(code, "servers.md", "exec"), scope)
     return scope["upload"]
@@ -54,19 +63,34 @@ def test_the_documented_upload_feeds_a_mirror_and_removes_old_versions(
             monkeypatch.setenv(name, value)
         url = f"s3://{BUCKET}/weights"
         fs, root = fsspec.url_to_fs(url, use_listings_cache=False)
-        with Running("mirror", url, tmp_path / "local", "--poll", 0, env=store.environment) as running:
+        with Running(
+            "mirror", url, tmp_path / "local", "--poll", 0, env=store.environment
+        ) as running:
             for version in range(1, 5):
                 upload(publisher.folder(version), url)
                 assert store.requests[-1] == f"PUT /{BUCKET}/weights/v{version:08d}/manifest.json"
                 status, answer = running.prepare(version, publisher.label(version))
-                assert (status, answer) == (200, {"path": str(tmp_path / "local" / f"v{version:08d}")})
+                assert (status, answer) == (
+                    200,
+                    {"path": str(tmp_path / "local" / f"v{version:08d}")},
+                )
                 assert_same(tmp_path / "local" / "current", publisher, version)
             for version in (1, 2):
                 shutil.rmtree(publisher.folder(version))
-            fs.put_file(str(publisher.folder(3) / "manifest.json"), f"{root}/v00000009/manifest.json")
-            fs.put_file(str(publisher.folder(3) / "manifest.json"), f"{root}/v00000004/of_an_older_upload")
+            fs.put_file(
+                str(publisher.folder(3) / "manifest.json"), f"{root}/v00000009/manifest.json"
+            )
+            fs.put_file(
+                str(publisher.folder(3) / "manifest.json"), f"{root}/v00000004/of_an_older_upload"
+            )
             upload(publisher.folder(4), url)
         found = {path.removeprefix(f"{root}/") for path in fs.find(root)}
         versions = [publisher.folder(version) for version in (3, 4)]
-        there = {path.relative_to(tmp_path / "source") for folder in versions for path in folder.rglob("*")}
-        assert found == {path.as_posix() for path in there if (tmp_path / "source" / path).is_file()}
+        there = {
+            path.relative_to(tmp_path / "source")
+            for folder in versions
+            for path in folder.rglob("*")
+        }
+        assert found == {
+            path.as_posix() for path in there if (tmp_path / "source" / path).is_file()
+        }

@@ -46,13 +46,21 @@ def served(root: Path) -> Iterator[Running]:
         yield running
 
 
-def get(served: Running, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
+def get(
+    served: Running, path: str, method: str = "GET", **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
     """A request for exactly this path, which no library cleans up."""
-    connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=stretched(20))
+    connection = http.client.HTTPConnection(
+        served.url.removeprefix("http://"), timeout=stretched(20)
+    )
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
-        return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
+        return (
+            answer.status,
+            answer.read(),
+            {name.lower(): value for name, value in answer.getheaders()},
+        )
     finally:
         connection.close()
 
@@ -82,7 +90,9 @@ def test_a_range_has_exactly_its_bytes(wanted: str, served: Running) -> None:
     assert (status, data) == RANGES[wanted]
     if status == 206:
         begin, end = headers["content-range"].removeprefix("bytes ").split("/")[0].split("-")
-        assert data == DATA[int(begin) : int(end) + 1] and headers["content-range"].endswith(f"/{len(DATA)}")
+        assert data == DATA[int(begin) : int(end) + 1] and headers["content-range"].endswith(
+            f"/{len(DATA)}"
+        )
 
 
 def test_whole_files_and_sizes(served: Running, root: Path) -> None:
@@ -90,7 +100,11 @@ def test_whole_files_and_sizes(served: Running, root: Path) -> None:
     assert (status, data) == (200, (root / WEIGHTS[1:]).read_bytes())
     assert headers["accept-ranges"] == "bytes"
     status, data, headers = get(served, WEIGHTS, "HEAD")
-    assert (status, data, headers["content-length"]) == (200, b"", str((root / WEIGHTS[1:]).stat().st_size))
+    assert (status, data, headers["content-length"]) == (
+        200,
+        b"",
+        str((root / WEIGHTS[1:]).stat().st_size),
+    )
     assert get(served, "/v00000001/empty")[:2] == (200, b"")
     assert get(served, "/v00000001/odd%20%23%3F%2520%C3%A9.json")[:2] == (200, b"odd")
     assert get(served, "/v00000002/delta/manifest.json")[0] == 200

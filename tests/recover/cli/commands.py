@@ -31,7 +31,11 @@ def answer(*args: str | Path, code: int = 0) -> Any:
 
 def start(*args: str | Path, **options: Any) -> subprocess.Popen[str]:
     """Start a command in a separate process."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    pipes: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    } | options
     return subprocess.Popen([str(HOLDFAST), *map(str, args)], **pipes)
 
 

@@ -15,7 +15,13 @@ from tests.recover.runs import Job, make_handler, make_loader, step_info, stream
 
 
 def _train(rank: int, world_size: int, root: str, first: int, steps: int) -> None:
-    options = {"freq_steps": 2, "hf_freq_steps": 4, "keep_every_steps": 4, "keep_best": 1, "best_metric": "reward"}
+    options = {
+        "freq_steps": 2,
+        "hf_freq_steps": 4,
+        "keep_every_steps": 4,
+        "keep_best": 1,
+        "best_metric": "reward",
+    }
     loader, job = make_loader("own", rank, world_size), Job(f"{root}/model")
     handler = make_handler(root, mirror_url=f"file://{root}/mirror", **options)
     handler.register("meter", job.meter)
@@ -27,12 +33,15 @@ def _train(rank: int, world_size: int, root: str, first: int, steps: int) -> Non
     if first:
         handler.close()
     else:
-        handler._saver.settle()  # the ranks end here as if killed, one step after the last generation
+        # the ranks end here as if killed, one step after the last generation
+        handler._saver.settle()
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two ranks, killed after step 4 and resumed from 3, with generations 1, 3, 5 and 7."""
+    """The folder of a run of two ranks, killed after step 4 and resumed from 3, with generations 1,
+    3, 5 and 7.
+    """
 
     def make(root: Path) -> Path:
         write_model_folder(root / "model", tiny_qwen3())

@@ -36,7 +36,9 @@ def _train(rank: int, world_size: int, root: str) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that trains adapters of ``base``, with an export of each form after every step."""
+    """A run of two ranks that trains adapters of ``base``, with an export of each form after every
+    step.
+    """
 
     def make(root: Path) -> Path:
         write_base(root / "base")
@@ -48,11 +50,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_merged_exports_have_the_bytes_that_the_run_itself_exported(root: Path, tmp_path: Path, step: int) -> None:
+def test_merged_exports_have_the_bytes_that_the_run_itself_exported(
+    root: Path, tmp_path: Path, step: int
+) -> None:
     done = answer("export", f"{root / 'e/t'}@{step}", "--to", tmp_path / "merged")
     assert done["files"] == len(_contents(tmp_path / "merged"))
     assert _contents(tmp_path / "merged") == _contents(root / f"e/t/hf/global_step_{step}")
-    assert answer("export", f"{root / 'e/t'}@{step}", "--to", tmp_path / "wide", "--dtype", "float32")["files"] > 1
+    assert (
+        answer("export", f"{root / 'e/t'}@{step}", "--to", tmp_path / "wide", "--dtype", "float32")[
+            "files"
+        ]
+        > 1
+    )
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(root / "base").float(), root / f"peft_{step}"
     )
@@ -61,21 +70,41 @@ def test_merged_exports_have_the_bytes_that_the_run_itself_exported(root: Path, 
     torch.testing.assert_close(found, dict(expected), rtol=0, atol=1e-6)
 
 
-def test_exported_peft_folders_equal_the_adapters_and_config_that_the_run_saves(root: Path, tmp_path: Path) -> None:
+def test_exported_peft_folders_equal_the_adapters_and_config_that_the_run_saves(
+    root: Path, tmp_path: Path
+) -> None:
     answer("export", f"{root / 'e/t'}@1", "--to", tmp_path / "peft", "--adapters", "peft")
     name = "adapter_model.safetensors"
     assert (tmp_path / "peft" / name).read_bytes() == (root / "peft_1" / name).read_bytes()
     own, theirs = (
-        json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path / "peft", root / "peft_1")
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (tmp_path / "peft", root / "peft_1")
     )
-    assert sorted(own.pop("target_modules")) == sorted(theirs.pop("target_modules")) and own == theirs
-    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / "base"), tmp_path / "peft")
-    answer("export", f"{root / 'e/t'}@1", "--to", tmp_path / "half", "--adapters", "peft", "--dtype", "bfloat16")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / name).values()} == {torch.bfloat16}
+    assert (
+        sorted(own.pop("target_modules")) == sorted(theirs.pop("target_modules")) and own == theirs
+    )
+    PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(root / "base"), tmp_path / "peft"
+    )
+    answer(
+        "export",
+        f"{root / 'e/t'}@1",
+        "--to",
+        tmp_path / "half",
+        "--adapters",
+        "peft",
+        "--dtype",
+        "bfloat16",
+    )
+    assert {tensor.dtype for tensor in load_file(tmp_path / "half" / name).values()} == {
+        torch.bfloat16
+    }
 
 
 def test_no_other_base_is_taken_and_one_that_has_moved_is_named(root: Path, tmp_path: Path) -> None:
-    code, _, err = holdfast("export", f"{root / 'e/t'}@1", "--to", tmp_path / "x", "--base", root / "other")
+    code, _, err = holdfast(
+        "export", f"{root / 'e/t'}@1", "--to", tmp_path / "x", "--base", root / "other"
+    )
     assert code == 2 and "was trained on another base than" in err and not (tmp_path / "x").exists()
     edited = Path(shutil.copytree(root / "base", tmp_path / "edited"))
     weights = load_file(edited / "model.safetensors")
@@ -85,20 +114,28 @@ def test_no_other_base_is_taken_and_one_that_has_moved_is_named(root: Path, tmp_
     assert code == 2 and "was trained on another base than" in err and not (tmp_path / "x").exists()
     moved = Path(shutil.copytree(root / "base", tmp_path / "moved"))
     shutil.copytree(root / "e/t", tmp_path / "e/t")
-    code, _, err = holdfast("export", f"{tmp_path / 'e/t'}@1", "--to", tmp_path / "y", "--base", moved)
+    code, _, err = holdfast(
+        "export", f"{tmp_path / 'e/t'}@1", "--to", tmp_path / "y", "--base", moved
+    )
     assert code == 0, err
     assert _contents(tmp_path / "y") == _contents(root / "e/t/hf/global_step_1")
     for option in (("--config", moved), ("--base", moved)):
-        code, _, err = holdfast("export", f"{root / 'e/t'}@1", "--to", tmp_path / "z", "--adapters", "peft", *option)
+        code, _, err = holdfast(
+            "export", f"{root / 'e/t'}@1", "--to", tmp_path / "z", "--adapters", "peft", *option
+        )
         assert code == 2 and "are of merged weights" in err
 
 
-def test_a_generation_of_a_peft_model_is_exported_once_its_base_is_named(root: Path, tmp_path: Path) -> None:
+def test_a_generation_of_a_peft_model_is_exported_once_its_base_is_named(
+    root: Path, tmp_path: Path
+) -> None:
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(root / "base", dtype=torch.float32),
         LoraConfig(r=2, use_rslora=True, target_modules=["q_proj", "up_proj"]),
     )
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], lr=0.1
+    )
     with make_handler(tmp_path, freq_steps=1, hf_freq_steps=1) as handler:
         handler.load((model, optimizer))
         ids = torch.tensor([[1, 2, 3, 4]])
@@ -107,7 +144,10 @@ def test_a_generation_of_a_peft_model_is_exported_once_its_base_is_named(root: P
         handler.dump((model, optimizer), step_info(0))
     generation, weights = f"{tmp_path / 'e/t'}@0", "model.safetensors"
     answer("export", generation, "--to", tmp_path / "merged", "--dtype", "float32")
-    run, ours = (load_file(folder / weights) for folder in (tmp_path / "e/t/hf/global_step_0", tmp_path / "merged"))
+    run, ours = (
+        load_file(folder / weights)
+        for folder in (tmp_path / "e/t/hf/global_step_0", tmp_path / "merged")
+    )
     assert run.keys() == ours.keys() and all(torch.equal(run[name], ours[name]) for name in run)
     answer("export", generation, "--to", tmp_path / "peft", "--adapters", "peft")
     again = PeftModel.from_pretrained(
@@ -126,7 +166,8 @@ def test_the_named_one_of_several_engines_is_exported(root: Path, tmp_path: Path
         "plain": model_of("other"),
     }
     optimizers = {
-        name: torch.optim.AdamW(p for p in one.parameters() if p.requires_grad) for name, one in engines.items()
+        name: torch.optim.AdamW(p for p in one.parameters() if p.requires_grad)
+        for name, one in engines.items()
     }
     job = {name: (model, optimizers[name]) for name, model in engines.items()}
     with make_handler(tmp_path, freq_steps=1) as handler:
@@ -141,7 +182,10 @@ def test_the_named_one_of_several_engines_is_exported(root: Path, tmp_path: Path
         answer("export", generation, "--to", tmp_path / name, "--engine", name, *given)
         expected = AutoModelForCausalLM.from_pretrained(root / given[1].name).state_dict()
         torch.testing.assert_close(
-            dict(AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()), dict(expected), rtol=0, atol=1e-6
+            dict(AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict()),
+            dict(expected),
+            rtol=0,
+            atol=1e-6,
         )
 
 

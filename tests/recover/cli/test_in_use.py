@@ -23,7 +23,10 @@ def note(run: Path, **event: Any) -> None:
     """Append an event to the journal, like a job."""
     with open(run / "journal.jsonl", "a") as file:
         file.write(
-            json.dumps({**{"event": "attempt", "time": time.time(), "pid": 1, "host": "node-7"}, **event}) + "\n"
+            json.dumps(
+                {**{"event": "attempt", "time": time.time(), "pid": 1, "host": "node-7"}, **event}
+            )
+            + "\n"
         )
 
 
@@ -51,11 +54,19 @@ def test_a_job_on_another_node_that_the_lock_does_not_show_keeps_the_generations
     refused = (("rm", "-y", "--force", f"{run}@7"), ("mirror", "push", run))
     for command in refused:
         code, _, err = holdfast(*command)
-        assert code == 2 and "a job on node-7 (pid 1) has written to journal.jsonl" in err and "--no-job" in err
+        assert (
+            code == 2
+            and "a job on node-7 (pid 1) has written to journal.jsonl" in err
+            and "--no-job" in err
+        )
     assert holdfast("rm", "-y", f"{run}@3")[0] == 0, "what no restart needs"
-    assert answer("resume-from", f"{run}@5")["in_use"] is None and answer("top", run)["in_use"] is None
+    assert (
+        answer("resume-from", f"{run}@5")["in_use"] is None and answer("top", run)["in_use"] is None
+    )
     assert "cannot be known here" in holdfast("resume-from", f"{run}@5")[1]
-    assert answer("why", run)["attempts"][-1]["verdict"].endswith("or was killed: the lock of the run cannot tell")
+    assert answer("why", run)["attempts"][-1]["verdict"].endswith(
+        "or was killed: the lock of the run cannot tell"
+    )
     for command in reversed(refused):
         assert holdfast(*command, "--no-job")[0] == 0
     assert [generation.step for generation in store.generations()] == [5, 1]
@@ -65,12 +76,15 @@ def test_a_job_that_began_long_ago_is_found_behind_its_many_steps(run: Path) -> 
     note(run, event="start", step=7)
     with open(run / "journal.jsonl", "a") as file:
         file.writelines(
-            json.dumps({"event": "step", "time": time.time(), "step": step}) + "\n" for step in range(10_000)
+            json.dumps({"event": "step", "time": time.time(), "step": step}) + "\n"
+            for step in range(10_000)
         )
     assert use_of(run).known is None
 
 
-def test_a_job_that_has_ended_or_been_silent_for_long_or_is_gone_from_this_node_is_in_nobodys_way(run: Path) -> None:
+def test_a_job_that_has_ended_or_been_silent_for_long_or_is_gone_from_this_node_is_in_nobodys_way(
+    run: Path,
+) -> None:
     assert use_of(run).known is False, "its journal tells of the end"
     note(run)
     assert use_of(run).known is None
@@ -101,7 +115,9 @@ def test_without_locks_a_process_of_this_node_is_asked_for(run: Path) -> None:
     assert use_of(run).known is None
 
 
-def test_rm_reads_what_it_would_leave_as_the_newest_before_it_deletes_any(run: Path, store: GenerationStore) -> None:
+def test_rm_reads_what_it_would_leave_as_the_newest_before_it_deletes_any(
+    run: Path, store: GenerationStore
+) -> None:
     shard = max(store.path_of(7).glob("*/*.distcp"), key=lambda path: path.stat().st_size)
     flip_byte(shard)  # names and sizes stay the same
     for gone in ((f"{run}@5",), (f"{run}@1", f"{run}@3", f"{run}@5")):

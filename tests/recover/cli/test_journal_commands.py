@@ -25,7 +25,9 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def _train_on(root: str, until: int, end: str) -> None:
-    """Train to a step and end there: by a ``kill``, ``stop`` or ``error``, by ``close``, or ``wait`` to be killed."""
+    """Train to a step and end there: by a ``kill``, ``stop`` or ``error``, by ``close``, or
+    ``wait`` to be killed.
+    """
     handler, tiny = make_handler(root, freq_steps=2), Tiny()
     info = handler.load(tiny.state)
     for step in range(info.last_step_info.next().global_step if info else 0, until + 1):
@@ -69,17 +71,24 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_once(tmp_path_factory, "troubled", make)
 
 
-def test_why_tells_what_ended_each_attempt_and_the_steps_that_were_trained_again(troubled: Path) -> None:
+def test_why_tells_what_ended_each_attempt_and_the_steps_that_were_trained_again(
+    troubled: Path,
+) -> None:
     found = answer("why", troubled)
     verdicts = [attempt["verdict"] for attempt in found["attempts"]]
     assert verdicts[0] == verdicts[3] == "killed, or its machine was lost: nothing was noted"
     assert "SIGTERM" in verdicts[1] and verdicts[1].startswith("stopped as asked")
-    assert verdicts[2] == "ValueError: the reward model is gone" and verdicts[4] == "the handler was closed"
+    assert (
+        verdicts[2] == "ValueError: the reward model is gone"
+        and verdicts[4] == "the handler was closed"
+    )
     assert [attempt["resumed"] for attempt in found["attempts"]] == [None, 3, 6, 7, 9]
     assert [(attempt["first"], attempt["last"]) for attempt in found["attempts"]] == [
         (0, 4), (4, 6), (7, 8), (8, 9), (10, 10),
     ]  # fmt: skip
-    assert [attempt["redone"] for attempt in found["attempts"]] == [0, 1, 0, 1, 0] and found["redone"] == 2
+    assert [attempt["redone"] for attempt in found["attempts"]] == [0, 1, 0, 1, 0] and found[
+        "redone"
+    ] == 2
     assert all(attempt["gone_s"] > attempt["load_s"] > 0 for attempt in found["attempts"][1:])
 
 
@@ -97,8 +106,18 @@ def test_an_attempt_without_steps_hides_no_repeated_steps() -> None:
 def test_the_picture_shows_what_was_trained_again(troubled: Path) -> None:
     code, out, _ = holdfast("why", troubled)
     assert code == 0
-    lines = [line for line in out.splitlines() if set(line[4:]) <= set(" ▒█") and ("█" in line or "▒" in line)]
-    assert [line[4:] for line in lines] == ["█████", "    ▒██", "       ██", "        ▒█", "          █"]
+    lines = [
+        line
+        for line in out.splitlines()
+        if set(line[4:]) <= set(" ▒█") and ("█" in line or "▒" in line)
+    ]
+    assert [line[4:] for line in lines] == [
+        "█████",
+        "    ▒██",
+        "       ██",
+        "        ▒█",
+        "          █",
+    ]
     assert "5 attempts, 11 steps; 2 were trained again" in out
 
 
@@ -114,11 +133,17 @@ def _picture_of(tmp_path: Path, *attempts: tuple[int, int]) -> list[str]:
                 print(json.dumps({"event": "step", "time": 1e9 + step, "step": step}), file=file)
     code, out, _ = holdfast("why", journal.parent)
     assert code == 0
-    return [line[4:] for line in out.splitlines() if set(line[4:]) <= set(" ▒█") and ("█" in line or "▒" in line)]
+    return [
+        line[4:]
+        for line in out.splitlines()
+        if set(line[4:]) <= set(" ▒█") and ("█" in line or "▒" in line)
+    ]
 
 
 @pytest.mark.parametrize("resumed", [101, 102, 110])
-def test_the_picture_of_a_long_run_shows_a_single_step_that_was_trained_again(tmp_path: Path, resumed: int) -> None:
+def test_the_picture_of_a_long_run_shows_a_single_step_that_was_trained_again(
+    tmp_path: Path, resumed: int
+) -> None:
     first, second = _picture_of(tmp_path, (0, resumed), (resumed, 159))
     assert set(first) == {"█"} and second.count("▒") == 1 and second.strip(" ").startswith("▒█")
     assert 64 <= len(second) <= 65
@@ -126,7 +151,9 @@ def test_the_picture_of_a_long_run_shows_a_single_step_that_was_trained_again(tm
 
 def test_the_picture_of_a_long_run_shows_a_single_new_step(tmp_path: Path) -> None:
     for last in (102, 103, 104):
-        _, second, _ = _picture_of(tmp_path / str(last), (0, last - 1), (last - 1, last), (last, 159))
+        _, second, _ = _picture_of(
+            tmp_path / str(last), (0, last - 1), (last - 1, last), (last, 159)
+        )
         assert second.count("▒") >= 1 and second.endswith("█")
 
 
@@ -156,7 +183,9 @@ def test_top_shows_the_reward_and_where_the_seconds_went_from_the_files_that_are
     logger.resume_after(None)
     for step in range(4):
         servers = {"servers_serving": 2.0, "servers_behind": 0.0, "servers_asleep": 1.0}
-        logger.log(step, {"reward": 0.1 * step, "sampling_s": 2.0, "training_s": 1.0 + step, **servers})
+        logger.log(
+            step, {"reward": 0.1 * step, "sampling_s": 2.0, "training_s": 1.0 + step, **servers}
+        )
     logger.close()
     found = answer("top", troubled, "--stats", tmp_path / "stats.jsonl")
     assert found["step"] == 10 and found["generation"]["step"] == 9
@@ -193,7 +222,9 @@ _DAMAGED = (
 
 
 @pytest.mark.parametrize("line", _DAMAGED, ids=range(len(_DAMAGED)))
-def test_a_damaged_line_of_a_journal_is_left_out_by_every_command(finished: Path, tmp_path: Path, line: str) -> None:
+def test_a_damaged_line_of_a_journal_is_left_out_by_every_command(
+    finished: Path, tmp_path: Path, line: str
+) -> None:
     run = Path(shutil.copytree(finished, tmp_path / "t"))
     before = answer("why", run)["attempts"]
     with open(run / "journal.jsonl", "a") as file:
@@ -253,12 +284,16 @@ def test_why_and_top_tell_what_ended_an_attempt_that_could_not_load(tmp_path: Pa
         flip_byte(shard)
     with pytest.raises(CheckpointCorruptError), make_handler(tmp_path, freq_steps=2) as handler:
         handler.load(Tiny().state)
-    with pytest.raises(ConfigError, match="no transformers model"):  # without a `with` statement, as in many scripts
+    with pytest.raises(
+        ConfigError, match="no transformers model"
+    ):  # without a `with` statement, as in many scripts
         make_handler(tmp_path, hf_freq_steps=1).load(Tiny().state)
     found = answer("why", trial)["attempts"]
     assert [attempt["loaded"] for attempt in found] == [True, False, False]
     assert found[1]["verdict"].startswith("before it had loaded: CheckpointCorruptError: ")
-    assert found[2]["verdict"].startswith("before it had loaded: ConfigError: engine 'default' has a Linear")
+    assert found[2]["verdict"].startswith(
+        "before it had loaded: ConfigError: engine 'default' has a Linear"
+    )
     assert answer("top", trial)["ended"].startswith("ConfigError")
     journal = Journal(trial)
     journal.open()
@@ -273,7 +308,10 @@ def test_why_and_top_tell_what_ended_an_attempt_that_could_not_load(tmp_path: Pa
 
 def test_attempts_that_end_before_a_load_are_distinguished_from_replaced_workers() -> None:
     began, returned = {"event": "attempt", "time": 0.0}, {"event": "returned", "time": 9.0}
-    start, lost = {"event": "start", "time": 2.0, "step": None}, {"event": "loss", "time": 1.0, "cause": "died"}
+    start, lost = (
+        {"event": "start", "time": 2.0, "step": None},
+        {"event": "loss", "time": 1.0, "cause": "died"},
+    )
     end = {"event": "end", "time": 3.0, "how": "closed", "error": "WorkerLost: trainer"}
     spent = {"event": "failed", "time": 4.0, "error": "RetriesExhausted: too many"}
 
@@ -285,8 +323,14 @@ def test_attempts_that_end_before_a_load_are_distinguished_from_replaced_workers
         "WorkerLost: trainer",
         "before it had loaded: worker group None lost rank(s) None: died; given up: RetriesExhausted: too many",
     ]
-    assert verdicts(began, lost, start, in_use=True) == ["goes on"], "one group was started again, and it came up"
+    assert verdicts(began, lost, start, in_use=True) == ["goes on"], (
+        "one group was started again, and it came up"
+    )
     assert verdicts(began, in_use=True) == ["begins: its workers start, or it loads"]
-    assert verdicts(began) == ["before it had loaded: killed, or its machine was lost: nothing was noted"]
+    assert verdicts(began) == [
+        "before it had loaded: killed, or its machine was lost: nothing was noted"
+    ]
     assert verdicts(began, returned) == [] == verdicts(returned)
-    assert verdicts(start, end, spent) == ["WorkerLost: trainer; given up: RetriesExhausted: too many"]
+    assert verdicts(start, end, spent) == [
+        "WorkerLost: trainer; given up: RetriesExhausted: too many"
+    ]

@@ -1,4 +1,6 @@
-"""Commands that show generations (ls, show, verify, diff): locally, at a URL, damaged, during a write."""
+"""Commands that show generations (ls, show, verify, diff): locally, at a URL, damaged, during a
+write.
+"""
 
 import errno
 import json
@@ -44,14 +46,21 @@ def test_ls_tells_steps_sizes_metrics_ranks_and_why_each_is_kept(finished: Path)
     for entry in found:
         manifest = json.loads((Path(entry["where"]) / "manifest.json").read_bytes())
         assert entry["bytes"] == sum(file["bytes"] for file in manifest["files"].values())
-        assert entry["metrics"] == {"reward": 1.0 / (1 + entry["step"])} and entry["world_size"] == 2
+        assert (
+            entry["metrics"] == {"reward": 1.0 / (1 + entry["step"])} and entry["world_size"] == 2
+        )
     code, out, _ = holdfast("ls", finished)
     assert code == 0 and "newest, last 2" in out and "reward 0.125" in out
     last = found[0]
-    assert f"{last['epoch']}, {last['epoch_step']}/{last['steps_per_epoch']}" in out and "epoch, step" in out
+    assert (
+        f"{last['epoch']}, {last['epoch_step']}/{last['steps_per_epoch']}" in out
+        and "epoch, step" in out
+    )
 
 
-def test_ls_takes_the_recover_folder_too_and_names_runs_below_another_folder(finished: Path) -> None:
+def test_ls_takes_the_recover_folder_too_and_names_runs_below_another_folder(
+    finished: Path,
+) -> None:
     assert answer("ls", finished / "recover") == answer("ls", finished)
     code, _, err = holdfast("ls", finished.parents[1])
     assert code == 2 and str(finished) in err
@@ -59,10 +68,17 @@ def test_ls_takes_the_recover_folder_too_and_names_runs_below_another_folder(fin
 
 def test_ls_tells_what_is_at_the_mirror(finished: Path) -> None:
     found = answer("ls", finished, "--mirror", "recorded")["generations"]
-    assert {entry["step"]: entry["mirror"] for entry in found} == {7: "copied", 5: "copied", 3: "no copy", 1: "no copy"}
+    assert {entry["step"]: entry["mirror"] for entry in found} == {
+        7: "copied",
+        5: "copied",
+        3: "no copy",
+        1: "no copy",
+    }
 
 
-def test_ls_tells_of_half_written_damaged_and_refused_generations(run: Path, store: GenerationStore) -> None:
+def test_ls_tells_of_half_written_damaged_and_refused_generations(
+    run: Path, store: GenerationStore
+) -> None:
     staging = store.open_staging(9)
     (staging / "part").write_bytes(b"x" * 1000)
     newest, second, third, _ = store.generations()
@@ -91,7 +107,8 @@ def test_a_folder_recover_with_other_things_in_it_is_no_run(tmp_path: Path) -> N
     for path in (tmp_path / "e" / "t", recover, tmp_path):
         code, out, err = holdfast("ls", path)
         assert (code, out) == (2, "") and err == (
-            f"error: {path} is not the folder of a run: it has neither generations nor a recover/ for them\n"
+            f"error: {path} is not the folder of a run: it has neither generations nor a recover/ "
+            "for them\n"
         )
 
 
@@ -106,7 +123,10 @@ def test_a_generation_that_the_run_deletes_while_it_is_read_is_looked_up_again(
             remove_folder(store.path_of(7))
         return folder.info().last_step_info.global_step
 
-    assert read_generation(f"{run}@newest", interrupted) == 5 and read == ["global_step_7", "global_step_5"]
+    assert read_generation(f"{run}@newest", interrupted) == 5 and read == [
+        "global_step_7",
+        "global_step_5",
+    ]
     read.clear()
     remove_folder(store.path_of(5))
     store.path_of(3).rename(store.path_of(7))
@@ -139,7 +159,9 @@ def test_a_command_reads_the_next_generation_if_the_newest_is_removed_meanwhile(
         assert found["differences"] == []
 
 
-def test_the_newest_generation_is_looked_up_again_if_it_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_generation_is_looked_up_again_if_it_is_gone(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = iter([[], [9, 7], [], [7]])  # listing a folder is not atomic
     monkeypatch.setattr(Run, "steps", lambda _: next(listed))
     assert Run(str(run)).newest().name == "global_step_7"
@@ -155,36 +177,58 @@ def test_show_tells_what_a_generation_holds(finished: Path) -> None:
     assert found["generation"]["step"] == 5 and found["generation"]["world_size"] == 2
     sizes = {"d": 2, "r": 1, "c": 1, "t": 1, "e": 1}
     engine = found["engines"]["default"]
-    assert found["generation"]["mesh"] == {"default": "d2r1c1t1e1"} and engine["counters"]["mesh"] == sizes
+    assert (
+        found["generation"]["mesh"] == {"default": "d2r1c1t1e1"}
+        and engine["counters"]["mesh"] == sizes
+    )
     assert read_manifest(finished / "recover" / "global_step_5")["mesh"] == {"default": sizes}
     assert engine["optimizer_steps"] == 6 and engine["kinds"]["model"]["elements"] == 19104
-    assert engine["param_groups"][0]["lr"] == engine["lr"] and len(engine["param_groups"][0]["params"]) == 24
+    assert (
+        engine["param_groups"][0]["lr"] == engine["lr"]
+        and len(engine["param_groups"][0]["params"]) == 24
+    )
     assert engine["scheduler"]["last_epoch"] == engine["schedule_step"] == 6
-    (embedding,) = (each for each in engine["tensors"] if each["name"] == "model.model.embed_tokens.weight")
+    (embedding,) = (
+        each for each in engine["tensors"] if each["name"] == "model.model.embed_tokens.weight"
+    )
     assert (embedding["shape"], embedding["dtype"], embedding["shards"]) == ([15, 32], "float32", 2)
     assert {name: part["objects"] for name, part in found["processes"].items()} == {
         "rank_00000": ["meter"],
         "rank_00001": ["meter"],
     }
-    assert found["data"]["states"][0] | {"epoch": 0, "cursor": 24, "seed": 3} == found["data"]["states"][0]
+    assert (
+        found["data"]["states"][0] | {"epoch": 0, "cursor": 24, "seed": 3}
+        == found["data"]["states"][0]
+    )
     code, out, _ = holdfast("show", f"{finished}@newest")
     assert code == 0 and "Parameter groups" in out and "global_step_7" in out
-    assert "last_epoch" in out and "\n_" not in out and "lr_lambdas" not in out  # torch's own attributes
+    assert (
+        "last_epoch" in out and "\n_" not in out and "lr_lambdas" not in out
+    )  # torch's own attributes
 
 
 @pytest.mark.slow
 def test_show_tells_the_tower_of_a_model_that_sees_from_its_language_model(tmp_path: Path) -> None:
     write_seeing_folder(tmp_path / "model", "qwen3_vl")
-    settings: Any = {"path": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "train_vision": True}
+    settings: Any = {
+        "path": str(tmp_path / "model"),
+        "dtype": "float32",
+        "device": "cpu",
+        "train_vision": True,
+    }
     engine = FSDPEngine(TrainEngineConfig(**settings))
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(1, 4, 4))
     engine.save(SaveLoadMeta(str(tmp_path / "out" / "actor"), "dcp", True))
     name = "actor/.metadata"
     files = {name: {"digest": file_digest(tmp_path / "out" / name)}}
-    found = _describe_engine(_SmallFiles(Folder(tmp_path / "out"), files), "actor", None, False)["kinds"]
+    found = _describe_engine(_SmallFiles(Folder(tmp_path / "out"), files), "actor", None, False)[
+        "kinds"
+    ]
     for module in ("visual", "language_model"):
-        n_elements = sum(param.numel() for param in engine.model.get_submodule(f"model.{module}").parameters())
+        n_elements = sum(
+            param.numel() for param in engine.model.get_submodule(f"model.{module}").parameters()
+        )
         assert found[f"model, {module}"]["elements"] == n_elements
     engine.destroy()
 
@@ -197,10 +241,17 @@ def test_verify_finds_every_generation_sound_and_its_exports_whole(finished: Pat
     assert export["digests"] is False and export["problems"] == []
 
 
-@pytest.mark.parametrize("name", ["default/__1_0.distcp", "default/.metadata", "state/rank_00001.pt", "data.pt"])
-def test_verify_finds_a_flipped_byte_in_any_file_and_says_so_with_its_exit_code(name: str, run: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["default/__1_0.distcp", "default/.metadata", "state/rank_00001.pt", "data.pt"]
+)
+def test_verify_finds_a_flipped_byte_in_any_file_and_says_so_with_its_exit_code(
+    name: str, run: Path
+) -> None:
     flip_byte(run / "recover" / "global_step_5" / name, -500)
-    reports = {Path(report["where"]).name: report["problems"] for report in answer("verify", run, code=1)["folders"]}
+    reports = {
+        Path(report["where"]).name: report["problems"]
+        for report in answer("verify", run, code=1)["folders"]
+    }
     assert [folder for folder, problems in reports.items() if problems] == ["global_step_5"]
     assert reports["global_step_5"][0].startswith(f"{name} has digest")
     code, out, _ = holdfast("verify", run)
@@ -208,7 +259,9 @@ def test_verify_finds_a_flipped_byte_in_any_file_and_says_so_with_its_exit_code(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "recover_info.json"])
-def test_a_flipped_byte_in_the_small_files_is_found_by_all_who_read_them(name: str, run: Path) -> None:
+def test_a_flipped_byte_in_the_small_files_is_found_by_all_who_read_them(
+    name: str, run: Path
+) -> None:
     flip_byte(run / "recover" / "global_step_7" / name, 30)
     for command in ("verify", "show", "export"):
         options = ("--to", run / "x") if command == "export" else ()
@@ -226,7 +279,10 @@ def test_verify_takes_published_versions_with_and_without_changes(tmp_path: Path
     full, changes, anchor = (version_path(tmp_path, version) for version in range(3))
     found = {folder: answer("verify", folder)["folders"][0] for folder in (full, changes, anchor)}
     assert all(report["problems"] == [] and report["digests"] for report in found.values())
-    assert found[changes]["changes_from"].startswith("0-xxh3_128:") and "changes_from" not in found[anchor]
+    assert (
+        found[changes]["changes_from"].startswith("0-xxh3_128:")
+        and "changes_from" not in found[anchor]
+    )
     assert found[changes]["files"] == 1 and found[anchor]["files"] == found[full]["files"] + 1
     assert "sound, holds the changes from version 0" in holdfast("verify", changes)[1]
     (at_a_url,) = answer("verify", f"file://{changes}")["folders"]
@@ -264,7 +320,9 @@ def test_verify_of_a_file_that_cannot_be_read_goes_on_with_the_other_generations
             raise OSError(errno.EIO, "Input/output error", str(path))
         return file_digest(path)
 
-    monkeypatch.setattr("holdfast.utils.manifest.file_digest", digest)  # a failing disk cannot be simulated here
+    monkeypatch.setattr(
+        "holdfast.utils.manifest.file_digest", digest
+    )  # a failing disk cannot be simulated here
     reports = answer("verify", run, code=1)["folders"]
     assert [len(report["problems"]) for report in reports] == [0, 1, 0, 0]
     assert "Input/output error" in reports[1]["problems"][0]
@@ -275,7 +333,9 @@ def test_verify_of_a_folder_that_was_renamed_says_so(run: Path) -> None:
     assert "holds step 7" in str(answer("verify", f"{run}@8", code=1))
 
 
-def test_diff_of_a_generation_with_a_copy_finds_nothing_and_with_another_every_tensor(finished: Path) -> None:
+def test_diff_of_a_generation_with_a_copy_finds_nothing_and_with_another_every_tensor(
+    finished: Path,
+) -> None:
     assert answer("diff", f"{finished}@7", f"{finished}@newest", "--exit-code")["differences"] == []
     found = answer("diff", f"{finished}@5", f"{finished}@7", "--exit-code", code=1)["differences"]
     moved = {one["name"]: one for one in found}
@@ -298,7 +358,10 @@ def test_diff_tells_one_changed_element_by_how_much(run: Path) -> None:
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     found = {one["name"]: one for one in answer("diff", f"{run}@7", other)["differences"]}
     assert found.keys() == {"model.norm.weight", "model.layers.0.input_layernorm.weight"}
-    assert (found["model.norm.weight"]["elements"], found["model.norm.weight"]["largest"]) == (1, 0.5)
+    assert (found["model.norm.weight"]["elements"], found["model.norm.weight"]["largest"]) == (
+        1,
+        0.5,
+    )
     assert found["model.layers.0.input_layernorm.weight"]["largest"] is None  # NaN
 
 
@@ -323,7 +386,10 @@ def test_diff_tells_what_differs_where_float64_cannot_show_it(
         save_file({"weight": tensor}, tmp_path / name / "model.safetensors", {"format": "pt"})
     (found,) = answer("diff", tmp_path / "a", tmp_path / "b", "--exit-code", code=1)["differences"]
     assert (found["kind"], found["elements"], found["of"]) == (kind, 1, 3)
-    assert holdfast("diff", tmp_path / "a", tmp_path / "a")[1] == "all 1 tensors are equal to the bit\n"
+    assert (
+        holdfast("diff", tmp_path / "a", tmp_path / "a")[1]
+        == "all 1 tensors are equal to the bit\n"
+    )
 
 
 @pytest.mark.slow
@@ -355,7 +421,9 @@ def test_verify_finds_a_flipped_byte_at_a_url(finished: Path, at_s3: str, tmp_pa
     assert code == 1 and "damaged" in err
 
 
-def test_a_url_that_has_nothing_or_does_not_answer_is_one_message(s3: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_has_nothing_or_does_not_answer_is_one_message(
+    s3: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, err = holdfast("ls", "s3://bucket/nothing/here")
     assert (code, out, err) == (0, "s3://bucket/nothing/here has no generation yet\n", "")
     assert holdfast("verify", "s3://bucket/nothing/here")[0] == 2

@@ -53,11 +53,16 @@ def test_rm_refuses_pinned_generations_and_without_force_the_newest_sound_one(
     assert _steps(store) == [3, 1]
 
 
-def test_rm_spares_what_was_pinned_while_it_asked_even_with_force(run: Path, store: GenerationStore) -> None:
+def test_rm_spares_what_was_pinned_while_it_asked_even_with_force(
+    run: Path, store: GenerationStore
+) -> None:
     process = start("rm", "--force", f"{run}@3", stdin=subprocess.PIPE)
     assert process.stderr is not None and process.stderr.read(6) == "Delete"
     store.pin(3)
-    assert process.communicate("y\n", timeout=stretched(60))[0].strip() == "" and process.returncode == 2
+    assert (
+        process.communicate("y\n", timeout=stretched(60))[0].strip() == ""
+        and process.returncode == 2
+    )
     assert _steps(store) == [7, 5, 3, 1]
 
 
@@ -69,7 +74,9 @@ def test_rm_names_generations_only_and_nothing_is_deleted_before_all_are_checked
     assert _steps(store) == [7, 5, 3, 1]
 
 
-def test_rm_and_pin_refuse_folders_that_only_have_the_name_of_a_generation(run: Path, tmp_path: Path) -> None:
+def test_rm_and_pin_refuse_folders_that_only_have_the_name_of_a_generation(
+    run: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "verl_ckpts" / "global_step_40"
     (other / "actor").mkdir(parents=True)
     (tmp_path / "verl_ckpts" / "latest_checkpointed_iteration.txt").write_text("40")
@@ -82,13 +89,17 @@ def test_rm_and_pin_refuse_folders_that_only_have_the_name_of_a_generation(run: 
     assert not list(tmp_path.rglob(".pinned-*"))
 
 
-def test_rm_deletes_a_damaged_generation_that_has_lost_its_manifest(run: Path, store: GenerationStore) -> None:
+def test_rm_deletes_a_damaged_generation_that_has_lost_its_manifest(
+    run: Path, store: GenerationStore
+) -> None:
     (store.path_of(3) / "manifest.json").unlink()
     assert holdfast("rm", "-y", f"{run}@3")[0] == 0
     assert _steps(store) == [7, 5, 1]
 
 
-def test_rm_spares_the_newest_of_a_run_in_use_even_with_force(run: Path, store: GenerationStore) -> None:
+def test_rm_spares_the_newest_of_a_run_in_use_even_with_force(
+    run: Path, store: GenerationStore
+) -> None:
     holder = _hold(run)
     try:
         assert holdfast("rm", "-y", "--force", f"{run}@7")[0] == 2
@@ -106,19 +117,27 @@ def _hold(run: Path) -> Any:
         "FolderLock(sys.argv[1]).acquire(0); print(flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
-        [sys.executable, "-c", script, str(run / "recover.lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", script, str(run / "recover.lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert holder.stdout is not None and holder.stdout.readline()
     return holder
 
 
-def test_a_pinned_generation_outlives_every_rule_until_it_is_unpinned(run: Path, store: GenerationStore) -> None:
-    assert answer("pin", f"{run}@1", f"{run}@3") == {"pinned": [str(store.path_of(1)), str(store.path_of(3))]}
+def test_a_pinned_generation_outlives_every_rule_until_it_is_unpinned(
+    run: Path, store: GenerationStore
+) -> None:
+    assert answer("pin", f"{run}@1", f"{run}@3") == {
+        "pinned": [str(store.path_of(1)), str(store.path_of(3))]
+    }
     assert answer("pin", f"{run}@1")  # a second pin changes nothing
     store.delete_by_retention(RetentionRules(1))
     assert _steps(store) == [7, 3, 1]
     found = answer("ls", run)["generations"]
-    assert [entry["pinned"] for entry in found] == [False, True, True] and found[2]["kept"][0] == "pinned"
+    assert [entry["pinned"] for entry in found] == [False, True, True] and found[2]["kept"][
+        0
+    ] == "pinned"
     assert holdfast("unpin", f"{run}@3")[0] == 0
     store.delete_by_retention(RetentionRules(1))
     assert _steps(store) == [7, 1]
@@ -144,7 +163,9 @@ def test_a_run_that_goes_on_keeps_what_was_pinned_meanwhile_and_its_copy(tmp_pat
 def test_mirror_pull_brings_a_run_back_that_resumes_from_it(tmp_path: Path) -> None:
     digests = run_until(tmp_path / "a", 3)
     url = f"file://{tmp_path}/copies"
-    assert holdfast("mirror", "push", tmp_path / "a" / "e" / "t", "--step", "1", "--url", url)[0] == 0
+    assert (
+        holdfast("mirror", "push", tmp_path / "a" / "e" / "t", "--step", "1", "--url", url)[0] == 0
+    )
     assert answer("mirror", "pull", url, tmp_path / "b" / "e" / "t")["fetched"][0]["step"] == 1
     handler, tiny = make_handler(tmp_path / "b", freq_steps=1), Tiny()
     info = handler.load(tiny.state)
@@ -162,7 +183,9 @@ def test_mirror_pull_refuses_the_copy_of_another_run(run: Path, tmp_path: Path) 
     before = _tree(run / "recover")
     ids = {place: answer("ls", place)["generations"][0]["run_id"] for place in (run, other)}
     code, _, err = holdfast("mirror", "pull", url, run)
-    assert code == 2 and f"is of run {ids[other]}, but" in err and f"belongs to run {ids[run]}" in err
+    assert (
+        code == 2 and f"is of run {ids[other]}, but" in err and f"belongs to run {ids[run]}" in err
+    )
     assert "new folder" in err and _tree(run / "recover") == before
 
 
@@ -176,7 +199,9 @@ def test_mirror_pull_finds_the_run_of_its_folder_of_generations(tmp_path: Path) 
         assert (recover / "global_step_2").is_dir() and not (recover / "recover").exists()
 
 
-def test_mirror_push_replaces_no_copy_of_another_run_and_deletes_nothing(run: Path, tmp_path: Path) -> None:
+def test_mirror_push_replaces_no_copy_of_another_run_and_deletes_nothing(
+    run: Path, tmp_path: Path
+) -> None:
     run_until(tmp_path / "other", 4, max_ckpt_to_keep=None)
     other, copies = tmp_path / "other" / "e" / "t", tmp_path / "copies"
     url = f"file://{copies}"
@@ -188,10 +213,14 @@ def test_mirror_push_replaces_no_copy_of_another_run_and_deletes_nothing(run: Pa
     assert code == 2 and "step 3" in err and "another generation" in err and _tree(copies) == before
     assert holdfast("mirror", "push", other, "--step", "2", "--url", url)[0] == 0
     assert _tree(copies).items() >= before.items()
-    assert holdfast("mirror", "push", run, "--step", "3", "--url", url)[0] == 0  # the run's own copy, a second time
+    assert (
+        holdfast("mirror", "push", run, "--step", "3", "--url", url)[0] == 0
+    )  # the run's own copy, a second time
 
 
-def test_nothing_is_put_into_a_generation_or_among_those_of_a_run(run: Path, store: GenerationStore) -> None:
+def test_nothing_is_put_into_a_generation_or_among_those_of_a_run(
+    run: Path, store: GenerationStore
+) -> None:
     """With an additional file, the next start would quarantine the generation as damaged."""
     generation, before = store.path_of(3), _tree(run)
     inside = f"is in {generation}, which is committed with a manifest.json"
@@ -210,9 +239,13 @@ def test_nothing_is_put_into_a_generation_or_among_those_of_a_run(run: Path, sto
     assert _tree(run) == before and store.verify(generation)
 
 
-def test_a_generation_alone_is_exported_with_the_small_files_of_its_base(finished: Path, tmp_path: Path) -> None:
+def test_a_generation_alone_is_exported_with_the_small_files_of_its_base(
+    finished: Path, tmp_path: Path
+) -> None:
     base = finished.parents[1] / "model"
-    generation = shutil.copytree(finished / "recover" / "global_step_7", tmp_path / "alone" / "global_step_7")
+    generation = shutil.copytree(
+        finished / "recover" / "global_step_7", tmp_path / "alone" / "global_step_7"
+    )
     assert holdfast("export", generation, "--to", tmp_path / "with_base", "--config", base)[0] == 0
     code, _, err = holdfast("export", generation, "--to", tmp_path / "alone" / "out")
     assert code == 0, err
@@ -221,8 +254,13 @@ def test_a_generation_alone_is_exported_with_the_small_files_of_its_base(finishe
 
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "a/../../outside"])
-def test_a_generation_that_names_a_file_outside_of_its_folder_is_not_unpacked(tmp_path: Path, name: str) -> None:
-    files = {"config.json": torch.zeros(1, dtype=torch.uint8), name: torch.zeros(1, dtype=torch.uint8)}
+def test_a_generation_that_names_a_file_outside_of_its_folder_is_not_unpacked(
+    tmp_path: Path, name: str
+) -> None:
+    files = {
+        "config.json": torch.zeros(1, dtype=torch.uint8),
+        name: torch.zeros(1, dtype=torch.uint8),
+    }
     packed = pack_plain("files", {"dtype": None, "files": files})
     (tmp_path / "state").mkdir()
     write_manifest(tmp_path, [write_entry(tmp_path, "state/model_files_default.pt", packed)], {})
@@ -231,14 +269,23 @@ def test_a_generation_that_names_a_file_outside_of_its_folder_is_not_unpacked(tm
         pass
 
 
-def test_a_generation_of_an_older_version_needs_a_config_to_be_exported(run: Path, tmp_path: Path) -> None:
-    generation = shutil.copytree(run / "recover" / "global_step_7", tmp_path / "alone" / "global_step_7")
+def test_a_generation_of_an_older_version_needs_a_config_to_be_exported(
+    run: Path, tmp_path: Path
+) -> None:
+    generation = shutil.copytree(
+        run / "recover" / "global_step_7", tmp_path / "alone" / "global_step_7"
+    )
     (generation / "state" / "model_files_default.pt").unlink()
     manifest = read_manifest(generation)
-    entries = [FileEntry(name, entry["bytes"], entry["digest"]) for name, entry in manifest["files"].items()]
+    entries = [
+        FileEntry(name, entry["bytes"], entry["digest"])
+        for name, entry in manifest["files"].items()
+    ]
     left = [entry for entry in entries if "model_files" not in entry.name]
     (generation / "manifest.json").unlink()
-    write_manifest(generation, left, {key: manifest[key] for key in ("run_id", "step", "world_size")})
+    write_manifest(
+        generation, left, {key: manifest[key] for key in ("run_id", "step", "world_size")}
+    )
     code, _, err = holdfast("export", generation, "--to", tmp_path / "out")
     assert code == 2 and "there is no config.json in the generation" in err and "--config" in err
 
@@ -246,13 +293,19 @@ def test_a_generation_of_an_older_version_needs_a_config_to_be_exported(run: Pat
 def test_a_folder_that_is_empty_takes_an_export(run: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir(mode=0o700)
     assert holdfast("export", f"{run}@3", "--to", tmp_path / "there")[0] == 0
-    assert (tmp_path / "there" / "config.json").is_file() and (tmp_path / "there").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "there" / "config.json").is_file() and (
+        tmp_path / "there"
+    ).stat().st_mode & 0o777 == 0o700
     code, _, err = holdfast("export", f"{run}@3", "--to", tmp_path / "there")
     assert code == 2 and "exists already" in err
 
 
 def _tree(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_mirror_push_says_that_the_run_removed_a_generation_meanwhile(
@@ -326,22 +379,34 @@ def test_an_export_takes_the_memory_of_the_largest_tensor_not_of_the_model(tmp_p
     result = subprocess.run(command, capture_output=True, text=True, timeout=stretched(60))
     assert result.returncode == 0, result.stderr
     assert sum(sizes) > 100e6 and int(result.stdout.splitlines()[-1]) < 40e6
-    assert _contents(tmp_path / "x")["model.safetensors"] == _contents(tmp_path / "model")["model.safetensors"]
+    assert (
+        _contents(tmp_path / "x")["model.safetensors"]
+        == _contents(tmp_path / "model")["model.safetensors"]
+    )
 
 
 def _contents(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def test_an_export_of_a_copy_at_a_url_is_the_same(finished: Path, at_s3: str, tmp_path: Path) -> None:
+def test_an_export_of_a_copy_at_a_url_is_the_same(
+    finished: Path, at_s3: str, tmp_path: Path
+) -> None:
     config = ("--config", finished / "hf" / "global_step_3")
     assert holdfast("export", f"{at_s3}@7", "--to", tmp_path / "x", *config)[0] == 0
     assert _contents(tmp_path / "x") == _contents(finished / "hf" / "global_step_7")
 
 
-def test_an_export_is_refused_where_something_is_of_another_model(run: Path, tmp_path: Path) -> None:
+def test_an_export_is_refused_where_something_is_of_another_model(
+    run: Path, tmp_path: Path
+) -> None:
     config = json.loads((run / "hf" / "global_step_7" / "config.json").read_text())
-    for change in ({"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 80}, {"model_type": "no"}):
+    for change in (
+        {"num_hidden_layers": 3},
+        {"num_hidden_layers": 1},
+        {"intermediate_size": 80},
+        {"model_type": "no"},
+    ):
         other = tmp_path / "other"
         other.mkdir(exist_ok=True)
         (other / "config.json").write_text(json.dumps(config | change))
@@ -356,12 +421,17 @@ def test_an_export_is_refused_where_something_is_of_another_model(run: Path, tmp
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".staging*"))
 
 
-def test_resume_from_says_what_to_set_and_a_run_with_that_goes_on_from_there(tmp_path: Path) -> None:
+def test_resume_from_says_what_to_set_and_a_run_with_that_goes_on_from_there(
+    tmp_path: Path,
+) -> None:
     digests = run_until(tmp_path, 4, max_ckpt_to_keep=None)
     found = answer("resume-from", f"{tmp_path}/e/t@1")
     assert (found["next_step"], found["newer"]) == (2, [3, 2])
     key, _, value = found["setting"].partition("=")
-    handler, tiny = make_handler(tmp_path, freq_steps=1, **{key.removeprefix("recover."): value}), Tiny()
+    handler, tiny = (
+        make_handler(tmp_path, freq_steps=1, **{key.removeprefix("recover."): value}),
+        Tiny(),
+    )
     info = handler.load(tiny.state)
     assert info is not None and info.last_step_info.global_step == 1 and tiny.step() == digests[2]
     handler.close()
@@ -371,13 +441,21 @@ def test_resume_from_says_what_to_set_and_a_run_with_that_goes_on_from_there(tmp
 
 
 def test_resume_from_the_newest_of_a_run_with_a_mirror_says_what_to_set_too(run: Path) -> None:
-    shutil.rmtree(run / "recover" / "global_step_7")  # the mirror still has it, so a start would fetch it
+    shutil.rmtree(
+        run / "recover" / "global_step_7"
+    )  # the mirror still has it, so a start would fetch it
     assert answer("resume-from", f"{run}@5")["mirror"].endswith("/mirror/e/t")
     code, out, _ = holdfast("resume-from", f"{run}@5")
-    assert code == 0 and f"recover.resume_path={run}/recover/global_step_5" in out and "nothing to set" not in out
+    assert (
+        code == 0
+        and f"recover.resume_path={run}/recover/global_step_5" in out
+        and "nothing to set" not in out
+    )
 
 
-def test_resume_from_the_newest_of_a_run_without_a_mirror_has_nothing_to_set(tmp_path: Path) -> None:
+def test_resume_from_the_newest_of_a_run_without_a_mirror_has_nothing_to_set(
+    tmp_path: Path,
+) -> None:
     run_until(tmp_path, 1)
     assert "nothing to set" in holdfast("resume-from", f"{tmp_path}/e/t@0")[1]
 

@@ -46,14 +46,22 @@ def test_a_plan_names_parts_peak_disk_and_changes_that_make_it_fit(qwen3_8b: Pat
 def test_the_optimizer_and_checkpointing_are_those_of_the_options(qwen3_8b: Path) -> None:
     plain = answer("plan", qwen3_8b, "--gpus", "8", "--checkpointing")
     n, outside = plain["parameters"], 2 * 151936 * 4096
-    for kind, n_bytes in (("adam_bf16", 4 * n), ("adam8bit", 2.0625 * n), ("muon", 4 * n + 4 * outside)):
+    for kind, n_bytes in (
+        ("adam_bf16", 4 * n),
+        ("adam8bit", 2.0625 * n),
+        ("muon", 4 * n + 4 * outside),
+    ):
         found = answer("plan", qwen3_8b, "--gpus", "8", "--checkpointing", "--optimizer", kind)
         assert found["bytes_per_gpu"]["moments"] == pytest.approx(n_bytes / 8, rel=1e-3), kind
         assert found["bytes_on_disk"]["generation"] == pytest.approx(4 * n + n_bytes, rel=1e-3)
         peaks = [each["bytes_per_gpu"]["peak"] for each in (plain, found)]
         assert peaks[0] - peaks[1] == pytest.approx((8 * n - n_bytes) / 8, rel=1e-3)
     every, some = (answer("plan", qwen3_8b, *options) for options in ((), ("--selective",)))
-    assert plain["bytes_per_gpu"]["peak"] < some["bytes_per_gpu"]["peak"] < every["bytes_per_gpu"]["peak"]
+    assert (
+        plain["bytes_per_gpu"]["peak"]
+        < some["bytes_per_gpu"]["peak"]
+        < every["bytes_per_gpu"]["peak"]
+    )
 
 
 @pytest.mark.slow
@@ -67,11 +75,16 @@ def test_state_in_host_memory_comes_last_among_the_changes_and_counts_there(qwen
     assert found["bytes_in_host_memory_per_node"] == {"state": 0, "snapshots": 3 * weights}
     params = answer("plan", qwen3_8b, "--gpus", "1", "--checkpointing", "--offload", "params")
     assert params["fits"] and params["bytes_per_gpu"]["peak"] == found["changes"][0]["peak_bytes"]
-    assert params["bytes_in_host_memory_per_node"] == {"state": 4 * weights, "snapshots": 3 * weights}
+    assert params["bytes_in_host_memory_per_node"] == {
+        "state": 4 * weights,
+        "snapshots": 3 * weights,
+    }
     optimizer = answer("plan", qwen3_8b, "--gpus", "1", "--checkpointing", "--offload", "optimizer")
     assert not optimizer["fits"]
     assert optimizer["bytes_per_gpu"]["peak"] == found["bytes_per_gpu"]["peak"] - 2 * weights
-    assert optimizer["changes"][-1]["change"] == "fsdp.offload_params: true, optimizer.offload: false"
+    assert (
+        optimizer["changes"][-1]["change"] == "fsdp.offload_params: true, optimizer.offload: false"
+    )
     enough = answer("plan", qwen3_8b, "--gpus", "1", "--checkpointing", "--memory", "90GB")
     assert [each["change"] for each in enough["changes"]] == ["optimizer.offload: true"]
 
@@ -83,9 +96,15 @@ def test_a_server_takes_turns_with_training(qwen3_8b: Path) -> None:
     assert found["bytes_per_gpu"]["usable"] == 76 * 10**9, "each process keeps 2 GB"
     assert found["bytes_for_server"] == {"asked": 32 * 10**9, "usable": 78 * 10**9}
     _, out, _ = holdfast(*options, "--memory", "40GB")
-    assert "of 36 GB: fits" in out and "server, while the trainer is offloaded" in out and "16 GB of 38 GB: fits" in out
+    assert (
+        "of 36 GB: fits" in out
+        and "server, while the trainer is offloaded" in out
+        and "16 GB of 38 GB: fits" in out
+    )
     adapters = answer(*options, "--lora", "8", "--gpus", "1")
-    assert adapters["bytes_in_host_memory_per_node"]["snapshots"] > 2 * 8.19e9, "the frozen base leaves, too"
+    assert adapters["bytes_in_host_memory_per_node"]["snapshots"] > 2 * 8.19e9, (
+        "the frozen base leaves, too"
+    )
 
 
 def test_the_table_says_whether_it_fits(qwen3_8b: Path) -> None:
@@ -116,7 +135,9 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
     assert code == 2 and "expected a folder with the config.json" in err
 
 
-def test_the_plan_of_a_model_that_sees_counts_the_tower_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+def test_the_plan_of_a_model_that_sees_counts_the_tower_and_says_what_it_leaves_out(
+    tmp_path: Path,
+) -> None:
     config_of("qwen2_5_vl").save_pretrained(tmp_path)
     code, _, err = holdfast("plan", tmp_path)
     assert code != 0 and "train_vision" in err

@@ -26,9 +26,15 @@ finally:
 """
 
 
-@pytest.mark.parametrize("command", ["--help", "ls", "verify", "why", "top", "resume-from", "pin", "mirror ls"])
+@pytest.mark.parametrize(
+    "command", ["--help", "ls", "verify", "why", "top", "resume-from", "pin", "mirror ls"]
+)
 def test_commands_that_read_no_tensor_do_not_import_torch(command: str, run: Path) -> None:
-    where = () if command == "--help" else (str(run) + ("@1" if command in ("pin", "resume-from") else ""),)
+    where = (
+        ()
+        if command == "--help"
+        else (str(run) + ("@1" if command in ("pin", "resume-from") else ""),)
+    )
     result = subprocess.run(
         [sys.executable, "-c", IMPORTED, *command.split(), *where],
         capture_output=True,
@@ -90,7 +96,11 @@ def test_nothing_that_is_read_is_run(run: Path, tmp_path: Path) -> None:
         (generation / name).write_bytes(pickle.dumps(Attack()))
         manifest = (generation / MANIFEST_NAME).read_bytes()
         (generation / MANIFEST_NAME).unlink()
-        files = [path.relative_to(generation).as_posix() for path in generation.rglob("*") if path.is_file()]
+        files = [
+            path.relative_to(generation).as_posix()
+            for path in generation.rglob("*")
+            if path.is_file()
+        ]
         write_manifest(generation, file_entries(generation, files), {"step": 7})
         for command in ("show", "verify", "diff"):
             holdfast(command, f"{run}@7", *([f"{run}@5"] * (command == "diff")))
@@ -116,7 +126,9 @@ def test_ls_survives_generations_that_come_and_go_while_it_looks(run: Path, tmp_
         "    step += 1\n"
     )
     root = run / "recover"
-    writer = subprocess.Popen([sys.executable, "-c", script, str(root / "global_step_7"), str(root)])
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script, str(root / "global_step_7"), str(root)]
+    )
     try:
         end = time.monotonic() + 3
         while time.monotonic() < end:
@@ -139,7 +151,10 @@ def test_every_command_has_help_with_its_arguments_and_json() -> None:
 
 def test_bash_gets_a_completion_script() -> None:
     script = subprocess.run(
-        [HOLDFAST], env={**os.environ, "_HOLDFAST_COMPLETE": "bash_source"}, capture_output=True, text=True
+        [HOLDFAST],
+        env={**os.environ, "_HOLDFAST_COMPLETE": "bash_source"},
+        capture_output=True,
+        text=True,
     )
     assert script.returncode == 0 and "complete" in script.stdout
     words = {"_HOLDFAST_COMPLETE": "bash_complete", "COMP_WORDS": "holdfast ver", "COMP_CWORD": "1"}

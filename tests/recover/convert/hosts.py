@@ -1,4 +1,6 @@
-"""Training with other libraries: a tiny Qwen3 with tied weights, its optimizer and schedule, and their ways to save."""
+"""Training with other libraries: a tiny Qwen3 with tied weights, its optimizer and schedule, and
+their ways to save.
+"""
 
 import hashlib
 import json
@@ -68,7 +70,9 @@ class Host:
         groups: whether the optimizer has two groups.
     """
 
-    def __init__(self, seed: int = 0, *, ranks: bool = False, groups: bool = False, tied: bool = True) -> None:
+    def __init__(
+        self, seed: int = 0, *, ranks: bool = False, groups: bool = False, tied: bool = True
+    ) -> None:
         torch.manual_seed(seed)
         self.model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(tied))
         if ranks:
@@ -77,14 +81,18 @@ class Host:
             fully_shard(self.model)
         params = decay_groups(self.model) if groups else list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (1 + step)
+        )
 
     @property
     def state(self) -> DCPState:
         return DCPState(self.model, self.optimizer, self.scheduler)
 
     def step(self) -> None:
-        """Train on ids drawn by the generators, with dropout, so that a wrong generator state changes the step."""
+        """Train on ids drawn by the generators, with dropout, so that a wrong generator state
+        changes the step.
+        """
         ids = torch.randint(0, 33, (2, 7))
         self.model.train()
         self.model(input_ids=ids, labels=ids).loss.backward()
@@ -143,12 +151,18 @@ def save_as_verl(host: Host, folder: Path, *, version: int = 2) -> None:
     dist.barrier()
     torch.save(host.model.state_dict(), folder / f"model_world_size_{world}_rank_{rank}.pt")
     torch.save(host.optimizer.state_dict(), folder / f"optim_world_size_{world}_rank_{rank}.pt")
-    rng = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
+    rng = {
+        "cpu": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "random": random.getstate(),
+    }
     extra = {"lr_scheduler": host.scheduler.state_dict(), "rng": rng}
     torch.save(extra, folder / f"extra_state_world_size_{world}_rank_{rank}.pt")
     if rank == 0:
         host.model.config.save_pretrained(folder / "huggingface")
-        (folder / "fsdp_config.json").write_text(json.dumps(asdict(FSDPConfig(version, world)), indent=4))
+        (folder / "fsdp_config.json").write_text(
+            json.dumps(asdict(FSDPConfig(version, world)), indent=4)
+        )
     dist.barrier()
 
 

@@ -22,7 +22,9 @@ def source(tmp_path: Path) -> Path:
 
 def test_a_folder_is_converted_and_described(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "areal"
-    code, out, err = holdfast("convert", source, target, "--to", "areal", "--config", tmp_path / "config")
+    code, out, err = holdfast(
+        "convert", source, target, "--to", "areal", "--config", tmp_path / "config"
+    )
     assert code == 0, err
     assert f"{target}: DCP, root 'dcp' as areal, with optimizer state" in out
     assert "tensors, " in out and "read back and equal to the source" in out
@@ -32,7 +34,16 @@ def test_a_folder_is_converted_and_described(source: Path, tmp_path: Path) -> No
 
 
 def test_the_result_as_json(source: Path, tmp_path: Path) -> None:
-    arguments = (source, tmp_path / "e" / "t", "--to", "generation", "--step", "4", "--engine", "actor")
+    arguments = (
+        source,
+        tmp_path / "e" / "t",
+        "--to",
+        "generation",
+        "--step",
+        "4",
+        "--engine",
+        "actor",
+    )
     done = answer("convert", *arguments, "--steps-per-epoch", "10")
     assert done["step"] == 4 and done["to"] == "generation" and list(done["lacks"]) == ["data"]
     assert (tmp_path / "e" / "t" / "recover" / "global_step_4" / "actor" / ".metadata").is_file()
@@ -51,8 +62,9 @@ def test_a_weight_file_that_was_cut_is_named_with_its_bytes_and_what_to_do(tmp_p
         code, _, err = holdfast("convert", source, tmp_path / "dcp", "--to", "dcp")
         assert (code, err) == (
             1,
-            f"damaged: {path} cannot be read: it ends after {n_bytes} bytes, without the table of contents that "
-            "torch.save writes last. Copy the file again, or use an older checkpoint\n",
+            f"damaged: {path} cannot be read: it ends after {n_bytes} bytes, without the table of "
+            "contents that torch.save writes last. Copy the file again, or use an older "
+            "checkpoint\n",
         )
 
 

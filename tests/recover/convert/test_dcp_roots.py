@@ -25,7 +25,10 @@ from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchErro
 from tests.helpers import run_ranks
 from tests.recover.convert.hosts import Host, assert_same, tiny_config
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 class ArealState(Stateful):
@@ -63,7 +66,9 @@ def save_plain(host: Host, folder: Path) -> None:
 
 
 def save_titan(host: Host, folder: Path) -> None:
-    """Save in torchtitan's layout: parameters at the top, a flattened optimizer, the schedule, its step."""
+    """Save in torchtitan's layout: parameters at the top, a flattened optimizer, the schedule, its
+    step.
+    """
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     state = {
         **get_model_state_dict(host.model),
@@ -75,7 +80,9 @@ def save_titan(host: Host, folder: Path) -> None:
     dcp.save(state, checkpoint_id=str(folder))
 
 
-@pytest.mark.parametrize(("save", "root"), [(save_areal, "dcp"), (save_app, "app"), (save_titan, ""), (save_plain, "")])
+@pytest.mark.parametrize(
+    ("save", "root"), [(save_areal, "dcp"), (save_app, "app"), (save_titan, ""), (save_plain, "")]
+)
 def test_a_folder_of_any_root_is_loaded_directly(save: Any, root: str, tmp_path: Path) -> None:
     host = Host(groups=True).train(3)
     save(host, tmp_path / "c")
@@ -83,7 +90,9 @@ def test_a_folder_of_any_root_is_loaded_directly(save: Any, root: str, tmp_path:
     with_optim = save is not save_plain
     state = other.state if with_optim else DCPState(other.model)
     load_dcp(tmp_path / "c", state, root=root)
-    wanted = {name: tensor for name, tensor in expected.items() if with_optim or name.startswith("model.")}
+    wanted = {
+        name: tensor for name, tensor in expected.items() if with_optim or name.startswith("model.")
+    }
     assert_same({name: tensor.clone() for name, tensor in state.live_tensors().items()}, wanted)
 
 
@@ -92,18 +101,26 @@ def test_a_root_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path
     save_app(host, tmp_path / "app")
     before = host.digest()
     with pytest.raises(
-        CheckpointMismatchError, match=r"no model under 'dcp'.* a model under 'app' \(app\.model\.lm_head"
+        CheckpointMismatchError,
+        match=r"no model under 'dcp'.* a model under 'app' \(app\.model\.lm_head",
     ):
         load_dcp(tmp_path / "app", host.state)
-    with pytest.raises(CheckpointMismatchError, match=r"no model under 'model'; it has a model under 'app'"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"no model under 'model'; it has a model under 'app'"
+    ):
         load_dcp(tmp_path / "app", host.state, root="model")
-    dcp.save({"notes": {"a": torch.ones(1)}, "optim": {"b": torch.ones(1)}}, checkpoint_id=str(tmp_path / "none"))
+    dcp.save(
+        {"notes": {"a": torch.ones(1)}, "optim": {"b": torch.ones(1)}},
+        checkpoint_id=str(tmp_path / "none"),
+    )
     with pytest.raises(CheckpointMismatchError, match=r"no model under 'x'"):
         load_dcp(tmp_path / "none", host.state, root="x")
     assert host.digest() == before
 
 
-def test_a_model_whose_own_names_begin_with_model_is_found_at_the_top_and_below_model(tmp_path: Path) -> None:
+def test_a_model_whose_own_names_begin_with_model_is_found_at_the_top_and_below_model(
+    tmp_path: Path,
+) -> None:
     host, other = Host().train(1), Host(3)
     dcp.save(dict(host.model.state_dict()), checkpoint_id=str(tmp_path / "top"))
     load_dcp(tmp_path / "top", DCPState(other.model), root="")
@@ -112,9 +129,14 @@ def test_a_model_whose_own_names_begin_with_model_is_found_at_the_top_and_below_
 
 
 def test_roots_are_recognised_by_the_entries_next_to_a_model() -> None:
-    assert find_roots(["app.model.w", "app.optim.state.w.step", "app.rng"]) == [Root("app", "app.model.", "app.optim.")]
+    assert find_roots(["app.model.w", "app.optim.state.w.step", "app.rng"]) == [
+        Root("app", "app.model.", "app.optim.")
+    ]
     assert find_roots(["model.w", "optimizer.state.0.step"]) == [Root("", "model.", "optimizer.")]
-    assert find_roots(["a.model.w", "b.model.w"]) == [Root("a", "a.model.", None), Root("b", "b.model.", None)]
+    assert find_roots(["a.model.w", "b.model.w"]) == [
+        Root("a", "a.model.", None),
+        Root("b", "b.model.", None),
+    ]
     assert find_roots(["model.layers.0.w", "lm_head.w"]) == [Root("", "", None)]
     assert find_roots(["layers.w", "optimizer.state.layers.w.step"]) == [Root("", "", "optimizer.")]
     assert find_roots(["optimizer.state.0.step"]) == []
@@ -128,7 +150,9 @@ def test_roots_are_recognised_by_the_entries_next_to_a_model() -> None:
         (save_plain, ["optimizer", "step"]),
     ],
 )
-def test_the_weights_of_every_root_convert_without_being_named(save: Any, beside: list[str], tmp_path: Path) -> None:
+def test_the_weights_of_every_root_convert_without_being_named(
+    save: Any, beside: list[str], tmp_path: Path
+) -> None:
     host = Host().train(3)
     save(host, tmp_path / "c")
     done = convert(tmp_path / "c", tmp_path / "d", to="dcp", config=config_folder(tmp_path))
@@ -141,7 +165,9 @@ def test_the_weights_of_every_root_convert_without_being_named(save: Any, beside
 def test_the_optimizer_of_areal_converts_with_moments_and_rates(tmp_path: Path) -> None:
     host = Host(groups=True).train(3)
     save_areal(host, tmp_path / "c")
-    assert convert(tmp_path / "c", tmp_path / "d", to="dcp", config=config_folder(tmp_path)).optimizer
+    assert convert(
+        tmp_path / "c", tmp_path / "d", to="dcp", config=config_folder(tmp_path)
+    ).optimizer
     other = Host(5, groups=True)
     for group in other.optimizer.param_groups:
         group["lr"] = 7.0
@@ -158,7 +184,10 @@ def test_a_parameter_that_areals_optimizer_has_no_state_for_is_named(tmp_path: P
     del state["model.norm.weight"]
     dcp.save({"dcp": {"model": model, "optim": optim}}, checkpoint_id=str(tmp_path / "c"))
     for to in ("generation", "dcp", "areal"):
-        with pytest.raises(CheckpointMismatchError, match=r"no state for 1 of its 24 parameters \(model\.norm\.weight"):
+        with pytest.raises(
+            CheckpointMismatchError,
+            match=r"no state for 1 of its 24 parameters \(model\.norm\.weight",
+        ):
             convert(tmp_path / "c", tmp_path / to / "t", to=to, config=config_folder(tmp_path))
 
 
@@ -181,7 +210,8 @@ def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
     model["lm_head.weight"] += 1
     dcp.save({"model": model}, checkpoint_id=str(tmp_path / "c"))
     with pytest.raises(
-        CheckpointMismatchError, match=r"lm_head\.weight and model\.embed_tokens\.weight have different"
+        CheckpointMismatchError,
+        match=r"lm_head\.weight and model\.embed_tokens\.weight have different",
     ):
         convert(tmp_path / "c", tmp_path / "d", to="dcp", config=config_folder(tmp_path))
 
@@ -202,15 +232,22 @@ def test_an_object_that_would_run_code_is_refused_and_not_run(tmp_path: Path) ->
     groups: Any = optim["param_groups"]
     groups[0]["lr"] = Bomb(tmp_path / "hit")
     dcp.save({"dcp": {"model": model, "optim": optim}}, checkpoint_id=str(tmp_path / "c"))
-    with pytest.raises(CheckpointCorruptError, match=r"mkdir, which could only be read by running code"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"mkdir, which could only be read by running code"
+    ):
         convert(tmp_path / "c", tmp_path / "d", to="dcp")
     assert not (tmp_path / "hit").exists() and not (tmp_path / "d").exists()
 
 
-def _load_as_areal(rank: int, world_size: int, folder: str, groups: bool) -> tuple[dict[str, torch.Tensor], Any]:
+def _load_as_areal(
+    rank: int, world_size: int, folder: str, groups: bool
+) -> tuple[dict[str, torch.Tensor], Any]:
     host = Host(6, ranks=True, groups=groups)
     dcp.load({"dcp": ArealState(host)}, checkpoint_id=folder)
-    rates = [(group["lr"], group["weight_decay"], group["betas"]) for group in host.optimizer.param_groups]
+    rates = [
+        (group["lr"], group["weight_decay"], group["betas"])
+        for group in host.optimizer.param_groups
+    ]
     return host.tensors(), rates
 
 
@@ -221,7 +258,9 @@ def test_areals_loader_takes_what_is_made_of_a_folder_of_ours(groups: bool, tmp_
     convert(tmp_path / "ours", tmp_path / "theirs", to="areal", config=config_folder(tmp_path))
     for found, rates in run_ranks(_load_as_areal, 2, str(tmp_path / "theirs"), groups):
         assert_same(found, host.tensors())
-        assert rates == [(g["lr"], g["weight_decay"], g["betas"]) for g in host.optimizer.param_groups]
+        assert rates == [
+            (g["lr"], g["weight_decay"], g["betas"]) for g in host.optimizer.param_groups
+        ]
 
 
 def _save_areal_on_ranks(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:

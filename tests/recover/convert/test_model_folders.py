@@ -1,4 +1,6 @@
-"""Weights in folders of transformers, its Trainer and Accelerate. Other files are named, but not opened."""
+"""Weights in folders of transformers, its Trainer and Accelerate. Other files are named, but not
+opened.
+"""
 
 import json
 import os
@@ -29,11 +31,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 def weights_of(model: torch.nn.Module) -> Tensors:
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    whole = {
+        n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()
+    }
     return {name: tensor.detach().clone() for name, tensor in whole.items()}
 
 
-def save_with_accelerate(model: PreTrainedModel, folder: Path, *, sharded: bool = False, safe: bool = True) -> Tensors:
+def save_with_accelerate(
+    model: PreTrainedModel, folder: Path, *, sharded: bool = False, safe: bool = True
+) -> Tensors:
     """Save a model with ``Accelerator.save_state`` after a step, and return its weights."""
     warnings.simplefilter("ignore")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -41,10 +47,14 @@ def save_with_accelerate(model: PreTrainedModel, folder: Path, *, sharded: bool 
     accelerator = Accelerator(cpu=True)
     if sharded:  # Accelerate leaves it out on a CPU
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="transformer_based_wrap"
+            fsdp_version=2,
+            state_dict_type="SHARDED_STATE_DICT",
+            auto_wrap_policy="transformer_based_wrap",
         )
         plugin.set_auto_wrap_policy(model)
-        AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        AcceleratorState._shared_state.update(
+            distributed_type=DistributedType.FSDP, fsdp_plugin=plugin
+        )
         PartialState._shared_state.update(distributed_type=DistributedType.FSDP)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -58,7 +68,9 @@ def save_with_accelerate(model: PreTrainedModel, folder: Path, *, sharded: bool 
     return weights_of(accelerator.unwrap_model(model))
 
 
-def _save_on_ranks(rank: int, world_size: int, folder: str, sharded: bool, safe: bool, experts: bool) -> Tensors:
+def _save_on_ranks(
+    rank: int, world_size: int, folder: str, sharded: bool, safe: bool, experts: bool
+) -> Tensors:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_experts() if experts else tiny_config())
     return save_with_accelerate(model, Path(folder), sharded=sharded, safe=safe)
@@ -96,7 +108,9 @@ def test_a_folder_of_accelerate_with_a_config_gives_its_weights_and_names_other_
 
 def test_the_config_of_a_folder_without_one_is_asked_for(tmp_path: Path) -> None:
     saved = run_ranks(_save_on_ranks, 1, str(tmp_path / "state"), False, True, False)[0]
-    with pytest.raises(ConfigError, match=r"Accelerate has no config\.json; name a folder that has the model's"):
+    with pytest.raises(
+        ConfigError, match=r"Accelerate has no config\.json; name a folder that has the model's"
+    ):
         convert(tmp_path / "state", tmp_path / "hf", to="hf")
     tiny_config().save_pretrained(tmp_path / "config")
     convert(tmp_path / "state", tmp_path / "hf", to="hf", config=tmp_path / "config")
@@ -170,7 +184,9 @@ def test_weights_of_a_trainer_are_its_own_bytes_and_its_pickles_are_never_opened
 
 
 def test_a_generation_is_not_made_of_weights_alone(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"weights and .*optimizer\.pt.* no optimizer state that can be .*--to hf"):
+    with pytest.raises(
+        ConfigError, match=r"weights and .*optimizer\.pt.* no optimizer state that can be .*--to hf"
+    ):
         convert(checkpoint, tmp_path / "e" / "t", to="generation", step=1)
     assert not (tmp_path / "e").exists()
 
@@ -178,11 +194,15 @@ def test_a_generation_is_not_made_of_weights_alone(checkpoint: Path, tmp_path: P
 def test_two_sets_of_weights_in_one_folder_are_refused(tmp_path: Path) -> None:
     run_ranks(_save_on_ranks, 1, str(tmp_path / "state"), True, True, False)
     Host(3).model.save_pretrained(tmp_path / "state")
-    with pytest.raises(ConfigError, match=r"pytorch_model_fsdp_0 and model\.safetensors.* move away"):
+    with pytest.raises(
+        ConfigError, match=r"pytorch_model_fsdp_0 and model\.safetensors.* move away"
+    ):
         convert(tmp_path / "state", tmp_path / "hf", to="hf")
 
 
-def test_pickled_weights_beside_safetensors_are_left_alone_as_from_pretrained_does(tmp_path: Path) -> None:
+def test_pickled_weights_beside_safetensors_are_left_alone_as_from_pretrained_does(
+    tmp_path: Path,
+) -> None:
     model = Host(3).model
     model.save_pretrained(tmp_path / "model")
     torch.save(Host(4).model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
@@ -197,7 +217,9 @@ def test_pickled_weights_beside_safetensors_are_left_alone_as_from_pretrained_do
 def test_pickled_weights_that_would_run_code_are_refused_and_not_run(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path / "model")
     torch.save({"lm_head.weight": Bomb(tmp_path / "hit")}, tmp_path / "model" / "pytorch_model.bin")
-    with pytest.raises(CheckpointCorruptError, match=r"cannot be read: it holds \w+\.mkdir, which could only"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"cannot be read: it holds \w+\.mkdir, which could only"
+    ):
         convert(tmp_path / "model", tmp_path / "c", to="dcp")
     assert not (tmp_path / "hit").exists() and not (tmp_path / "c").exists()
 
@@ -207,13 +229,17 @@ def test_weights_of_another_model_than_the_config_are_refused(tmp_path: Path) ->
     weights = load_file(tmp_path / "state" / "model.safetensors")
     tiny_experts().save_pretrained(tmp_path / "state")
     assert weights
-    with pytest.raises(CheckpointMismatchError, match=r"has 'model\.layers\.\d\.mlp\.\w+\.weight', which its model"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"has 'model\.layers\.\d\.mlp\.\w+\.weight', which its model"
+    ):
         convert(tmp_path / "state", tmp_path / "c", to="dcp")
 
 
 def test_a_folder_without_a_checkpoint_is_refused_with_its_contents(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(ConfigError, match=r"it holds \['notes\.txt'\]\. Looked for: model_world_size_<N>"):
+    with pytest.raises(
+        ConfigError, match=r"it holds \['notes\.txt'\]\. Looked for: model_world_size_<N>"
+    ):
         convert(tmp_path, tmp_path / "c", to="dcp")
     (tmp_path / "pytorch_model_fsdp_rank0.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"a file of each rank, which only Accelerate"):

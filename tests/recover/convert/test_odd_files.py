@@ -27,9 +27,17 @@ def sound_files() -> Files:
         model(torch.ones(5, 3)).square().sum().backward()
         optimizer.step()
         scheduler.step()
-    rng = {"cpu": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
+    rng = {
+        "cpu": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "random": random.getstate(),
+    }
     extra = {"lr_scheduler": scheduler.state_dict(), "rng": rng}
-    return {"model": dict(model.state_dict()), "optim": optimizer.state_dict(), "extra_state": extra}
+    return {
+        "model": dict(model.state_dict()),
+        "optim": optimizer.state_dict(),
+        "extra_state": extra,
+    }
 
 
 def write(files: Files, folder: Path) -> Path:
@@ -59,43 +67,103 @@ def in_schedule(name: str, value: Any) -> Change:
 
 
 ODD: dict[str, tuple[Change, str]] = {
-    "a model entry of text": (in_model("0.weight", "text"), r"model_\S+: 0\.weight is a str; expected a tensor"),
-    "a model entry that is a list": (in_model("0.weight", [1.0]), r"model_\S+: 0\.weight is a list; expected"),
-    "a model entry without a name": (in_model(7, torch.ones(2)), r"model_\S+: an entry is called 7; expected a str"),
-    "a sparse model entry": (in_model("0.weight", torch.eye(4).to_sparse()), r"model_\S+: 0\.weight is a sparse_coo"),
-    "a model entry on meta": (in_model("0.weight", torch.ones(4, device="meta")), r"model_\S+: 0\.weight is .* meta"),
+    "a model entry of text": (
+        in_model("0.weight", "text"),
+        r"model_\S+: 0\.weight is a str; expected a tensor",
+    ),
+    "a model entry that is a list": (
+        in_model("0.weight", [1.0]),
+        r"model_\S+: 0\.weight is a list; expected",
+    ),
+    "a model entry without a name": (
+        in_model(7, torch.ones(2)),
+        r"model_\S+: an entry is called 7; expected a str",
+    ),
+    "a sparse model entry": (
+        in_model("0.weight", torch.eye(4).to_sparse()),
+        r"model_\S+: 0\.weight is a sparse_coo",
+    ),
+    "a model entry on meta": (
+        in_model("0.weight", torch.ones(4, device="meta")),
+        r"model_\S+: 0\.weight is .* meta",
+    ),
     "a quantized model entry": (
         in_model("0.weight", torch.quantize_per_tensor(torch.ones(4, 3), 0.1, 0, torch.qint8)),
         r"model_\S+: 0\.weight is a quantized tensor",
     ),
-    "a model without entries": (lambda files: files["model"].clear(), r"model_\S+ holds no tensors"),
-    "a rate of text": (in_group("lr", "1e-5"), r"optim_\S+: the rate \(lr\) of group 0 is '1e-5'; expected a number"),
-    "a rate that is a list": (in_group("lr", [0.1]), r"optim_\S+: the rate \(lr\) of group 0 is \[0\.1\]"),
+    "a model without entries": (
+        lambda files: files["model"].clear(),
+        r"model_\S+ holds no tensors",
+    ),
+    "a rate of text": (
+        in_group("lr", "1e-5"),
+        r"optim_\S+: the rate \(lr\) of group 0 is '1e-5'; expected a number",
+    ),
+    "a rate that is a list": (
+        in_group("lr", [0.1]),
+        r"optim_\S+: the rate \(lr\) of group 0 is \[0\.1\]",
+    ),
     "a rate that is None": (in_group("lr", None), r"optim_\S+: the rate \(lr\) of group 0 is None"),
-    "betas in a tensor": (in_group("betas", torch.ones(2)), r"optim_\S+: param_groups\[0\]\.betas is a torch\.Tensor"),
+    "betas in a tensor": (
+        in_group("betas", torch.ones(2)),
+        r"optim_\S+: param_groups\[0\]\.betas is a torch\.Tensor",
+    ),
     "groups of strings": (
         lambda files: files["optim"].update(param_groups=["group"]),
         r"optim_\S+: param_groups\[0\] is 'group'; expected a dict",
     ),
-    "a group without parameters": (in_group("params", None), r"optim_\S+: params of param_groups\[0\] is None; exp"),
-    "parameters that are a number": (in_group("params", 4), r"optim_\S+: params of param_groups\[0\] is 4; expected a"),
-    "parameters that are lists": (in_group("params", [[0], [1]]), r"optim_\S+: params of param_groups\[0\] is \[\[0"),
-    "no groups": (lambda files: files["optim"].update(param_groups=[]), r"optim_\S+ numbers its parameters"),
+    "a group without parameters": (
+        in_group("params", None),
+        r"optim_\S+: params of param_groups\[0\] is None; exp",
+    ),
+    "parameters that are a number": (
+        in_group("params", 4),
+        r"optim_\S+: params of param_groups\[0\] is 4; expected a",
+    ),
+    "parameters that are lists": (
+        in_group("params", [[0], [1]]),
+        r"optim_\S+: params of param_groups\[0\] is \[\[0",
+    ),
+    "no groups": (
+        lambda files: files["optim"].update(param_groups=[]),
+        r"optim_\S+ numbers its parameters",
+    ),
     "a state that is a list": (
         lambda files: files["optim"]["state"].update({1: [1, 2]}),
         r"optim_\S+: the state of parameter 1 is \[1, 2\]; expected a dict",
     ),
-    "a moment that is a list": (in_state("exp_avg", [0.0]), r"global_step_2: its optimizer .* '\S+0\.weight\.exp_avg'"),
-    "a sparse moment": (in_state("exp_avg", torch.ones(4, 3).to_sparse()), r"optim_\S+ parameter 0: exp_avg is a spa"),
+    "a moment that is a list": (
+        in_state("exp_avg", [0.0]),
+        r"global_step_2: its optimizer .* '\S+0\.weight\.exp_avg'",
+    ),
+    "a sparse moment": (
+        in_state("exp_avg", torch.ones(4, 3).to_sparse()),
+        r"optim_\S+ parameter 0: exp_avg is a spa",
+    ),
     "a moment on meta": (
         in_state("exp_avg", torch.ones(4, device="meta")),
         r"optim_\S+ parameter 0: exp_avg is .* met",
     ),
-    "a step of text": (in_state("step", "two"), r"optim_\S+: step of 0\.weight is 'two'; expected a number"),
-    "a step of two numbers": (in_state("step", torch.ones(2)), r"optim_\S+: step of 0\.weight is a tensor \[2\]; exp"),
-    "a state without a name": (in_state(5, torch.ones(2)), r"optim_\S+ parameter 0: an entry is called 5; expected"),
-    "an optimizer that is a list": (lambda files: files.update(optim=[1]), r"optim_\S+ holds a list; expected a dict"),
-    "all states in a list": (lambda files: files["optim"].update(state=[1]), r"optim file of rank 0 has"),
+    "a step of text": (
+        in_state("step", "two"),
+        r"optim_\S+: step of 0\.weight is 'two'; expected a number",
+    ),
+    "a step of two numbers": (
+        in_state("step", torch.ones(2)),
+        r"optim_\S+: step of 0\.weight is a tensor \[2\]; exp",
+    ),
+    "a state without a name": (
+        in_state(5, torch.ones(2)),
+        r"optim_\S+ parameter 0: an entry is called 5; expected",
+    ),
+    "an optimizer that is a list": (
+        lambda files: files.update(optim=[1]),
+        r"optim_\S+ holds a list; expected a dict",
+    ),
+    "all states in a list": (
+        lambda files: files["optim"].update(state=[1]),
+        r"optim file of rank 0 has",
+    ),
     "a schedule of text": (
         lambda files: files["extra_state"].update(lr_scheduler="linear"),
         r"extra_state_\S+: lr_scheduler is 'linear'; expected the state_dict",
@@ -104,13 +172,21 @@ ODD: dict[str, tuple[Change, str]] = {
         in_schedule("base_lrs", b"x"),
         r"extra_state_\S+: lr_scheduler\.base_lrs is a builtins.b",
     ),
-    "a schedule at a step of text": (in_schedule("last_epoch", "two"), r"extra_state_\S+: last_epoch .* is 'two'; exp"),
-    "generators in a list": (lambda files: files["extra_state"].update(rng=[1]), r"extra_state_\S+ does not hold"),
+    "a schedule at a step of text": (
+        in_schedule("last_epoch", "two"),
+        r"extra_state_\S+: last_epoch .* is 'two'; exp",
+    ),
+    "generators in a list": (
+        lambda files: files["extra_state"].update(rng=[1]),
+        r"extra_state_\S+ does not hold",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_odd_contents_are_refused_in_one_line_with_file_and_entry(what: str, tmp_path: Path) -> None:
+def test_odd_contents_are_refused_in_one_line_with_file_and_entry(
+    what: str, tmp_path: Path
+) -> None:
     change, words = ODD[what]
     files = sound_files()
     change(files)
@@ -145,7 +221,10 @@ def test_an_optimizer_that_no_load_would_take_is_refused_and_its_weights_convert
     files = sound_files()
     INCOMPLETE[what](files)
     source = write(files, tmp_path / "source" / "global_step_2")
-    with pytest.raises(CheckpointMismatchError, match=r"global_step_2: its optimizer could not be loaded: .* --to hf"):
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"global_step_2: its optimizer could not be loaded: .* --to hf",
+    ):
         convert(source, tmp_path / "e" / "t", to=to)
     assert not (tmp_path / "e").exists()
 

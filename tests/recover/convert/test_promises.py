@@ -1,4 +1,6 @@
-"""Promises of every conversion: all or nothing, compared at the end, in bounded memory, for every kind of source."""
+"""Promises of every conversion: all or nothing, compared at the end, in bounded memory, for every
+kind of source.
+"""
 
 import json
 import logging
@@ -39,7 +41,10 @@ from tests.helpers import run_ranks
 from tests.limits import stretched
 from tests.recover.convert.hosts import Host, assert_same, tiny_config, tiny_experts
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 SPEC = FinetuneSpec(total_train_epochs=2, dataset_size=40, train_batch_size=4)
 
@@ -68,7 +73,9 @@ convert(sys.argv[1], sys.argv[2], to=sys.argv[3])
 
 
 @pytest.mark.parametrize("to", ["dcp", pytest.param("generation", marks=pytest.mark.slow)])
-def test_a_killed_conversion_leaves_nothing_visible_and_the_same_command_makes_it(to: str, tmp_path: Path) -> None:
+def test_a_killed_conversion_leaves_nothing_visible_and_the_same_command_makes_it(
+    to: str, tmp_path: Path
+) -> None:
     host = Host().train(2)
     save_dcp(tmp_path / "source", host.state)
     target = tmp_path / "e" / "t"
@@ -86,13 +93,17 @@ def test_a_killed_conversion_leaves_nothing_visible_and_the_same_command_makes_i
     assert_same(loaded.tensors(), host.tensors())
 
 
-def test_a_target_that_differs_from_the_source_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_differs_from_the_source_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_dcp(tmp_path / "source", Host().train(1).state)
     write = writers.write_entries
 
     def damage(folder: Path, *args: Any) -> Any:
         files = write(folder, *args)
-        with open(folder / "__0_0.distcp", "r+b") as file:  # a disk that returns other bytes than were written
+        with open(
+            folder / "__0_0.distcp", "r+b"
+        ) as file:  # a disk that returns other bytes than were written
             file.seek(2000)
             byte = file.read(1)[0]
             file.seek(2000)
@@ -105,18 +116,28 @@ def test_a_target_that_differs_from_the_source_is_not_made(tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_target_without_a_tensor_of_the_source_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_without_a_tensor_of_the_source_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_dcp(tmp_path / "source", Host().train(1).state)
     entries = writers.dcp_entries
-    monkeypatch.setattr(writers, "dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
-    with pytest.raises(CheckpointCorruptError, match=r"exp_avg of the source was not written \(24 such\)"):
+    monkeypatch.setattr(
+        writers, "dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path)
+    )
+    with pytest.raises(
+        CheckpointCorruptError, match=r"exp_avg of the source was not written \(24 such\)"
+    ):
         convert(tmp_path / "source", tmp_path / "c", to="dcp")
     assert not (tmp_path / "c").exists()
 
 
 def test_a_model_folder_with_a_manifest_is_verified_before_it_is_read(tmp_path: Path) -> None:
     Host().model.save_pretrained(folder := tmp_path / "v00000001")
-    write_manifest(folder, file_entries(folder, [path.name for path in folder.iterdir()]), {"weight_version": 1})
+    write_manifest(
+        folder,
+        file_entries(folder, [path.name for path in folder.iterdir()]),
+        {"weight_version": 1},
+    )
     convert(folder, tmp_path / "c", to="dcp")
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-1] ^= 1
@@ -131,7 +152,9 @@ def test_a_checkpoint_without_its_frozen_base_is_refused_with_advice(tmp_path: P
         param.requires_grad = "norm" in name
     save_dcp(tmp_path / "c", DCPState(model, trainable_only=True))
     for config in (None, config_folder(tmp_path)):
-        with pytest.raises(ConfigError, match=r"partly frozen model .* without its base: .* engine\.save"):
+        with pytest.raises(
+            ConfigError, match=r"partly frozen model .* without its base: .* engine\.save"
+        ):
             convert(tmp_path / "c", tmp_path / "d", to="dcp", config=config)
 
 
@@ -157,7 +180,9 @@ def test_a_refused_conversion_leaves_what_was_there(
         (run / "recover.lock").touch()
     before = sorted(tmp_path.rglob("*"))
     entries = writers.dcp_entries
-    monkeypatch.setattr(writers, "dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path))
+    monkeypatch.setattr(
+        writers, "dcp_entries", lambda each: (e for e in entries(each) if "exp_avg" not in e.path)
+    )
     for target, to in ((run, "generation"), (run / "a" / "b", "dcp")):
         with pytest.raises(CheckpointCorruptError, match="was not written"):
             convert(tmp_path / "source", target, to=to)
@@ -178,7 +203,10 @@ def test_nothing_is_written_over_and_a_run_in_use_is_left_alone(tmp_path: Path) 
         done = subprocess.run(command, capture_output=True, text=True, timeout=stretched(60))
         assert FolderInUseError.__name__ in done.stderr
         handler.dump(host.state, 0)
-    with pytest.raises(CheckpointExistsError, match=r"holds global_step_0 already; convert into the folder of a new"):
+    with pytest.raises(
+        CheckpointExistsError,
+        match=r"holds global_step_0 already; convert into the folder of a new",
+    ):
         convert(tmp_path / "source", tmp_path / "e" / "t", to="generation")
 
 
@@ -186,7 +214,11 @@ def test_missing_parts_of_a_source_are_reported_and_the_run_starts_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = Host().train(3)
-    areal, target, config_of_model = tmp_path / "areal", tmp_path / "e" / "t", config_folder(tmp_path)
+    areal, target, config_of_model = (
+        tmp_path / "areal",
+        tmp_path / "e" / "t",
+        config_folder(tmp_path),
+    )
     save_dcp(tmp_path / "ours", DCPState(host.model, host.optimizer))
     assert convert(tmp_path / "ours", areal, to="areal", config=config_of_model).lacks == {}
     done = convert(areal, target, to="generation", config=config_of_model)
@@ -228,7 +260,9 @@ def test_a_generation_of_ours_goes_to_every_format(tmp_path: Path) -> None:
     source = tmp_path / "e" / "t" / "recover" / "global_step_6"
     model = config_folder(tmp_path)
     for to in ("hf", "dcp", "areal"):
-        assert (done := convert(source, tmp_path / to, to=to, config=model)).format == "Holdfast generation"
+        assert (
+            done := convert(source, tmp_path / to, to=to, config=model)
+        ).format == "Holdfast generation"
         assert any(name.startswith("state/") for name in done.ignored)
     done = convert(source, tmp_path / "e" / "u", to="generation", config=model)
     assert done.step == 6 and list(done.lacks) == ["data"]
@@ -237,8 +271,13 @@ def test_a_generation_of_ours_goes_to_every_format(tmp_path: Path) -> None:
         handler.load({"actor": loaded.state})
         loaded.step()
     assert loaded.digest() == host.digest()
-    weights = {f"model.{name}": tensor for name, tensor in load_file(tmp_path / "hf" / "model.safetensors").items()}
-    assert_same(weights, {name: tensor for name, tensor in saved.items() if name.startswith("model.")})
+    weights = {
+        f"model.{name}": tensor
+        for name, tensor in load_file(tmp_path / "hf" / "model.safetensors").items()
+    }
+    assert_same(
+        weights, {name: tensor for name, tensor in saved.items() if name.startswith("model.")}
+    )
     for folder in ("dcp", "areal"):
         other = Host(3)
         load_dcp(tmp_path / folder, DCPState(other.model, other.optimizer))
@@ -265,7 +304,9 @@ def _save_grid(rank: int, world_size: int, folder: str) -> None:
     torch.save(distribute_tensor(whole, mesh, [Shard(0), Shard(1)]), f"{folder}/{rank}.pt")
 
 
-def test_shards_of_two_dims_are_put_together_and_shards_of_one_twice_are_refused(tmp_path: Path) -> None:
+def test_shards_of_two_dims_are_put_together_and_shards_of_one_twice_are_refused(
+    tmp_path: Path,
+) -> None:
     run_ranks(_save_grid, 4, str(tmp_path))
     parts = [read_file(tmp_path / f"{rank}.pt") for rank in range(4)]
     tensor = from_ranks("w", parts)
@@ -289,7 +330,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / BLO
 
 @pytest.mark.slow
 def test_memory_is_a_few_blocks_however_large_the_source_is(tmp_path: Path) -> None:
-    state = {f"w{number}": torch.full((8192, 8192), float(number)) for number in range(6)}  # 1.5 GiB
+    state = {
+        f"w{number}": torch.full((8192, 8192), float(number)) for number in range(6)
+    }  # 1.5 GiB
     dcp.save({"model": state}, checkpoint_id=str(tmp_path / "c"))
     del state
     command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), str(tmp_path / "d")]

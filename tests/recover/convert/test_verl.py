@@ -38,12 +38,17 @@ def _next_step_of_verl(rank: int, world_size: int, root: str) -> str:
     return host.digest()
 
 
-def _next_step_of_the_generation(rank: int, world_size: int, root: str, engine: str) -> tuple[Any, str, list[str]]:
+def _next_step_of_the_generation(
+    rank: int, world_size: int, root: str, engine: str
+) -> tuple[Any, str, list[str]]:
     messages: list[str] = []
     handler_of_logs = logging.Handler()
     handler_of_logs.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("holdfast").addHandler(handler_of_logs)
-    host, config = Host(8, ranks=world_size > 1), RecoverConfig("e", "t", root, freq_steps=1, async_save=False)
+    host, config = (
+        Host(8, ranks=world_size > 1),
+        RecoverConfig("e", "t", root, freq_steps=1, async_save=False),
+    )
     with RecoverHandler(config, SPEC) as handler:
         told = handler.peek()
         info = handler.load({engine: host.state})
@@ -73,8 +78,13 @@ def test_a_generation_of_a_verl_step_goes_on_with_the_step_that_verl_would_take(
     assert [digest for _, digest, _ in found] == expected
     told, _, messages = found[0]
     assert told == StepInfo.at(1, SPEC.steps_per_epoch)
-    assert any("converted from verl, 2 ranks, which had no data: the dataloader starts" in line for line in messages)
-    assert any("no epochs" in line for line in messages) and not any("no generators" in line for line in messages)
+    assert any(
+        "converted from verl, 2 ranks, which had no data: the dataloader starts" in line
+        for line in messages
+    )
+    assert any("no epochs" in line for line in messages) and not any(
+        "no generators" in line for line in messages
+    )
 
 
 def _load(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
@@ -113,7 +123,9 @@ def test_the_hugging_face_folder_is_what_save_pretrained_makes_of_the_model(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     wanted = torch.float32 if dtype is None else torch.bfloat16
     found = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
-    weights = {name: tensor.to(wanted) for name, tensor in expected.items() if name.startswith("model.")}
+    weights = {
+        name: tensor.to(wanted) for name, tensor in expected.items() if name.startswith("model.")
+    }
     assert_same(found, weights)
     model.save_pretrained(tmp_path / "again")
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "again"))
@@ -124,16 +136,24 @@ def test_an_incomplete_folder_and_mixed_ones_are_refused_by_what_is_missing(
     saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     actor = saved[0] / "global_step_2" / "actor"
-    for name in ("model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt", "fsdp_config.json"):
+    for name in (
+        "model_world_size_2_rank_0.pt",
+        "model_world_size_2_rank_1.pt",
+        "fsdp_config.json",
+    ):
         (tmp_path / name).write_bytes((actor / name).read_bytes())
-    (tmp_path / "optim_world_size_2_rank_0.pt").write_bytes((actor / "optim_world_size_2_rank_0.pt").read_bytes())
+    (tmp_path / "optim_world_size_2_rank_0.pt").write_bytes(
+        (actor / "optim_world_size_2_rank_0.pt").read_bytes()
+    )
     with pytest.raises(CheckpointCorruptError, match=r"optim_world_size_2_rank_1\.pt is missing"):
         convert(tmp_path, tmp_path / "c", to="dcp")
     (tmp_path / "model_world_size_2_rank_1.pt").rename(tmp_path / "model_world_size_3_rank_1.pt")
     with pytest.raises(ConfigError, match=r"files of runs on \[2, 3\] ranks"):
         convert(tmp_path, tmp_path / "c", to="dcp")
     (tmp_path / "model_world_size_3_rank_1.pt").unlink()
-    with pytest.raises(CheckpointCorruptError, match=r"the model files of ranks \[1\] of 2 are missing"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"the model files of ranks \[1\] of 2 are missing"
+    ):
         convert(tmp_path, tmp_path / "c", to="dcp")
     assert not (tmp_path / "c").exists()
 
@@ -148,7 +168,9 @@ def test_optimizer_files_that_are_incomplete_or_differ_are_refused_by_rank(tmp_p
             _require_alike(tmp_path, [whole, other])
 
 
-def test_the_step_is_found_from_inside_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_is_found_from_inside_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "global_step_8" / "actor").mkdir(parents=True)
     for folder in (tmp_path / "global_step_8", tmp_path / "global_step_8" / "actor"):
         monkeypatch.chdir(folder)
@@ -165,7 +187,9 @@ def test_the_flat_optimizer_of_fsdp1_is_refused_with_what_can_be_done(tmp_path: 
         convert(tmp_path / "actor", tmp_path / "c", to="dcp")
 
 
-def test_an_engine_of_several_must_be_named(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_an_engine_of_several_must_be_named(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     both = tmp_path / "global_step_2"
     both.mkdir()
     for name in ("actor", "critic"):
@@ -176,13 +200,18 @@ def test_an_engine_of_several_must_be_named(saved: tuple[Path, dict[str, torch.T
     convert(both, tmp_path / "e" / "t", to="generation")
     host, other = Host(4), Host(5)
     with RecoverHandler(RecoverConfig("e", "t", str(tmp_path), freq_steps=1), SPEC) as handler:
-        assert handler.load({"actor": host.state, "critic": DCPState(other.model, other.optimizer)}) is not None
+        assert (
+            handler.load({"actor": host.state, "critic": DCPState(other.model, other.optimizer)})
+            is not None
+        )
     assert_same(host.tensors(), saved[1])
     assert_same(other.tensors(), saved[1])
     assert not dist.is_initialized()
 
 
-def _copy_renamed(source: Path, target: Path, kinds: tuple[str, ...], swap: tuple[int, int]) -> Path:
+def _copy_renamed(
+    source: Path, target: Path, kinds: tuple[str, ...], swap: tuple[int, int]
+) -> Path:
     """Copy the files of a worker, but swap the names of two ranks on files of these kinds."""
     shutil.copytree(source, target)
     for kind in kinds:
@@ -198,7 +227,9 @@ def test_files_of_ranks_that_have_each_others_names_are_refused(
     kinds: tuple[str, ...], saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     swapped = _copy_renamed(saved[0] / "global_step_2" / "actor", tmp_path / "actor", kinds, (0, 1))
-    with pytest.raises(CheckpointCorruptError, match=r"the file of rank 0 .* rank 1|rank 0 holds .* of rank 1"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"the file of rank 0 .* rank 1|rank 0 holds .* of rank 1"
+    ):
         convert(swapped, tmp_path / "c", to="dcp")
     assert not (tmp_path / "c").exists()
 
@@ -213,12 +244,16 @@ def _save_without_coordinates(rank: int, world_size: int, root: str) -> None:
 
 
 def test_shards_of_other_sizes_than_fsdp_cuts_are_refused(tmp_path: Path) -> None:
-    """torch.chunk cuts 33 rows on two ranks into 17 and 16. Files with 16 and 17 belong to other ranks."""
+    """torch.chunk cuts 33 rows on two ranks into 17 and 16. Files with 16 and 17 belong to other
+    ranks.
+    """
     (tmp_path / "actor").mkdir()
     run_ranks(_save_without_coordinates, 2, str(tmp_path / "actor"))
     convert(tmp_path / "actor", tmp_path / "c", to="dcp")
     swapped = _copy_renamed(tmp_path / "actor", tmp_path / "swapped", ("model",), (0, 1))
-    with pytest.raises(CheckpointCorruptError, match=r"the shard of rank 0 .*\[16, 16\].*\[17, 16\]"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"the shard of rank 0 .*\[16, 16\].*\[17, 16\]"
+    ):
         convert(swapped, tmp_path / "d", to="dcp")
 
 
@@ -232,7 +267,9 @@ def test_an_optimizer_that_lacks_a_parameter_is_refused_by_its_name(
         state = torch.load(path, weights_only=False)
         del state["state"][3]
         torch.save(state, path)
-    with pytest.raises(CheckpointMismatchError, match=r"no state for 1 of its 24 parameters \(model\.layers\.0\."):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"no state for 1 of its 24 parameters \(model\.layers\.0\."
+    ):
         convert(actor, tmp_path / "e" / "t", to=to)
     assert convert(actor, tmp_path / "hf", to="hf").tensors == 24
 
@@ -242,4 +279,7 @@ def test_schedule_and_generators_without_an_optimizer_are_named_as_left_out(
 ) -> None:
     left = shutil.ignore_patterns("optim_*")
     shutil.copytree(saved[0] / "global_step_2" / "actor", tmp_path / "actor", ignore=left)
-    assert convert(tmp_path / "actor", tmp_path / "c", to="dcp").ignored == ["schedule", "generators"]
+    assert convert(tmp_path / "actor", tmp_path / "c", to="dcp").ignored == [
+        "schedule",
+        "generators",
+    ]

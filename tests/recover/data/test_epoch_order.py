@@ -1,4 +1,6 @@
-"""Loaders whose sampler is told the epoch: a resumed epoch continues in its own order, or the run is stopped."""
+"""Loaders whose sampler is told the epoch: a resumed epoch continues in its own order, or the run
+is stopped.
+"""
 
 import os
 import shutil
@@ -26,7 +28,10 @@ from holdfast.utils.rng import seed_rng
 from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, Prompts, Tiny, digest, make_handler, step_info
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
 
 LAST = SPEC.total_train_steps - 1
 KILLED_AFTER = (1, 5, 8, 11, 15, LAST)
@@ -34,9 +39,13 @@ KILLED_AFTER = (1, 5, 8, 11, 15, LAST)
 
 
 class Script:
-    """A typical fully_shard script, with dropout, so that one random draw too many changes the result."""
+    """A typical fully_shard script, with dropout, so that one random draw too many changes the
+    result.
+    """
 
-    def __init__(self, root: Path | str, rank: int, world_size: int, workers: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self, root: Path | str, rank: int, world_size: int, workers: int = 0, shuffle: bool = True
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         fully_shard(self.model, mesh=init_device_mesh("cpu", (world_size,)))
@@ -44,7 +53,9 @@ class Script:
         self.state = DCPState(self.model, self.optimizer)
         seed_rng(7, rank)
         self.sampler = DistributedSampler(Prompts(), world_size, rank, shuffle=shuffle, seed=5)
-        options: Any = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        options: Any = (
+            {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        )
         self.loader = StatefulDataLoader(Prompts(), batch_size=2, sampler=self.sampler, **options)
         self.epochs_behind = 0
         self.handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=None, async_save=False)
@@ -72,7 +83,9 @@ def _generations(root: Path) -> Path:
     return root / "e" / "t" / "recover"
 
 
-def _killed_after_every_step(rank: int, world_size: int, root: str, workers: int, shuffle: bool) -> None:
+def _killed_after_every_step(
+    rank: int, world_size: int, root: str, workers: int, shuffle: bool
+) -> None:
     untouched = Script(f"{root}/untouched", rank, world_size, workers, shuffle)
     batches, final = list(untouched.train()), untouched.digest()
     assert [step for step, _ in batches] == list(range(LAST + 1))
@@ -120,7 +133,9 @@ def test_a_script_that_starts_over_on_one_rank_is_stopped_on_all(tmp_path: Path)
 
 def test_a_generation_of_before_samplers_seeds_were_saved_is_resumed(tmp_path: Path) -> None:
     def loader() -> StatefulDataLoader:
-        return StatefulDataLoader(Prompts(), batch_size=4, sampler=DistributedSampler(Prompts(), 1, 0, seed=5))
+        return StatefulDataLoader(
+            Prompts(), batch_size=4, sampler=DistributedSampler(Prompts(), 1, 0, seed=5)
+        )
 
     left = loader()
     handler = make_handler(tmp_path, freq_steps=1, async_save=False)

@@ -21,7 +21,12 @@ class Prompt:
 
 
 SAMPLES = [
-    {"prompt": f"p{i}", "ids": np.arange(i), "t": torch.full((2, i), 1.5, dtype=torch.bfloat16), "ok": i % 2 == 0}
+    {
+        "prompt": f"p{i}",
+        "ids": np.arange(i),
+        "t": torch.full((2, i), 1.5, dtype=torch.bfloat16),
+        "ok": i % 2 == 0,
+    }
     for i in range(100)
 ] + [(1, 2.5, None, b"x"), Prompt("a", torch.tensor(3)), np.float32(2.0)]
 

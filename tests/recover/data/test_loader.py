@@ -45,7 +45,9 @@ def walk(group: list[ResumableDataLoader], steps: int) -> list[tuple[int, list[i
     return seen
 
 
-def assert_each_sample_once_an_epoch(seen: list[tuple[int, list[int]]], samples: int, per_epoch: int) -> None:
+def assert_each_sample_once_an_epoch(
+    seen: list[tuple[int, list[int]]], samples: int, per_epoch: int
+) -> None:
     epochs: dict[int, Counter] = {}
     for epoch, batch in seen:
         epochs.setdefault(epoch, Counter()).update(batch)
@@ -87,7 +89,9 @@ def test_epochs_have_orders_of_their_own_that_seed_and_epoch_decide() -> None:
     assert len({tuple(order) for order in [*first, *orders(2)]}) == 6
     assert all(order != list(range(32)) for order in first)
     # The first shuffle of seed 3 is fixed. A change would reorder runs in the middle of an epoch.
-    assert walk(make_group(10, 1, seed=3, batch_size=10), 1) == [(0, [9, 1, 0, 8, 2, 4, 3, 5, 7, 6])]
+    assert walk(make_group(10, 1, seed=3, batch_size=10), 1) == [
+        (0, [9, 1, 0, 8, 2, 4, 3, 5, 7, 6])
+    ]
 
 
 def test_resuming_in_epoch_1_goes_on_in_the_order_of_epoch_1() -> None:
@@ -180,11 +184,15 @@ def test_another_dataset_is_refused_with_both_fingerprints_and_moves_no_loader()
         assert loader.state_dict() == before
 
 
-@pytest.mark.parametrize("change", [{"seed": 4}, {"shuffle": False}, {"batch_size": 3}, {"drop_last": False}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 4}, {"shuffle": False}, {"batch_size": 3}, {"drop_last": False}]
+)
 def test_settings_that_would_reorder_samples_are_refused_by_name(change: dict[str, Any]) -> None:
     (key, value), (saved,) = *change.items(), make_group(12, 1)
     (other,) = make_group(12, 1, **change)
-    with pytest.raises(ConfigError, match=rf"{key} is {value}.*saved with {saved.state_dict()[key]}"):
+    with pytest.raises(
+        ConfigError, match=rf"{key} is {value}.*saved with {saved.state_dict()[key]}"
+    ):
         other.load_state_dict(saved.state_dict())
 
 
@@ -194,7 +202,15 @@ def test_a_state_of_something_else_or_of_a_newer_version_is_refused() -> None:
     values = ({"version": 2}, {"cursor": 13}, {"epoch": -1}, {"cursor": 2.5}, {"epoch": None}, {"shuffle": 1},
               {"seed": "3"}, {"cursor": True}, {"cursor": 3}, {"cursor": -4}, {"epoch": 10**30})  # fmt: skip
     wrong: Any
-    for wrong in ({}, {"_snapshot": {}}, {1: 2}, None, 7, [], *(state | change for change in values)):
+    for wrong in (
+        {},
+        {"_snapshot": {}},
+        {1: 2},
+        None,
+        7,
+        [],
+        *(state | change for change in values),
+    ):
         with pytest.raises(CheckpointMismatchError):
             loader.load_state_dict(wrong)
         assert loader.state_dict() == state
@@ -204,7 +220,8 @@ def test_a_state_of_something_else_or_of_a_newer_version_is_refused() -> None:
 def test_a_cursor_that_no_batch_ends_at_is_refused_with_words(cursor: int) -> None:
     (loader,) = make_group(15, 1)
     with pytest.raises(
-        CheckpointMismatchError, match=f"cursor {cursor}, which no loader of 15 samples in batches of 4"
+        CheckpointMismatchError,
+        match=f"cursor {cursor}, which no loader of 15 samples in batches of 4",
     ):
         loader.load_state_dict(loader.state_dict() | {"cursor": cursor})
     (loader,) = make_group(15, 1, drop_last=False)
@@ -232,10 +249,14 @@ def test_samples_added_at_the_end_of_the_dataset_come_in_with_the_next_epoch(
     assert {epoch for epoch, _ in following} == {(steps - 1) // 4 + 1}
 
 
-def test_a_run_whose_dataset_has_grown_goes_on_after_one_refusal_that_names_the_option(tmp_path: Path) -> None:
+def test_a_run_whose_dataset_has_grown_goes_on_after_one_refusal_that_names_the_option(
+    tmp_path: Path,
+) -> None:
     def train(samples: int, steps: int, **options: Any) -> list[list[int]]:
         spec = FinetuneSpec(total_train_epochs=9, dataset_size=samples, train_batch_size=4)
-        config = RecoverConfig(experiment_name="e", trial_name="t", fileroot=str(tmp_path), freq_steps=1)
+        config = RecoverConfig(
+            experiment_name="e", trial_name="t", fileroot=str(tmp_path), freq_steps=1
+        )
         loader, tiny, found = ResumableDataLoader(list(range(samples)), 4, seed=3), Tiny(), []
         with RecoverHandler(config, spec, **options) as handler:
             info, batches = handler.load(tiny.state, loader), loader.batches()
@@ -247,7 +268,9 @@ def test_a_run_whose_dataset_has_grown_goes_on_after_one_refusal_that_names_the_
         return found
 
     epoch = train(16, 2)
-    with pytest.raises(CheckpointMismatchError, match=r"4 steps an epoch, this one has 6; .*epochs_may_change=True"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"4 steps an epoch, this one has 6; .*epochs_may_change=True"
+    ):
         train(24, 1)
     epoch += train(24, 1, epochs_may_change=True)
     found = train(24, 7)
@@ -264,10 +287,16 @@ def test_a_run_whose_dataset_has_grown_goes_on_after_one_refusal_that_names_the_
         (9, {"seed": -1}, "'seed' is -1"),
         (9, {"rank": 2, "world_size": 2}, "'rank' is 2"),
         (9, {"batch_size": 2, "world_size": 3}, "batch of 2 samples cannot be shared by 3 ranks"),
-        (9, {"batch_size": 4, "world_size": 2, "drop_last": False}, "batch of 1 samples cannot be shared by 2 ranks"),
+        (
+            9,
+            {"batch_size": 4, "world_size": 2, "drop_last": False},
+            "batch of 1 samples cannot be shared by 2 ranks",
+        ),
     ],
 )
-def test_unusable_settings_are_refused_at_the_start(samples: int, options: dict[str, Any], message: str) -> None:
+def test_unusable_settings_are_refused_at_the_start(
+    samples: int, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         ResumableDataLoader(list(range(samples)), **{"batch_size": 4, "seed": 3, **options})
 
@@ -291,7 +320,9 @@ def make_torchdata(num_workers: int, own_sampler: bool) -> StatefulDataLoader:
 
 
 def train_steps(loader: StatefulDataLoader, steps: int) -> list[tuple[list[int], float]]:
-    """Batches, epoch after epoch, each with a draw from the global generator, as dropout would make."""
+    """Batches, epoch after epoch, each with a draw from the global generator, as dropout would
+    make.
+    """
     stream = chain.from_iterable(repeat(loader))
     return [(next(stream).tolist(), torch.rand(1).item()) for _ in range(steps)]
 
@@ -306,7 +337,9 @@ def test_torchdatas_stateful_dataloader_resumes_with_the_same_samples_and_draws(
 ) -> None:
     torch.manual_seed(1)
     reference = train_steps(make_torchdata(num_workers, own_sampler), 18)
-    assert sorted(chain.from_iterable(batch for batch, _ in reference[:6])) == [i * i for i in range(23)]
+    assert sorted(chain.from_iterable(batch for batch, _ in reference[:6])) == [
+        i * i for i in range(23)
+    ]
 
     torch.manual_seed(1)
     loader = make_torchdata(num_workers, own_sampler)
@@ -315,7 +348,10 @@ def test_torchdatas_stateful_dataloader_resumes_with_the_same_samples_and_draws(
     torch.save({"data": loader.state_dict(), "rng": capture_rng()}, tmp_path / "data.pt")
 
     torch.manual_seed(99)
-    resumed, state = make_torchdata(num_workers, own_sampler), torch.load(tmp_path / "data.pt", weights_only=True)
+    resumed, state = (
+        make_torchdata(num_workers, own_sampler),
+        torch.load(tmp_path / "data.pt", weights_only=True),
+    )
     restore_dataloader(resumed, state["data"], EpochOrder(), step_info(killed_after - 1))
     restore_rng(state["rng"])
     assert train_steps(resumed, 18 - killed_after) == reference[killed_after:]

@@ -30,7 +30,10 @@ from holdfast.utils.rng import RngState, capture_rng, restore_rng
 from tests.recover.runs import SPEC, Meter, Prompts, Tiny, make_handler, step_info
 from tests.tiers import slow_but
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
 
 STEPS = SPEC.total_train_steps
 
@@ -88,11 +91,15 @@ class Advancing(DistributedSampler):
 
 
 def advancing(**options: Any) -> StatefulDataLoader:
-    return StatefulDataLoader(Prompts(), batch_size=4, sampler=Advancing(Prompts(), 1, 0, seed=5), **options)
+    return StatefulDataLoader(
+        Prompts(), batch_size=4, sampler=Advancing(Prompts(), 1, 0, seed=5), **options
+    )
 
 
 def drawn(make: Callable[..., Any], own: bool = True) -> Callable[..., StatefulDataLoader]:
-    """A function that makes loaders with a sampler of ``make``, on the sampler's own generator or torch's."""
+    """A function that makes loaders with a sampler of ``make``, on the sampler's own generator or
+    torch's.
+    """
 
     def loader(**options: Any) -> StatefulDataLoader:
         generator = torch.Generator().manual_seed(5) if own else None
@@ -117,17 +124,23 @@ def weighted(generator: torch.Generator | None) -> WeightedRandomSampler:
     return WeightedRandomSampler([1.0] * 24, 24, replacement=False, generator=generator)
 
 
-def drawn_in_batch_sampler(make: Callable[..., Any], own: bool = True) -> Callable[..., StatefulDataLoader]:
+def drawn_in_batch_sampler(
+    make: Callable[..., Any], own: bool = True
+) -> Callable[..., StatefulDataLoader]:
     def loader(**options: Any) -> StatefulDataLoader:
         inner = make(generator=torch.Generator().manual_seed(5) if own else None)
-        return StatefulDataLoader(Prompts(), batch_sampler=BatchSampler(inner, 4, drop_last=False), **options)
+        return StatefulDataLoader(
+            Prompts(), batch_sampler=BatchSampler(inner, 4, drop_last=False), **options
+        )
 
     return loader
 
 
 def one_generator_for_both(**options: Any) -> StatefulDataLoader:
     generator = torch.Generator().manual_seed(5)
-    return StatefulDataLoader(Prompts(), 4, sampler=shuffled(generator), generator=generator, **options)
+    return StatefulDataLoader(
+        Prompts(), 4, sampler=shuffled(generator), generator=generator, **options
+    )
 
 
 class Stream(IterableDataset):
@@ -170,7 +183,9 @@ class Stop:
         state = loader.state_dict()
         return cls(pack_plain("it", state), epoch_order(loader, state), capture_rng())
 
-    def restore(self, loader: Any, last: StepInfo, order_known: bool = True) -> RestoredEpoch | None:
+    def restore(
+        self, loader: Any, last: StepInfo, order_known: bool = True
+    ) -> RestoredEpoch | None:
         torch.manual_seed(99)
         order = self.order if order_known else EpochOrder()
         restored = restore_dataloader(loader, unpack_plain(self.state, "it"), order, last)
@@ -184,7 +199,9 @@ def teller(loader: Any) -> Any:
     return told if hasattr(told, "set_epoch") else loader.dataset
 
 
-def run(loader: Any, first: StepInfo, tell: bool = True) -> Iterator[tuple[StepInfo, list[int], float]]:
+def run(
+    loader: Any, first: StepInfo, tell: bool = True
+) -> Iterator[tuple[StepInfo, list[int], float]]:
     """Loop over epochs, yielding every step with its batch and a draw like dropout's."""
     note_order(loader)
     step = first
@@ -206,14 +223,30 @@ VARIANTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
     "advances by itself, batches read ahead": (advancing, {"num_workers": 2}, False),
     "draws": (drawn(shuffled), {}, False),
     "draws, workers": (drawn(shuffled), {"num_workers": 2}, False),
-    "draws, persistent workers": (drawn(shuffled), {"num_workers": 2, "persistent_workers": True}, False),
+    "draws, persistent workers": (
+        drawn(shuffled),
+        {"num_workers": 2, "persistent_workers": True},
+        False,
+    ),
     "draws, its generator is the loader's": (one_generator_for_both, {}, False),
-    "draws, its generator is the loader's, workers": (one_generator_for_both, {"num_workers": 2}, False),
+    "draws, its generator is the loader's, workers": (
+        one_generator_for_both,
+        {"num_workers": 2},
+        False,
+    ),
     "draws from torch's generator": (drawn(shuffled, own=False), {}, False),
-    "draws from torch's generator, workers": (drawn(shuffled, own=False), {"num_workers": 2}, False),
+    "draws from torch's generator, workers": (
+        drawn(shuffled, own=False),
+        {"num_workers": 2},
+        False,
+    ),
     "draws by numpy, in a batch sampler": (drawn_by_numpy, {}, False),
     "draws in a batch sampler": (drawn_in_batch_sampler(shuffled), {}, False),
-    "draws from torch's generator in a batch sampler": (drawn_in_batch_sampler(subset, own=False), {}, False),
+    "draws from torch's generator in a batch sampler": (
+        drawn_in_batch_sampler(subset, own=False),
+        {},
+        False,
+    ),
     "draws with replacement": (drawn(with_replacement), {}, False),
     "draws a subset": (drawn(subset, own=False), {}, False),
     "draws by weight": (drawn(weighted, own=False), {"num_workers": 2}, False),
@@ -251,7 +284,9 @@ def test_a_restored_loader_goes_on_as_if_it_had_never_stopped(variant: str) -> N
         )
 
 
-def _stopped_after(last: int, make: Callable[..., Any] = plain, tell: bool = True) -> tuple[Stop, list[list[int]]]:
+def _stopped_after(
+    last: int, make: Callable[..., Any] = plain, tell: bool = True
+) -> tuple[Stop, list[list[int]]]:
     """State of a run after step ``last``, and its remaining batches."""
     loader = make()
     records = run(loader, step_info(0), tell)
@@ -278,7 +313,9 @@ def test_a_script_without_epochs_silently_resumes_no_generation_without_them() -
     restored = stop.restore(loader, step_info(8), order_known=False)
     assert restored is not None
     next(run(loader, step_info(9), tell=False))
-    with pytest.raises(ConfigError, match=r"sampler is at epoch 0 .* in the order of epoch 1.* set_epoch to None"):
+    with pytest.raises(
+        ConfigError, match=r"sampler is at epoch 0 .* in the order of epoch 1.* set_epoch to None"
+    ):
         restored.check(step_info(9))
 
 
@@ -290,8 +327,12 @@ def test_a_script_without_epochs_can_resume_a_generation_without_them() -> None:
     assert [batch for _, batch, _ in run(resumed, step_info(9), tell=False)] == rest
 
 
-@pytest.mark.parametrize("make", [plain, advancing, drawn(shuffled), drawn_in_batch_sampler(shuffled)])
-def test_an_epoch_that_was_saved_after_its_loop_is_over(make: Callable[..., StatefulDataLoader]) -> None:
+@pytest.mark.parametrize(
+    "make", [plain, advancing, drawn(shuffled), drawn_in_batch_sampler(shuffled)]
+)
+def test_an_epoch_that_was_saved_after_its_loop_is_over(
+    make: Callable[..., StatefulDataLoader],
+) -> None:
     loader, reference = make(), []
     note_order(loader)
     for epoch in range(3):
@@ -321,7 +362,9 @@ def test_a_loader_with_more_batches_than_steps_is_not_taken_for_ended() -> None:
 @pytest.mark.parametrize("last", [0, 23])
 def test_a_sampler_without_batches_draws_its_order_again(last: int) -> None:
     def single() -> StatefulDataLoader:
-        return StatefulDataLoader(Prompts(), None, sampler=shuffled(torch.Generator().manual_seed(5)))
+        return StatefulDataLoader(
+            Prompts(), None, sampler=shuffled(torch.Generator().manual_seed(5))
+        )
 
     loader = single()
     note_order(loader)
@@ -356,7 +399,10 @@ def test_a_run_killed_in_a_drawn_epoch_trains_each_sample_once(tmp_path: Path, o
         return batches
 
     untouched = live(tmp_path / "untouched", STEPS)
-    assert sorted(chain.from_iterable(untouched[6:12])) == list(range(24)) and untouched[6:12] != untouched[:6]
+    assert (
+        sorted(chain.from_iterable(untouched[6:12])) == list(range(24))
+        and untouched[6:12] != untouched[:6]
+    )
     assert [batch for _ in range(3) for batch in live(tmp_path / "killed", 8)] == untouched
 
 
@@ -381,20 +427,27 @@ def test_a_sampler_state_that_advanced_by_reading_ahead_is_refused() -> None:
     stop.restore(resumed, step_info(2))
     assert [batch.tolist() for batch in resumed] == rest[:3]
     stop, _ = _stopped_after(4, loader)
-    with pytest.raises(CheckpointMismatchError, match="AdvancingWithState went on from epoch 1 by itself while"):
+    with pytest.raises(
+        CheckpointMismatchError, match="AdvancingWithState went on from epoch 1 by itself while"
+    ):
         stop.restore(loader(), step_info(4))
 
 
 @pytest.mark.parametrize(("last", "own"), [(8, True), (2, False)])
 def test_an_older_generation_whose_order_cannot_be_redrawn_is_refused(last: int, own: bool) -> None:
     stop, _ = _stopped_after(last, drawn(shuffled, own), tell=False)
-    with pytest.raises(CheckpointMismatchError, match="older version, which did not save what RandomSampler has drawn"):
+    with pytest.raises(
+        CheckpointMismatchError,
+        match="older version, which did not save what RandomSampler has drawn",
+    ):
         stop.restore(drawn(shuffled, own)(), step_info(last), order_known=False)
 
 
 def test_a_generation_of_a_sampler_that_draws_is_not_resumed_with_another() -> None:
     stop, _ = _stopped_after(2, drawn(shuffled), tell=False)
-    with pytest.raises(CheckpointMismatchError, match="draws its order from a generator, and has another one now"):
+    with pytest.raises(
+        CheckpointMismatchError, match="draws its order from a generator, and has another one now"
+    ):
         stop.restore(StatefulDataLoader(Prompts(), batch_size=4, shuffle=True), step_info(2))
 
 
@@ -404,7 +457,9 @@ def test_an_order_drawn_before_load_is_refused_at_the_first_dump(tmp_path: Path)
     with make_handler(tmp_path, freq_steps=1) as handler:
         handler.load(tiny.state, loader)
         next(batches)
-        with pytest.raises(ConfigError, match="RandomSampler drew the order of this epoch before load had seen"):
+        with pytest.raises(
+            ConfigError, match="RandomSampler drew the order of this epoch before load had seen"
+        ):
             handler.dump(tiny.state, step_info(0), loader)
 
 
@@ -419,7 +474,9 @@ def test_a_script_that_resumes_into_another_epoch_is_stopped_at_dump(tmp_path: P
     assert info and teller(loader).epoch == 1
     teller(loader).set_epoch(0)
     next(iter(loader))
-    with pytest.raises(ConfigError, match=r"sampler is at epoch 0 .* the rest of .* in the order of epoch 1"):
+    with pytest.raises(
+        ConfigError, match=r"sampler is at epoch 0 .* the rest of .* in the order of epoch 1"
+    ):
         handler.dump(tiny.state, info.last_step_info.next(), loader)
     handler.close()
     with make_handler(tmp_path, freq_steps=1) as handler:
@@ -469,9 +526,21 @@ def _deaf() -> StatefulDataLoader:
 @pytest.mark.parametrize(
     ("saved", "resumed", "message"),
     [
-        (plain, _deaf, "saved after 1 batches .* says it is after 0: its load_state_dict does not restore it"),
-        (_with_a_worker, plain, r"does not take the state .*: expected a loader that is made .* the same num_workers"),
-        (_Counter, lambda: _Counter(deaf=True), r"_Counter.state_dict\(\) is not what was given to load_state_dict"),
+        (
+            plain,
+            _deaf,
+            "saved after 1 batches .* says it is after 0: its load_state_dict does not restore it",
+        ),
+        (
+            _with_a_worker,
+            plain,
+            r"does not take the state .*: expected a loader that is made .* the same num_workers",
+        ),
+        (
+            _Counter,
+            lambda: _Counter(deaf=True),
+            r"_Counter.state_dict\(\) is not what was given to load_state_dict",
+        ),
     ],
 )
 def test_a_loader_elsewhere_is_refused_before_an_engine_is_touched(
@@ -492,7 +561,10 @@ def test_a_loader_elsewhere_is_refused_before_an_engine_is_touched(
         make_handler(tmp_path).load(fresh.state, resumed())
     assert fresh.digest() == before
     with make_handler(tmp_path) as handler:
-        assert handler.load(fresh.state, saved()) is not None and fresh.digest() == tiny.digest() != before
+        assert (
+            handler.load(fresh.state, saved()) is not None
+            and fresh.digest() == tiny.digest() != before
+        )
 
 
 class _Driven:

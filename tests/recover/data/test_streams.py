@@ -1,4 +1,6 @@
-"""Streams: killed in an epoch they go on with the next sample, or the run is refused or warned at its start."""
+"""Streams: killed in an epoch they go on with the next sample, or the run is refused or warned at
+its start.
+"""
 
 import json
 import os
@@ -22,7 +24,10 @@ from tests.helpers import run_ranks
 from tests.recover.runs import SPEC, Tiny, make_handler, step_info
 from tests.tiers import slow_but
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
 
 
 class Numbers(IterableDataset):
@@ -72,14 +77,20 @@ def stateful(stream: Any, workers: int = 0, **options: Any) -> StatefulDataLoade
 
 def shards(**shuffle: Any) -> Any:
     """Four shards of Hugging Face's datasets."""
-    stream = pytest.importorskip("datasets").Dataset.from_dict({"i": list(range(24))}).to_iterable_dataset(4)
+    stream = (
+        pytest.importorskip("datasets")
+        .Dataset.from_dict({"i": list(range(24))})
+        .to_iterable_dataset(4)
+    )
     return stream.shuffle(**shuffle) if shuffle else stream
 
 
 def interleaved() -> Any:
     datasets = pytest.importorskip("datasets")
     parts = [shards().take(12), shards().skip(12)]
-    return datasets.interleave_datasets(parts, probabilities=[0.5, 0.5], seed=1, stopping_strategy="all_exhausted")
+    return datasets.interleave_datasets(
+        parts, probabilities=[0.5, 0.5], seed=1, stopping_strategy="all_exhausted"
+    )
 
 
 def shuffled_by_python(rows: list[int]) -> list[int]:
@@ -102,9 +113,14 @@ RESUMED: dict[str, Callable[[], Any]] = {
 
 
 def _lives(rank: int, world_size: int, name: str, root: str, killed_after: int) -> None:
-    """Train from where the last life was killed, and write each batch to a file before its snapshot."""
+    """Train from where the last life was killed, and write each batch to a file before its
+    snapshot.
+    """
     tiny, loader = Tiny(), RESUMED[name]()
-    with make_handler(root, freq_steps=1, async_save=False) as handler, open(f"{root}/batches", "a") as file:
+    with (
+        make_handler(root, freq_steps=1, async_save=False) as handler,
+        open(f"{root}/batches", "a") as file,
+    ):
         info = handler.load(tiny.state, loader)
         step = step_info(0) if info is None else info.last_step_info.next()
         for _ in range(step.epoch, SPEC.total_train_epochs):
@@ -117,7 +133,9 @@ def _lives(rank: int, world_size: int, name: str, root: str, killed_after: int) 
 
 
 @pytest.mark.parametrize("name", slow_but(["no state", "datasets"], RESUMED))
-def test_a_run_on_a_stream_that_is_killed_has_the_batches_of_one_that_is_not(name: str, tmp_path: Path) -> None:
+def test_a_run_on_a_stream_that_is_killed_has_the_batches_of_one_that_is_not(
+    name: str, tmp_path: Path
+) -> None:
     found = []
     for root, kills in ((tmp_path / "untouched", []), (tmp_path / "killed", [1, 5])):
         root.mkdir()
@@ -133,21 +151,37 @@ def test_a_run_on_a_stream_that_is_killed_has_the_batches_of_one_that_is_not(nam
 
 BUFFER = {"seed": 1, "buffer_size": 8}
 FORGETFUL: dict[str, tuple[Callable[[], Any], str]] = {
-    "a buffer": (lambda: stateful(Buffered()), "the state of Buffered lacks samples that it has read ahead"),
-    "a buffer of datasets": (lambda: stateful(shards(**BUFFER)), "goes on with other samples than the loader"),
-    "a buffer of datasets, workers": (lambda: stateful(shards(**BUFFER), 2), "not take its own state.*: IndexError: l"),
-    "no seed": (lambda: stateful(shards(buffer_size=1)), "is shuffled without a seed.*give shuffle a seed"),
+    "a buffer": (
+        lambda: stateful(Buffered()),
+        "the state of Buffered lacks samples that it has read ahead",
+    ),
+    "a buffer of datasets": (
+        lambda: stateful(shards(**BUFFER)),
+        "goes on with other samples than the loader",
+    ),
+    "a buffer of datasets, workers": (
+        lambda: stateful(shards(**BUFFER), 2),
+        "not take its own state.*: IndexError: l",
+    ),
+    "no seed": (
+        lambda: stateful(shards(buffer_size=1)),
+        "is shuffled without a seed.*give shuffle a seed",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FORGETFUL)
-def test_a_stream_that_would_lose_samples_is_refused_before_the_first_step(name: str, tmp_path: Path) -> None:
+def test_a_stream_that_would_lose_samples_is_refused_before_the_first_step(
+    name: str, tmp_path: Path
+) -> None:
     make, message = FORGETFUL[name]
     with pytest.raises(ConfigError, match=message), make_handler(tmp_path, freq_steps=1) as handler:
         handler.load(Tiny().state, make())
 
 
-def test_a_stream_that_may_lose_samples_is_trained_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_that_may_lose_samples_is_trained_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     loader = stateful(Buffered())
     loader.inexact = True
     try_stream(loader)
@@ -167,14 +201,21 @@ def shuffled_by_the_system(rows: list[int]) -> list[int]:
         lambda: DataLoader(Numbers(shuffled_by_the_system), 4),
     ],
 )
-def test_a_stream_in_a_random_order_is_reported(make: Callable[[], Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_in_a_random_order_is_reported(
+    make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
     try_stream(make())
     assert "Numbers gives other samples each time that it is begun" in caplog.text
 
 
-def test_a_stream_whose_samples_cannot_be_compared_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_whose_samples_cannot_be_compared_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     try_stream(DataLoader(Numbers(lambda rows: [object() for _ in rows]), 4, collate_fn=list))
-    assert "whether a resumed run finds its place in Numbers could not be tried (ConfigError: a sample" in caplog.text
+    assert (
+        "whether a resumed run finds its place in Numbers could not be tried (ConfigError: a sample"
+        in caplog.text
+    )
 
 
 def test_a_stream_that_begins_otherwise_in_a_restarted_process_is_refused() -> None:
@@ -185,7 +226,9 @@ def test_a_stream_that_begins_otherwise_in_a_restarted_process_is_refused() -> N
     state, order = loader.state_dict(), EpochOrder(draws=first_batches(loader))
     again = stateful(Numbers(lambda rows: rows[::-1]))
     try_stream(again)
-    with pytest.raises(CheckpointMismatchError, match="begins with other samples than in the saved run"):
+    with pytest.raises(
+        CheckpointMismatchError, match="begins with other samples than in the saved run"
+    ):
         restore_dataloader(again, state, order, step_info(0))
     again.inexact = True
     restore_dataloader(again, state, order, step_info(0))
@@ -230,6 +273,8 @@ def test_a_loader_of_nodes_is_reported(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_persistent_workers_of_datasets_that_are_not_forked_are_refused() -> None:
-    loader = StatefulDataLoader(shards(), 4, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
+    loader = StatefulDataLoader(
+        shards(), 4, num_workers=1, persistent_workers=True, multiprocessing_context="spawn"
+    )
     with pytest.raises(ConfigError, match="persistent workers that are not forked"):
         try_stream(loader)

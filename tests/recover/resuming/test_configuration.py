@@ -1,4 +1,6 @@
-"""A restart with another configuration: one warning says what it changes and what it does not, and nothing is lost."""
+"""A restart with another configuration: one warning says what it changes and what it does not, and
+nothing is lost.
+"""
 
 import logging
 import re
@@ -68,13 +70,17 @@ def _live(
     ``before`` and ``after`` are code that runs before and after the load.
     """
     spec = FinetuneSpec(total_train_epochs=epochs, dataset_size=8, train_batch_size=2)
-    config = TrainEngineConfig(f"{root}/model", path=f"{root}/model", dtype=keys.pop("dtype", "float32"), **keys)
+    config = TrainEngineConfig(
+        f"{root}/model", path=f"{root}/model", dtype=keys.pop("dtype", "float32"), **keys
+    )
     config.optimizer = OptimizerConfig(**SAVED | (optimizer or {}))
     engine = FSDPEngine(config)
     engine.create_process_group()
     engine.initialize(None, spec)
     exec(before, scope := {"engine": engine, "SaveLoadMeta": SaveLoadMeta})
-    handler = RecoverHandler(RecoverConfig("e", trial, fileroot=root, freq_steps=1, async_save=False), spec)
+    handler = RecoverHandler(
+        RecoverConfig("e", trial, fileroot=root, freq_steps=1, async_save=False), spec
+    )
     rates = []
     with Told() as told, handler:
         info = handler.load(engine)
@@ -99,7 +105,9 @@ def _other_hyperparameters(rank: int, world_size: int, root: str) -> Any:
     return _live(root, range(3, 4), optimizer=other, temperature=2.0, mb_spec=mb_spec)
 
 
-def test_one_warning_has_every_key_of_an_engine_that_the_restart_changes_or_does_not(tmp_path: Path) -> None:
+def test_one_warning_has_every_key_of_an_engine_that_the_restart_changes_or_does_not(
+    tmp_path: Path,
+) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     (((warning,), _, _),) = run_ranks(_other_hyperparameters, 1, str(tmp_path))
     assert warning.startswith("global_step_2 was saved with other settings")
@@ -132,13 +140,25 @@ def _longer(rank: int, world_size: int, root: str) -> Any:
     longer = _live(f"{root}/longer", range(3, 6), epochs=4)
     planned = _live(f"{root}/planned", range(6), epochs=4)
     exact = all(torch.equal(one, other) for one, other in zip(untouched[2], same[2], strict=True))
-    return exact, same[0], untouched[1][3:] == same[1], longer[0], longer[1], planned[1][3:], untouched[1][3]
+    return (
+        exact,
+        same[0],
+        untouched[1][3:] == same[1],
+        longer[0],
+        longer[1],
+        planned[1][3:],
+        untouched[1][3],
+    )
 
 
-def test_more_epochs_stretch_the_schedule_from_the_next_step_on_and_both_rates_are_told(tmp_path: Path) -> None:
+def test_more_epochs_stretch_the_schedule_from_the_next_step_on_and_both_rates_are_told(
+    tmp_path: Path,
+) -> None:
     for name in ("untouched", "same", "longer", "planned"):
         write_model_folder(tmp_path / name / "model", tiny_qwen3())
-    ((exact, quiet, same_rates, told, rates, planned, before),) = run_ranks(_longer, 1, str(tmp_path))
+    ((exact, quiet, same_rates, told, rates, planned, before),) = run_ranks(
+        _longer, 1, str(tmp_path)
+    )
     assert exact and same_rates and quiet == []
     assert rates == planned
     (warning,) = told
@@ -168,7 +188,11 @@ def _set_after_load(rank: int, world_size: int, root: str) -> Any:
 def test_the_documented_lines_set_hyperparameters_once_and_for_all(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     ((told, rates, quiet),) = run_ranks(_set_after_load, 1, str(tmp_path))
-    assert "lr of default is 0.01, configured 2e-05" in told[0] and "weight_decay" in told[0] and quiet == []
+    assert (
+        "lr of default is 0.01, configured 2e-05" in told[0]
+        and "weight_decay" in told[0]
+        and quiet == []
+    )
     factor = schedule_of(OptimizerConfig(**SAVED), 8)
     assert rates == pytest.approx([2e-5 * factor(step) for step in range(2, 6)])
 
@@ -179,7 +203,9 @@ def _new_phase(rank: int, world_size: int, root: str) -> Any:
     )
     assert root in line
     _, _, trained = _live(root, range(3))
-    moments = "assert not any(s['exp_avg'].any() for s in engine.dcp_state().optimizer.state.values())"
+    moments = (
+        "assert not any(s['exp_avg'].any() for s in engine.dcp_state().optimizer.state.values())"
+    )
     start = _live(root, range(0), trial="new", before=line, after=moments)
     same = all(torch.equal(one, other) for one, other in zip(trained, start[2], strict=True))
     first = _live(root, range(2), trial="new", before=line, optimizer={"lr": 3e-3})
@@ -187,18 +213,26 @@ def _new_phase(rank: int, world_size: int, root: str) -> Any:
     return same, start[0] + first[0] + second[0], first[1] + second[1]
 
 
-def test_a_new_phase_has_the_weights_of_a_generation_with_fresh_moments_and_its_own_schedule(tmp_path: Path) -> None:
+def test_a_new_phase_has_the_weights_of_a_generation_with_fresh_moments_and_its_own_schedule(
+    tmp_path: Path,
+) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     ((same, told, rates),) = run_ranks(_new_phase, 1, str(tmp_path))
     factor = schedule_of(OptimizerConfig(**SAVED), 8)
-    assert same and told == [] and rates == pytest.approx([3e-3 * factor(step) for step in range(3)])
+    assert (
+        same and told == [] and rates == pytest.approx([3e-3 * factor(step) for step in range(3)])
+    )
 
 
 def _load_directly(rank: int, world_size: int, root: str) -> Any:
     spec = FinetuneSpec(total_train_epochs=2, dataset_size=8, train_batch_size=2)
     messages = []
     for lr in (1e-2, 3e-2):
-        engine = FSDPEngine(TrainEngineConfig(path=f"{root}/model", dtype="float32", optimizer=OptimizerConfig(lr=lr)))
+        engine = FSDPEngine(
+            TrainEngineConfig(
+                path=f"{root}/model", dtype="float32", optimizer=OptimizerConfig(lr=lr)
+            )
+        )
         engine.create_process_group()
         engine.initialize(None, spec)
         meta = SaveLoadMeta(f"{root}/dcp", "dcp", with_optim=True)
@@ -215,13 +249,21 @@ def test_a_load_without_a_handler_warns_too_on_one_rank(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     ((quiet, (warning,)), (quiet_1, silent)) = run_ranks(_load_directly, 2, str(tmp_path))
     assert quiet == quiet_1 == silent == []
-    assert f"{tmp_path}/dcp was saved with other settings" in warning and "lr is 0.01, configured 0.03" in warning
+    assert (
+        f"{tmp_path}/dcp was saved with other settings" in warning
+        and "lr is 0.01, configured 0.03" in warning
+    )
 
 
-def test_a_coefficient_that_a_load_brings_back_adapted_is_not_called_in_use(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_coefficient_that_a_load_brings_back_adapted_is_not_called_in_use(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     fixed = {"kl_ctl of actor": "0.1", "kl_target of actor": "None"}
     adaptive = fixed | {"kl_target of actor": "0.02"}
-    for now, text in ((fixed, "kl_ctl of actor was 0.1, is 0.3"), (adaptive, "is the adapted one, configured 0.3")):
+    for now, text in (
+        (fixed, "kl_ctl of actor was 0.1, is 0.3"),
+        (adaptive, "is the adapted one, configured 0.3"),
+    ):
         caplog.clear()
         warn_of_configuration("global_step_1", now, now | {"kl_ctl of actor": "0.3"}, {})
         assert text in caplog.text
@@ -233,10 +275,15 @@ def test_a_coefficient_that_a_load_brings_back_adapted_is_not_called_in_use(capl
 class Plain:
     """A model of two groups without an engine."""
 
-    def __init__(self, make: Make | None, lr: float = 0.1, weight_decay: float = 0.0, **options: Any) -> None:
+    def __init__(
+        self, make: Make | None, lr: float = 0.1, weight_decay: float = 0.0, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        groups = [{"params": self.model[0].parameters()}, {"params": self.model[1].parameters(), "weight_decay": 0.5}]
+        groups = [
+            {"params": self.model[0].parameters()},
+            {"params": self.model[1].parameters(), "weight_decay": 0.5},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay, **options)
         self.scheduler = None if make is None else make(self.optimizer)
 
@@ -257,7 +304,9 @@ class Plain:
         return rate
 
 
-def live(root: Path, plain: Plain, steps: range, engine: Any = None) -> tuple[list[str], list[float]]:
+def live(
+    root: Path, plain: Plain, steps: range, engine: Any = None
+) -> tuple[list[str], list[float]]:
     """Warnings and rates of a run that is resumed."""
     handler = make_handler(root, freq_steps=1)
     rates = []
@@ -281,20 +330,28 @@ QUIET: dict[str, Make | None] = {
     "none": None,
     "LambdaLR": halving,
     "CosineAnnealingLR": cosine(9),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2, T_mult=2),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(
+        o, T_0=2, T_mult=2
+    ),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=1.0, total_steps=9),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.1, max_lr=1.0, step_size_up=2),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.8)], [2]
     ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(o, 0.8)]),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.8)]
+    ),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("none", "OneCycleLR") else pytest.param(name, marks=pytest.mark.slow) for name in QUIET]
+    "name",
+    [
+        name if name in ("none", "OneCycleLR") else pytest.param(name, marks=pytest.mark.slow)
+        for name in QUIET
+    ],
 )
 def test_the_same_configuration_goes_on_exactly_without_a_word(name: str, tmp_path: Path) -> None:
     told, expected = live(tmp_path / "untouched", Plain(QUIET[name]), range(6))
@@ -326,22 +383,36 @@ def test_progress_in_groups_is_no_configuration(tmp_path: Path) -> None:
 
 def phases(*kinds: Make) -> Make:
     milestones = list(range(1, len(kinds)))
-    return lambda optimizer: lr_scheduler.SequentialLR(optimizer, [make(optimizer) for make in kinds], milestones)
+    return lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [make(optimizer) for make in kinds], milestones
+    )
 
 
-@pytest.mark.parametrize("other", [phases(cosine(4), cosine(4), cosine(4)), phases(cosine(4), halving)])
-def test_another_row_of_schedules_is_refused_before_anything_changes(other: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "other", [phases(cosine(4), cosine(4), cosine(4)), phases(cosine(4), halving)]
+)
+def test_another_row_of_schedules_is_refused_before_anything_changes(
+    other: Make, tmp_path: Path
+) -> None:
     live(tmp_path, Plain(phases(cosine(4), cosine(4))), range(2))
     plain = Plain(other)
     before = [param.clone() for param in plain.model.parameters()]
-    with pytest.raises(CheckpointMismatchError, match=r"schedules inside, this one has 3|has no 'lr_lambdas'"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"schedules inside, this one has 3|has no 'lr_lambdas'"
+    ):
         live(tmp_path, plain, range(2, 3))
-    assert all(torch.equal(one, two) for one, two in zip(before, plain.model.parameters(), strict=True))
+    assert all(
+        torch.equal(one, two) for one, two in zip(before, plain.model.parameters(), strict=True)
+    )
     assert names(tmp_path) == ["global_step_0", "global_step_1"]
 
 
 CHANGES: dict[str, tuple[Callable[[], Plain], Callable[[], Plain], list[str]]] = {
-    "rates": (lambda: Plain(None), lambda: Plain(None, lr=0.2), ["lr of default is 0.1, configured 0.2"]),
+    "rates": (
+        lambda: Plain(None),
+        lambda: Plain(None, lr=0.2),
+        ["lr of default is 0.1, configured 0.2"],
+    ),
     "rates of a schedule": (
         lambda: Plain(halving),
         lambda: Plain(halving, lr=0.2),
@@ -350,7 +421,10 @@ CHANGES: dict[str, tuple[Callable[[], Plain], Callable[[], Plain], list[str]]] =
     "one group": (
         lambda: Plain(halving),
         lambda: Plain(halving, weight_decay=0.3, betas=(0.9, 0.5)),
-        ["weight_decay of group 0 of default is 0.0, configured 0.3", "beta2 of default is 0.999, configured 0.5"],
+        [
+            "weight_decay of group 0 of default is 0.0, configured 0.3",
+            "beta2 of default is 0.999, configured 0.5",
+        ],
     ),
     "the horizon of a schedule with its own": (
         lambda: Plain(cosine(9)),
@@ -359,7 +433,9 @@ CHANGES: dict[str, tuple[Callable[[], Plain], Callable[[], Plain], list[str]]] =
     ),
     "a function with another horizon": (
         lambda: Plain(halving),
-        lambda: Plain(lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))),
+        lambda: Plain(
+            lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        ),
         ["learning rate from the second step on of default was 0.0125, is 0.025"],
     ),
 }
@@ -379,13 +455,17 @@ def test_tuples_and_trainers_are_told_what_is_not_in_use(name: str, tmp_path: Pa
 # Schedules that come, go, or are another optimizer's
 
 
-def test_a_schedule_that_a_restart_adds_starts_at_its_own_step_and_the_generation_stays(tmp_path: Path) -> None:
+def test_a_schedule_that_a_restart_adds_starts_at_its_own_step_and_the_generation_stays(
+    tmp_path: Path,
+) -> None:
     live(tmp_path, Plain(None), range(3))
     told, rates = live(tmp_path, Plain(halving, lr=0.2), range(3, 6))
     assert rates == [0.2, 0.1, 0.05]
     assert "schedule of default was none, is LambdaLR from its own step on" in told[0]
     assert "learning rate of default was 0.1, is 0.2" in told[0] and len(told) == 1
-    assert names(tmp_path)[-1] == "global_step_5" and not list(tmp_path.glob("e/t/recover/.rejected*"))
+    assert names(tmp_path)[-1] == "global_step_5" and not list(
+        tmp_path.glob("e/t/recover/.rejected*")
+    )
 
 
 def test_a_schedule_that_was_advanced_before_the_load_goes_on_from_there(tmp_path: Path) -> None:
@@ -398,11 +478,16 @@ def test_a_schedule_that_was_advanced_before_the_load_goes_on_from_there(tmp_pat
     assert rates == [0.1 / 8, 0.1 / 16]
 
 
-def test_a_schedule_that_a_restart_leaves_out_leaves_the_rate_where_it_is_and_is_told(tmp_path: Path) -> None:
+def test_a_schedule_that_a_restart_leaves_out_leaves_the_rate_where_it_is_and_is_told(
+    tmp_path: Path,
+) -> None:
     live(tmp_path, Plain(halving), range(3))
     told, rates = live(tmp_path, Plain(None), range(3, 5))
     assert rates == [0.0125, 0.0125] and len(told) == 1
-    assert "schedule of default was in use, is left out, so that the learning rate stays at 0.0125" in told[0]
+    assert (
+        "schedule of default was in use, is left out, so that the learning rate stays at 0.0125"
+        in told[0]
+    )
     assert "lr of default is 0.0125, configured 0.1" in told[0]
     told, rates = live(tmp_path, Plain(halving), range(5, 7))  # and back
     assert rates == [0.1, 0.05] and "was none, is LambdaLR" in told[0]
@@ -412,7 +497,9 @@ def test_a_schedule_that_a_restart_leaves_out_leaves_the_rate_where_it_is_and_is
 def test_a_schedule_of_another_optimizer_is_refused_at_the_start(tmp_path: Path) -> None:
     one, other = Plain(halving), Plain(halving)
     mixed = (one.model, one.optimizer, other.scheduler)
-    with pytest.raises(ConfigError, match=r"LambdaLR\) belongs to another AdamW than .* Build it again"):
+    with pytest.raises(
+        ConfigError, match=r"LambdaLR\) belongs to another AdamW than .* Build it again"
+    ):
         DCPState(*mixed)
     for async_save in (True, False):
         with pytest.raises(ConfigError, match="belongs to another AdamW"):

@@ -18,7 +18,16 @@ from holdfast.recover.info import INFO_NAME, RecoverInfo
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.faults.generations import reseal
 from tests.helpers import run_ranks
-from tests.recover.runs import Meter, Tiny, hidden, make_handler, names, newest, run_until, step_info
+from tests.recover.runs import (
+    Meter,
+    Tiny,
+    hidden,
+    make_handler,
+    names,
+    newest,
+    run_until,
+    step_info,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,25 +36,42 @@ def test_a_generation_remembers_steps_rate_schedule_samples_and_generators(tmp_p
     run_until(tmp_path, 3)
     info = RecoverInfo.read(newest(tmp_path))
     facts = info.engines["default"]
-    assert (facts.optimizer_steps, facts.lr, facts.schedule_step, facts.moved) == (3, 0.1 / 4, 3, True)
+    assert (facts.optimizer_steps, facts.lr, facts.schedule_step, facts.moved) == (
+        3,
+        0.1 / 4,
+        3,
+        True,
+    )
     assert facts.fingerprints.keys() == {"model", "optim"} and info.rng.keys() == {"rank_00000"}
 
 
-def test_the_restored_state_is_logged_in_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_restored_state_is_logged_in_one_table(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_until(tmp_path, 3)
     with caplog.at_level(logging.INFO):
         make_handler(tmp_path).load(Tiny().state)
     (message,) = [
-        record.getMessage() for record in caplog.records if "restored from global_step_2" in record.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "restored from global_step_2" in record.getMessage()
     ]
     facts = RecoverInfo.read(newest(tmp_path)).engines["default"]
-    for word in ("step 2", "optimizer_steps", "0.025", *facts.fingerprints.values(), "generators of rank_00000"):
+    for word in (
+        "step 2",
+        "optimizer_steps",
+        "0.025",
+        *facts.fingerprints.values(),
+        "generators of rank_00000",
+    ):
         assert word in message
     assert all(len(line) <= 120 for line in message.splitlines())
 
 
 def _plain_sgd() -> DCPState:
-    """A model whose optimizer has no state, so that only ``requires_grad`` tells which weights are trained."""
+    """A model whose optimizer has no state, so that only ``requires_grad`` tells which weights are
+    trained.
+    """
     model = Tiny().model
     return DCPState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -82,7 +108,9 @@ def _warnings_of_load(
     return [message for message in messages if "settings" in message]
 
 
-def test_a_process_with_other_settings_is_warned_once_with_both_values_of_each(tmp_path: Path) -> None:
+def test_a_process_with_other_settings_is_warned_once_with_both_values_of_each(
+    tmp_path: Path,
+) -> None:
     run_ranks(_save_with_tf32, 1, str(tmp_path))
     assert run_ranks(_warnings_of_load, 1, str(tmp_path), _use_tf32, False) == [[]]
     ((warning,),) = run_ranks(_warnings_of_load, 1, str(tmp_path), _use_other_attention, True)
@@ -93,10 +121,15 @@ def test_a_process_with_other_settings_is_warned_once_with_both_values_of_each(t
         "trained parameters of default was 2 of 2 (names ",
     ):
         assert change in warning
-    assert warning.startswith("global_step_2 was saved with other settings") and warning.count(", is ") == 4
+    assert (
+        warning.startswith("global_step_2 was saved with other settings")
+        and warning.count(", is ") == 4
+    )
 
 
-def test_a_generation_of_an_older_version_without_switches_loads_without_a_warning(tmp_path: Path) -> None:
+def test_a_generation_of_an_older_version_without_switches_loads_without_a_warning(
+    tmp_path: Path,
+) -> None:
     run_ranks(_save_with_tf32, 1, str(tmp_path))
     path = newest(tmp_path) / INFO_NAME
     content = json.loads(path.read_bytes())
@@ -127,7 +160,13 @@ class _Forgetful(DCPState):
 
 @pytest.mark.parametrize(
     ("lost", "what"),
-    [("moments", "optim"), ("weights", "model"), ("schedule", "schedule_step"), ("rate", "lr"), ("generators", "rank")],
+    [
+        ("moments", "optim"),
+        ("weights", "model"),
+        ("schedule", "schedule_step"),
+        ("rate", "lr"),
+        ("generators", "rank"),
+    ],
 )
 def test_a_restore_that_lost_something_stops_the_run(
     tmp_path: Path, lost: str, what: str, monkeypatch: pytest.MonkeyPatch
@@ -137,22 +176,29 @@ def test_a_restore_that_lost_something_stops_the_run(
     state = _Forgetful(tiny.model, tiny.optimizer, tiny.scheduler)
     state.lost = lost
     if lost == "generators":
-        monkeypatch.setattr("holdfast.recover.resuming.restore.restore_rng", lambda state: torch.manual_seed(3))
+        monkeypatch.setattr(
+            "holdfast.recover.resuming.restore.restore_rng", lambda state: torch.manual_seed(3)
+        )
     with pytest.raises(
-        CheckpointCorruptError, match=rf"global_step_2 was restored, but .*{what}.* is .*; recover_info"
+        CheckpointCorruptError,
+        match=rf"global_step_2 was restored, but .*{what}.* is .*; recover_info",
     ):
         make_handler(tmp_path).load(state)
 
 
 class _Draws(Meter):
-    """A user's object that draws random numbers when it is restored. Generators come last, so nothing changes."""
+    """A user's object that draws random numbers when it is restored. Generators come last, so
+    nothing changes.
+    """
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
         torch.rand(3)
 
 
-def test_objects_that_draw_while_they_are_restored_do_not_disturb_the_generators(tmp_path: Path) -> None:
+def test_objects_that_draw_while_they_are_restored_do_not_disturb_the_generators(
+    tmp_path: Path,
+) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
     handler.register("it", _Draws())
     handler.load(tiny.state)
@@ -239,7 +285,8 @@ def test_an_unreadable_snapshot_fails_and_those_before_it_stay(tmp_path: Path) -
                 handler.dump(state, step_info(step))
                 continue
             with pytest.raises(
-                ConfigError, match=f"step {step} .*: info.weight_versions.default is {version!r}; expect"
+                ConfigError,
+                match=f"step {step} .*: info.weight_versions.default is {version!r}; expect",
             ):
                 handler.dump(state, step_info(step))
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
@@ -248,7 +295,9 @@ def test_an_unreadable_snapshot_fails_and_those_before_it_stay(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("field", "value"), [("weight_versions", "v2"), ("engines", 0.1)])
-def test_a_generation_with_other_types_ends_the_start_and_stays(tmp_path: Path, field: str, value: Any) -> None:
+def test_a_generation_with_other_types_ends_the_start_and_stays(
+    tmp_path: Path, field: str, value: Any
+) -> None:
     """The digests fit, so another version wrote it and may read it."""
     run_until(tmp_path, 2)
     folder = newest(tmp_path)
@@ -261,7 +310,8 @@ def test_a_generation_with_other_types_ends_the_start_and_stays(tmp_path: Path, 
         with (
             make_handler(tmp_path) as handler,
             pytest.raises(
-                CheckpointMismatchError, match=f"{field}.default is {value!r}; expected .*; another version of Holdfast"
+                CheckpointMismatchError,
+                match=f"{field}.default is {value!r}; expected .*; another version of Holdfast",
             ),
         ):
             handler.load(tiny.state)

@@ -1,4 +1,6 @@
-"""Resume with another number of ranks: equal bits, each sample once, generators of new ranks by a fixed rule."""
+"""Resume with another number of ranks: equal bits, each sample once, generators of new ranks by a
+fixed rule.
+"""
 
 import os
 import random
@@ -37,7 +39,9 @@ WORLD_SIZES = (2, 1, 3, 4, 2)
 
 
 def _values(job: Job) -> dict[str, bytes]:
-    """Everything but generators: whole parameters and moments, bytes of schedule, hyperparameters and counters."""
+    """Everything but generators: whole parameters and moments, bytes of schedule, hyperparameters
+    and counters.
+    """
     found, engine = {}, job.engines["default"]
     engine.counters.mesh = {}  # the one entry that says how many ranks there are
     for name, tensor in flatten(engine.dcp_state().state_dict()):
@@ -87,16 +91,28 @@ def test_a_run_moves_between_one_to_four_ranks_bit_for_bit(tmp_path: Path) -> No
         assert [i for rank in stage for i in rank["ids"]] == next(whole)
     for step, (before, after) in enumerate(pairwise(stages)):
         saved = before[0]["saved"]["values"]
-        assert {name.split(".")[0] for name in saved} == {"model", "optim", "param_groups", "scheduler", "counters"}
+        assert {name.split(".")[0] for name in saved} == {
+            "model",
+            "optim",
+            "param_groups",
+            "scheduler",
+            "counters",
+        }
         for rank, there in enumerate(after):
             assert there["loaded"]["values"].keys() == saved.keys()
-            wrong = [name for name, value in there["loaded"]["values"].items() if value != saved[name]]
+            wrong = [
+                name for name, value in there["loaded"]["values"].items() if value != saved[name]
+            ]
             assert wrong == [], f"rank {rank} after step {step}"
             was_there = rank < len(before)
-            expected = before[rank]["saved"]["generators"] if was_there else derivation_of[step][rank]
+            expected = (
+                before[rank]["saved"]["generators"] if was_there else derivation_of[step][rank]
+            )
             assert there["loaded"]["generators"] == expected
             assert there["loaded"]["meter"] == before[rank if was_there else 0]["saved"]["meter"]
-        for one, other in pairwise(sorted(there["loaded"]["generators"]["torch"] for there in after)):
+        for one, other in pairwise(
+            sorted(there["loaded"]["generators"]["torch"] for there in after)
+        ):
             assert one != other, "two ranks draw the same numbers"
 
 
@@ -138,7 +154,9 @@ def _random_kills(rank: int, world_size: int, root: str, seed: int, kills_wanted
             status = _in_a_child(run, life, str(folder), number)
             if status == 0:
                 break
-            assert status == signal.SIGKILL and life.steps is not None, f"a life ended with status {status}"
+            assert status == signal.SIGKILL and life.steps is not None, (
+                f"a life ended with status {status}"
+            )
             assert newest_step(folder) in _possible_outcomes(life, start)
             kills += 1
         steps, counting = history(folder), Counting(run)
@@ -161,7 +179,9 @@ def _in_a_child(run: Run, life: Life, root: str, number: int) -> int:
 
 
 def _possible_outcomes(life: Life, start: int) -> set[int]:
-    """The steps that may be committed after the kill of a life that began at step ``start``: one, or one of two."""
+    """The steps that may be committed after the kill of a life that began at step ``start``: one,
+    or one of two.
+    """
     assert life.steps is not None
     last = start + life.steps - 1
     due = [step for step in range(start, last + 1) if (step + 1) % life.freq_steps == 0]
@@ -175,14 +195,18 @@ def test_random_kills_and_restarts_on_other_ranks_train_every_sample_once(tmp_pa
     run_ranks(_random_kills, 1, str(tmp_path), 5, 40)
 
 
-def _live_rank(rank: int, world_size: int, run: Run, life: Life, root: str, number: int) -> list[float]:
+def _live_rank(
+    rank: int, world_size: int, run: Run, life: Life, root: str, number: int
+) -> list[float]:
     assert world_size == life.world_size
     return live(run, life, root, number, [rank])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_killed_ranks_come_back_in_other_numbers_and_train_samples_once(drop_last: bool, tmp_path: Path) -> None:
+def test_killed_ranks_come_back_in_other_numbers_and_train_samples_once(
+    drop_last: bool, tmp_path: Path
+) -> None:
     run = Run(samples=29, epochs=3, batch_size=5, seed=11, drop_last=drop_last)  # 29 = 5 x 5 + 4
     lives = [
         Life(2, freq_steps=2, steps=3, moment="trained", victim=1),
@@ -196,8 +220,12 @@ def test_killed_ranks_come_back_in_other_numbers_and_train_samples_once(drop_las
         if life.steps is None:
             counts = run_ranks(_live_rank, life.world_size, run, life, str(tmp_path), number)
         else:
-            with pytest.raises(AssertionError, match=rf"--- rank {life.victim}\nthe process died without a word"):
-                run_ranks(_live_rank, life.world_size, run, life, str(tmp_path), number, timeout_s=60)
+            with pytest.raises(
+                AssertionError, match=rf"--- rank {life.victim}\nthe process died without a word"
+            ):
+                run_ranks(
+                    _live_rank, life.world_size, run, life, str(tmp_path), number, timeout_s=60
+                )
             assert newest_step(tmp_path) in _possible_outcomes(life, start)
     steps = history(tmp_path)
     assert_trained_once(run, steps)

@@ -1,4 +1,6 @@
-"""Information for a host before and after `load`: the step to be restored, and the restored generators."""
+"""Information for a host before and after `load`: the step to be restored, and the restored
+generators.
+"""
 
 import os
 import shutil
@@ -29,7 +31,9 @@ pytestmark = pytest.mark.timeout(60)
 def files(root: Path) -> dict[str, tuple[bytes, int]]:
     """Path -> bytes and modification time of every file."""
     found = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
-    return {str(path.relative_to(root)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+    return {
+        str(path.relative_to(root)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found
+    }
 
 
 def flip(path: Path) -> None:
@@ -61,7 +65,9 @@ def test_peek_knows_the_mode_and_the_generation_to_go_back_to(tmp_path: Path) ->
     assert make_handler(tmp_path, mode="off").peek() is None
     assert make_handler(tmp_path, resume_path=wanted).peek() == step_info(1)
     run_until(tmp_path, 3, first=2, resume_path=wanted)
-    assert make_handler(tmp_path, resume_path=wanted).peek() == step_info(2), "it has gone on from there"
+    assert make_handler(tmp_path, resume_path=wanted).peek() == step_info(2), (
+        "it has gone on from there"
+    )
     with pytest.raises(CheckpointNotFoundError, match="mode is 'must', but"):
         make_handler(tmp_path / "elsewhere", mode="must").peek()
     with pytest.raises(CheckpointNotFoundError, match=r"no generation at .*gone"):
@@ -86,14 +92,18 @@ def test_generations_with_bad_names_or_sizes_are_skipped_and_left(
     handler.close()
     (newest(tmp_path) / "recover_info.json").write_text("{}")
     before = files(tmp_path)
-    with pytest.raises(CheckpointCorruptError, match=r"holds nothing usable: global_step_1 are damaged"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"holds nothing usable: global_step_1 are damaged"
+    ):
         make_handler(tmp_path).peek()
     assert "recover_info.json has 2 bytes" in caplog.text
     assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize("peeked", [True, False])
-def test_a_load_never_restores_another_step_than_peek_has_named(tmp_path: Path, peeked: bool) -> None:
+def test_a_load_never_restores_another_step_than_peek_has_named(
+    tmp_path: Path, peeked: bool
+) -> None:
     run_until(tmp_path, 3)
     flip(newest(tmp_path) / "default" / "__0_0.distcp")
     handler, tiny = make_handler(tmp_path), Tiny()
@@ -103,7 +113,9 @@ def test_a_load_never_restores_another_step_than_peek_has_named(tmp_path: Path, 
         assert info and info.last_step_info == step_info(1)
         return
     assert handler.peek() == step_info(2)
-    with pytest.raises(CheckpointMismatchError, match=r"peek told step 2, .* is step 1.* start again"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"peek told step 2, .* is step 1.* start again"
+    ):
         handler.load(tiny.state)
     assert tiny.digest() == before and names(tmp_path) == ["global_step_1"], "quarantined as usual"
     handler.close()
@@ -115,7 +127,9 @@ def test_a_run_that_has_begun_since_peek_is_not_resumed_by_surprise(tmp_path: Pa
     handler = make_handler(tmp_path)
     assert handler.peek() is None
     run_until(tmp_path, 1)
-    with pytest.raises(CheckpointMismatchError, match=r"peek told that there is nothing, .* is step 0"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"peek told that there is nothing, .* is step 0"
+    ):
         handler.load(Tiny().state)
     assert handler.peek() == step_info(0) and handler.load(Tiny().state) is not None
     assert handler.load(Tiny().state) is not None, "what was told counts for one load"
@@ -172,7 +186,9 @@ def _peeks_before_and_with_a_group(rank: int, world_size: int, root: str) -> lis
         assert step is not None
         seen.append(step.global_step)
         if not dist.is_initialized():
-            dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=world_size)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{root}/store", rank=rank, world_size=world_size
+            )
             os.chdir("/" if rank else root)
     info = handler.load(Tiny().state)
     assert info is not None
@@ -251,6 +267,10 @@ print(RecoverHandler(config, FinetuneSpec({SPEC.total_train_epochs}, 24, 4)).pee
 assert not torch.distributed.is_initialized()
 """
     found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=stretched(50), check=True
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=stretched(50),
+        check=True,
     )
     assert "global_step=0" in found.stdout

@@ -1,4 +1,6 @@
-"""Which rank verifies which files of a generation: each rank its own files first, and each file by one rank."""
+"""Which rank verifies which files of a generation: each rank its own files first, and each file by
+one rank.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,20 +19,32 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def generation(ranks: int, engines: int = 1) -> dict[str, int]:
-    """Names and sizes of the files of a generation with ``ranks`` ranks. Shards of higher ranks are larger."""
-    shards = {f"engine{e}/__{r}_0.distcp": 1000 * (r + 1) for e in range(engines) for r in range(ranks)}
-    small = {f"state/rank_{r:05d}.pt": 20 for r in range(ranks)} | {f"engine{e}/.metadata": 300 for e in range(engines)}
+    """Names and sizes of the files of a generation with ``ranks`` ranks. Shards of higher ranks are
+    larger.
+    """
+    shards = {
+        f"engine{e}/__{r}_0.distcp": 1000 * (r + 1) for e in range(engines) for r in range(ranks)
+    }
+    small = {f"state/rank_{r:05d}.pt": 20 for r in range(ranks)} | {
+        f"engine{e}/.metadata": 300 for e in range(engines)
+    }
     return shards | small | {"recover_info.json": 50, "data.pt": 700, "state/driver.pt": 20}
 
 
-@pytest.mark.parametrize(("saved", "now"), [(1, 1), (2, 2), (3, 3), (12, 12), (2, 3), (3, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize(
+    ("saved", "now"), [(1, 1), (2, 2), (3, 3), (12, 12), (2, 3), (3, 2), (4, 1), (1, 4)]
+)
 def test_at_the_same_world_size_each_file_is_verified_by_its_rank(saved: int, now: int) -> None:
     files = generation(saved, engines=2)
     shares = [share_of(files, rank, now) for rank in range(now)]
     assert sorted(name for share in shares for name in share) == sorted(files)
     if saved == now:
         for rank, share in enumerate(shares):
-            own = {f"engine0/__{rank}_0.distcp", f"engine1/__{rank}_0.distcp", f"state/rank_{rank:05d}.pt"}
+            own = {
+                f"engine0/__{rank}_0.distcp",
+                f"engine1/__{rank}_0.distcp",
+                f"state/rank_{rank:05d}.pt",
+            }
             assert own <= set(share)
     else:
         loads = [sum(files[name] for name in share) for share in shares]
@@ -51,7 +65,12 @@ def _damages(rank: int, world_size: int, root: str) -> list[Any]:
     handler.dump(tiny.state, step_info(0))
     folder, found = newest(root), []
     files = read_manifest(folder)["files"]
-    for name in ("default/__0_0.distcp", "default/__1_0.distcp", "state/rank_00000.pt", "state/rank_00001.pt"):
+    for name in (
+        "default/__0_0.distcp",
+        "default/__1_0.distcp",
+        "state/rank_00000.pt",
+        "state/rank_00001.pt",
+    ):
         good = (folder / name).read_bytes()
         dist.barrier()
         if rank == 0:
@@ -79,7 +98,10 @@ def _damages_of_a_part(rank: int, world_size: int, root: str, ranks: list[int]) 
         handler.load(tiny.state)
         assert handler.dump(tiny.state, step_info(0))
     folder, missed = newest(root), []
-    files, target = read_manifest(folder)["files"], RankEngines({"default": tiny.state}, group=group)
+    files, target = (
+        read_manifest(folder)["files"],
+        RankEngines({"default": tiny.state}, group=group),
+    )
     for name in sorted(files):
         good, found = (folder / name).read_bytes(), [False] * len(ranks)
         dist.barrier(group)
@@ -94,5 +116,7 @@ def _damages_of_a_part(rank: int, world_size: int, root: str, ranks: list[int]) 
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [1, 2]])
-def test_ranks_of_a_part_of_the_job_find_every_files_damage(tmp_path: Path, ranks: list[int]) -> None:
+def test_ranks_of_a_part_of_the_job_find_every_files_damage(
+    tmp_path: Path, ranks: list[int]
+) -> None:
     assert run_ranks(_damages_of_a_part, 3, str(tmp_path), ranks) == [[]] * 3

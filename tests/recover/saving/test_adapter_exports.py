@@ -1,4 +1,6 @@
-"""Exports of models with adapters through the handler, merged or as PEFT folders, from engines and from PeftModels."""
+"""Exports of models with adapters through the handler, merged or as PEFT folders, from engines and
+from PeftModels.
+"""
 
 import copy
 from pathlib import Path
@@ -28,7 +30,12 @@ PEFT_FILES = {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def handler(root: Path, adapters: str, **options: Any) -> RecoverHandler:
-    keys = {"fileroot": str(root), "trial_name": adapters, "hf_freq_steps": 1, "hf_adapters": adapters} | options
+    keys = {
+        "fileroot": str(root),
+        "trial_name": adapters,
+        "hf_freq_steps": 1,
+        "hf_adapters": adapters,
+    } | options
     sidecars = {"tokenizer": keys.pop("tokenizer", None)}
     return RecoverHandler(RecoverConfig("e", **keys), SPEC, **sidecars)
 
@@ -46,11 +53,15 @@ def peft_model(**options: Any) -> PeftModel:
 
 
 class Host:
-    """A loop outside of Holdfast over a ``PeftModel``, which gives the handler its model and optimizer."""
+    """A loop outside of Holdfast over a ``PeftModel``, which gives the handler its model and
+    optimizer.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.05)
+        self.optimizer = torch.optim.AdamW(
+            [param for param in model.parameters() if param.requires_grad], lr=0.05
+        )
 
     @property
     def engine(self) -> tuple[Any, torch.optim.Optimizer]:
@@ -76,10 +87,14 @@ def loaded(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("async_save", [True, False], ids=["in the background", "blocking"])
-def test_a_peft_model_is_exported_in_both_forms_as_it_was_while_it_trains_on(tmp_path: Path, async_save: bool) -> None:
+def test_a_peft_model_is_exported_in_both_forms_as_it_was_while_it_trains_on(
+    tmp_path: Path, async_save: bool
+) -> None:
     for form in FORMS:
         host, then = Host(peft_model()), []
-        with handler(tmp_path, form, freq_steps=2, async_save=async_save, tokenizer=_tokenizer()) as run:
+        with handler(
+            tmp_path, form, freq_steps=2, async_save=async_save, tokenizer=_tokenizer()
+        ) as run:
             assert run.load(host.engine) is None
             for step in range(3):
                 host.step(step)
@@ -89,17 +104,24 @@ def test_a_peft_model_is_exported_in_both_forms_as_it_was_while_it_trains_on(tmp
             found = export(tmp_path, form, step)
             if form == "merged":
                 model.merge_and_unload().save_pretrained(tmp_path / f"theirs_{async_save}_{step}")
-                expected = (tmp_path / f"theirs_{async_save}_{step}" / "model.safetensors").read_bytes()
+                expected = (
+                    tmp_path / f"theirs_{async_save}_{step}" / "model.safetensors"
+                ).read_bytes()
                 assert (found / "model.safetensors").read_bytes() == expected
             else:
-                assert set(_contents(found)) >= {*PEFT_FILES, "tokenizer.json"} and "config.json" not in _contents(
-                    found
-                )
+                assert set(_contents(found)) >= {
+                    *PEFT_FILES,
+                    "tokenizer.json",
+                } and "config.json" not in _contents(found)
                 assert torch.equal(logits(loaded(found)), logits(model))
-        assert not torch.equal(logits(loaded(export(tmp_path, form, 0))), logits(loaded(export(tmp_path, form, 2))))
+        assert not torch.equal(
+            logits(loaded(export(tmp_path, form, 0))), logits(loaded(export(tmp_path, form, 2)))
+        )
 
 
-def test_adapters_that_cannot_be_merged_are_exported_as_peft_stores_them_or_refused_early(tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_merged_are_exported_as_peft_stores_them_or_refused_early(
+    tmp_path: Path,
+) -> None:
     dora = peft_model(use_dora=True, modules_to_save=["norm"])
     host = Host(dora)
     with (
@@ -118,10 +140,15 @@ def test_forms_that_a_model_cannot_have_are_refused_at_load_with_the_reason(tmp_
     beside = peft_model()
     beside.get_base_model().lm_head.weight.requires_grad_(True)  # type: ignore[union-attr]
     prefix = get_peft_model(
-        build_reference(tiny_qwen3()), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+        build_reference(tiny_qwen3()),
+        PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
     )
     for model, form, reason in (
-        (build_reference(tiny_qwen3()), "peft", "has no adapters of PEFT.*set recover.hf_adapters to 'merged'"),
+        (
+            build_reference(tiny_qwen3()),
+            "peft",
+            "has no adapters of PEFT.*set recover.hf_adapters to 'merged'",
+        ),
         (beside, "peft", "is trained beside the adapters"),
         (prefix, "peft", "is a prompt and no adapter"),
         (prefix, "merged", "prompt_encoder.*is beside the layers of the model"),
@@ -134,7 +161,9 @@ def test_forms_that_a_model_cannot_have_are_refused_at_load_with_the_reason(tmp_
 
 
 def _sharded(rank: int, world_size: int, root: Path) -> None:
-    """Export in both forms from an engine, a DDP model and an FSDP2 model, which train on meanwhile."""
+    """Export in both forms from an engine, a DDP model and an FSDP2 model, which train on
+    meanwhile.
+    """
     torch.set_num_threads(1)
     engine = lora_engine(root / "base")
     for form in FORMS:

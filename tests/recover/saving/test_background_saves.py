@@ -1,4 +1,6 @@
-"""Snapshots written while training goes on: their contents, the reports about them, and the leftovers."""
+"""Snapshots written while training goes on: their contents, the reports about them, and the
+leftovers.
+"""
 
 import errno
 import json
@@ -22,7 +24,13 @@ from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.saving import snapshot as snapshot_saving
 from holdfast.recover.saving.saver import BackgroundStep
 from holdfast.recover.saving.snapshot import RankSession
-from holdfast.utils.errors import CheckpointWriteError, ConfigError, PeerError, Preempted, StaleSnapshotError
+from holdfast.utils.errors import (
+    CheckpointWriteError,
+    ConfigError,
+    PeerError,
+    Preempted,
+    StaleSnapshotError,
+)
 from holdfast.utils.rng import RngState, capture_rng
 from tests.helpers import left_in_shared_memory, run_ranks, shared_memory
 from tests.recover.runs import SPEC, Tiny, hidden, make_handler, names, step_info
@@ -70,7 +78,9 @@ def restored(root: Path) -> str:
     return tiny.digest()
 
 
-def test_training_goes_on_while_a_snapshot_of_staged_values_is_written(tmp_path: Path, gate: Gate) -> None:
+def test_training_goes_on_while_a_snapshot_of_staged_values_is_written(
+    tmp_path: Path, gate: Gate
+) -> None:
     tiny = Tiny()
     handler = make(tmp_path)
     handler.load(tiny.state)
@@ -107,10 +117,14 @@ def test_a_due_snapshot_waits_for_the_one_before(
     assert stats.waited == 1 and 0.1 < stats.waited_s <= stats.blocked_s and stats.skipped == 0
     assert "step 0 was still being written: waited" in caplog.text
     handler.close()
-    assert names(tmp_path) == ["global_step_0", "global_step_1"] and handler.save_stats.committed == 2
+    assert (
+        names(tmp_path) == ["global_step_0", "global_step_1"] and handler.save_stats.committed == 2
+    )
 
 
-def test_a_due_snapshot_is_skipped_when_told_but_never_if_forced(tmp_path: Path, gate: Gate) -> None:
+def test_a_due_snapshot_is_skipped_when_told_but_never_if_forced(
+    tmp_path: Path, gate: Gate
+) -> None:
     tiny, handler = Tiny(), make(tmp_path, on_busy="skip")
     handler.load(tiny.state)
     saved = []
@@ -150,7 +164,10 @@ def test_a_failure_in_the_background_is_reported_by_the_next_call(
     gate.open()
     if by == "dump":
         handler._saver.settle()
-        assert "step 0: snapshot failed, 1 in a row (3 allowed)" in caplog.text and handler.failed_saves == 1
+        assert (
+            "step 0: snapshot failed, 1 in a row (3 allowed)" in caplog.text
+            and handler.failed_saves == 1
+        )
         spoilt.unlink()
         tiny.step()
         assert handler.dump(tiny.state, step_info(1))
@@ -168,7 +185,9 @@ def test_a_failure_in_the_background_is_reported_by_the_next_call(
     handler.close()
 
 
-def test_a_run_that_ends_with_an_error_still_has_its_last_snapshot(tmp_path: Path, gate: Gate) -> None:
+def test_a_run_that_ends_with_an_error_still_has_its_last_snapshot(
+    tmp_path: Path, gate: Gate
+) -> None:
     tiny = Tiny()
     with pytest.raises(ZeroDivisionError), make(tmp_path) as handler:
         handler.load(tiny.state)
@@ -210,7 +229,9 @@ def test_a_stopped_run_has_the_snapshot_under_way_and_the_last(tmp_path: Path, g
     assert names(tmp_path) == ["global_step_0", "global_step_1"] and restored(tmp_path) == last
 
 
-def test_a_buffer_that_is_not_filled_again_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_is_not_filled_again_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny, handler = Tiny(), make(tmp_path)
     handler.load(tiny.state)
     tiny.step()
@@ -235,7 +256,9 @@ def test_nothing_is_left_of_the_background_after_close(tmp_path: Path) -> None:
                 tiny.step()
                 handler.dump(tiny.state, step_info(step))
     assert process.num_fds() == n_fds and left_in_shared_memory(shm) == set()
-    assert [t.name for t in threading.enumerate() if t.name.startswith(("snapshot", "staging"))] == []
+    assert [
+        t.name for t in threading.enumerate() if t.name.startswith(("snapshot", "staging"))
+    ] == []
     assert not tiny.optimizer._optimizer_step_pre_hooks
 
 
@@ -282,7 +305,9 @@ def _group_goes_away(rank: int, world_size: int, root: str) -> str:
     handler.dump(tiny.state, step_info(0))
     handler.wait()
     write = RankSession.write_snapshot
-    RankSession.write_snapshot = lambda *args: begun.set() or (write(*args) if gate.wait(20) else None)  # type: ignore
+    RankSession.write_snapshot = lambda *args: (
+        begun.set() or (write(*args) if gate.wait(20) else None)
+    )  # type: ignore
     tiny.step()
     handler.dump(tiny.state, step_info(1))
     assert begun.wait(20)
@@ -294,9 +319,13 @@ def _group_goes_away(rank: int, world_size: int, root: str) -> str:
     return str(caught.value)
 
 
-def test_a_snapshot_whose_ranks_leave_torch_distributed_is_one_error_and_the_one_before_stays(tmp_path: Path) -> None:
+def test_a_snapshot_whose_ranks_leave_torch_distributed_is_one_error_and_the_one_before_stays(
+    tmp_path: Path,
+) -> None:
     for told in run_ranks(_group_goes_away, 2, str(tmp_path)):
-        assert told.startswith("step 1: the snapshot is lost, because the ranks could not reach each other")
+        assert told.startswith(
+            "step 1: the snapshot is lost, because the ranks could not reach each other"
+        )
         assert "close of the RecoverHandler before destroy_process_group" in told
     assert names(tmp_path) == ["global_step_0"]
     handler, tiny = make_handler(tmp_path), Tiny()  # the lock is free
@@ -323,10 +352,15 @@ def test_a_wait_that_is_interrupted_forgets_nothing(
     gate.open_in(0.2)
     handler.dump(tiny.state, step_info(1))
     handler.close()
-    assert handler.save_stats.committed == 2 and names(tmp_path) == ["global_step_0", "global_step_1"]
+    assert handler.save_stats.committed == 2 and names(tmp_path) == [
+        "global_step_0",
+        "global_step_1",
+    ]
     for step, state in enumerate(states):
         again = Tiny()
-        with make(tmp_path, resume_path=str(tmp_path / f"e/t/recover/global_step_{step}"), trial_name="u") as other:
+        with make(
+            tmp_path, resume_path=str(tmp_path / f"e/t/recover/global_step_{step}"), trial_name="u"
+        ) as other:
             other.load(again.state)
         assert again.digest() == state
 
@@ -361,7 +395,9 @@ def test_two_optimizers_of_one_model_are_two_states(tmp_path: Path) -> None:
         assert handler.load(engines()) is not None
 
 
-def test_generators_are_captured_once_for_all_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generators_are_captured_once_for_all_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     captured: list[RngState] = []
 
     def counted() -> RngState:
@@ -378,7 +414,9 @@ def test_generators_are_captured_once_for_all_engines(tmp_path: Path, monkeypatc
         assert len(captured) == 1 and actor.state.rng is None
 
 
-def test_a_signal_after_the_last_dump_does_not_cost_the_snapshot(tmp_path: Path, gate: Gate) -> None:
+def test_a_signal_after_the_last_dump_does_not_cost_the_snapshot(
+    tmp_path: Path, gate: Gate
+) -> None:
     passed_on: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: passed_on.append(number))
     try:

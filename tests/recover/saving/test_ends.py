@@ -1,4 +1,6 @@
-"""Processes that end without `close` during a write: the snapshot is there, or the exit code reports an error."""
+"""Processes that end without `close` during a write: the snapshot is there, or the exit code
+reports an error.
+"""
 
 import subprocess
 import sys
@@ -51,14 +53,30 @@ if __name__ == "__main__":
 
 
 IN_THE_WAY = "shutil.rmtree(f'{root}/e/t/recover', ignore_errors=True); open(f'{root}/e/t/recover', 'w').close()"
-"""Replaces the folder of generations by a file. The writing thread may have created the folder already."""
+"""Replaces the folder of generations by a file. The writing thread may have created the folder
+already.
+"""
 
 
 def end(root: Path, end: str, write_s: float = 1.0, n_ranks: int = 1) -> tuple[int, str]:
-    """Run a job that ends as ``end`` says, under torchrun if it has several ranks. Returns exit code and output."""
+    """Run a job that ends as ``end`` says, under torchrun if it has several ranks. Returns exit
+    code and output.
+    """
     (root / "job.py").write_text(JOB)
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={n_ranks}", f"--master-port={free_port()}"]
-    command = [sys.executable, *(torchrun if n_ranks > 1 else []), "job.py", str(root), str(write_s), end]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={n_ranks}",
+        f"--master-port={free_port()}",
+    ]
+    command = [
+        sys.executable,
+        *(torchrun if n_ranks > 1 else []),
+        "job.py",
+        str(root),
+        str(write_s),
+        end,
+    ]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=80)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -71,7 +89,9 @@ def end(root: Path, end: str, write_s: float = 1.0, n_ranks: int = 1) -> tuple[i
         ("handler.close(); dist.destroy_process_group()", 0),
     ],
 )
-def test_ranks_that_end_finish_their_snapshot_and_keep_their_exit_code(tmp_path: Path, how: str, code: int) -> None:
+def test_ranks_that_end_finish_their_snapshot_and_keep_their_exit_code(
+    tmp_path: Path, how: str, code: int
+) -> None:
     n_ranks = 2 if code == 0 else 1  # torchrun has its own exit codes
     found, said = end(tmp_path, how, n_ranks=n_ranks)
     assert found == code, said
@@ -93,11 +113,15 @@ def test_ranks_that_leave_their_group_before_the_snapshot_end_badly(tmp_path: Pa
 def test_a_process_whose_last_snapshot_cannot_be_written_does_not_end_well(tmp_path: Path) -> None:
     code, said = end(tmp_path, f"{IN_THE_WAY}; print('the end')")
     assert code == 1 and "the end" in said
-    assert "step 0: the process ends without its snapshot (CheckpointWriteError: cannot write" in said
+    assert (
+        "step 0: the process ends without its snapshot (CheckpointWriteError: cannot write" in said
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code", "found"), [("pass", 0, ["global_step_0"]), (IN_THE_WAY, 1, [])])
+@pytest.mark.parametrize(
+    ("how", "code", "found"), [("pass", 0, ["global_step_0"]), (IN_THE_WAY, 1, [])]
+)
 def test_a_process_that_multiprocessing_has_forked_ends_no_other_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, code: int, found: list[str]
 ) -> None:
@@ -129,7 +153,9 @@ handler.dump(state, StepInfo(0, 1, 1, 6))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["", "handler.wait()", "handler.close()"])
-def test_the_process_does_not_end_under_a_thread_that_still_frees_tensors(tmp_path: Path, how: str) -> None:
+def test_the_process_does_not_end_under_a_thread_that_still_frees_tensors(
+    tmp_path: Path, how: str
+) -> None:
     """torch ends the process with SIGABRT if such a thread asks for the interpreter."""
     code, said = end(tmp_path, SLOW_TO_END + how, write_s=0.0)
     assert code == 0, said
@@ -151,7 +177,11 @@ LAST = "handler.dump(state, StepInfo(0, 1, 1, 6)); reached.wait(); print('the en
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "hang", ["generations.commit_folder = hang", "RankSession.write_snapshot = generations.walk_leaves = hang"]
+    "hang",
+    [
+        "generations.commit_folder = hang",
+        "RankSession.write_snapshot = generations.walk_leaves = hang",
+    ],
 )
 @pytest.mark.parametrize("how", ["pass", "1 / 0"])
 def test_a_process_whose_storage_hangs_ends_by_itself(tmp_path: Path, hang: str, how: str) -> None:
@@ -163,9 +193,15 @@ def test_a_process_whose_storage_hangs_ends_by_itself(tmp_path: Path, hang: str,
     assert time.monotonic() - started < 40 and code == 1, said
     assert "the end" in said and names(tmp_path) == ["global_step_0"]
     if how == "pass":
-        assert "step 1: the process ends without its snapshot (TimeoutError: it was not finished)" in said
+        assert (
+            "step 1: the process ends without its snapshot (TimeoutError: it was not finished)"
+            in said
+        )
     else:
-        assert "ZeroDivisionError" in said and "step 1: the snapshot that was being written is given up" in said
+        assert (
+            "ZeroDivisionError" in said
+            and "step 1: the snapshot that was being written is given up" in said
+        )
 
 
 def _grow(seconds: float) -> Callable[..., Any]:
@@ -184,7 +220,9 @@ def _grow(seconds: float) -> Callable[..., Any]:
     return slow
 
 
-def test_a_first_snapshot_is_waited_for_while_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_snapshot_is_waited_for_while_it_gets_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saver, "LINGER_S", 0.8)
     monkeypatch.setattr(RankSession, "write_snapshot", _grow(2.0))
     tiny = Tiny()
@@ -195,7 +233,9 @@ def test_a_first_snapshot_is_waited_for_while_it_gets_on(tmp_path: Path, monkeyp
     assert names(tmp_path) == ["global_step_0"] and hidden(tmp_path) == []
 
 
-def test_a_snapshot_that_does_not_get_on_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_does_not_get_on_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saver, "LINGER_S", 0.3)
     gate, tiny = Gate(monkeypatch), Tiny()
     started = time.monotonic()

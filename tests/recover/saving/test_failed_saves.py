@@ -39,7 +39,10 @@ def test_failed_snapshots_are_counted_and_too_many_in_a_row_end_runs(
     handler.load(tiny.state)
     _in_the_way(tmp_path, True)
     assert [handler.dump(tiny.state, step_info(step)) for step in (1, 2)] == [False, False]
-    assert handler.failed_saves == 2 and "step 2: snapshot failed, 2 in a row (2 allowed): cannot" in caplog.text
+    assert (
+        handler.failed_saves == 2
+        and "step 2: snapshot failed, 2 in a row (2 allowed): cannot" in caplog.text
+    )
     _in_the_way(tmp_path, False)
     assert handler.dump(tiny.state, step_info(3)) and handler.failed_saves == 0
     _in_the_way(tmp_path, True)
@@ -76,14 +79,23 @@ def test_the_newest_generation_says_how_many_bytes_the_next_one_needs(tmp_path: 
     assert store.newest_bytes() == 0
     run_until(tmp_path, 1)
     (generation,) = store.generations()
-    files = [path for path in generation.path.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    files = [
+        path
+        for path in generation.path.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    ]
     assert store.newest_bytes() == sum(path.stat().st_size for path in files)
 
 
-def _one_rank_cannot_write(rank: int, world_size: int, root: str, kind: str) -> tuple[list[bool], str]:
+def _one_rank_cannot_write(
+    rank: int, world_size: int, root: str, kind: str
+) -> tuple[list[bool], str]:
     tiny, handler = Tiny(), make_handler(root, freq_steps=1, save_failures_allowed=1)
     handler.load(tiny.state)
-    saved, limits = [handler.dump(tiny.state, step_info(0))], resource.getrlimit(resource.RLIMIT_FSIZE)
+    saved, limits = (
+        [handler.dump(tiny.state, step_info(0))],
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     if kind == "disk" and rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
     if kind == "bug" and rank == 1:
@@ -121,7 +133,9 @@ def test_a_rank_with_a_bug_ends_all_ranks_at_once(tmp_path: Path) -> None:
 
 
 class _StaleState(DCPState):
-    """Always returns the tensors of its first call, like a staging buffer that is never filled again."""
+    """Always returns the tensors of its first call, like a staging buffer that is never filled
+    again.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         if not hasattr(self, "_staged"):
@@ -129,7 +143,9 @@ class _StaleState(DCPState):
         return self._staged
 
 
-def test_a_snapshot_of_stale_values_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_of_stale_values_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tiny = Tiny()
     tiny.step()
     handler = make_handler(tmp_path, freq_steps=1, save_failures_allowed=1)
@@ -138,7 +154,10 @@ def test_a_snapshot_of_stale_values_is_refused(tmp_path: Path, caplog: pytest.Lo
     assert handler.dump(stale, step_info(0))
     tiny.step()
     assert not handler.dump(stale, step_info(1))
-    assert "stale snapshot of 'default': fingerprints did not change between optimizer steps 1 and 2" in caplog.text
+    assert (
+        "stale snapshot of 'default': fingerprints did not change between optimizer steps 1 and 2"
+        in caplog.text
+    )
     tiny.step()
     with pytest.raises(StaleSnapshotError):
         handler.dump(stale, step_info(2))
@@ -156,8 +175,12 @@ def test_a_stale_snapshot_is_noticed_after_a_restart_too(tmp_path: Path) -> None
         handler.dump(stale, step_info(3))
 
 
-def test_steps_that_change_nothing_yet_are_no_stale_snapshots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All rewards are equal, so advantage, gradient and moments are zero. Later the learning rate is zero."""
+def test_steps_that_change_nothing_yet_are_no_stale_snapshots(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All rewards are equal, so advantage, gradient and moments are zero. Later the learning rate
+    is zero.
+    """
     tiny = Tiny()
     for group in tiny.optimizer.param_groups:
         group["weight_decay"] = 0.0

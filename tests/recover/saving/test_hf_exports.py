@@ -1,4 +1,6 @@
-"""Hugging Face exports through the handler: their schedule, their source, reports about them, and runs that go back."""
+"""Hugging Face exports through the handler: their schedule, their source, reports about them, and
+runs that go back.
+"""
 
 import os
 import resource
@@ -68,7 +70,9 @@ class Trainer:
 
 
 def exports(root: Path, hidden: bool = False) -> list[str]:
-    found = [path.name for path in (root / "e/t/hf").glob("*") if path.name.startswith(".") == hidden]
+    found = [
+        path.name for path in (root / "e/t/hf").glob("*") if path.name.startswith(".") == hidden
+    ]
     return sorted(found, key=lambda name: (len(name), name))
 
 
@@ -111,9 +115,13 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return copies
 
 
-def test_due_steps_are_exported_as_they_were_from_their_snapshots_copy(tmp_path: Path, staged: list[bool]) -> None:
+def test_due_steps_are_exported_as_they_were_from_their_snapshots_copy(
+    tmp_path: Path, staged: list[bool]
+) -> None:
     trainer, options = Trainer(tmp_path), {"dtype": torch.bfloat16, "tokenizer": _tokenizer()}
-    with make(tmp_path, freq_steps=4, hf_freq_steps=2, hf_dtype="bfloat16", tokenizer=_tokenizer()) as handler:
+    with make(
+        tmp_path, freq_steps=4, hf_freq_steps=2, hf_dtype="bfloat16", tokenizer=_tokenizer()
+    ) as handler:
         handler.load(trainer.state)
         taken = []
         for step in range(8):
@@ -121,14 +129,22 @@ def test_due_steps_are_exported_as_they_were_from_their_snapshots_copy(tmp_path:
             taken.append(handler.dump(trainer.state, step_info(step)))
             assert not handler.dump(trainer.state, step_info(step)), "never one step twice"
     assert staged == [True, False, True, False]
-    assert taken == [step in (3, 7) for step in range(8)] and names(tmp_path) == ["global_step_3", "global_step_7"]
+    assert taken == [step in (3, 7) for step in range(8)] and names(tmp_path) == [
+        "global_step_3",
+        "global_step_7",
+    ]
     trainer.assert_exported(tmp_path, [1, 3, 5, 7])
     assert (handler.save_stats.committed, handler.save_stats.exported) == (2, 4)
     assert exports(tmp_path, hidden=True) == []
 
 
-def test_training_goes_on_while_exports_are_written_one_at_a_time(tmp_path: Path, gate: Gate) -> None:
-    trainer, handler = Trainer(tmp_path), make(tmp_path, freq_steps=1, hf_freq_steps=2, on_busy="skip")
+def test_training_goes_on_while_exports_are_written_one_at_a_time(
+    tmp_path: Path, gate: Gate
+) -> None:
+    trainer, handler = (
+        Trainer(tmp_path),
+        make(tmp_path, freq_steps=1, hf_freq_steps=2, on_busy="skip"),
+    )
     handler.load(trainer.state)
     for step in range(4):
         trainer.step(step)
@@ -136,14 +152,18 @@ def test_training_goes_on_while_exports_are_written_one_at_a_time(tmp_path: Path
         if step == 0:
             handler.wait()
     assert gate.reached.wait(20) and exports(tmp_path) == [] and handler.save_stats.skipped == 2
-    assert names(tmp_path) == ["global_step_0", "global_step_1"], "the snapshot does not wait for its export"
+    assert names(tmp_path) == ["global_step_0", "global_step_1"], (
+        "the snapshot does not wait for its export"
+    )
     gate.open_in(0)
     handler.close()
     trainer.assert_exported(tmp_path, [1])
 
 
 @pytest.mark.slow
-def test_exports_are_blocking_when_snapshots_are_and_only_the_newest_stay(tmp_path: Path, staged: list[bool]) -> None:
+def test_exports_are_blocking_when_snapshots_are_and_only_the_newest_stay(
+    tmp_path: Path, staged: list[bool]
+) -> None:
     trainer = Trainer(tmp_path)
     with make(tmp_path, freq_steps=2, hf_max_to_keep=2, async_save=False) as handler:
         handler.load(trainer.state)
@@ -165,13 +185,17 @@ def test_a_run_that_goes_back_renames_exports_and_makes_the_lost_one(
         for step in range(5):
             trainer.step(step)
             handler.dump(trainer.state, step_info(step))
-    os.rename(tmp_path / "e/t/hf/global_step_3", tmp_path / "before")  # as if killed after the commit of the snapshot
+    os.rename(
+        tmp_path / "e/t/hf/global_step_3", tmp_path / "before"
+    )  # as if killed after the commit of the snapshot
     (tmp_path / "e/t/hf/.staging-3-0123456789ab").mkdir()
     again = Trainer(tmp_path)
     with make(tmp_path, freq_steps=2) as handler:
         info = handler.load(again.state)
         assert info is not None and info.last_step_info.global_step == 3
-        found = exports(tmp_path, hidden=True)  # includes the staging folder of step 3 during its write
+        found = exports(
+            tmp_path, hidden=True
+        )  # includes the staging folder of step 3 during its write
         assert ".staging-3-0123456789ab" not in found
         (quarantined,) = (name for name in found if not name.startswith(".staging-3-"))
         assert quarantined.startswith(".rejected-global_step_4-the-run-went-back")
@@ -207,7 +231,11 @@ def test_a_run_started_from_elsewhere_has_no_export_of_its_past(
 def test_only_one_engine_that_is_named_and_of_transformers_can_be_exported(tmp_path: Path) -> None:
     trainer, tiny = Trainer(tmp_path), Tiny()
     engines = {"actor": trainer.state, "other": tiny.state}
-    for name, said in ((None, "expected|name one"), ("nobody", "expected one of"), ("other", "Linear")):
+    for name, said in (
+        (None, "expected|name one"),
+        ("nobody", "expected one of"),
+        ("other", "Linear"),
+    ):
         with pytest.raises(ConfigError, match=said), make(tmp_path, hf_engine=name) as handler:
             handler.load(engines)
     with make(tmp_path, freq_steps=1, hf_engine="actor") as handler:
@@ -248,7 +276,12 @@ def test_exports_may_fail_as_often_as_snapshots_and_beside_them(
         handler.dump(trainer.state, step_info(1))
         handler._saver.settle()
     stats = handler.save_stats
-    assert (stats.committed, stats.failed, stats.exports_failed, handler.failed_saves) == (2, 0, 2, 0)
+    assert (stats.committed, stats.failed, stats.exports_failed, handler.failed_saves) == (
+        2,
+        0,
+        2,
+        0,
+    )
     (tmp_path / "e/t/hf").unlink()
     trainer.step(2)
     handler.dump(trainer.state, step_info(2))
@@ -318,7 +351,9 @@ def test_nothing_is_left_of_exports_after_close(tmp_path: Path) -> None:
                 trainer.step(step)
                 handler.dump(trainer.state, step_info(step))
     assert process.num_fds() == n_fds and left_in_shared_memory(shm) == set()
-    assert [t.name for t in threading.enumerate() if t.name.startswith(("snapshot", "staging"))] == []
+    assert [
+        t.name for t in threading.enumerate() if t.name.startswith(("snapshot", "staging"))
+    ] == []
 
 
 def _killed_before_the_commit(rank: int, world_size: int, root: Path) -> None:
@@ -343,13 +378,19 @@ def test_after_a_kill_before_the_commit_the_next_start_exports(tmp_path: Path) -
 
 
 def _sharded(rank: int, world_size: int, model: str, root: Path) -> tuple[str, int]:
-    """Two engines train on during an export of the actor. Then rank 1 has no space, which all ranks report."""
+    """Two engines train on during an export of the actor. Then rank 1 has no space, which all ranks
+    report.
+    """
     job = Job(model, ("actor", "critic"))
-    handler = make(root, freq_steps=2, hf_engine="actor", save_failures_allowed=0, tokenizer=_tokenizer())
+    handler = make(
+        root, freq_steps=2, hf_engine="actor", save_failures_allowed=0, tokenizer=_tokenizer()
+    )
     handler.load(job.engine)
     for step in range(4):
         job.train([step, step + 1])
-        meta = SaveLoadMeta(str(root / f"references/{step}"), "hf", False, _tokenizer(), base_model_path=model)
+        meta = SaveLoadMeta(
+            str(root / f"references/{step}"), "hf", False, _tokenizer(), base_model_path=model
+        )
         job.engines["actor"].save(meta)
         handler.dump(job.engine, step_info(step))
     handler.wait()
@@ -380,12 +421,18 @@ def test_a_sharded_engine_is_exported_and_failed_writes_reach_all_ranks(
     assert exports(tmp_path) == [f"global_step_{step}" for step in range(4)]
     for step in range(4):
         found = _contents(tmp_path / f"e/t/hf/global_step_{step}")
-        assert found == _contents(tmp_path / f"references/{step}") and "LICENSE" in found and "tokenizer.json" in found
+        assert (
+            found == _contents(tmp_path / f"references/{step}")
+            and "LICENSE" in found
+            and "tokenizer.json" in found
+        )
     assert exports(tmp_path, hidden=True) == []
 
 
 def _reference(job: Job, path: str) -> None:
-    job.engines["default"].save(SaveLoadMeta(path, "hf", False, base_model_path=job.engines["default"].config.path))
+    job.engines["default"].save(
+        SaveLoadMeta(path, "hf", False, base_model_path=job.engines["default"].config.path)
+    )
 
 
 @pytest.mark.slow
@@ -393,7 +440,9 @@ def _reference(job: Job, path: str) -> None:
 def test_a_ray_driver_has_its_workers_export_while_they_train_on(tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model", tiny_qwen3())
     placement = place(PlacementRequest("trainer", 2, WorkerResources()), 30)
-    group = WorkerGroup(Job, args=(str(tmp_path / "model"),), world_size=2, placement=placement, name="trainer")
+    group = WorkerGroup(
+        Job, args=(str(tmp_path / "model"),), world_size=2, placement=placement, name="trainer"
+    )
     try:
         with make(tmp_path, freq_steps=2) as handler:
             handler.load(group)
@@ -446,5 +495,8 @@ def _group_breaks(rank: int, world_size: int, root: str) -> tuple[str, str]:
 def test_an_export_is_not_begun_in_a_group_that_its_snapshot_broke(tmp_path: Path) -> None:
     for error, told in run_ranks(_group_breaks, 2, str(tmp_path)):
         assert collective_broke(RuntimeError(error))
-        assert "the export of step 0 was not begun: what was written before it broke the ranks' process group" in told
+        assert (
+            "the export of step 0 was not begun: what was written before it broke the ranks' process group"
+            in told
+        )
     assert names(tmp_path) == [] and exports(tmp_path) == []

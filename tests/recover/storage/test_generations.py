@@ -57,7 +57,9 @@ def test_a_generation_is_visible_only_after_its_commit(store: GenerationStore) -
     assert store.verify(generation.path).last_step_info.global_step == 3
 
 
-def test_generations_are_ordered_by_number_and_other_names_are_ignored(store: GenerationStore) -> None:
+def test_generations_are_ordered_by_number_and_other_names_are_ignored(
+    store: GenerationStore,
+) -> None:
     for step in (9, 100, 20):
         commit(store, step)
     for name in ("global_step_", "global_step_x", "global_step_7.old", "xglobal_step_7", "notes"):
@@ -79,7 +81,8 @@ def test_nothing_is_ever_written_over(store: GenerationStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [("missing", "file default/gone is missing"), ("extra", "file extra is n")]
+    ("change", "message"),
+    [("missing", "file default/gone is missing"), ("extra", "file extra is n")],
 )
 def test_a_generation_that_would_be_refused_later_is_not_committed(
     store: GenerationStore, change: str, message: str
@@ -96,7 +99,9 @@ def test_a_generation_that_would_be_refused_later_is_not_committed(
     assert (store.root / TRACKER_NAME).read_text() == "0"
 
 
-def test_damaged_generations_are_set_aside_until_a_sound_one_is_found(store: GenerationStore) -> None:
+def test_damaged_generations_are_set_aside_until_a_sound_one_is_found(
+    store: GenerationStore,
+) -> None:
     for step in range(4):
         commit(store, step)
     (store.root / "global_step_3" / "default" / "shard").write_bytes(bytes(100))
@@ -113,7 +118,10 @@ def test_damaged_generations_are_set_aside_until_a_sound_one_is_found(store: Gen
 def test_setting_the_same_step_aside_twice_keeps_both(store: GenerationStore) -> None:
     paths = {store.quarantine(commit(store, 1), "Bad: *!* " + "very " * 50) for _ in range(2)}
     assert len(paths) == 2 == len(store.quarantined())
-    assert all(len(path.name) < 140 and path.name.startswith(".rejected-global_step_1-bad-very") for path in paths)
+    assert all(
+        len(path.name) < 140 and path.name.startswith(".rejected-global_step_1-bad-very")
+        for path in paths
+    )
 
 
 def test_a_generation_without_a_readable_info_is_corrupt(store: GenerationStore) -> None:
@@ -121,7 +129,8 @@ def test_a_generation_without_a_readable_info_is_corrupt(store: GenerationStore)
     write_durably(staging / INFO_NAME, b'{"run_id": "r"}')
     store.commit(staging, 0, file_entries(staging, [INFO_NAME]), {})
     with pytest.raises(
-        CheckpointCorruptError, match=r"recover_info\.json cannot be read: ValueError: info.last_step_info is missing"
+        CheckpointCorruptError,
+        match=r"recover_info\.json cannot be read: ValueError: info.last_step_info is missing",
     ):
         store.verify(store.root / "global_step_0")
     assert store.newest_valid() is None and len(store.quarantined()) == 1
@@ -135,7 +144,9 @@ def test_a_sweep_removes_what_a_killed_writer_left_and_nothing_else(store: Gener
     (store.root / f".{TRACKER_NAME}.0123").write_text("1")
     (store.root / "notes.txt").write_text("mine")
     store.sweep()
-    assert sorted(os.listdir(store.root)) == sorted([rejected.name, "global_step_0", TRACKER_NAME, "notes.txt"])
+    assert sorted(os.listdir(store.root)) == sorted(
+        [rejected.name, "global_step_0", TRACKER_NAME, "notes.txt"]
+    )
 
 
 def test_the_newest_are_kept_and_none_is_half_removed(store: GenerationStore) -> None:
@@ -149,7 +160,9 @@ def test_the_newest_are_kept_and_none_is_half_removed(store: GenerationStore) ->
     assert len(store.generations()) == 2 and not list(store.root.glob(".*"))
 
 
-def test_a_generation_that_is_a_link_loses_only_the_link(store: GenerationStore, tmp_path: Path) -> None:
+def test_a_generation_that_is_a_link_loses_only_the_link(
+    store: GenerationStore, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for step in (1, 2):
@@ -158,7 +171,9 @@ def test_a_generation_that_is_a_link_loses_only_the_link(store: GenerationStore,
     commit(store, 3)
     assert [g.step for g in store.generations()] == [3, 2, 1]
     assert store.verify(store.path_of(2)).last_step_info.global_step == 2, "read through the link"
-    store.path_of(1).rename(store.root / ".retired-global_step_1-0123456789ab")  # like older versions left it
+    store.path_of(1).rename(
+        store.root / ".retired-global_step_1-0123456789ab"
+    )  # like older versions left it
     store.delete_by_retention(RetentionRules(1))
     store.sweep()
     assert sorted(os.listdir(store.root)) == ["global_step_3", TRACKER_NAME]
@@ -168,11 +183,15 @@ def test_a_generation_that_is_a_link_loses_only_the_link(store: GenerationStore,
 
 def commit_with(store: GenerationStore, step: int, metrics: dict[str, float]) -> None:
     staging = store.open_staging(step)
-    write_durably(staging / INFO_NAME, RecoverInfo(step_info(step), "run", 1, metrics=metrics).to_json())
+    write_durably(
+        staging / INFO_NAME, RecoverInfo(step_info(step), "run", 1, metrics=metrics).to_json()
+    )
     store.commit(staging, step, file_entries(staging, [INFO_NAME]), {})
 
 
-def test_generations_stay_by_the_union_of_the_rules_computed_from_disk(store: GenerationStore) -> None:
+def test_generations_stay_by_the_union_of_the_rules_computed_from_disk(
+    store: GenerationStore,
+) -> None:
     rules = RetentionRules(last=2, every_steps=5, best=1, metric="reward")
     for step, reward in enumerate((0.1, 0.9, 0.3, 0.2, 0.5, 0.6, 0.4, 0.7)):
         commit_with(GenerationStore(store.root), step, {"reward": reward})
@@ -180,7 +199,9 @@ def test_generations_stay_by_the_union_of_the_rules_computed_from_disk(store: Ge
     assert [generation.step for generation in store.generations()] == [7, 6, 4, 1]
 
 
-def test_pinned_generations_and_the_newest_usable_one_are_never_retired(store: GenerationStore) -> None:
+def test_pinned_generations_and_the_newest_usable_one_are_never_retired(
+    store: GenerationStore,
+) -> None:
     for step in range(5):
         commit(store, step)
     for step in (4, 3):

@@ -1,4 +1,6 @@
-"""The journal of a run: a disk that is temporarily full loses lines, but neither the run nor later lines."""
+"""The journal of a run: a disk that is temporarily full loses lines, but neither the run nor later
+lines.
+"""
 
 import errno
 import os
@@ -19,7 +21,11 @@ def test_lines_are_written_again_once_there_is_room(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     journal.note("step", step=0)
-    for patched, steps in ((full, (1, 2)), (lambda fd, data: write(fd, data[:5]), (3,)), (write, (4, 5))):
+    for patched, steps in (
+        (full, (1, 2)),
+        (lambda fd, data: write(fd, data[:5]), (3,)),
+        (write, (4, 5)),
+    ):
         monkeypatch.setattr(os, "write", patched)
         for step in steps:
             journal.note("step", step=step)
@@ -44,7 +50,9 @@ def test_the_end_names_an_error_whose_text_cannot_be_made(tmp_path: Path) -> Non
     assert [event["error"] for event in read_journal(tmp_path, ["end"])] == ["Unspeakable"]
 
 
-def test_a_journal_that_is_a_pipe_blocks_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_journal_that_is_a_pipe_blocks_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     os.mkfifo(tmp_path / "journal.jsonl")
     journal = Journal(tmp_path)
     journal.open()
@@ -64,4 +72,6 @@ def test_the_last_start_that_is_whole_is_found_behind_damaged_ones(tmp_path: Pat
     journal.close()
     found = last_start(tmp_path)
     assert found is not None and found[1]["step"] == 2
-    assert [event["event"] for event in read_journal(tmp_path, ["start", "step"], since=found[0])] == ["start", "step"]
+    assert [
+        event["event"] for event in read_journal(tmp_path, ["start", "step"], since=found[0])
+    ] == ["start", "step"]

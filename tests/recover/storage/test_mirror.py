@@ -1,4 +1,6 @@
-"""Copies at a mirror: the same bytes there and back, over memory, files and a real S3 server. Refused copies."""
+"""Copies at a mirror: the same bytes there and back, over memory, files and a real S3 server.
+Refused copies.
+"""
 
 import importlib.util
 from collections.abc import Iterable, Iterator
@@ -67,7 +69,9 @@ def copy(mirror: Mirror, *generations: Generation) -> None:
         assert mirror.wait(30) and mirror.last_error is None
 
 
-def test_a_generation_comes_back_as_it_was(url: str, store: GenerationStore, back: GenerationStore) -> None:
+def test_a_generation_comes_back_as_it_was(
+    url: str, store: GenerationStore, back: GenerationStore
+) -> None:
     mirror = Mirror(url, 2, chunk_bytes=1000)
     assert mirror.steps() == []
     generation = commit(store, 7, sizes=(0, 1, 999, 1000, 1001, 20_500))
@@ -81,7 +85,9 @@ def test_a_generation_comes_back_as_it_was(url: str, store: GenerationStore, bac
 
 
 @pytest.mark.slow
-def test_a_large_file_travels_in_parts(s3_url: str, store: GenerationStore, back: GenerationStore) -> None:
+def test_a_large_file_travels_in_parts(
+    s3_url: str, store: GenerationStore, back: GenerationStore
+) -> None:
     generation = commit(store, 0, sizes=[101 << 20])  # s3fs uploads up to 100 MiB in one request
     mirror = Mirror(s3_url, 1)
     copy(mirror, generation)
@@ -114,7 +120,9 @@ def test_a_copy_that_was_marked_as_damaged_meanwhile_makes_room_for_sound_ones(
 ) -> None:
     copy(mirror := Mirror(s3_url, 2), commit(store, 0), commit(store, 1))
     fs, root = storage(s3_url)
-    fs.pipe_file(f"{root}/.damaged-global_step_1", fs.cat_file(f"{root}/global_step_1/manifest.json"))
+    fs.pipe_file(
+        f"{root}/.damaged-global_step_1", fs.cat_file(f"{root}/global_step_1/manifest.json")
+    )
     copy(mirror, commit(store, 2))
     assert mirror.steps() == [2, 0] and mirror.steps(damaged=True) == []
 
@@ -146,7 +154,9 @@ def test_steps_are_numbers_and_other_names_are_left_alone(url: str, store: Gener
     assert mirror.steps() == [] and listing(url) == others
 
 
-def test_existing_files_are_not_uploaded_again(s3_url: str, server: S3Server, store: GenerationStore) -> None:
+def test_existing_files_are_not_uploaded_again(
+    s3_url: str, server: S3Server, store: GenerationStore
+) -> None:
     generation = commit(store, 3)
     copy(Mirror(s3_url, 2), generation)
     server.clear()
@@ -154,7 +164,9 @@ def test_existing_files_are_not_uploaded_again(s3_url: str, server: S3Server, st
     assert server.requests and server.puts() == []
 
 
-def test_a_file_lost_at_the_mirror_is_put_again(url: str, store: GenerationStore, back: GenerationStore) -> None:
+def test_a_file_lost_at_the_mirror_is_put_again(
+    url: str, store: GenerationStore, back: GenerationStore
+) -> None:
     generation = commit(store, 3)
     copy(mirror := Mirror(url, 2), generation)
     fs, root = storage(url)
@@ -173,14 +185,18 @@ def test_a_step_that_was_trained_again_is_replaced(
     assert len(listing(url)) == 3
 
 
-def test_the_manifest_comes_last_and_goes_first(s3_url: str, server: S3Server, store: GenerationStore) -> None:
+def test_the_manifest_comes_last_and_goes_first(
+    s3_url: str, server: S3Server, store: GenerationStore
+) -> None:
     mirror = Mirror(s3_url, 1)
     copy(mirror, commit(store, 0))
     assert server.puts()[0] == ".copying-global_step_0"
     assert server.puts()[-1] == f"global_step_0/{MANIFEST_NAME}" and len(server.puts()) == 5
     server.clear()
     copy(mirror, commit(store, 1))
-    requests = [request.replace(f"/{s3_url.removeprefix('s3://')}", "") for request in server.requests]
+    requests = [
+        request.replace(f"/{s3_url.removeprefix('s3://')}", "") for request in server.requests
+    ]
     order = [
         requests.index(f"PUT /global_step_1/{MANIFEST_NAME}"),
         requests.index(f"DELETE /global_step_0/{MANIFEST_NAME}"),
@@ -203,12 +219,28 @@ def damage_flip(data: bytes) -> bytes:
 
 DAMAGES = {
     "a flipped bit": ("default/shard_0", damage_flip, "shard_0 has digest"),
-    "a shorter file": ("default/shard_2", lambda data: data[:-1], "shard_2 has 29999 bytes, the manifest says 30000"),
-    "a longer file": ("default/shard_1", lambda data: data + b"x", "shard_1 has 1 bytes, the manifest says 0"),
+    "a shorter file": (
+        "default/shard_2",
+        lambda data: data[:-1],
+        "shard_2 has 29999 bytes, the manifest says 30000",
+    ),
+    "a longer file": (
+        "default/shard_1",
+        lambda data: data + b"x",
+        "shard_1 has 1 bytes, the manifest says 0",
+    ),
     "a missing file": ("default/shard_1", None, "shard_1 is missing"),
-    "a missing manifest": (MANIFEST_NAME, None, "manifest.json is missing: the copy was never complete"),
+    "a missing manifest": (
+        MANIFEST_NAME,
+        None,
+        "manifest.json is missing: the copy was never complete",
+    ),
     "a shorter manifest": (MANIFEST_NAME, lambda data: data[:-1], "manifest.json is"),
-    "a flipped manifest": (MANIFEST_NAME, lambda data: data.replace(b"run 0", b"run 1"), "manifest.json is"),
+    "a flipped manifest": (
+        MANIFEST_NAME,
+        lambda data: data.replace(b"run 0", b"run 1"),
+        "manifest.json is",
+    ),
     "no manifest at all": (MANIFEST_NAME, lambda data: b"", "manifest.json is"),
 }
 
@@ -231,7 +263,9 @@ def test_a_damaged_copy_is_refused_and_an_older_one_serves(
     verify_folder(mirror.fetch(0, back).path)
 
 
-def test_files_outside_of_the_manifest_are_not_fetched(url: str, store: GenerationStore, back: GenerationStore) -> None:
+def test_files_outside_of_the_manifest_are_not_fetched(
+    url: str, store: GenerationStore, back: GenerationStore
+) -> None:
     generation = commit(store, 0)
     copy(mirror := Mirror(url, 1), generation)
     fs, root = storage(url)
@@ -239,15 +273,21 @@ def test_files_outside_of_the_manifest_are_not_fetched(url: str, store: Generati
     assert contents(mirror.fetch(0, back).path) == contents(generation.path)
 
 
-def forge(url: str, step: int, folder: Path, facts: dict[str, int], names: Iterable[str] = ()) -> None:
+def forge(
+    url: str, step: int, folder: Path, facts: dict[str, int], names: Iterable[str] = ()
+) -> None:
     """Put a well-formed manifest in place of the manifest of a copy."""
     folder.mkdir()
     write_manifest(folder, [FileEntry(name, 0, f"xxh3_128:{0:032x}") for name in names], facts)
     fs, root = storage(url)
-    fs.pipe_file(f"{root}/global_step_{step}/{MANIFEST_NAME}", (folder / MANIFEST_NAME).read_bytes())
+    fs.pipe_file(
+        f"{root}/global_step_{step}/{MANIFEST_NAME}", (folder / MANIFEST_NAME).read_bytes()
+    )
 
 
-@pytest.mark.parametrize("name", ["../planted", "/tmp/planted", "a/../../planted", "", ".", "./a", "a/", MANIFEST_NAME])
+@pytest.mark.parametrize(
+    "name", ["../planted", "/tmp/planted", "a/../../planted", "", ".", "./a", "a/", MANIFEST_NAME]
+)
 def test_a_manifest_cannot_name_a_file_of_this_machine(
     memory_url: str, store: GenerationStore, back: GenerationStore, tmp_path: Path, name: str
 ) -> None:
@@ -274,13 +314,17 @@ def test_a_fetch_overwrites_no_existing_generation(url: str, store: GenerationSt
         mirror.fetch(0, store)
 
 
-def test_a_locally_corrupted_file_does_not_reach_the_mirror(url: str, store: GenerationStore) -> None:
+def test_a_locally_corrupted_file_does_not_reach_the_mirror(
+    url: str, store: GenerationStore
+) -> None:
     mirror, generation = Mirror(url, 1), commit(store, 0)
     path = generation.path / "default" / "shard_0"
     path.write_bytes(damage_flip(path.read_bytes()))
     mirror.submit(generation)
     assert mirror.wait(30) and mirror.steps() == []
-    assert isinstance(mirror.last_error, CheckpointCorruptError) and "shard_0 has digest" in str(mirror.last_error)
+    assert isinstance(mirror.last_error, CheckpointCorruptError) and "shard_0 has digest" in str(
+        mirror.last_error
+    )
 
 
 @pytest.mark.parametrize(
@@ -291,7 +335,9 @@ def test_a_locally_corrupted_file_does_not_reach_the_mirror(url: str, store: Gen
         pytest.param(
             "gs://bucket/runs",
             "install gcsfs",
-            marks=pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed"),
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed"
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""A mirror that is killed, down, hanging or overtaken: it is never wrong and never blocks the training."""
+"""A mirror that is killed, down, hanging or overtaken: it is never wrong and never blocks the
+training.
+"""
 
 import os
 import resource
@@ -18,7 +20,16 @@ from holdfast.recover.storage.mirror import Mirror
 from holdfast.utils.errors import CheckpointWriteError, MirrorError
 from holdfast.utils.files import remove_folder
 from tests.limits import stretched
-from tests.recover.mirrors import BUCKET, S3Server, block, commit, contents, listing, start, start_copy
+from tests.recover.mirrors import (
+    BUCKET,
+    S3Server,
+    block,
+    commit,
+    contents,
+    listing,
+    start,
+    start_copy,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -45,7 +56,11 @@ def s3_url(server: S3Server, tmp_path: Path) -> str:
 
 @pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"file://{tmp_path}/mirror/trial" if request.param == "file" else request.getfixturevalue("s3_url")
+    return (
+        f"file://{tmp_path}/mirror/trial"
+        if request.param == "file"
+        else request.getfixturevalue("s3_url")
+    )
 
 
 @pytest.fixture
@@ -103,7 +118,9 @@ def test_a_killed_copy_does_not_count_and_the_next_completes_it(
 def test_killed_at_any_request_there_is_always_a_copy_to_resume_from(
     s3_url: str, server: S3Server, store: GenerationStore, tmp_path: Path
 ) -> None:
-    """The copy of step 1 replaces the copy of step 0. The process is killed before each of its requests."""
+    """The copy of step 1 replaces the copy of step 0. The process is killed before each of its
+    requests.
+    """
     old, new = commit(store, 0, sizes=(10, 20)), commit(store, 1, sizes=(10, 20))
     outcomes: list[list[int]] = []
     mirror = Mirror(s3_url, 1)
@@ -133,7 +150,10 @@ def test_killed_at_any_request_there_is_always_a_copy_to_resume_from(
 
 
 def test_a_mirror_that_is_down_costs_a_warning_until_it_returns(
-    store: GenerationStore, back: GenerationStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: GenerationStore,
+    back: GenerationStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     generation = commit(store, 0)
     with S3Server() as server:
@@ -144,12 +164,18 @@ def test_a_mirror_that_is_down_costs_a_warning_until_it_returns(
     mirror.submit(generation)
     assert time.monotonic() - started < 0.5 and mirror.pinned() == {0}
     assert mirror.wait(60) and mirror.pinned() == set()
-    assert isinstance(mirror.last_error, MirrorError) and "Could not connect" in str(mirror.last_error)
-    assert [record.levelname for record in caplog.records if record.name == "holdfast.recover.storage.mirror"] == [
-        "WARNING"
-    ]
+    assert isinstance(mirror.last_error, MirrorError) and "Could not connect" in str(
+        mirror.last_error
+    )
+    assert [
+        record.levelname
+        for record in caplog.records
+        if record.name == "holdfast.recover.storage.mirror"
+    ] == ["WARNING"]
     assert sum("again in" in record.message for record in caplog.records) == 1
-    with pytest.raises(MirrorError, match="failed 2 times, the last time with EndpointConnectionError"):
+    with pytest.raises(
+        MirrorError, match="failed 2 times, the last time with EndpointConnectionError"
+    ):
         mirror.steps()
     with pytest.raises(MirrorError):
         mirror.fetch(0, back)
@@ -257,7 +283,9 @@ def test_a_process_ends_in_time_although_its_mirror_hangs(
     assert server.held.is_set()
 
 
-def test_a_disk_that_refuses_a_fetch_is_left_as_it_was(tmp_path: Path, store: GenerationStore) -> None:
+def test_a_disk_that_refuses_a_fetch_is_left_as_it_was(
+    tmp_path: Path, store: GenerationStore
+) -> None:
     url, back = f"file://{tmp_path}/mirror", GenerationStore(tmp_path / "back")
     mirror = Mirror(url, 2)
     mirror.submit(commit(store, 0))

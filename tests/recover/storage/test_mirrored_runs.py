@@ -1,4 +1,6 @@
-"""A run whose generations are copied away comes back from the copies when its own folder is gone or bad."""
+"""A run whose generations are copied away comes back from the copies when its own folder is gone or
+bad.
+"""
 
 import json
 import logging
@@ -13,7 +15,11 @@ import pytest
 
 from holdfast.recover import RecoverHandler
 from holdfast.recover.resuming.check import check_bytes
-from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from holdfast.utils.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+)
 from holdfast.utils.remote import RemoteFolder
 from tests.recover.runs import Tiny, hidden, make_handler, names, newest, run_until, step_info
 
@@ -29,7 +35,10 @@ def _train(tmp_path: Path, steps: int, **options: Any) -> list[str]:
 
 
 def _copies(tmp_path: Path) -> list[str]:
-    return sorted(path.parent.name for path in (tmp_path / "mirror" / "e" / "t").glob("global_step_*/manifest.json"))
+    return sorted(
+        path.parent.name
+        for path in (tmp_path / "mirror" / "e" / "t").glob("global_step_*/manifest.json")
+    )
 
 
 def _flip(path: Path) -> None:
@@ -40,7 +49,10 @@ def _flip(path: Path) -> None:
 
 def test_a_closed_run_has_its_newest_generations_at_the_mirror(tmp_path: Path) -> None:
     _train(tmp_path, 5, mirror_max_to_keep=1)
-    assert _copies(tmp_path) == ["global_step_4"] and names(tmp_path / "run") == ["global_step_3", "global_step_4"]
+    assert _copies(tmp_path) == ["global_step_4"] and names(tmp_path / "run") == [
+        "global_step_3",
+        "global_step_4",
+    ]
 
 
 def test_a_snapshot_whose_copy_cannot_begin_is_copied_at_next_start(
@@ -54,7 +66,10 @@ def test_a_snapshot_whose_copy_cannot_begin_is_copied_at_next_start(
         start(thread)
 
     tiny = Tiny()
-    with monkeypatch.context() as patch, _mirrored(tmp_path, freq_steps=1, save_failures_allowed=0) as handler:
+    with (
+        monkeypatch.context() as patch,
+        _mirrored(tmp_path, freq_steps=1, save_failures_allowed=0) as handler,
+    ):
         patch.setattr(threading.Thread, "start", refuse_copies)
         handler.load(tiny.state)
         assert handler.dump(tiny.state, step_info(0)) and handler.save_stats.failed == 0
@@ -94,7 +109,11 @@ def test_a_damaged_copy_is_passed_over_for_an_older_one(tmp_path: Path) -> None:
     _flip(tmp_path / "mirror" / "e" / "t" / "global_step_2" / "default" / "__0_0.distcp")
     tiny = Tiny()
     info = _mirrored(tmp_path).load(tiny.state)
-    assert info and info.last_step_info.global_step == copies[-2] and tiny.digest() == digests[copies[-2]]
+    assert (
+        info
+        and info.last_step_info.global_step == copies[-2]
+        and tiny.digest() == digests[copies[-2]]
+    )
 
 
 def test_with_every_copy_bad_the_run_does_not_start_over(tmp_path: Path) -> None:
@@ -102,7 +121,9 @@ def test_with_every_copy_bad_the_run_does_not_start_over(tmp_path: Path) -> None
     shutil.rmtree(tmp_path / "run")
     for copy in (tmp_path / "mirror" / "e" / "t").glob("global_step_*"):
         _flip(copy / "default" / "__0_0.distcp")
-    with pytest.raises(CheckpointCorruptError, match=r"no copy at file:.* is complete and sound \(there is some"):
+    with pytest.raises(
+        CheckpointCorruptError, match=r"no copy at file:.* is complete and sound \(there is some"
+    ):
         _mirrored(tmp_path).load(Tiny().state)
 
 
@@ -121,7 +142,10 @@ def test_reads_that_fail_at_times_do_not_condemn_the_only_copy(
 
     monkeypatch.setattr(RemoteFolder, "chunks", flip_now_and_then)
     if bad_reads == 2:
-        with _mirrored(tmp_path) as handler, pytest.raises(CheckpointCorruptError, match="no copy at file:"):
+        with (
+            _mirrored(tmp_path) as handler,
+            pytest.raises(CheckpointCorruptError, match="no copy at file:"),
+        ):
             handler.load(Tiny().state)
     assert not list(tmp_path.rglob(".damaged-*"))
     tiny = Tiny()
@@ -155,7 +179,9 @@ def test_an_only_copy_found_bad_is_tried_again_at_the_next_start(
     with _mirrored(tmp_path) as handler:
         assert handler.peek() == step_info(0)
         assert handler.load(tiny.state) is not None and tiny.digest() == digests[0]
-    assert _copies(tmp_path) == ["global_step_0"] and not list(tmp_path.rglob(".damaged-*")), "its copy replaced it"
+    assert _copies(tmp_path) == ["global_step_0"] and not list(tmp_path.rglob(".damaged-*")), (
+        "its copy replaced it"
+    )
 
 
 @pytest.mark.slow
@@ -167,13 +193,19 @@ def test_an_unreadable_mirror_stops_only_a_run_without_generations_of_its_own(
     (tmp_path / "mirror").write_text("a file")
     with caplog.at_level(logging.WARNING):
         info = _mirrored(tmp_path).load(Tiny().state)
-    assert info and info.last_step_info.global_step == 1 and "the mirror cannot be read" in caplog.text
-    with pytest.raises(CheckpointNotFoundError, match="whether this run is to be resumed is not known"):
+    assert (
+        info and info.last_step_info.global_step == 1 and "the mirror cannot be read" in caplog.text
+    )
+    with pytest.raises(
+        CheckpointNotFoundError, match="whether this run is to be resumed is not known"
+    ):
         _mirrored(tmp_path, "fresh").load(Tiny().state)
 
 
 @pytest.mark.slow
-def test_a_mirror_that_fails_never_stops_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mirror_that_fails_never_stops_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     handler, tiny = _mirrored(tmp_path, freq_steps=1), Tiny()
     handler.load(tiny.state)
     (tmp_path / "mirror").write_text("a file")
@@ -196,12 +228,16 @@ def _run_id(run: Path) -> str:
     return json.loads((newest(run) / "recover_info.json").read_text())["run_id"]
 
 
-def test_a_generation_that_somebody_copied_from_another_run_is_refused_with_both_ids(tmp_path: Path) -> None:
+def test_a_generation_that_somebody_copied_from_another_run_is_refused_with_both_ids(
+    tmp_path: Path,
+) -> None:
     run_until(tmp_path / "run", 2)
     run_until(tmp_path / "other", 3)
     root, own = tmp_path / "run" / "e" / "t" / "recover", _run_id(tmp_path / "run")
     shutil.copytree(newest(tmp_path / "other"), root / "global_step_2")
-    refused = f"global_step_2 is of run {_run_id(tmp_path / 'other')}, but {root} belongs to run {own}"
+    refused = (
+        f"global_step_2 is of run {_run_id(tmp_path / 'other')}, but {root} belongs to run {own}"
+    )
     for act in (RecoverHandler.peek, lambda handler: handler.load(Tiny().state)):
         with pytest.raises(CheckpointMismatchError, match=f"{refused}.*a new folder.*resume_path"):
             act(make_handler(tmp_path / "run"))
@@ -210,7 +246,9 @@ def test_a_generation_that_somebody_copied_from_another_run_is_refused_with_both
     # An older copy, found when the run's own generations are damaged.
     shutil.rmtree(root / "global_step_2")
     shutil.rmtree(root / "global_step_0")
-    shutil.copytree(tmp_path / "other" / "e" / "t" / "recover" / "global_step_1", tmp_path / "older")
+    shutil.copytree(
+        tmp_path / "other" / "e" / "t" / "recover" / "global_step_1", tmp_path / "older"
+    )
     _flip(newest(tmp_path / "run") / "default" / "__0_0.distcp")
     with pytest.raises(CheckpointCorruptError):
         make_handler(tmp_path / "run").load(Tiny().state)
@@ -228,17 +266,23 @@ def test_a_copy_of_another_run_at_the_mirror_is_not_fetched_into_a_run(tmp_path:
     run_until(tmp_path / "other", 4, mirror_url=f"file://{tmp_path}/mirror")
     for act in (RecoverHandler.peek, lambda handler: handler.load(Tiny().state)):
         with pytest.raises(
-            CheckpointMismatchError, match=rf"global_step_3 is of run {_run_id(tmp_path / 'other')}, but"
+            CheckpointMismatchError,
+            match=rf"global_step_3 is of run {_run_id(tmp_path / 'other')}, but",
         ):
             act(_mirrored(tmp_path))
-    assert names(tmp_path / "run") == ["global_step_0", "global_step_1"] and hidden(tmp_path / "run") == []
+    assert (
+        names(tmp_path / "run") == ["global_step_0", "global_step_1"]
+        and hidden(tmp_path / "run") == []
+    )
 
 
 def test_a_trial_that_starts_from_another_one_has_an_id_of_its_own(tmp_path: Path) -> None:
     run_until(tmp_path / "a", 2)
     run_until(tmp_path / "b", 3, first=2, resume_path=str(newest(tmp_path / "a")))
     assert _run_id(tmp_path / "b") != _run_id(tmp_path / "a")
-    shutil.copytree(newest(tmp_path / "b"), tmp_path / "a" / "e" / "t" / "recover" / "global_step_2")
+    shutil.copytree(
+        newest(tmp_path / "b"), tmp_path / "a" / "e" / "t" / "recover" / "global_step_2"
+    )
     with pytest.raises(CheckpointMismatchError, match="is of run"):
         make_handler(tmp_path / "a").load(Tiny().state)
 
@@ -251,7 +295,11 @@ def test_a_run_of_an_older_version_that_went_over_to_another_run_goes_on(tmp_pat
     shutil.copytree(newest(tmp_path / "a"), root / "global_step_2")
     (root / "run_id.txt").unlink()
     run_until(tmp_path / "b", 4, first=3)
-    assert _run_id(tmp_path / "b") == _run_id(tmp_path / "a") == (root / "run_id.txt").read_text().strip()
+    assert (
+        _run_id(tmp_path / "b")
+        == _run_id(tmp_path / "a")
+        == (root / "run_id.txt").read_text().strip()
+    )
 
 
 def test_a_copy_that_a_crash_cut_short_is_made_after_the_restart(tmp_path: Path) -> None:
@@ -262,7 +310,9 @@ def test_a_copy_that_a_crash_cut_short_is_made_after_the_restart(tmp_path: Path)
     assert _copies(tmp_path) == ["global_step_1"]
 
 
-def test_a_copy_that_arrives_bad_again_is_not_fetched_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_arrives_bad_again_is_not_fetched_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _train(tmp_path, 3, max_ckpt_to_keep=None, mirror_max_to_keep=None)
 
     def damage_the_newest(holder: Any, generation: str, files: Any) -> str | None:
@@ -272,4 +322,6 @@ def test_a_copy_that_arrives_bad_again_is_not_fetched_forever(tmp_path: Path, mo
     monkeypatch.setattr("holdfast.recover.resuming.choice.check_bytes", damage_the_newest)
     info = _mirrored(tmp_path).load(Tiny().state)
     assert info and info.last_step_info.global_step == 1
-    assert len(hidden(tmp_path / "run")) == 2, "the local one, and the one that was fetched in its place"
+    assert len(hidden(tmp_path / "run")) == 2, (
+        "the local one, and the one that was fetched in its place"
+    )

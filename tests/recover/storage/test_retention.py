@@ -1,4 +1,6 @@
-"""Which generations stay: the union of the rules, and never fewer than rules over the whole history would keep."""
+"""Which generations stay: the union of the rules, and never fewer than rules over the whole history
+would keep.
+"""
 
 import math
 import random
@@ -14,7 +16,9 @@ History = dict[int, dict[str, float]]
 
 def history(**values: float | None) -> History:
     """``s3=0.5``: step 3 with reward 0.5. None: without a reward."""
-    return {int(step[1:]): {} if value is None else {"reward": value} for step, value in values.items()}
+    return {
+        int(step[1:]): {} if value is None else {"reward": value} for step, value in values.items()
+    }
 
 
 def plain(steps: range) -> History:
@@ -22,10 +26,15 @@ def plain(steps: range) -> History:
 
 
 def random_history(rng: random.Random) -> History:
-    """Steps with gaps and few distinct values, so that there are ties. Some are NaN, infinite or missing."""
+    """Steps with gaps and few distinct values, so that there are ties. Some are NaN, infinite or
+    missing.
+    """
     steps = sorted(rng.sample(range(200), rng.randint(1, 40)))
     values = [0.0, 0.25, 0.5, 0.75, 1.0, -1.0, math.nan, math.inf, None]
-    return {s: {"other": 1.0} | ({} if (v := rng.choice(values)) is None else {"reward": v}) for s in steps}
+    return {
+        s: {"other": 1.0} | ({} if (v := rng.choice(values)) is None else {"reward": v})
+        for s in steps
+    }
 
 
 def random_rules(rng: random.Random) -> RetentionRules:
@@ -45,8 +54,12 @@ def cases() -> Iterator[tuple[History, RetentionRules]]:
         yield random_history(rng), random_rules(rng)
 
 
-def kept_commit_by_commit(whole: History, rules: RetentionRules, have: History | None = None) -> set[int]:
-    """The final generations if the rules are applied after every commit to the generations that still exist."""
+def kept_commit_by_commit(
+    whole: History, rules: RetentionRules, have: History | None = None
+) -> set[int]:
+    """The final generations if the rules are applied after every commit to the generations that
+    still exist.
+    """
     disk: History = dict(have or {})
     for step in sorted(whole):
         disk[step] = whole[step]
@@ -55,20 +68,30 @@ def kept_commit_by_commit(whole: History, rules: RetentionRules, have: History |
 
 
 @pytest.mark.parametrize(
-    ("last", "kept"), [(1, {9}), (2, {8, 9}), (10, set(range(10))), (99, set(range(10))), (None, set(range(10)))]
+    ("last", "kept"),
+    [(1, {9}), (2, {8, 9}), (10, set(range(10))), (99, set(range(10))), (None, set(range(10)))],
 )
 def test_the_newest_stay_and_without_a_number_all(last: int | None, kept: set[int]) -> None:
     assert steps_to_keep(plain(range(10)), RetentionRules(last)) == kept
 
 
 def test_every_so_many_steps_counts_from_the_start_of_the_run() -> None:
-    assert steps_to_keep(plain(range(450)), RetentionRules(1, every_steps=100)) == {99, 199, 299, 399, 449}
+    assert steps_to_keep(plain(range(450)), RetentionRules(1, every_steps=100)) == {
+        99,
+        199,
+        299,
+        399,
+        449,
+    }
 
 
 def test_the_best_stay_whichever_end_is_best() -> None:
     generations = history(s0=0.1, s1=0.9, s2=0.5, s3=0.7, s4=0.2)
     assert steps_to_keep(generations, RetentionRules(1, best=2, metric="reward")) == {1, 3, 4}
-    assert steps_to_keep(generations, RetentionRules(1, best=2, metric="reward", mode="min")) == {0, 4}
+    assert steps_to_keep(generations, RetentionRules(1, best=2, metric="reward", mode="min")) == {
+        0,
+        4,
+    }
     assert steps_to_keep(generations, RetentionRules(1, best=2, metric="loss")) == {4}
 
 
@@ -76,18 +99,27 @@ def test_of_equals_the_newer_is_better() -> None:
     generations = history(s0=0.5, s1=0.5, s2=0.5, s3=0.1)
     assert steps_to_keep(generations, RetentionRules(1, best=2, metric="reward")) == {1, 2, 3}
     generations = history(s0=0.5, s1=0.5, s2=0.5, s3=0.9)
-    assert steps_to_keep(generations, RetentionRules(1, best=2, metric="reward", mode="min")) == {1, 2, 3}
+    assert steps_to_keep(generations, RetentionRules(1, best=2, metric="reward", mode="min")) == {
+        1,
+        2,
+        3,
+    }
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_a_generation_without_the_metric_or_with_nan_is_never_best(mode: str) -> None:
     generations = history(s0=math.nan, s1=0.3, s2=None, s3=math.nan, s4=None)
-    assert steps_to_keep(generations, RetentionRules(1, best=3, metric="reward", mode=mode)) == {1, 4}
+    assert steps_to_keep(generations, RetentionRules(1, best=3, metric="reward", mode=mode)) == {
+        1,
+        4,
+    }
 
 
 def test_a_generation_stays_when_any_rule_wants_it() -> None:
     generations = history(s0=0.9, s1=0.1, s2=0.1, s3=0.1, s4=0.1, s5=0.1)
-    assert steps_to_keep(generations, RetentionRules(2, every_steps=3, best=1, metric="reward")) == {0, 2, 4, 5}
+    assert steps_to_keep(
+        generations, RetentionRules(2, every_steps=3, best=1, metric="reward")
+    ) == {0, 2, 4, 5}
 
 
 def test_an_empty_history_keeps_nothing() -> None:
@@ -96,7 +128,11 @@ def test_an_empty_history_keeps_nothing() -> None:
 
 def test_the_rules_of_a_run_are_those_of_its_configuration() -> None:
     config = RecoverConfig(
-        max_ckpt_to_keep=None, keep_every_steps=7, keep_best=3, best_metric="eval/loss", best_mode="min"
+        max_ckpt_to_keep=None,
+        keep_every_steps=7,
+        keep_best=3,
+        best_metric="eval/loss",
+        best_mode="min",
     )
     assert RetentionRules.from_config(config) == RetentionRules(None, 7, 3, "eval/loss", "min")
     assert RetentionRules.from_config(RecoverConfig()) == RetentionRules(2)
@@ -122,10 +158,16 @@ def test_more_generous_rules_keep_all_that_stricter_ones_do() -> None:
         kept = steps_to_keep(generations, r)
         more = [
             RetentionRules(None, r.every_steps, r.best, r.metric, r.mode),
-            RetentionRules(None if r.last is None else r.last + 1, r.every_steps, r.best, r.metric, r.mode),
+            RetentionRules(
+                None if r.last is None else r.last + 1, r.every_steps, r.best, r.metric, r.mode
+            ),
             RetentionRules(r.last, r.every_steps, (r.best or 0) + 1, "reward", r.mode),
         ]
-        divisors = [d for d in range(1, (r.every_steps or 0) + 1) if r.every_steps and r.every_steps % d == 0]
+        divisors = [
+            d
+            for d in range(1, (r.every_steps or 0) + 1)
+            if r.every_steps and r.every_steps % d == 0
+        ]
         more += [RetentionRules(r.last, d, r.best, r.metric, r.mode) for d in divisors or [4]]
         for generous in more:
             assert kept <= steps_to_keep(generations, generous)
@@ -145,7 +187,10 @@ def test_after_a_restart_with_other_rules_generations_kept_by_both_stay() -> Non
         disk = kept_commit_by_commit(early, before)
         kept = kept_commit_by_commit(late, after, {step: early[step] for step in disk})
         if late:
-            assert steps_to_keep(generations, after) & (steps_to_keep(early, before) | set(late)) <= kept
+            assert (
+                steps_to_keep(generations, after) & (steps_to_keep(early, before) | set(late))
+                <= kept
+            )
 
 
 def test_each_generation_is_told_which_rules_want_it() -> None:
@@ -158,4 +203,7 @@ def test_each_generation_is_told_which_rules_want_it() -> None:
         19: ["every 10 steps", "best 1 by reward"],
         9: ["every 10 steps"],
     }
-    assert reasons_to_keep({1: {}, 0: {}}, RetentionRules(None)) == {1: ["newest", "all"], 0: ["all"]}
+    assert reasons_to_keep({1: {}, 0: {}}, RetentionRules(None)) == {
+        1: ["newest", "all"],
+        0: ["all"],
+    }

@@ -36,7 +36,9 @@ class Job:
         os.kill(self.process.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to all processes of its group, as launchers and terminals do. The function calls `setsid`."""
+        """Send a signal to all processes of its group, as launchers and terminals do. The function
+        calls `setsid`.
+        """
         assert self.process.pid is not None
         os.killpg(self.process.pid, number)
 
@@ -46,7 +48,9 @@ class Job:
 
 
 def _run(run: Callable[[Connection], None], pipe: Connection, stderr: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # independent of the parent of the tests
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # independent of the parent of the tests
     file = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)

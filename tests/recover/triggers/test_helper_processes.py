@@ -1,4 +1,6 @@
-"""Signals to the whole process group of a job: it finishes its step with the help of its other processes."""
+"""Signals to the whole process group of a job: it finishes its step with the help of its other
+processes.
+"""
 
 import asyncio
 import os
@@ -115,11 +117,18 @@ def wait_until_alone(of: int | None) -> None:
 
 
 CASES = [(kind, name) for kind in LOADERS for name in ("SIGTERM", "SIGUSR1", "SIGINT")]
-FAST = [("fork", "SIGTERM"), ("persistent", "SIGUSR1"), ("torchdata", "SIGTERM"), ("fork", "SIGINT")]
+FAST = [
+    ("fork", "SIGTERM"),
+    ("persistent", "SIGUSR1"),
+    ("torchdata", "SIGTERM"),
+    ("fork", "SIGINT"),
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), slow_but(FAST, CASES))
-def test_a_signal_to_the_group_of_a_job_with_a_loader_leads_to_a_snapshot(tmp_path: Path, kind: str, name: str) -> None:
+def test_a_signal_to_the_group_of_a_job_with_a_loader_leads_to_a_snapshot(
+    tmp_path: Path, kind: str, name: str
+) -> None:
     with job(partial(train, root=tmp_path, kind=kind), tmp_path) as running:
         assert running.receive(40) == "in the step"
         running.signal_group(getattr(signal, name))
@@ -145,7 +154,9 @@ def train_with_calls(pipe: Connection, root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(["SIGUSR1"], ["SIGTERM", "SIGUSR1"]))
-def test_a_signal_to_the_group_of_a_job_leaves_its_calls_in_other_processes_alone(tmp_path: Path, name: str) -> None:
+def test_a_signal_to_the_group_of_a_job_leaves_its_calls_in_other_processes_alone(
+    tmp_path: Path, name: str
+) -> None:
     with job(partial(train_with_calls, root=tmp_path), tmp_path) as running:
         assert running.receive() == 0
         assert running.receive() == 0
@@ -179,7 +190,9 @@ def test_a_worker_that_is_lost_after_a_signal_does_not_end_the_step(tmp_path: Pa
         assert running.receive() == -signal.SIGUSR1
         assert running.exit_code() == Preempted.EXIT_CODE, running.stderr.read_text()
         assert names(tmp_path) == ["global_step_0"]
-        assert "holdfast: finishing the step, although DataLoader worker" in running.stderr.read_text()
+        assert (
+            "holdfast: finishing the step, although DataLoader worker" in running.stderr.read_text()
+        )
 
 
 def fail_in_a_block(root: Path) -> None:
@@ -216,7 +229,9 @@ def run_to_the_error(pipe: Connection, fail: Callable[[Path], None], root: Path)
 
 
 @pytest.mark.parametrize("fail", [fail_in_a_block, fail_before_a_close, fail_in_the_close])
-def test_an_error_is_printed_before_the_signal_ends_the_process(tmp_path: Path, fail: Callable) -> None:
+def test_an_error_is_printed_before_the_signal_ends_the_process(
+    tmp_path: Path, fail: Callable
+) -> None:
     with job(partial(run_to_the_error, fail=fail, root=tmp_path), tmp_path) as running:
         assert running.exit_code() == -signal.SIGTERM
         said = running.stderr.read_text()
@@ -246,7 +261,9 @@ def start_helpers(pipe: Connection) -> None:
 
 
 @pytest.mark.parametrize("end", slow_but(["killed"], ["killed", "exit"]))
-def test_helpers_end_with_a_job_that_was_killed_unless_they_left_its_session(tmp_path: Path, end: str) -> None:
+def test_helpers_end_with_a_job_that_was_killed_unless_they_left_its_session(
+    tmp_path: Path, end: str
+) -> None:
     with job(start_helpers, tmp_path) as running:
         (program,), pids = sorted([_tuple(running.receive()), _tuple(running.receive())], key=len)
         reading, leaving, program = (psutil.Process(pid) for pid in (*pids, program))

@@ -64,7 +64,8 @@ def test_seconds_run_from_the_last_snapshot_whatever_made_it_due() -> None:
         if schedule.due(info):
             schedule.mark(info)
             due.append(info.global_step)
-    # 12 s have passed at step 2. Step 4 is due by count, which restarts the clock. 12 s later step 7. Step 9 by count.
+    # 12 s have passed at step 2. Step 4 is due by count, which restarts the clock. 12 s later step
+    # 7. Step 9 by count.
     assert due == [2, 4, 7, 9]
 
 
@@ -88,7 +89,9 @@ def test_a_step_reached_again_after_rolling_back_is_due_again() -> None:
     assert due_steps(schedule, infos[3:]) == [5]
 
 
-@pytest.mark.parametrize(("key", "value"), [("freq_epochs", 0), ("freq_steps", 0), ("freq_secs", -1.0)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("freq_epochs", 0), ("freq_steps", 0), ("freq_secs", -1.0)]
+)
 def test_frequencies_out_of_range_are_refused_by_name(key: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"'{key}' is {value}"):
         SnapshotSchedule(**{key: value})  # type: ignore[arg-type]

@@ -96,7 +96,9 @@ def fork_children_and_end_them_at_once(pipe: Connection) -> None:
             time.sleep(60)
             os._exit(0)
         os.kill(pid, signal.SIGTERM)
-        pipe.send(os.waitpid(pid, 0)[1])  # one by one: on a busy machine all of them take long, a lost signal 60 s
+        pipe.send(
+            os.waitpid(pid, 0)[1]
+        )  # one by one: on a busy machine all of them take long, a lost signal 60 s
     pipe.send(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     stop.uninstall()
 
@@ -133,7 +135,9 @@ def test_ctrl_c_while_the_run_writes_to_a_full_pipe_is_harmless(tmp_path: Path) 
         assert running.receive() == "training"
         _wait_for(lambda: _unread_bytes(reader) > 0.99 * fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ))
         time.sleep(0.1)
-        running.send_signal(signal.SIGINT)  # a handler that used sys.stderr would enter it twice and raise
+        running.send_signal(
+            signal.SIGINT
+        )  # a handler that used sys.stderr would enter it twice and raise
         time.sleep(0.2)
         _wait_for(lambda: bool(os.read(reader, 1 << 16)) and running.pipe.poll(0.01))
         assert running.receive() == "SIGINT"
@@ -157,8 +161,12 @@ def test_ctrl_c_after_another_signal_is_still_the_first(tmp_path: Path) -> None:
         assert running.receive() == "saved"
 
 
-@pytest.mark.parametrize("run", [fork_a_child, fork_a_child_in_a_long_call, fork_a_child_in_a_blocking_read])
-def test_a_forked_child_ends_by_the_signals_of_its_parent(tmp_path: Path, run: Callable[[Connection], None]) -> None:
+@pytest.mark.parametrize(
+    "run", [fork_a_child, fork_a_child_in_a_long_call, fork_a_child_in_a_blocking_read]
+)
+def test_a_forked_child_ends_by_the_signals_of_its_parent(
+    tmp_path: Path, run: Callable[[Connection], None]
+) -> None:
     with job(run, tmp_path) as running:
         pid = _child_of(running)
         os.kill(pid, signal.SIGTERM)
@@ -173,7 +181,9 @@ def test_a_child_that_is_ended_right_after_its_fork_ends(tmp_path: Path) -> None
         assert running.receive() == set()
 
 
-def test_a_child_forked_after_the_handlers_were_given_back_has_those_of_its_parent(usr1_handler: list[int]) -> None:
+def test_a_child_forked_after_the_handlers_were_given_back_has_those_of_its_parent(
+    usr1_handler: list[int],
+) -> None:
     stop = StopRequests(["SIGUSR1"], None)
     stop.install()
     stop.uninstall()
@@ -318,7 +328,9 @@ def end_by_a_signal_after_another_thread_has_uninstalled(pipe: Connection) -> No
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_process_ends_by_a_signal_though_another_thread_has_uninstalled(tmp_path: Path, when: str) -> None:
+def test_a_process_ends_by_a_signal_though_another_thread_has_uninstalled(
+    tmp_path: Path, when: str
+) -> None:
     with job(end_by_a_signal_after_another_thread_has_uninstalled, tmp_path) as running:
         if when == "before":
             running.pipe.send("signalled")
@@ -418,7 +430,12 @@ def test_times_are_local_unless_they_say_otherwise(monkeypatch: pytest.MonkeyPat
     try:
         noon_utc = datetime(2031, 1, 1, 12, tzinfo=timezone.utc)  # noqa: UP017
         before = (noon_utc - timedelta(days=30)).timestamp()
-        for text in ("2031-01-01T07:00", "2031-01-01 07:00:00", "2031-01-01T13:00+01:00", "2031-01-01T12:00:00Z"):
+        for text in (
+            "2031-01-01T07:00",
+            "2031-01-01 07:00:00",
+            "2031-01-01T13:00+01:00",
+            "2031-01-01T12:00:00Z",
+        ):
             assert parse_deadline(text, before) == noon_utc.timestamp()
     finally:
         monkeypatch.undo()
@@ -444,7 +461,12 @@ def test_a_deadline_that_is_over_is_refused_before_anything_starts(text: str) ->
         StopRequests([], text)
 
 
-@pytest.mark.parametrize("name", ["SIGFOO", "TERM", "15", "", "SIGKILL", "SIGSTOP", "SIGSEGV", "SIG_IGN"])
+@pytest.mark.parametrize(
+    "name", ["SIGFOO", "TERM", "15", "", "SIGKILL", "SIGSTOP", "SIGSEGV", "SIG_IGN"]
+)
 def test_signals_that_are_unknown_or_cannot_be_caught_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'recover.stop_signals' has '{name}'; expected one of SIGALRM, .*SIGTERM"):
+    with pytest.raises(
+        ConfigError,
+        match=f"'recover.stop_signals' has '{name}'; expected one of SIGALRM, .*SIGTERM",
+    ):
         StopRequests(["SIGTERM", name], None)
