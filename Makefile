@@ -88,12 +88,13 @@ durations: $(INSTALLED)  ## Run both tiers and write tests/durations.md
 	$(PYTEST) $(ONE_BY_ONE) -m slow --junitxml=durations_out/slow.xml
 	$(PY) -m tests.durations durations_out/fast.xml durations_out/slow.xml
 
-lint: $(INSTALLED)  ## Check style, types, language and what may import what
+lint: $(INSTALLED)  ## Check style, types, language, density and what may import what
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports --no-logo
 	$(PY) -m tests.language
+	$(PY) -m tests.density
 
 docs: $(DOCS_INSTALLED)  ## Build the site of docs/ into site/; a broken link or anchor fails it
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -5,7 +5,6 @@ import importlib
 import inspect
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -34,11 +33,6 @@ MAY_IMPORT_RAY = {
     "engine/workers/termination.py",
     "recover/supervisor.py",
 }
-MAX_TOKENS = 4000
-"""Limit for a file, because a limit in lines rewards lines that are hard to read."""
-LAYOUT = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
-}  # fmt: skip
 
 PRODUCT_FILES = sorted(
     path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py")
@@ -111,28 +105,6 @@ def test_engine_and_recover_import_where_ray_is_not_installed(tmp_path: Path) ->
         timeout=stretched(100),
     )
     assert result.returncode == 0, result.stderr
-
-
-def count_tokens(file: Path) -> int:
-    """Tokens of a file, without its layout, comments and docstrings."""
-    tokens = [
-        token
-        for token in tokenize.generate_tokens(file.open().readline)
-        if token.type != tokenize.COMMENT
-    ]
-    starts = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.NL}
-    count = 0
-    for before, token in zip([None, *tokens], tokens, strict=False):
-        is_docstring = token.type == tokenize.STRING and (before is None or before.type in starts)
-        count += token.type not in LAYOUT and not is_docstring
-    return count
-
-
-@pytest.mark.parametrize("folder", [*LAYERS, "examples", "benchmarks"])
-def test_no_file_has_more_tokens_than_its_limit(folder: str) -> None:
-    files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / folder).rglob("*.py")}
-    tokens = {name: count_tokens(path) for name, path in files.items()}
-    assert {name: n for name, n in tokens.items() if n > MAX_TOKENS} == {}
 
 
 def test_the_names_of_the_parts_that_trainers_embed_stay() -> None:
