@@ -1,4 +1,6 @@
-"""Time of the tests by file, from the junit XML of both tiers. ``make durations`` writes the table."""
+"""Time of the tests by file, from the junit XML of both tiers. ``make durations`` writes the
+table.
+"""
 
 import argparse
 import platform

@@ -27,12 +27,21 @@ GROUPS = {
 
 _VERBS = "is|are|was|were|has|had|have|can|comes|goes|becomes|follows|stays"
 PATTERNS = {
-    "opens without its noun": r"\A(?:As|By|In|Nobody|Nothing|None:|Of|So that|That|Those|What|Where|Who|Whose)\b",
+    "opens without its noun": (
+        r"\A(?:As|By|In|Nobody|Nothing|None:|Of|So "
+        r"that|That|Those|What|Where|Who|Whose)\b"
+    ),
     "'what' for a noun": rf"(?i:\bwhat (?:{_VERBS}|a|he|it|one|the|there|they)\b)",
     "'that' for a noun": r"(?i:\b(?:that|those) (?:of|in|that|which)\b)",
-    "people for code": r"(?i:\b(?:by|for|of|to|and) who\b|\bof whom\b|\b(?:nobody|somebody|whoever)\b)",
+    "people for code": (
+        r"(?i:\b(?:by|for|of|to|and) who\b|\bof "
+        r"whom\b|\b(?:nobody|somebody|whoever)\b)"
+    ),
     "chain of pronouns": r"(?i:\bof (?:it|its own|ours|theirs|them)\b)",
-    "rare word": r"(?i:\b(?:anew|as ever|beside|lest|likewise|so far as|so long|so many|thereby|wherein)\b)",
+    "rare word": (
+        r"(?i:\b(?:anew|as ever|beside|lest|likewise|so far as|so long|so "
+        r"many|thereby|wherein)\b)"
+    ),
     "riddle": r"(?i:\b(?:is|are|was|were|be) told\b|\bcomes? to (?:it|nothing|that)\b|\bsee that\b"
     r"|\b(?:is|are) of (?:a|another|no|one|the|this)\b)",
     "preposition with 'which'": r"(?i:\b(?:by|for|in|of) which\b)",

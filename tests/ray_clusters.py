@@ -49,7 +49,9 @@ def node_of(cluster: Cluster, pid: int) -> Any:
 
 
 def kill_node(cluster: Cluster, node: Any) -> None:
-    """SIGKILL every process of a node, like a power cut of its machine (but the kernel lives on)."""
+    """SIGKILL every process of a node, like a power cut of its machine (but the kernel lives
+    on).
+    """
     cluster.remove_node(node, allow_graceful=False)
 
 

@@ -191,7 +191,9 @@ class Worker:
 
 
 class MortalServer:
-    """A server that dies during its first starts. ``lives`` is a file with one line for each start."""
+    """A server that dies during its first starts. ``lives`` is a file with one line for each
+    start.
+    """
 
     def __init__(self, lives: str, deaths: tuple[int, ...]) -> None:
         with open(lives, "a") as file:

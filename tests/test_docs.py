@@ -1,4 +1,6 @@
-"""docs/checkpoint-format.md is true: its tables are compared with a new run, and its code is run."""
+"""docs/checkpoint-format.md is true: its tables are compared with a new run, and its code is
+run.
+"""
 
 import io
 import json
@@ -60,7 +62,9 @@ def rows(title: str) -> list[str]:
 
 
 def pattern(name: str) -> re.Pattern[str]:
-    """A regular expression for a name with placeholders. For a folder it matches the contents too."""
+    """A regular expression for a name with placeholders. For a folder it matches the contents
+    too.
+    """
     parts = re.split(r"<(\w+)>", name.replace("...", "<any>"))
     parts[::2] = map(re.escape, parts[::2])
     parts[1::2] = (PLACEHOLDERS.get(part, ".+") for part in parts[1::2])

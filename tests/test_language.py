@@ -45,8 +45,14 @@ def test_each_pattern_is_found_in_docstrings_comments_and_pages(name: str) -> No
 
 def test_code_is_not_counted() -> None:
     bad = "a; b; what is it; anew"
-    page = f"Text with `{bad}` in it.\n\n```sh\n{bad}\n\n{bad}\n```\n\n    {bad}\n\n[link](a;b)\n<!-- {bad} -->\n"
-    module = f'"""Text with ``{bad}``.\n\nExample::\n\n    {bad}\n\n>>> {bad}\n"""\nx = "{bad}"\ny = f("""{bad}""")\n'
+    page = (
+        f"Text with `{bad}` in it.\n\n```sh\n{bad}\n\n{bad}\n```\n\n    "
+        f"{bad}\n\n[link](a;b)\n<!-- {bad} -->\n"
+    )
+    module = (
+        f'"""Text with ``{bad}``.\n\nExample::\n\n    {bad}\n\n>>> {bad}\n"""\nx = "{bad}"\ny = '
+        f'f("""{bad}""")\n'
+    )
     assert found(page) == found(module, "module.py") == []
     assert found(f'"""Example::\n\n    {bad}\n\nText; text.\n"""\n', "module.py") == ["semicolon"]
 

@@ -186,7 +186,10 @@ def test_the_plugins_install_together_without_holdfast(tmp_path: Path) -> None:
     ]
     run(*install, "--no-build-isolation", *(tmp_path / plugin for plugin in PLUGINS), cwd=tmp_path)
     assert "0.1.0" in run(tmp_path / "venv" / "bin" / "holdfast-weights", "--version", cwd=tmp_path)
-    script = "import sys, holdfast_vllm.published, holdfast_weights.cli as c; print(c.__file__, 'torch' in sys.modules)"
+    script = (
+        "import sys, holdfast_vllm.published, holdfast_weights.cli as c; print(c.__file__, "
+        "'torch' in sys.modules)"
+    )
     file, torch = run(python, "-c", script, cwd=tmp_path).split()
     assert Path(file).is_relative_to(tmp_path / "venv") and torch == "False"
 

@@ -96,7 +96,10 @@ def test_only_four_files_import_ray() -> None:
 
 @pytest.mark.slow
 def test_engine_and_recover_import_where_ray_is_not_installed(tmp_path: Path) -> None:
-    script = "import sys; sys.modules['ray'] = None\nfrom holdfast.engine import *\nfrom holdfast.recover import *"
+    script = (
+        "import sys; sys.modules['ray'] = None\nfrom holdfast.engine import *\nfrom "
+        "holdfast.recover import *"
+    )
     result = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,

@@ -1,4 +1,6 @@
-"""A quick run of all benchmarks of the project: they work, write all promised files and no others."""
+"""A quick run of all benchmarks of the project: they work, write all promised files and no
+others.
+"""
 
 import json
 import math

@@ -128,7 +128,9 @@ def _check_loaded(saved: dict[str, Any], loaded: list[dict[str, Any]]) -> None:
 def check_loads(
     folder: str | Path, out: Path, saved_by: Mesh, loaded_by: Iterable[Mesh], **changes: Any
 ) -> None:
-    """Save on one mesh, and load on that and on others: every bit is the same, as are both exports."""
+    """Save on one mesh, and load on that and on others: every bit is the same, as are both
+    exports.
+    """
     saved = run_ranks(_saves, saved_by.ranks, str(folder), out, saved_by, changes)[0]
     assert contents(out / "now_hf") == contents(out / "later_hf")
     for mesh in loaded_by:

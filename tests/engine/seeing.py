@@ -193,7 +193,9 @@ def load_reference(folder: Path) -> PreTrainedModel:
 
 
 def seeing_batch(folder: Path, images: Sequence[int], seed: int = 1) -> Batch:
-    """A padded batch with ``images[i]`` images in row i, and text before, between and after them."""
+    """A padded batch with ``images[i]`` images in row i, and text before, between and after
+    them.
+    """
     config: Any = AutoConfig.from_pretrained(folder)
     vision, generator = config.vision_config, torch.Generator().manual_seed(seed)
     rows, pixels = [], []

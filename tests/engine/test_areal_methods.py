@@ -1,4 +1,6 @@
-"""AReaL's names of the engine's methods, on two ranks: the same results, for dicts and for lists."""
+"""AReaL's names of the engine's methods, on two ranks: the same results, for dicts and for
+lists.
+"""
 
 import math
 from collections.abc import Callable
@@ -67,7 +69,9 @@ def _lists(rank: int, folder: str) -> None:
 
 
 def _filled_rows(rank: int, folder: str) -> None:
-    """Gradients do not depend on the padding values of rows, and the model gets rows of one length."""
+    """Gradients do not depend on the padding values of rows, and the model gets rows of one
+    length.
+    """
     batch = rows(make_batch(), slice(rank * 4, rank * 4 + 4))
     spec = MicroBatchSpec(max_tokens_per_mb=12)
     plain = make_engine(folder, mb_spec=spec)

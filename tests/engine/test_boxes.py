@@ -68,7 +68,9 @@ COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj
 
 
 def by_hand(folder: Path) -> Any:
-    """Shard as torchtitan does: a flattened slice of a mesh for FSDP, experts along their columns."""
+    """Shard as torchtitan does: a flattened slice of a mesh for FSDP, experts along their
+    columns.
+    """
     ranks = dist.get_world_size()
     mesh, model = (
         init_device_mesh("cpu", (1, ranks // 2, 2), mesh_dim_names=("dp", "cp", "tp")),
@@ -297,7 +299,10 @@ def test_checkpoints_of_every_mesh_load_into_every_mesh(
 def _refusals(rank: int, world_size: int, folder: Path, out: Path) -> None:
     """Tensor parallelism of fused experts gives a rank two runs of rows of each expert."""
     model, state = build(folder, (2, by_transformers(tp_size=2)))
-    words = r"a tensor \[4, 16, 16\] is placed as .*_StridedShard.* several runs of rows; .*shard experts one by one"
+    words = (
+        r"a tensor \[4, 16, 16\] is placed as .*_StridedShard.* several runs of rows; .*shard "
+        r"experts one by one"
+    )
     for action in (
         lambda: save_dcp(out / "dcp", state),
         lambda: save_hf(model, out / "hf"),

@@ -368,14 +368,20 @@ def _refusals(
             (
                 three_heads,
                 {},
-                "context_parallel_size 2: 2 ranks cannot share 3 heads with 3 key heads; .* of 1, 3;",
+                (
+                    "context_parallel_size 2: 2 ranks cannot share 3 heads with 3 key heads; .* "
+                    "of 1, 3;"
+                ),
             ),
             (three_heads, {"attn_impl": "holdfast"}, "2 ranks cannot share 3 heads"),
             (gemma2, {}, "Gemma2ForCausalLM cannot be .* in another way"),
             (
                 gpt2,
                 {"disable_dropout": False},
-                r"'disable_dropout' is false, and GPT2LMHeadModel has \{.*_pdrop': 0.1.* set it to true",
+                (
+                    r"'disable_dropout' is false, and GPT2LMHeadModel has \{.*_pdrop': 0.1.* set "
+                    r"it to true"
+                ),
             ),
         ):
             with pytest.raises(ConfigError, match=words):

@@ -257,12 +257,18 @@ def test_checkpoints_of_shared_experts_load_into_shards_and_back(
 
 
 def _refusals(rank: int, world_size: int, dense: str, moe: str) -> None:
-    uneven = "expert_parallel_size is 2, but Qwen3MoeForCausalLM has 5 experts in a layer; expected one of [1], which"
+    uneven = (
+        "expert_parallel_size is 2, but Qwen3MoeForCausalLM has 5 experts in a layer; expected "
+        "one of [1], which"
+    )
     for folder, changes, words in (
         (
             dense,
             {},
-            "expert_parallel_size is 2, but transformers has no rules to split experts of Qwen3ForCausalLM; set",
+            (
+                "expert_parallel_size is 2, but transformers has no rules to split experts of "
+                "Qwen3ForCausalLM; set"
+            ),
         ),
         (moe, {}, uneven),
         (

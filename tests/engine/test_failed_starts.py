@@ -105,7 +105,10 @@ PROBLEMS: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "no such block": (
         _fine,
         {"fsdp": FSDPConfig(wrap_policy=FSDPWrapPolicy(["NoSuchLayer"]))},
-        "ConfigError: config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names 'NoSuchLayer'",
+        (
+            "ConfigError: config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names "
+            "'NoSuchLayer'"
+        ),
     ),
 }
 """A fault on rank 1 alone, in its folder or its config, and the message of that rank."""

@@ -581,7 +581,8 @@ engine.create_process_group()
 held = dist.group.WORLD, engine.control_group
 rank_zero_decides(lambda: "connected", engine.control_group)
 cpus = sorted(os.sched_getaffinity(0))
-for task in Path("/proc/self/task").iterdir():  # gloo's threads get their turn when the main thread sleeps, no sooner
+# gloo's threads get their turn when the main thread sleeps, no sooner
+for task in Path("/proc/self/task").iterdir():
     os.sched_setaffinity(int(task.name), {cpus[int(os.environ["RANK"]) % len(cpus)]})
     if "pt_gloo" in (task / "comm").read_text():
         os.setpriority(os.PRIO_PROCESS, int(task.name), 19)

@@ -52,7 +52,10 @@ def test_areals_notation_is_parsed(backend: str, sizes: dict[str, int]) -> None:
         ("fsdp:d4t2e1", None),
         (
             "fsdp:d6e4",
-            "expert_parallel_size is 4, with 6 ranks in a replica; expected one of \\[1, 2, 3, 6\\]",
+            (
+                "expert_parallel_size is 4, with 6 ranks in a replica; expected one of \\[1, 2, "
+                "3, 6\\]"
+            ),
         ),
     ],
 )
@@ -96,15 +99,24 @@ def test_a_config_with_an_unsupported_mesh_is_refused_before_anything_starts() -
     for backend, message in (
         (
             "fsdp:d4p2",
-            "'backend' is 'fsdp:d4p2', with pipeline parallelism, which is not supported; .* 'fsdp:d8'",
+            (
+                "'backend' is 'fsdp:d4p2', with pipeline parallelism, which is not supported; .* "
+                "'fsdp:d8'"
+            ),
         ),
         (
             "fsdp:d4t2e4",
-            "size is 4 and tensor_parallel_size 2, which are not supported together; .* 'backend' with",
+            (
+                "size is 4 and tensor_parallel_size 2, which are not supported together; .* "
+                "'backend' with"
+            ),
         ),
         (
             "fsdp:t2e2",
-            "size is 2 and tensor_parallel_size 2, which are not supported together; .* 'backend' with",
+            (
+                "size is 2 and tensor_parallel_size 2, which are not supported together; .* "
+                "'backend' with"
+            ),
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -474,8 +474,11 @@ def _wrong_plans(rank: int, world_size: int, folder: str) -> None:
             name: style for name, style in plan_of(*args).items() if words not in name
         }
 
-    for gone, found in (("q_norm", "gradients of 'model.layers.0.self_attn.q_norm.weight' differ by"),
-                        ("v_proj", "its outputs differ by"), ("o_proj", "it fails")):  # fmt: skip
+    for gone, found in (
+        ("q_norm", "gradients of 'model.layers.0.self_attn.q_norm.weight' differ by"),
+        ("v_proj", "its outputs differ by"),
+        ("o_proj", "it fails"),
+    ):
         wrong = patch.object(tensor_parallel, "tensor_parallel_plan", without(gone))
         with wrong, patch.object(tensor_parallel, "_norms_of_heads", lambda *_: []):
             refused(

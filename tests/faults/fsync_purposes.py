@@ -25,7 +25,9 @@ IN_STAGING = {
     "the changes of a rank": r"delta/rank_\d+\.safetensors",
     "the manifest of the changes": r"delta/manifest\.json",
     "the folder of the changes": r"delta",
-    "a small file of a model": r"(config|generation_config|tokenizer|tokenizer_config)\.json|chat_template\.jinja",
+    "a small file of a model": (
+        r"((generation_|tokenizer_)?config|tokenizer)\.json|chat_template\.jinja"
+    ),
     "the staging folder": r"",
     "the small files of a model": r"state/model_files_\w+\.pt",
 }

@@ -102,7 +102,9 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def copy_generations(good: Path, root: Path, *names: str) -> Path:
-    """Link the named generations of ``good`` below ``root`` and return the new ``recover`` folder."""
+    """Link the named generations of ``good`` below ``root`` and return the new ``recover``
+    folder.
+    """
     recover = recover_folder(root)
     recover.mkdir(parents=True)
     for name in names:

@@ -334,7 +334,10 @@ class PowerLoss:
             for c in doubtful
             if fate.get(c) != WHOLE
         ]
-        return f"power lost {end}; of {len(doubtful)} uncertain changes there was {', '.join(lost) or 'each'}"
+        return (
+            f"power lost {end}; of {len(doubtful)} uncertain changes there was "
+            f"{', '.join(lost) or 'each'}"
+        )
 
 
 def relative_to(root: Path, calls: Iterable[Call]) -> list[Call]:

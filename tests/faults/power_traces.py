@@ -141,7 +141,10 @@ class Kept:
         found = store.newest_valid()
         step = -1 if found is None else found[0].step
         if step != newest or store.quarantined():
-            return f"the store found step {step} instead of {newest}, and refused {store.quarantined()}"
+            return (
+                f"the store found step {step} instead of {newest}, and refused "
+                f"{store.quarantined()}"
+            )
         return None
 
 

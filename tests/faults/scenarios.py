@@ -122,7 +122,9 @@ class Server:
     """Checks the folder at the moment it is told to load it."""
 
     def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Return the version if the folder is complete and there are no partial files next to it."""
+        """Return the version if the folder is complete and there are no partial files next to
+        it.
+        """
         assert verify_folder(path)["weight_version"] == version
         return version
 

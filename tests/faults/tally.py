@@ -229,7 +229,10 @@ def pytest_terminal_summary(
     tally = config.stash[TALLY]
     if not tally.kinds:
         return
-    title = f"faults ({100 * SHARE:g}% of all), Python {platform.python_version()}, torch {torch.__version__}"
+    title = (
+        f"faults ({100 * SHARE:g}% of all), Python {platform.python_version()}, torch "
+        f"{torch.__version__}"
+    )
     text = io.StringIO()
     width = terminalreporter._tw.fullwidth
     Console(file=text, width=max(100, width), force_terminal=bool(terminalreporter.isatty)).print(

@@ -25,14 +25,38 @@ from tests.tiers import slow_but
 pytestmark = pytest.mark.timeout(300)
 
 KINDS = {
-    "openat": "open", "write": "write", "writev": "write", "sendfile": "write", "copy_file_range": "write",
-    "pwrite64": "pwrite", "fsync": "fsync", "fdatasync": "fdatasync", "rename": "rename", "renameat": "rename",
-    "renameat2": "rename", "link": "link", "linkat": "link", "symlink": "symlink", "symlinkat": "symlink",
-    "unlink": "unlink", "unlinkat": "unlink", "mkdir": "mkdir", "mkdirat": "mkdir", "rmdir": "rmdir",
-    "truncate": "truncate", "ftruncate": "truncate", "fallocate": "truncate", "chmod": "chmod", "fchmod": "chmod",
-    "fchmodat": "chmod", "creat": "open", "open": "open", "pwritev": "pwrite", "pwritev2": "pwrite",
+    "openat": "open",
+    "write": "write",
+    "writev": "write",
+    "sendfile": "write",
+    "copy_file_range": "write",
+    "pwrite64": "pwrite",
+    "fsync": "fsync",
+    "fdatasync": "fdatasync",
+    "rename": "rename",
+    "renameat": "rename",
+    "renameat2": "rename",
+    "link": "link",
+    "linkat": "link",
+    "symlink": "symlink",
+    "symlinkat": "symlink",
+    "unlink": "unlink",
+    "unlinkat": "unlink",
+    "mkdir": "mkdir",
+    "mkdirat": "mkdir",
+    "rmdir": "rmdir",
+    "truncate": "truncate",
+    "ftruncate": "truncate",
+    "fallocate": "truncate",
+    "chmod": "chmod",
+    "fchmod": "chmod",
+    "fchmodat": "chmod",
+    "creat": "open",
+    "open": "open",
+    "pwritev": "pwrite",
+    "pwritev2": "pwrite",
     "io_submit": "write",
-}  # fmt: skip
+}
 """System call -> name in the shim."""
 
 

@@ -449,8 +449,13 @@ def away(session: Session, tenant: bool) -> Away:
 
 @contextmanager
 def _tenant(device: torch.device, n_bytes: int) -> Iterator[None]:
-    """Another process, such as an inference server, that holds memory of the device in the block."""
-    code = f"import torch; held = torch.empty({n_bytes}, dtype=torch.uint8, device='{device}'); print('held', flush=True)"
+    """Another process, such as an inference server, that holds memory of the device in the
+    block.
+    """
+    code = (
+        f"import torch; held = torch.empty({n_bytes}, dtype=torch.uint8, device='{device}'); "
+        "print('held', flush=True)"
+    )
     command = [sys.executable, "-c", f"{code}; input()"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

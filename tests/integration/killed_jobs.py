@@ -1,4 +1,6 @@
-"""Runs of the Ray examples in which a trainer and then the driver are killed, and undisturbed runs."""
+"""Runs of the Ray examples in which a trainer and then the driver are killed, and undisturbed
+runs.
+"""
 
 import contextlib
 import json
@@ -79,7 +81,9 @@ def last_generation(run: GrpoRun, last_step: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def published_versions(run: GrpoRun) -> Iterator[dict[int, set[str]]]:
-    """Version -> SHA-256 of all weights files published as this version, seen by a look every 2 ms."""
+    """Version -> SHA-256 of all weights files published as this version, seen by a look every 2
+    ms.
+    """
     seen: defaultdict[int, set[str]] = defaultdict(set)
     known: set[tuple[Path, int]] = set()
     over = threading.Event()

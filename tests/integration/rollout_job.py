@@ -285,7 +285,9 @@ def live(job: Job, kill: Kill | None = None) -> int | None:
 
 
 def trained(root: str | Path) -> list[dict[str, Any]]:
-    """The steps behind the final weights. A step that was trained twice counts from the later life."""
+    """The steps behind the final weights. A step that was trained twice counts from the later
+    life.
+    """
     kept: dict[int, Any] = {}
     for line in (Path(root) / TRAINED).read_text().splitlines():
         entry = json.loads(line)

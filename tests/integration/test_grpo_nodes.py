@@ -45,7 +45,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., GrpoRun]]:
-    """Starts the example on a cluster, with each trainer on its own node. Only one loss is allowed."""
+    """Starts the example on a cluster, with each trainer on its own node. Only one loss is
+    allowed.
+    """
     runs: list[GrpoRun] = []
 
     def begin(cluster: Cluster, *overrides: str) -> GrpoRun:

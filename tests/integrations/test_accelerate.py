@@ -72,9 +72,13 @@ def job(folder: Path, kill: int = 0, options: dict[str, Any] | None = None) -> N
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(
-        Stream(rows) if stream else rows, batch_size=4, shuffle=None if stream else True, collate_fn=collate,
-        drop_last=drop_last, num_workers=workers,
-    )  # fmt: skip
+        Stream(rows) if stream else rows,
+        batch_size=4,
+        shuffle=None if stream else True,
+        collate_fn=collate,
+        drop_last=drop_last,
+        num_workers=workers,
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     loader, trained = (
         recoverable(loader, gradient_accumulation_steps=accumulated or 1),

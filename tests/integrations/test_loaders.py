@@ -316,7 +316,9 @@ def rotated(by: int) -> list[int]:
 def test_another_fixed_order_is_noticed_also_between_epochs(
     epochs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After one epoch there is only a message, because the script may set an order for each epoch."""
+    """After one epoch there is only a message, because the script may set an order for each
+    epoch.
+    """
     state = between_epochs(epochs, lambda _: rotated(0))
     again = recoverable(DataLoader(FOURTEEN, 4, sampler=Settable(rotated(3))))
     again.load_state_dict(state)
@@ -520,8 +522,15 @@ def test_steps_are_counted_with_accumulation_and_over_epochs() -> None:
         _ = loader.step
     steps = [loader.step for _ in range(2) for _ in loader]
     assert [(step.epoch, step.epoch_step, step.global_step) for step in steps] == [
-        (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 0, 2), (1, 0, 2), (1, 1, 3),
-    ]  # fmt: skip
+        (0, 0, 0),
+        (0, 0, 0),
+        (0, 0, 0),
+        (0, 1, 1),
+        (1, 0, 2),
+        (1, 0, 2),
+        (1, 0, 2),
+        (1, 1, 3),
+    ]
     assert loader.step == steps[-1]
 
 

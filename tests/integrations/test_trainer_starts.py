@@ -68,14 +68,20 @@ def make(
     }
     common |= {"per_device_train_batch_size": 2, "max_steps": 6, "save_strategy": "no"}
     rows = Dataset.from_list([{"input_ids": [i % 15 + 3] * 4} for i in range(8)])
-    given: dict[str, Any] = {} if base in (Trainer, Own) else {
-        "recover": RecoverConfig(fileroot=str(folder / "runs"), freq_steps=2, mode=mode)
-    }  # fmt: skip
+    given: dict[str, Any] = (
+        {}
+        if base in (Trainer, Own)
+        else {"recover": RecoverConfig(fileroot=str(folder / "runs"), freq_steps=2, mode=mode)}
+    )
     given |= {name: options.pop(name) for name in ("epochs_may_change",) if name in options}
     return base(
-        model=tiny_model(), args=TrainingArguments(**common | options), train_dataset=rows, callbacks=list(callbacks),
-        data_collator=collate, **given,
-    )  # fmt: skip
+        model=tiny_model(),
+        args=TrainingArguments(**common | options),
+        train_dataset=rows,
+        callbacks=list(callbacks),
+        data_collator=collate,
+        **given,
+    )
 
 
 def generations(folder: Path) -> list[str]:
@@ -214,10 +220,19 @@ def test_another_seed_at_a_restart_leaves_the_order_of_the_run(
 
     def train(seed: int, steps: int, recover: dict[str, Any]) -> None:
         args = TrainingArguments(
-            output_dir=str(tmp_path / "trainer"), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
-            per_device_train_batch_size=2, max_steps=steps, seed=seed, dataloader_num_workers=workers,
-            dataloader_persistent_workers=workers > 0, eval_strategy="steps", eval_steps=2,
-        )  # fmt: skip
+            output_dir=str(tmp_path / "trainer"),
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            per_device_train_batch_size=2,
+            max_steps=steps,
+            seed=seed,
+            dataloader_num_workers=workers,
+            dataloader_persistent_workers=workers > 0,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
         rows = Dataset.from_list([{"input_ids": [i % 15 + 3] * 4} for i in range(8)])
         base: Any = recoverable(Noting, attributes=()) if recover else Noting
         given = {
@@ -248,11 +263,22 @@ def test_another_seed_at_a_restart_leaves_the_prompts_that_grpo_evaluates(
 
     def train(seed: int, steps: int, recover: dict[str, Any]) -> None:
         args = GRPOConfig(
-            output_dir=str(tmp_path / "trainer"), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
-            per_device_train_batch_size=2, per_device_eval_batch_size=4, max_steps=steps, seed=seed, num_generations=2,
-            max_completion_length=1, eval_strategy="steps", eval_steps=2, dataloader_num_workers=workers,
+            output_dir=str(tmp_path / "trainer"),
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=4,
+            max_steps=steps,
+            seed=seed,
+            num_generations=2,
+            max_completion_length=1,
+            eval_strategy="steps",
+            eval_steps=2,
+            dataloader_num_workers=workers,
             dataloader_persistent_workers=workers > 0,
-        )  # fmt: skip
+        )
 
         def reward(prompts: list[str], **_: Any) -> list[float]:
             if not trainer.model.training:
@@ -262,9 +288,14 @@ def test_another_seed_at_a_restart_leaves_the_prompts_that_grpo_evaluates(
         rows = Dataset.from_dict({"prompt": sums(8)})
         base: Any = recoverable(GRPOTrainer) if recover else GRPOTrainer
         trainer = base(
-            model=tiny_model(), args=args, train_dataset=rows, eval_dataset=rows, reward_funcs=reward,
-            processing_class=tiny_tokenizer(), **recover,
-        )  # fmt: skip
+            model=tiny_model(),
+            args=args,
+            train_dataset=rows,
+            eval_dataset=rows,
+            reward_funcs=reward,
+            processing_class=tiny_tokenizer(),
+            **recover,
+        )
         trainer.train()
 
     train(1, 6, {})

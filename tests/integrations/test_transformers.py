@@ -140,9 +140,14 @@ def test_adapters_alone_are_stored_as_long_as_the_base_is_that_of_its_folder(
 
 EPOCHS = {"eval_strategy": "epoch", "metric_for_best_model": "loss", "num_train_epochs": 4}
 BEST = {
-    "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1,
-    "load_best_model_at_end": True, "metric_for_best_model": "loss",
-}  # fmt: skip
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "save_total_limit": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+}
 STOPS = {**BEST, "patience": 2, "learning_rate": 1.0, "lr_scheduler_type": "constant"}
 
 OTHERS = [

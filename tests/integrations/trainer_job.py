@@ -159,10 +159,19 @@ def make_trainer(
     }
     recover = RecoverConfig(fileroot=str(folder / "runs"), **keys)
     common: dict[str, Any] = {
-        "output_dir": str(folder / "trainer"), "use_cpu": True, "report_to": [], "learning_rate": 1e-2, "seed": 3,
-        "per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 3, "disable_tqdm": True,
-        "lr_scheduler_type": "cosine", "save_strategy": "steps" if plain else "no", "save_steps": 1,
-    } | options  # fmt: skip
+        "output_dir": str(folder / "trainer"),
+        "use_cpu": True,
+        "report_to": [],
+        "learning_rate": 1e-2,
+        "seed": 3,
+        "per_device_train_batch_size": 2,
+        "num_train_epochs": 2,
+        "logging_steps": 3,
+        "disable_tqdm": True,
+        "lr_scheduler_type": "cosine",
+        "save_strategy": "steps" if plain else "no",
+        "save_steps": 1,
+    } | options
     own = ("patience", "lora", "merged_sends", "distributed")
     patience, lora, merges, distributed = (common.pop(name, None) for name in own)
     if "WORLD_SIZE" in os.environ:
@@ -212,29 +221,43 @@ def make_trainer(
         )
         rows = Dataset.from_dict({"prompt": sums(N_ROWS)})
         return wrap(base)(
-            **given, args=args, train_dataset=rows, eval_dataset=rows.select(range(4)), reward_funcs=reward,
+            **given,
+            args=args,
+            train_dataset=rows,
+            eval_dataset=rows.select(range(4)),
+            reward_funcs=reward,
             processing_class=tokenizer,
-        )  # fmt: skip
+        )
     if kind == "sft":
         rows = Dataset.from_dict({"text": sums(N_ROWS)})
         return wrap(SFTTrainer)(
-            **given, args=SFTConfig(**common), train_dataset=rows, eval_dataset=rows.select(range(4)),
+            **given,
+            args=SFTConfig(**common),
+            train_dataset=rows,
+            eval_dataset=rows.select(range(4)),
             processing_class=tokenizer,
-        )  # fmt: skip
+        )
     if kind in PREFERENCES:
         config, base = (getattr(trl, PREFERENCES[kind] + part) for part in ("Config", "Trainer"))
         if kind == "reward":
             given["model"] = tiny_model(AutoModelForSequenceClassification, num_labels=1)
         rows = preferences(kind)
         return wrap(base)(
-            **given, args=config(**common), train_dataset=rows, eval_dataset=rows.select(range(4)),
+            **given,
+            args=config(**common),
+            train_dataset=rows,
+            eval_dataset=rows.select(range(4)),
             processing_class=tokenizer,
-        )  # fmt: skip
+        )
     rows = Dataset.from_list([{"input_ids": tokenizer(text)["input_ids"]} for text in sums(N_ROWS)])
     return wrap(Trainer)(
-        **given, args=TrainingArguments(**common), train_dataset=rows, eval_dataset=rows.select(range(4)),
-        data_collator=DrawingCollator(), processing_class=tokenizer,
-    )  # fmt: skip
+        **given,
+        args=TrainingArguments(**common),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(4)),
+        data_collator=DrawingCollator(),
+        processing_class=tokenizer,
+    )
 
 
 def shard_with_fsdp2(trainer: Any) -> None:

@@ -27,11 +27,20 @@ def use_cpu() -> None:
 
     device = ModuleType("cpu_device")
     vars(device).update(
-        is_available=lambda: False, memory_allocated=lambda *_: 0, memory_reserved=lambda *_: 0,
-        mem_get_info=lambda *_: (0, 0), max_memory_allocated=lambda *_: 0, max_memory_reserved=lambda *_: 0,
-        get_device_name=lambda *_: "cpu", ipc_collect=_nothing, reset_peak_memory_stats=_nothing, empty_cache=_nothing,
-        synchronize=_nothing, get_rng_state=torch.get_rng_state, set_rng_state=torch.set_rng_state,
-    )  # fmt: skip
+        is_available=lambda: False,
+        memory_allocated=lambda *_: 0,
+        memory_reserved=lambda *_: 0,
+        mem_get_info=lambda *_: (0, 0),
+        max_memory_allocated=lambda *_: 0,
+        max_memory_reserved=lambda *_: 0,
+        get_device_name=lambda *_: "cpu",
+        ipc_collect=_nothing,
+        reset_peak_memory_stats=_nothing,
+        empty_cache=_nothing,
+        synchronize=_nothing,
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+    )
 
     class CPU(PlatformCUDA):
         device_name, device_module = "cpu", device
@@ -97,14 +106,26 @@ def main(folder: Path, inputs: Path, kill: str = "", plain: bool = False, n_keep
     from verl.trainer.sft_trainer import SFTTrainer  # type: ignore[import-not-found]
 
     options = {
-        "model.path": inputs / "model", "model.enable_gradient_checkpointing": False, "model.use_remove_padding": False,
-        "+model.override_config.attn_implementation": "sdpa", "engine.strategy": "fsdp2", "engine.model_dtype": "fp32",
-        "engine.use_torch_compile": False, "optim.lr": 1e-2, "data.train_files": inputs / "train.parquet",
-        "data.train_batch_size": BATCH, "data.micro_batch_size_per_gpu": 2, "data.use_dynamic_bsz": False,
-        "data.num_workers": 0, "trainer.default_local_dir": folder, "trainer.total_epochs": EPOCHS,
-        "trainer.logger": "[console]", "trainer.save_freq": 1, "trainer.device": "cpu",
+        "model.path": inputs / "model",
+        "model.enable_gradient_checkpointing": False,
+        "model.use_remove_padding": False,
+        "+model.override_config.attn_implementation": "sdpa",
+        "engine.strategy": "fsdp2",
+        "engine.model_dtype": "fp32",
+        "engine.use_torch_compile": False,
+        "optim.lr": 1e-2,
+        "data.train_files": inputs / "train.parquet",
+        "data.train_batch_size": BATCH,
+        "data.micro_batch_size_per_gpu": 2,
+        "data.use_dynamic_bsz": False,
+        "data.num_workers": 0,
+        "trainer.default_local_dir": folder,
+        "trainer.total_epochs": EPOCHS,
+        "trainer.logger": "[console]",
+        "trainer.save_freq": 1,
+        "trainer.device": "cpu",
         "trainer.max_ckpt_to_keep": n_keep,
-    }  # fmt: skip
+    }
     if not plain:
         options["model.external_lib"] = "holdfast.integrations.verl"
     with initialize_config_module("verl.trainer.config", version_base=None):

@@ -210,7 +210,10 @@ def main() -> None:
     finally:
         shutil.rmtree(scratch)
         shutil.rmtree(memory)
-    title = f"{parameters / 1e6:.0f}M parameters, {given.ranks} rank(s), seconds, medians of {given.rounds}"
+    title = (
+        f"{parameters / 1e6:.0f}M parameters, {given.ranks} rank(s), seconds, medians of "
+        f"{given.rounds}"
+    )
     table = Table("", *PHASES, title=title)
     for way, measured in rows.items():
         table.add_row(

@@ -41,7 +41,9 @@ class Mirrored:
     live: LiveServer
 
     def publish(self, *servers: VLLMServer) -> Path:
-        """Train a step and publish it. Returns the folder of the mirror, which servers are told of."""
+        """Train a step and publish it. Returns the folder of the mirror, which servers are told
+        of.
+        """
         self.trainer.engine.set_lr(RATE)
         self.trainer.publish(servers)
         return version_path(self.local, self.trainer.version)
@@ -58,7 +60,9 @@ class Mirrored:
         return VLLMServer(self.live.url, timeout_s=stretched(60), mirror=self.mirror.url)
 
     def assert_serves(self) -> None:
-        """Check that tokens are sampled with the newest weights, also by a server without a label."""
+        """Check that tokens are sampled with the newest weights, also by a server without a
+        label.
+        """
         sampling = {"max_tokens": 24, "logprobs": 0, "seed": 1, "ignore_eos": True}
         body = {"token_ids": PROMPT, "sampling_params": sampling}
         choice = (

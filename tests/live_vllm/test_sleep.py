@@ -41,7 +41,9 @@ def client(live: LiveServer) -> VLLMServer:
 
 
 def assert_serves(client: VLLMServer, trainer: Trainer) -> None:
-    """Check that it samples with the weights of the last version and reports exactly that version."""
+    """Check that it samples with the weights of the last version and reports exactly that
+    version.
+    """
     assert client.status() == ServerStatus(
         weights_label(trainer.folder, trainer.version), paused=False
     )

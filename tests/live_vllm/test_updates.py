@@ -158,7 +158,9 @@ def test_the_plugin_refuses_a_bad_folder_and_serves_on(
 
 
 def half_a_layer(folder: Path) -> None:
-    """Make a valid folder that vLLM can load only in part: a layer's last tensor has another shape."""
+    """Make a valid folder that vLLM can load only in part: a layer's last tensor has another
+    shape.
+    """
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.self_attn.v_proj.weight"] = torch.zeros(16, 64)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

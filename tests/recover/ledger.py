@@ -108,7 +108,9 @@ class Step(NamedTuple):
 
 
 class Counting:
-    """A model with a weight for each sample of each epoch, which counts how often it was trained."""
+    """A model with a weight for each sample of each epoch, which counts how often it was
+    trained.
+    """
 
     def __init__(self, run: Run) -> None:
         self.samples, self.model = run.samples, _Weights(run.epochs * run.samples)

@@ -52,7 +52,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 def drain(node_id: str, deadline_s: float | None) -> float:
-    """Drain a node like ``ray drain-node``. Returns the unix time of the deadline, 0 without one."""
+    """Drain a node like ``ray drain-node``. Returns the unix time of the deadline, 0 without
+    one.
+    """
     by_ms = 0 if deadline_s is None else int((time.time() + deadline_s) * 1000)
     control = ray.get_runtime_context().worker.gcs_client
     assert control.drain_node(node_id, PREEMPTION, "spot instance reclaimed", by_ms)[0]

@@ -286,9 +286,15 @@ def check(kind: type[Run], root: Path, kills: tuple[int, ...], world_size: int =
 
 
 KINDS = [
-    TargetNetworks, EditedBody, HeadAfterBody, GradualFreezing, UnseededProjection, MergedSends, SnapshotsWhileMerged,
+    TargetNetworks,
+    EditedBody,
+    HeadAfterBody,
+    GradualFreezing,
+    UnseededProjection,
+    MergedSends,
+    SnapshotsWhileMerged,
     TrainedBase,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

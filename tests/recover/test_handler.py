@@ -414,9 +414,14 @@ class Stubborn(Meter):
 
 @pytest.mark.parametrize(
     ("value", "error"),
-    [(threading.Lock(), ConfigError), (Path("x"), ConfigError), (lambda: 1, ConfigError), (KeyError("mine"), KeyError),
-     (KeyboardInterrupt(), KeyboardInterrupt)],
-)  # fmt: skip
+    [
+        (threading.Lock(), ConfigError),
+        (Path("x"), ConfigError),
+        (lambda: 1, ConfigError),
+        (KeyError("mine"), KeyError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
 def test_an_unsavable_user_object_fails_the_dump_and_leaves_nothing(
     tmp_path: Path, value: Any, error: type[BaseException]
 ) -> None:

@@ -26,10 +26,16 @@ def test_an_info_comes_back_from_json_with_the_next_step(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"\xff", json.dumps({"run_id": "r", "world_size": 1}).encode(),
-     INFO.to_json().replace(b"epoch_step", b"epoch_stop"), INFO.to_json().replace(b'"engines"', b'"motors"'),
-     INFO.to_json().replace(b'"run_id"', b'"walk_id"')],
-)  # fmt: skip
+    [
+        b"",
+        b"{}",
+        b"\xff",
+        json.dumps({"run_id": "r", "world_size": 1}).encode(),
+        INFO.to_json().replace(b"epoch_step", b"epoch_stop"),
+        INFO.to_json().replace(b'"engines"', b'"motors"'),
+        INFO.to_json().replace(b'"run_id"', b'"walk_id"'),
+    ],
+)
 def test_an_info_that_is_not_one_is_corrupt(tmp_path: Path, content: bytes) -> None:
     (tmp_path / INFO_NAME).write_bytes(content)
     with pytest.raises(CheckpointCorruptError, match=r"recover_info\.json cannot be read"):
@@ -177,9 +183,16 @@ def test_every_mode_is_understood_in_yaml_in_an_override_and_in_python(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("mode", "sometimes"), ("freq_steps", 0), ("freq_epochs", 0), ("freq_secs", -1.0), ("max_ckpt_to_keep", 0),
-     ("retries", -1), ("retry_window_s", -1.0)],
-)  # fmt: skip
+    [
+        ("mode", "sometimes"),
+        ("freq_steps", 0),
+        ("freq_epochs", 0),
+        ("freq_secs", -1.0),
+        ("max_ckpt_to_keep", 0),
+        ("retries", -1),
+        ("retry_window_s", -1.0),
+    ],
+)
 def test_a_bad_value_names_its_key(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"'recover.{field}' is {value!r}; expected"):
         RecoverConfig(**{field: value})
@@ -189,7 +202,10 @@ def test_a_bad_value_names_its_key(field: str, value: Any) -> None:
     ("field", "advice"), [("fileroot", "set recover.mirror_url"), ("resume_path", "fetch it")]
 )
 def test_a_url_never_becomes_a_local_folder(field: str, advice: str) -> None:
-    expected = rf"config key 'recover\.{field}' is memory:///shared/runs; .* needs a folder of this machine: .*{advice}"
+    expected = (
+        rf"config key 'recover\.{field}' is memory:///shared/runs; .* needs a folder of this "
+        rf"machine: .*{advice}"
+    )
     remote, local = ({field: f"{protocol}:///shared/runs"} for protocol in ("memory", "file"))
     with pytest.raises(ConfigError, match=expected):
         replace(RecoverConfig(), **remote)

@@ -222,7 +222,9 @@ def _train(
 
 
 def _samples(root: Path, n_attempts: int) -> dict[int, list[int]]:
-    """Step -> sorted samples, as it was trained last. Those of ranks with the same data count once."""
+    """Step -> sorted samples, as it was trained last. Those of ranks with the same data count
+    once.
+    """
     last: dict[int, dict[int, list[int]]] = {}
     for attempt in range(n_attempts):
         trained: dict[int, dict[int, list[int]]] = {}

@@ -56,7 +56,10 @@ def final_digest(run: GrpoRun) -> str:
     assert run.wait(PATIENCE_S) == 0, run.log_tail()
     output = (run.fileroot / "output.log").read_text(errors="replace")
     for rank in range(2):
-        line = f"rank {rank} holdfast.engine.training.process_groups | computing on cuda:0 (simulated CUDA device)"
+        line = (
+            f"rank {rank} holdfast.engine.training.process_groups | computing on cuda:0 "
+            "(simulated CUDA device)"
+        )
         assert line in output, output
     stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
     assert [entry["step"] for entry in stats] == list(range(STEPS))

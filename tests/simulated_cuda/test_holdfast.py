@@ -84,7 +84,9 @@ def differing(found: Values, expected: Values) -> list[str]:
 
 
 def test_staged_values_are_those_of_their_step(on: torch.device) -> None:
-    """No wait comes between the step and the snapshot, nor between the snapshot and the next step."""
+    """No wait comes between the step and the snapshot, nor between the snapshot and the next
+    step.
+    """
     state, twin = trained(on), trained(on)
     staging = Staging(state.model)
     staging.prepare(state)
@@ -484,7 +486,9 @@ def test_weight_files_hold_the_values_of_the_device_and_bring_them_back(
 def test_a_load_is_ordered_with_the_stream_of_its_caller(
     on: torch.device, other_stream: bool, tmp_path: Path
 ) -> None:
-    """Threads read the files. The step before is still under way, and the values are used at once."""
+    """Threads read the files. The step before is still under way, and the values are used at
+    once.
+    """
     state = trained(on)
     expected = values_of(state)
     save_dcp(tmp_path / "saved", state)

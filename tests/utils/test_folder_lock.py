@@ -173,7 +173,10 @@ def test_a_holder_that_cannot_be_read_is_unknown(
 def test_no_text_of_an_earlier_holder_remains(start_job: Callable[[], Job], path: Path) -> None:
     path.parent.mkdir()
     path.write_text(
-        '{"host": "a.host.with.a.long.name", "pid": 1234567, "started": "2026-01-01T00:00:00+00:00"}'
+        (
+            '{"host": "a.host.with.a.long.name", "pid": 1234567, "started": '
+            '"2026-01-01T00:00:00+00:00"}'
+        )
         * 3
     )
     holder = start_job()

@@ -54,12 +54,16 @@ def _copy_folder(lock: FolderLock, target: Path) -> None:
 
 
 def _as_on_fuse(lock: FolderLock) -> None:
-    """Let this process believe that on its file systems only record locks end with their process."""
+    """Let this process believe that on its file systems only record locks end with their
+    process.
+    """
     lock_module._is_fuse = lambda fd: True
 
 
 def _acquire_slowly_and_fork_meanwhile(lock: FolderLock, seconds: float) -> int:
-    """Fork while a thread has opened the file without having reported so. Returns the child's pid."""
+    """Fork while a thread has opened the file without having reported so. Returns the child's
+    pid.
+    """
     really_open, opened = os.open, threading.Event()
 
     def open_slowly(path: Any, *args: Any) -> int:

@@ -45,7 +45,8 @@ fork()
 if leaves == "leaves":
     fork(leave=True)
 open(f"{folder}/{os.getpid()}", "w").close()
-http.server.HTTPServer(("127.0.0.1", int(port)), http.server.SimpleHTTPRequestHandler).serve_forever()
+handler = http.server.SimpleHTTPRequestHandler
+http.server.HTTPServer(("127.0.0.1", int(port)), handler).serve_forever()
 """
 """A server with processes of its own, in two generations, each of which notes itself in a folder.
 """

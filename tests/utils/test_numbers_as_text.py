@@ -1,4 +1,6 @@
-"""Numbers that a YAML reader gave as text, and other values of a wrong type, are refused in words."""
+"""Numbers that a YAML reader gave as text, and other values of a wrong type, are refused in
+words.
+"""
 
 import subprocess
 import sys
@@ -21,11 +23,19 @@ from holdfast.utils.errors import ConfigError
 pytestmark = pytest.mark.timeout(60)
 
 CONFIGS: list[tuple[type[Any], dict[str, Any]]] = [
-    (OptimizerConfig, {}), (MicroBatchSpec, {}), (FSDPConfig, {}), (TrainEngineConfig, {"path": "x"}),
-    (PPOActorConfig, {"path": "x"}), (NormConfig, {}), (RejectionSamplingConfig, {}), (RolloutConfig, {}),
-    (GenerationHyperparameters, {}), (RecoverConfig, {}), (ParallelStrategy, {}),
+    (OptimizerConfig, {}),
+    (MicroBatchSpec, {}),
+    (FSDPConfig, {}),
+    (TrainEngineConfig, {"path": "x"}),
+    (PPOActorConfig, {"path": "x"}),
+    (NormConfig, {}),
+    (RejectionSamplingConfig, {}),
+    (RolloutConfig, {}),
+    (GenerationHyperparameters, {}),
+    (RecoverConfig, {}),
+    (ParallelStrategy, {}),
     (FinetuneSpec, {"total_train_epochs": 1, "dataset_size": 8, "train_batch_size": 4}),
-]  # fmt: skip
+]
 NUMBERS = [
     pytest.param(cls, given, field.name, id=f"{cls.__name__}.{field.name}")
     for cls, given in CONFIGS

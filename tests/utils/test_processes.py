@@ -1,4 +1,6 @@
-"""The start time of a process is the one of the operating system, not the time of the first query."""
+"""The start time of a process is the one of the operating system, not the time of the first
+query.
+"""
 
 import time
 

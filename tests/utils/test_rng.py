@@ -22,7 +22,8 @@ DRAW = """
 import random, numpy as np, torch
 def draw():
     parts = [random.random().hex(), random.gauss(0, 1).hex(), str(random.getrandbits(70))]
-    parts += [float(np.random.normal()).hex(), float(np.random.rand()).hex(), str(np.random.permutation(7))]
+    parts += [float(np.random.normal()).hex(), float(np.random.rand()).hex()]
+    parts += [str(np.random.permutation(7))]
     parts += [torch.randn(3).numpy().tobytes().hex(), torch.randperm(9).numpy().tobytes().hex()]
     return "|".join(parts)
 """

@@ -51,7 +51,9 @@ def live(folder: Path, names: str, after: str, until: int, end: str = "closed") 
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
-    """Parse the records of a ``.wandb`` file: the log format of LevelDB, after a header of 7 bytes."""
+    """Parse the records of a ``.wandb`` file: the log format of LevelDB, after a header of 7
+    bytes.
+    """
     data, start, record = path.read_bytes(), 7, b""
     while start + 7 <= len(data):
         if (room := 32768 - start % 32768) < 7:

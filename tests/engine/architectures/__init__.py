@@ -1,1 +1,3 @@
-"""Every causal-LM architecture of transformers, tiny, through all that Holdfast does with a model."""
+"""Every causal-LM architecture of transformers, tiny, through all that Holdfast does with a
+model.
+"""

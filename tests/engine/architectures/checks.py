@@ -258,7 +258,10 @@ def _takes_the_step(case: Case, engine: FSDPEngine, rows: Batch) -> Verdict:
     if wrong:
         return Verdict(
             NO,
-            f"{SILENT}: the updates of {len(wrong)} of {len(updates)} tensors differ, as {wrong[0]}",
+            (
+                f"{SILENT}: the updates of {len(wrong)} of {len(updates)} tensors differ, as "
+                f"{wrong[0]}"
+            ),
         )
     return Verdict(YES)
 

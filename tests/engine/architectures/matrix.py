@@ -69,7 +69,9 @@ def judge(name: str, checks: Sequence[str] | None = None) -> Verdicts:
 
 
 def _judge(rank: int, world_size: int, name: str, root: Path, checks: Sequence[str]) -> None:
-    """Run checks on one rank and write the verdicts, until the ranks disagree about their position."""
+    """Run checks on one rank and write the verdicts, until the ranks disagree about their
+    position.
+    """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")

@@ -31,40 +31,70 @@ SUMMARY = PAGE.with_name("models.md")
 _WITH_IMAGES = "model and rows"
 _WORDS = (YES, NO, REFUSED, PADDED, LOGITS, DENSE, NONE)
 _COLUMNS = {
-    "starts": "`FSDPEngine.initialize` loads the folder. A multimodal folder is loaded as a causal LM",
-    "packed": f"`{YES}`: sequences are packed into one row. `{PADDED}`: packing is refused because sequences would see "
-    "each other, and the other columns are for `pack_sequences: false`",
-    "packed = alone": "`forward_batch` equals transformers on each sequence alone, float32, to 2e-5",
-    "long = alone": "same for sequences on both sides of the original context length, with and without a long "
-    "neighbour. Models without an original length use half of their context. LongRoPE: with the "
-    "factors that vLLM uses at this `max_model_len`",
-    "head": "the head computes log-probabilities and entropies in chunks, equal to 2e-5 to the logits of transformers. "
-    f"`{LOGITS}`: equal, but from whole logits, because the model changes the result of its head",
-    "HF float32, HF bfloat16": "all files of an export equal `save_pretrained` of the unsharded model in that dtype, "
-    "byte for byte",
-    "gradients": "one `train_batch` with SGD equals a step of the unsharded model on padded rows: the loss to 2e-5, "
-    "every tensor to a thousandth of its largest change",
+    "starts": (
+        "`FSDPEngine.initialize` loads the folder. A multimodal folder is loaded as a causal LM"
+    ),
+    "packed": (
+        f"`{YES}`: sequences are packed into one row. `{PADDED}`: packing is refused because "
+        "sequences would see each other, and the other columns are for `pack_sequences: false`"
+    ),
+    "packed = alone": (
+        "`forward_batch` equals transformers on each sequence alone, float32, to 2e-5"
+    ),
+    "long = alone": (
+        "same for sequences on both sides of the original context length, with and without a "
+        "long neighbour. Models without an original length use half of their context. LongRoPE: "
+        "with the factors that vLLM uses at this `max_model_len`"
+    ),
+    "head": (
+        "the head computes log-probabilities and entropies in chunks, equal to 2e-5 to the "
+        f"logits of transformers. `{LOGITS}`: equal, but from whole logits, because the model "
+        "changes the result of its head"
+    ),
+    "HF float32, HF bfloat16": (
+        "all files of an export equal `save_pretrained` of the unsharded model in that dtype, "
+        "byte for byte"
+    ),
+    "gradients": (
+        "one `train_batch` with SGD equals a step of the unsharded model on padded rows: the "
+        "loss to 2e-5, every tensor to a thousandth of its largest change"
+    ),
     "DCP": "one rank loads a checkpoint of two ranks with every bit of weights and optimizer state",
-    "bfloat16 step": "one `train_batch` with bfloat16 compute is finite, with a loss near the one in float32",
-    "critic": "a value head on the folder's body: it has the folder's weights, values are finite, a step is taken",
-    "c = 2": "with `backend: fsdp:c2` both ranks get the same batch and share every row: the checks of `packed = "
-    f"alone` and `gradients`. `{PADDED}`: refused, as it should be, because only packed rows are shared",
-    "t = 2": "with `backend: fsdp:t2` both ranks get the same batch and share every matrix: the same checks",
-    "e = 2": f"with `backend: fsdp:d2e2` the ranks share the experts: the same checks. `{DENSE}`: the model has none",
+    "bfloat16 step": (
+        "one `train_batch` with bfloat16 compute is finite, with a loss near the one in float32"
+    ),
+    "critic": (
+        "a value head on the folder's body: it has the folder's weights, values are finite, a "
+        "step is taken"
+    ),
+    "c = 2": (
+        "with `backend: fsdp:c2` both ranks get the same batch and share every row: the checks "
+        f"of `packed = alone` and `gradients`. `{PADDED}`: refused, as it should be, because only "
+        "packed rows are shared"
+    ),
+    "t = 2": (
+        "with `backend: fsdp:t2` both ranks get the same batch and share every matrix: the same "
+        "checks"
+    ),
+    "e = 2": (
+        f"with `backend: fsdp:d2e2` the ranks share the experts: the same checks. `{DENSE}`: the "
+        "model has none"
+    ),
 }
 _HEAD = f"""\
 # All checks of models
 
-Each row of these tables is a model and each column a check. [Models](models.md) says in short what works.
-The tables show the results for the causal language models of transformers {{version}}.
-For each model, `python -m tests.engine.architectures` writes a tiny random model as a folder, loads it on two ranks
-(gloo, CPU), and compares it with the unsharded model in transformers.
+Each row of these tables is a model and each column a check. [Models](models.md) says in short what
+works. The tables show the results for the causal language models of transformers {{version}}. For
+each model, `python -m tests.engine.architectures` writes a tiny random model as a folder, loads it
+on two ranks (gloo, CPU), and compares it with the unsharded model in transformers.
 
 | column | check |
 |---|---|
 {{columns}}
 
-- `{NO}`: an unexpected error, or a difference without an error. The reason of a difference begins with {SILENT}.
+- `{NO}`: an unexpected error, or a difference without an error. The reason of a difference begins
+  with {SILENT}.
 - `{REFUSED}`: an error with an explanation.
 - `{NONE}`: does not apply, or transformers itself cannot run the check.
 
@@ -77,41 +107,46 @@ Find your model here, or check an architecture again:
 
     .venv/bin/python -m tests.engine.architectures Qwen/Qwen3-0.6B
 
-For transformers {version}, tiny random models of {released} released models and of {others} other architectures were
-loaded on two ranks and compared with the unsharded model in transformers: forward and gradients up to rounding,
-checkpoints and exports to the bit, a step in bfloat16, a critic, and meshes with context (`c`), tensor (`t`) and expert
-(`e`) parallelism. {silent} of them differ anywhere without an error. What a model cannot do is refused with the reason.
-[All checks](models-table.md) has every result and every reason.
+For transformers {version}, tiny random models of {released} released models and of {others} other
+architectures were loaded on two ranks and compared with the unsharded model in transformers:
+forward and gradients up to rounding, checkpoints and exports to the bit, a step in bfloat16, a
+critic, and meshes with context (`c`), tensor (`t`) and expert (`e`) parallelism. {silent} of them
+differ anywhere without an error. What a model cannot do is refused with the reason. [All
+checks](models-table.md) has every result and every reason.
 
 Words of the tables:
 
 - `c`, `t`, `e`: this kind of parallelism is refused for the model.
-- `padded`: sequences are not packed into one row (`pack_sequences: false`). `c`, which needs packed rows, is refused
-  too.
-- `whole logits`: the head computes log-probabilities from whole logits, because the model changes its result.
+- `padded`: sequences are not packed into one row (`pack_sequences: false`). `c`, which needs packed
+  rows, is refused too.
+- `whole logits`: the head computes log-probabilities from whole logits, because the model changes
+  its result.
 - Other words are columns of [all checks](models-table.md).
 """
 _RELEASED = """\
 ## Released models
 
-Their folders have the released `config.json` with fewer layers and smaller sizes. Each flag, rope setting, tie, list
-and MoE field equals the public file that the row names, with its date. A key that the file lacks has the default of the
-library. Files and reductions are in `tests/engine/architectures/released`.
+Their folders have the released `config.json` with fewer layers and smaller sizes. Each flag, rope
+setting, tie, list and MoE field equals the public file that the row names, with its date. A key
+that the file lacks has the default of the library. Files and reductions are in
+`tests/engine/architectures/released`.
 
 {summary}
 """
 _SEEING = """
 ## Models that see
 
-The same checks with `train_vision: true` on four rows with 1, 2, 0 and 0 images, so that one of the two ranks has none.
-They run on the released `config.json` as above. `c = 2` and `t = 2` are refused for models that see.
+The same checks with `train_vision: true` on four rows with 1, 2, 0 and 0 images, so that one of the
+two ranks has none. They run on the released `config.json` as above. `c = 2` and `t = 2` are refused
+for models that see.
 
 {summary}
 """
 _OTHERS = """
 ## Other architectures
 
-All other model types that `AutoModelForCausalLM` builds. Their configs are invented: the library's defaults, made tiny.
+All other model types that `AutoModelForCausalLM` builds. Their configs are invented: the library's
+defaults, made tiny.
 
 {summary}
 """

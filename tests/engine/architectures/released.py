@@ -45,15 +45,16 @@ _ROPE_FACTORS = ("short_factor", "long_factor")
 _ROPES = ("rope_scaling", "rope_parameters")
 _SIZE_NAMES = """
 hidden_size n_embd intermediate_size moe_intermediate_size shared_expert_intermediate_size
-moe_shared_expert_intermediate_size head_dim attention_head_dim global_head_dim q_lora_rank kv_lora_rank
-qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim mrope_section index_head_dim linear_key_head_dim
-linear_value_head_dim mamba_head_dim ssm_state_size out_hidden_size num_attention_heads n_head num_key_value_heads
-num_global_key_value_heads index_n_heads linear_num_key_heads linear_num_value_heads mamba_num_heads n_groups
-num_heads num_experts num_local_experts n_routed_experts num_experts_per_tok experts_per_token top_k_experts
-moe_topk n_group topk_group vocab_size vocab_size_per_layer_input org_vocab_size max_position_embeddings n_positions
-n_ctx original_max_position_embeddings initial_context_length sliding_window index_topk chunk_size depth
-num_hidden_layers patch_size image_size num_position_embeddings position_embedding_size mm_tokens_per_image
-image_seq_length window_size
+moe_shared_expert_intermediate_size head_dim attention_head_dim global_head_dim q_lora_rank
+kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim mrope_section index_head_dim
+linear_key_head_dim linear_value_head_dim mamba_head_dim ssm_state_size out_hidden_size
+num_attention_heads n_head num_key_value_heads num_global_key_value_heads index_n_heads
+linear_num_key_heads linear_num_value_heads mamba_num_heads n_groups num_heads num_experts
+num_local_experts n_routed_experts num_experts_per_tok experts_per_token top_k_experts moe_topk
+n_group topk_group vocab_size vocab_size_per_layer_input org_vocab_size max_position_embeddings
+n_positions n_ctx original_max_position_embeddings initial_context_length sliding_window index_topk
+chunk_size depth num_hidden_layers patch_size image_size num_position_embeddings
+position_embedding_size mm_tokens_per_image image_seq_length window_size
 """
 """Config keys that a reduction may change: sizes of the text model, then of the vision tower."""
 
@@ -132,7 +133,9 @@ def tiny_config(name: str) -> PreTrainedConfig:
 
 
 def context_boundary(name: str) -> int:
-    """Tokens of the tiny model's original context, or half of its context if it was not extended."""
+    """Tokens of the tiny model's original context, or half of its context if it was not
+    extended.
+    """
     text = _text(tiny_values(name))
     found = [part[_ORIGINAL_CONTEXT] for part in (text, *_ropes(text)) if _ORIGINAL_CONTEXT in part]
     longest = next(text[key] for key in _CONTEXTS if key in text)

@@ -31,7 +31,10 @@ _LAYER_COUNTS = _each(
 _SIZES: dict[str, int] = {
     **_each(
         VOCAB_SIZE,
-        "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size audio_vocab_size",
+        (
+            "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size "
+            "audio_vocab_size"
+        ),
     ),
     **_LAYER_COUNTS,
     **_each(
@@ -78,7 +81,10 @@ _SIZES: dict[str, int] = {
     ),
     **_each(
         16,
-        "q_lora_rank kv_lora_rank o_lora_rank laurel_rank hc_lowrank router_hidden_size qk_head_dim",
+        (
+            "q_lora_rank kv_lora_rank o_lora_rank laurel_rank hc_lowrank router_hidden_size "
+            "qk_head_dim"
+        ),
     ),
     **_each(16, "mamba_d_head mamba_head_dim mamba_headdim time_step_rank mamba_dt_rank"),
     **_each(

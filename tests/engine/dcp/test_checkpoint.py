@@ -1,4 +1,6 @@
-"""DCP folders: exact at every world size, readable by stock torch, refused when anything is wrong."""
+"""DCP folders: exact at every world size, readable by stock torch, refused when anything is
+wrong.
+"""
 
 import os
 import pickle

@@ -1,4 +1,6 @@
-"""Files and loaded values do not depend on torch's settings, nor on the representation of a tensor."""
+"""Files and loaded values do not depend on torch's settings, nor on the representation of a
+tensor.
+"""
 
 import math
 import os

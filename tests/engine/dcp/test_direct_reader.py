@@ -1,4 +1,6 @@
-"""The way of values from the files to the live tensors: all arrive, unchanged, and none too early."""
+"""The way of values from the files to the live tensors: all arrive, unchanged, and none too
+early.
+"""
 
 import errno
 import math

@@ -18,9 +18,17 @@ from tests.helpers import run_ranks
 pytestmark = pytest.mark.timeout(180)
 
 DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.complex128,
-    torch.int8, torch.int64, torch.bool,
-]  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+]
 
 
 def fingerprint(state: DCPState) -> dict[str, Any]:

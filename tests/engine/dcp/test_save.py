@@ -328,7 +328,9 @@ def test_a_refused_write_is_a_write_error_wherever_it_strikes(tmp_path: Path) ->
 
 
 def _strike(act: Callable[[], object], n_bytes: int) -> None:
-    """Call ``act`` before the write that makes a data file of this process larger than ``n_bytes``."""
+    """Call ``act`` before the write that makes a data file of this process larger than
+    ``n_bytes``.
+    """
     write = DurableFile._write_pending
 
     def striking(self: DurableFile, views: list[memoryview]) -> None:

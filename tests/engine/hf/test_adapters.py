@@ -152,9 +152,7 @@ def test_several_active_adapters_are_refused_by_save_publish_and_load(tmp_path: 
             use(model)  # type: ignore[arg-type]
 
 
-def test_a_model_with_adapters_in_a_part_of_it_that_it_does_not_know_of_is_saved_without_their_config() -> (
-    None
-):
+def test_a_model_with_adapters_in_a_part_without_their_config_is_saved_without_it() -> None:
     model = nn.ModuleDict({"policy": nn.Sequential(nn.Linear(4, 4))})
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"]), model["policy"])
     assert describe_adapters(model["policy"]) is not None and describe_adapters(model) is None

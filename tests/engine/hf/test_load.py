@@ -38,11 +38,24 @@ BROKEN: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
     "two_embeddings": lambda tensors: tensors.update({"lm_head.weight": torch.zeros(15, 16)}),
 }
 MESSAGES = {
-    "missing": f"CheckpointMismatchError: {{folder}}: tensor {NORM} of shape [16] is missing (1 in all; 23 were found)",
-    "unexpected": "CheckpointMismatchError: {folder}: unexpected tensor model.layers.2.mlp.up_proj.weight (1 in all)",
-    "shape": f"CheckpointMismatchError: {{folder}}: {UP} has shape [24, 17], the model needs [24, 16]",
-    "dtype": f"CheckpointMismatchError: {{folder}}: {NORM} has dtype torch.int32, the model needs torch.float32",
-    "two_embeddings": "CheckpointMismatchError: {folder}: the model ties model.embed_tokens.weight, but",
+    "missing": (
+        f"CheckpointMismatchError: {{folder}}: tensor {NORM} of shape [16] is missing (1 in all; "
+        "23 were found)"
+    ),
+    "unexpected": (
+        "CheckpointMismatchError: {folder}: unexpected tensor model.layers.2.mlp.up_proj.weight "
+        "(1 in all)"
+    ),
+    "shape": (
+        f"CheckpointMismatchError: {{folder}}: {UP} has shape [24, 17], the model needs [24, 16]"
+    ),
+    "dtype": (
+        f"CheckpointMismatchError: {{folder}}: {NORM} has dtype torch.int32, the model needs "
+        "torch.float32"
+    ),
+    "two_embeddings": (
+        "CheckpointMismatchError: {folder}: the model ties model.embed_tokens.weight, but"
+    ),
     "truncated": "CheckpointCorruptError: {folder}/model.safetensors is truncated",
     "absent": "CheckpointNotFoundError: {folder} is not a folder",
     "other_model": "CheckpointMismatchError: {folder}: ",
@@ -348,9 +361,9 @@ def test_weights_of_which_the_files_do_not_hold_every_element_are_refused(tmp_pa
         for outcome in outcomes:
             assert outcome.startswith("CheckpointMismatchError")
             assert (
-                "model.layers.0.self_attn.o_proj.weight has shape [14, 16], the model needs [16, 16]"
-                in outcome
-            )
+                "model.layers.0.self_attn.o_proj.weight has shape [14, 16], the model needs "
+                "[16, 16]"
+            ) in outcome
 
 
 def test_no_values_are_read_from_a_file_replaced_after_its_header(

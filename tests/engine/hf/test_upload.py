@@ -1,4 +1,6 @@
-"""Exports to URLs, at S3 and other backends: the same bytes as in a folder. Failures and removals."""
+"""Exports to URLs, at S3 and other backends: the same bytes as in a folder. Failures and
+removals.
+"""
 
 import os
 import resource
@@ -375,7 +377,10 @@ def test_an_export_without_room_to_stage_it_is_refused_before_writing(
     url, usage = f"memory://{tmp_path.name}/out", os.statvfs(tmp_path)
     full = os.statvfs_result((*usage[:4], 1, *usage[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    message = rf"{tmp_path} needs \d+ bytes, its file system has {usage.f_frsize} free; .* with a staging_folder that"
+    message = (
+        rf"{tmp_path} needs \d+ bytes, its file system has {usage.f_frsize} free; .* with a "
+        r"staging_folder that"
+    )
     with pytest.raises(CheckpointWriteError, match=message):
         save_hf(tiny_model("llama"), url, staging_folder=tmp_path)
     assert listing(url) == [] and list(tmp_path.iterdir()) == []

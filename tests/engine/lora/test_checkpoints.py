@@ -127,9 +127,9 @@ def test_only_trained_weights_are_stored_with_a_digest_of_the_base(root: Path, s
 def test_another_base_is_refused_before_anything_changes(saved: Any, root: Path) -> None:
     for found in run_ranks(_refuse, 2, str(root)):
         assert (
-            f"of_2 holds what was trained on another base model: its frozen parameters of {root}/base"
-            in found["other"]
-        )
+            "of_2 holds what was trained on another base model: its frozen parameters of "
+            f"{root}/base"
+        ) in found["other"]
         assert f"those here frozen parameters of {root}/other" in found["other"]
         assert "another base model" in found["seeded"]
         assert (

@@ -1,4 +1,6 @@
-"""Blocks between files and a device, used in turn: all values arrive, whenever the device copies."""
+"""Blocks between files and a device, used in turn: all values arrive, whenever the device
+copies.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

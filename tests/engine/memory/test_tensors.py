@@ -117,9 +117,7 @@ def _under_fsdp_and_tensor_parallelism(rank: int, world_size: int) -> None:
         local_box(alone)
 
 
-def test_a_strided_shard_has_a_block_with_the_cut_that_it_leaves_room_for_and_is_refused_alone() -> (
-    None
-):
+def test_a_strided_shard_is_refused_alone_and_has_a_block_with_the_cut_before_it() -> None:
     run_ranks(_under_fsdp_and_tensor_parallelism, 4)
 
 

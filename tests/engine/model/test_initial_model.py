@@ -375,12 +375,18 @@ def test_an_architecture_without_the_wanted_head_is_refused_naming_the_key(tmp_p
         (
             "vit",
             {"is_critic": True},
-            r"config key 'is_critic' is true, but of vit transformers has neither a model for token classification",
+            (
+                r"config key 'is_critic' is true, but of vit transformers has neither a model for "
+                r"token classification"
+            ),
         ),
         (
             "vit",
             {},
-            r"config key 'path': \S*vit holds a vit model, for which transformers has no causal language model",
+            (
+                r"config key 'path': \S*vit holds a vit model, for which transformers has no "
+                r"causal language model"
+            ),
         ),
     ):
         with pytest.raises(ConfigError, match=message) as refusal:

@@ -223,11 +223,17 @@ def test_the_cache_serves_what_was_downloaded_when_the_hub_cannot_be_reached(hub
     [
         (
             "unknown",
-            "ConfigError: config key 'path' is 'org/nothing': there is no such folder, and no such model could be",
+            (
+                "ConfigError: config key 'path' is 'org/nothing': there is no such folder, and no "
+                "such model could be"
+            ),
         ),
         (
             "unknown branch",
-            "ConfigError: config key 'path' is 'org/model' (revision no-such-branch): there is no such fo",
+            (
+                "ConfigError: config key 'path' is 'org/model' (revision no-such-branch): there "
+                "is no such fo"
+            ),
         ),
         ("broken", "ConfigError: config key 'path' is 'org/broken'"),
     ],

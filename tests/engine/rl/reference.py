@@ -194,7 +194,9 @@ def verl_weights(
 def interpolated(
     behave: torch.Tensor, now: torch.Tensor, versions: list[int], version: int
 ) -> torch.Tensor:
-    """``[n]`` proximal log-probabilities, interpolated between the sampler's and the current ones."""
+    """``[n]`` proximal log-probabilities, interpolated between the sampler's and the current
+    ones.
+    """
     prox = behave.clone()
     for i, sampled_by in enumerate(versions):
         if sampled_by < version:

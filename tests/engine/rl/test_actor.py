@@ -1,4 +1,6 @@
-"""PPOActor and PPOCritic on a real sharded engine, against an unsharded padded model and autograd."""
+"""PPOActor and PPOCritic on a real sharded engine, against an unsharded padded model and
+autograd.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -263,7 +265,9 @@ def _critic(rank: int, world_size: int, path: str) -> list[dict[str, float]]:
 def verls_value_loss(
     mode: str, values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
 ) -> float:
-    """Sums over rows in float64. ``seq-mean-token-sum-norm`` has TRL's mean over sequences, L = 9."""
+    """Sums over rows in float64. ``seq-mean-token-sum-norm`` has TRL's mean over sequences, L =
+    9.
+    """
     rows = []
     for v, v_old, target, row in zip(
         *(x.double() for x in (values, old, returns)), mask.bool(), strict=True

@@ -262,7 +262,9 @@ def _left_out(case: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _each_case(rank: int, world_size: int, path: str, n_mbs: int, names: list[str]) -> list[str]:
-    """Cases of ``names`` whose step differs from the reference, each with its largest difference."""
+    """Cases of ``names`` whose step differs from the reference, each with its largest
+    difference.
+    """
     wrong = []
     mine = share_of(whole_batch(), rank, world_size)
     for name in names:

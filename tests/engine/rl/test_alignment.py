@@ -1,4 +1,6 @@
-"""Log-probabilities in AReaL's alignment and back, compared with the model's output place by place."""
+"""Log-probabilities in AReaL's alignment and back, compared with the model's output place by
+place.
+"""
 
 import pytest
 import torch

@@ -43,7 +43,10 @@ def test_an_actor_is_read_from_yaml_with_and_without_its_norms(tmp_path: Path) -
         ),
         (
             "policy_loss=grpo",
-            "'policy_loss' is 'grpo'; expected one of 'ppo', 'gspo', 'cispo', 'sapo', 'gpg', 'gmpo'",
+            (
+                "'policy_loss' is 'grpo'; expected one of 'ppo', 'gspo', 'cispo', 'sapo', 'gpg', "
+                "'gmpo'"
+            ),
         ),
         ("policy_loss=none", "'sapo', 'gpg', 'gmpo', 'clip_cov', 'kl_cov'"),
         (
@@ -162,7 +165,10 @@ def test_a_bad_actor_value_is_an_error_that_names_the_key(override: str, message
         ),
         (
             ["rollout_is=token", "rejection_sampling.upper=2"],
-            "'rollout_is' and 'rollout_rs' .* say what 'rejection_sampling' .* leave one of them out",
+            (
+                "'rollout_is' and 'rollout_rs' .* say what 'rejection_sampling' .* leave one of "
+                "them out"
+            ),
         ),
         (
             ["rollout_rs=token_k2", "rollout_rs_threshold=0.5_2.0"],

@@ -161,10 +161,16 @@ def damage(sample: dict[str, Any], how: str) -> str:
         return r"image .*one.png cannot be read: \[Errno 2\]"
     if how == "decoded":
         sample["images"][0] = Image.open(path)
-        return r"image 0 of the sample is a PngImageFile; expected a path or the bytes of a file \(cast"
+        return (
+            r"image 0 of the sample is a PngImageFile; expected a path or the bytes of a file "
+            r"\(cast"
+        )
     if how == "a line":
         path.write_bytes(picture(1, 6000, 28))
-        return "ImageProcessor refuses 'user w1 .*' with 2 image.*: absolute aspect ratio must be smaller than 200"
+        return (
+            "ImageProcessor refuses 'user w1 .*' with 2 image.*: absolute aspect ratio must be "
+            "smaller than 200"
+        )
     sample["images"] = {"one too few": [path], "one too many": [path] * 3}[how]
     return r"the messages show 2 image\(s\), the sample has [13]: \["
 
@@ -232,7 +238,10 @@ def test_a_ledger_keeps_no_pixels_and_restores_them_bit_by_bit(
         resumed(state, samples, None, pool)
     path = Path(samples[0]["images"][0])
     path.write_bytes(picture(4, 56, 28))
-    changed = rf"ticket \d of step 0 \(dataset index \d+\) cannot be restored: its 2 image\(s\) .*{path}.* have changed"
+    changed = (
+        r"ticket \d of step 0 \(dataset index \d+\) cannot be restored: its 2 image\(s\) "
+        rf".*{path}.* have changed"
+    )
     with pytest.raises(RolloutError, match=changed):
         resumed(state, samples, processor, pool)
     path.unlink()

@@ -161,7 +161,10 @@ def _chunks(sizes: list[int], chunk_bytes: float) -> Iterator[list[int]]:
 
 
 def _failed(message: str) -> web.Response:
-    text = f"Call to collective_rpc method failed: Worker failed with error '{message}', please check the stack trace"
+    text = (
+        f"Call to collective_rpc method failed: Worker failed with error '{message}', please "
+        "check the stack trace"
+    )
     return web.json_response(
         {"error": {"message": text, "type": "InternalServerError", "code": 500}}, status=500
     )

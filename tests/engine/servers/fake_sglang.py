@@ -157,11 +157,20 @@ def application(
 
     def too_long(prompt: int, new: int) -> str | None:
         if prompt >= max_model_len:
-            return f"The input ({prompt} tokens) is longer than the model's context length ({max_model_len} tokens)."
+            return (
+                f"The input ({prompt} tokens) is longer than the model's context length "
+                f"({max_model_len} tokens)."
+            )
         if prompt + new > max_model_len:
-            return f"Requested token count exceeds the model's maximum context length of {max_model_len} tokens."
+            return (
+                "Requested token count exceeds the model's maximum context length of "
+                f"{max_model_len} tokens."
+            )
         if prompt >= max_model_len - 6:
-            return f"Input length ({prompt} tokens) exceeds the maximum allowed length ({max_model_len - 6} tokens)."
+            return (
+                f"Input length ({prompt} tokens) exceeds the maximum allowed length "
+                f"({max_model_len - 6} tokens)."
+            )
         return None
 
     async def generate(request: web.Request) -> web.Response:

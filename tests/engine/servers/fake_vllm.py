@@ -203,7 +203,10 @@ def application(
     async def prompt_answer(ids: list[int], adapter: LoadedAdapter | None) -> web.Response:
         if lora and (lora_modules is None or "lm_head" in lora_modules) and engine.requests:
             engine.note(
-                died="log-probabilities of a prompt beside other requests, with a head that can be adapted"
+                died=(
+                    "log-probabilities of a prompt beside other requests, with a head that can be "
+                    "adapted"
+                )
             )
             os._exit(15)
         place = object()

@@ -1,4 +1,6 @@
-"""Weights of a fake server: a tiny model of transformers, or tokens hashed from all their inputs."""
+"""Weights of a fake server: a tiny model of transformers, or tokens hashed from all their
+inputs.
+"""
 
 import hashlib
 from collections.abc import Sequence

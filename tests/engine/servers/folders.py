@@ -37,7 +37,9 @@ def step(model: PreTrainedModel, lr: float) -> None:
 
 
 def model_logprobs(model: PreTrainedModel, ids: Sequence[int]) -> list[float]:
-    """Log-probabilities of all tokens but the first, with another attention kernel than a fake's."""
+    """Log-probabilities of all tokens but the first, with another attention kernel than a
+    fake's.
+    """
     model.set_attn_implementation("eager")
     with torch.no_grad():
         rows = torch.log_softmax(

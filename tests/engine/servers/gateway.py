@@ -1,4 +1,6 @@
-"""A proxy in this process between a client and its server, which changes answers as a test wants."""
+"""A proxy in this process between a client and its server, which changes answers as a test
+wants.
+"""
 
 import asyncio
 import ssl

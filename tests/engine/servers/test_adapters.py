@@ -95,7 +95,9 @@ def serves(server: Any, folder: str, version: int) -> bool:
 
 
 class InFlight:
-    """A completion of 2000 tokens in a separate thread. A context manager that waits for its end."""
+    """A completion of 2000 tokens in a separate thread. A context manager that waits for its
+    end.
+    """
 
     def __init__(self, server: Any, fake: FakeServer) -> None:
         self._server, self._fake = server, fake
@@ -427,7 +429,10 @@ def test_merged_weights_and_adapters_do_not_mix(fake: FakeServer, tmp_path: Path
     [
         (
             {},
-            r"started without adapters; start it with --enable-lora --max-lora-rank 8 --lora-target-modules d",
+            (
+                r"started without adapters; start it with --enable-lora --max-lora-rank 8 "
+                r"--lora-target-modules d"
+            ),
         ),
         (
             {"lora": True, "max_lora_rank": 1},

@@ -512,9 +512,9 @@ def test_an_old_vllm_is_refused_before_it_is_paused(version: str, base: str, sta
     fake = start("vllm", plugin=False, nccl=True, version=version)
     (error,) = run_ranks(_publish_over_nccl, 1, base, None, fake.url, [{}])[0]
     assert (
-        f"it is vLLM {version}, whose 'nccl' backend cannot be joined from here; expected 0.32 or newer"
-        in error
-    )
+        f"it is vLLM {version}, whose 'nccl' backend cannot be joined from here; expected "
+        "0.32 or newer"
+    ) in error
     assert not any("pause?" in call for call in fake.calls())
 
 

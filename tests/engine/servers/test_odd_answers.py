@@ -82,7 +82,10 @@ def test_a_certificate_that_is_not_trusted_is_told_from_a_server_that_is_gone(
     fake: FakeServer, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj "
+        "/CN=localhost"
+    )
     names = [
         "-addext",
         "subjectAltName=IP:127.0.0.1",
@@ -166,8 +169,14 @@ async def a_list(_: web.Request) -> web.Response:
 
 
 ODD = {
-    html: r"with 'a web page: please log in'; expected a JSON object; is an inference server at this URL",
-    no_such_page: r"with 404 \(a web page: Not Found\);.* is an inference server at this URL, or a proxy",
+    html: (
+        r"with 'a web page: please log in'; expected a JSON object; is an inference server at "
+        r"this URL"
+    ),
+    no_such_page: (
+        r"with 404 \(a web page: Not Found\);.* is an inference server at this URL, or "
+        r"a proxy"
+    ),
     bad_gateway: r"with 502 \(a web page: bad gateway bad",
     masked: r"with 200 and an error \(.*upstream failed",
     elsewhere: r"with 308: it has moved to https://elsewhere:8443/; give the URL of that",
@@ -342,7 +351,10 @@ def test_a_trainer_that_finds_the_label_of_another_one_pauses_the_server(
     publish(theirs, 2)  # runs until its label is set while the first one resumes
     first.join(stretched(20))
     fake.tell()
-    expected = r"expected the label 1-\S+ not paused. If another job publishes to it, nobody knows whose weights it has"
+    expected = (
+        r"expected the label 1-\S+ not paused. If another job publishes to it, nobody knows whose "
+        r"weights it has"
+    )
     assert any(re.search(expected, str(failure)) for failure in failures)
     assert fake.state()["paused"] and VLLMServer(fake.url).status() == ServerStatus(
         None, paused=True

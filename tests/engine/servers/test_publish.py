@@ -1,4 +1,6 @@
-"""A version is complete before any server hears about it, and no failure removes the previous one."""
+"""A version is complete before any server hears about it, and no failure removes the previous
+one.
+"""
 
 import os
 import resource
@@ -236,7 +238,8 @@ from holdfast.engine import WeightUpdateMeta
 from holdfast.utils.errors import PublishError
 from tests.engine.servers.test_publish import SlowServer, make_engine
 engine = make_engine({str(folder)!r})
-engine.connect_engine([SlowServer(None)], WeightUpdateMeta("disk", {str(tmp_path / "weights")!r}, timeout_s=0.5))
+meta = WeightUpdateMeta("disk", {str(tmp_path / "weights")!r}, timeout_s=0.5)
+engine.connect_engine([SlowServer(None)], meta)
 try:
     engine.update_weights()
 except PublishError as error:
@@ -388,7 +391,10 @@ def test_ranks_publish_to_a_fleet_that_loses_servers(tmp_path: Path) -> None:
 
 
 def test_a_url_is_no_place_to_publish_to(tmp_path: Path) -> None:
-    expected = r"WeightUpdateMeta\.path is s3://bucket/w; publishing needs a folder of this machine: give one"
+    expected = (
+        r"WeightUpdateMeta\.path is s3://bucket/w; publishing needs a folder of this machine: "
+        r"give one"
+    )
     with pytest.raises(ConfigError, match=expected):
         WeightUpdateMeta("disk", "s3://me:secret@bucket/w")
     assert WeightUpdateMeta("disk", f"file://{tmp_path}/w").path == f"{tmp_path}/w"

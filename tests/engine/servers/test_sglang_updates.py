@@ -1,4 +1,6 @@
-"""An SGLang server (a fake after its source): a refused load keeps it paused until a load succeeds."""
+"""An SGLang server (a fake after its source): a refused load keeps it paused until a load
+succeeds.
+"""
 
 import asyncio
 from collections.abc import Iterator

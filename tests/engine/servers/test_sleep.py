@@ -1,4 +1,6 @@
-"""Servers that sleep and wake up, alone and in a fleet, also if one refuses, dies or starts again."""
+"""Servers that sleep and wake up, alone and in a fleet, also if one refuses, dies or starts
+again.
+"""
 
 import asyncio
 import re

@@ -28,7 +28,9 @@ def buckets(count: int) -> list[Bucket]:
 
 
 def fill(stream: WeightStream, some: Iterable[Bucket]) -> int:
-    """Fill every byte of a bucket with its number. Returns the number of buckets that were filled."""
+    """Fill every byte of a bucket with its number. Returns the number of buckets that were
+    filled.
+    """
     done = 0
     for bucket in some:
         if not stream.make_room():

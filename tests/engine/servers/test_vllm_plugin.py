@@ -1,4 +1,6 @@
-"""A vLLM server with the plugin: refused updates change nothing, and an update left open is closed."""
+"""A vLLM server with the plugin: refused updates change nothing, and an update left open is
+closed.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

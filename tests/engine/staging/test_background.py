@@ -1,4 +1,6 @@
-"""Saves written while training goes on: their contents, the reports of failures, and the leftovers."""
+"""Saves written while training goes on: their contents, the reports of failures, and the
+leftovers.
+"""
 
 import gc
 import resource

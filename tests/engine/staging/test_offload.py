@@ -272,7 +272,9 @@ def _saves(rank: int, world_size: int, base: str, kind: str, root: Path) -> None
 
 
 def _is_of_one_run(name: str) -> bool:
-    """Whether a file has a time, or the id of the run: each root of a handler has a run of its own."""
+    """Whether a file has a time, or the id of the run: each root of a handler has a run of its
+    own.
+    """
     of_run = ("recover_info.json", "manifest.json", "journal.jsonl", "run_id.txt")
     return Path(name).name in of_run or "lock" in name
 

@@ -197,9 +197,7 @@ def test_a_second_moment_falls_when_gradients_do() -> None:
     )
 
 
-def test_the_state_before_the_first_step_is_that_it_would_start_from_and_survives_a_plain_state_dict() -> (
-    None
-):
+def test_the_state_before_the_first_step_is_its_start_and_survives_a_plain_state_dict() -> None:
     (param, twin) = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
     optimizer, other = build_optimizer([param], CONFIG), build_optimizer([twin], CONFIG)
     assert isinstance(optimizer, AdamBF16)

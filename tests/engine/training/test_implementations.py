@@ -65,7 +65,10 @@ def test_kernels_are_those_of_the_config(kind: str) -> None:
     ],
 )
 def test_kernels_that_do_not_exist_are_refused(kind: str, name: str, expected: str) -> None:
-    match = f"'optimizer.implementation' is '{name}', but sharded parameters have {expected} for .* '{kind}'"
+    match = (
+        f"'optimizer.implementation' is '{name}', but sharded parameters have {expected} for .* "
+        f"'{kind}'"
+    )
     with pytest.raises(ConfigError, match=match):
         OptimizerConfig(type=kind, implementation=name)
     with pytest.raises(ConfigError, match=r"optimizer\.implementation' is 'apex'"):

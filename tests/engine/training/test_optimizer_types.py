@@ -36,9 +36,18 @@ DTYPES = {
     "muon": {torch.float32},
 }
 REFUSALS = {
-    "adam_bf16": r"has dtype torch\.bfloat16, this model needs torch\.float32; .* exp_avg in bfloat16, .* one is AdamW",
-    "adam8bit": r"has '.*_scale', which this model or optimizer does not .* exp_avg_scale in float32, .* one is AdamW",
-    "muon": r"lacks '.*exp_avg' .* another model or optimizer; .* momentum_buffer in float32, .* one is AdamW",
+    "adam_bf16": (
+        r"has dtype torch\.bfloat16, this model needs torch\.float32; .* exp_avg in bfloat16, .* "
+        r"one is AdamW"
+    ),
+    "adam8bit": (
+        r"has '.*_scale', which this model or optimizer does not .* exp_avg_scale in float32, .* "
+        r"one is AdamW"
+    ),
+    "muon": (
+        r"lacks '.*exp_avg' .* another model or optimizer; .* momentum_buffer in float32, .* one "
+        r"is AdamW"
+    ),
 }
 """How a plain AdamW refuses a checkpoint of each."""
 

@@ -192,7 +192,9 @@ def test_the_check_leaves_weights_mode_and_generators_alone() -> None:
 
 
 class RowChunks(LlamaForCausalLM):
-    """Attends within chunks counted from the start of the row, like Llama4 in older transformers."""
+    """Attends within chunks counted from the start of the row, like Llama4 in older
+    transformers.
+    """
 
     def forward(self, input_ids: Any, position_ids: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         if position_ids is None:

@@ -27,7 +27,9 @@ REFUSED = {
     "distillation/gsm8k_grpo_distill_mode_rolloutEngine": "'teacher' .* no loss of distillation",
     "distillation/gsm8k_grpo_distill_mode_trainEngine": "'teacher' .* no loss of distillation",
     "dte/gsm8k_grpo_qwen3_30b_a3b": ROUTER,
-    "experimental/inference_service/online_rollout": "'group_size' is 1: every reward would become 0",
+    "experimental/inference_service/online_rollout": (
+        "'group_size' is 1: every reward would become 0"
+    ),
     "math/gsm8k_grpo_megatron_fp8": "'actor.megatron.ddp.fp8_param_gather' .* no training in fp8",
     "math/gsm8k_grpo_megatron_lora_moe": "'backend' is .*, with pipeline parallelism",
     "math/gsm8k_kpop": "'rejection_sampling.metric' is 'binary_kl'",
@@ -38,7 +40,9 @@ REFUSED = {
     "profile/qwen3_5_35b_a3b_sft_profile": GRADIENTS,
     "scaffolding/gsm8k_rlvr_scaffolding": REMOVED,
     "scaffolding/gsm8k_rlvr_scaffolding_2nodes": REMOVED,
-    "search_agent/tongyi_deepresearch/config": "'backend' is 'megatron:d2p2t1', with pipeline parallelism",
+    "search_agent/tongyi_deepresearch/config": (
+        "'backend' is 'megatron:d2p2t1', with pipeline parallelism"
+    ),
     "swe/qwen3_30b_a3b_grpo": ROUTER,
     "tau2/config_1.7b_airline": TREE,
     "tau2/config_235b_moe_airline": ROUTER,

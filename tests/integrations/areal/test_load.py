@@ -357,9 +357,9 @@ def test_colocation_is_for_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFix
     load_areal(Job, path)
     (warning,) = warnings(caplog)
     assert (
-        "rollout.scheduling_strategy (placement is the caller's. On GPUs of the servers (`type: colocation`"
-        in warning
-    )
+        "rollout.scheduling_strategy (placement is the caller's. On GPUs of the servers "
+        "(`type: colocation`"
+    ) in warning
     assert warning.count("colocated(engine, fleet).rollout()") == 2
 
 

@@ -417,7 +417,10 @@ def test_verify_reads_full_versions_and_deltas(publisher: Publisher, tmp_path: P
 
     assert verify(1) == (
         0,
-        f"{publisher.folder(1)}: {publisher.label(1)}, 5 files with {total(publisher, 1)} bytes are complete\n",
+        (
+            f"{publisher.folder(1)}: {publisher.label(1)}, 5 files with {total(publisher, 1)} "
+            "bytes are complete\n"
+        ),
     )
     (tmp_path / "current").symlink_to(publisher.folder(1))
     command = [str(COMMAND), "verify", str(tmp_path / "current")]

@@ -1,4 +1,6 @@
-"""``holdfast export`` of generations with adapters: merged into their base, or as a folder of PEFT."""
+"""``holdfast export`` of generations with adapters: merged into their base, or as a folder of
+PEFT.
+"""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""``why`` and ``top``, and the journal they read, for runs that were killed, stopped, and failed."""
+"""``why`` and ``top``, and the journal they read, for runs that were killed, stopped, and
+failed.
+"""
 
 import json
 import multiprocessing
@@ -84,8 +86,12 @@ def test_why_tells_what_ended_each_attempt_and_the_steps_that_were_trained_again
     )
     assert [attempt["resumed"] for attempt in found["attempts"]] == [None, 3, 6, 7, 9]
     assert [(attempt["first"], attempt["last"]) for attempt in found["attempts"]] == [
-        (0, 4), (4, 6), (7, 8), (8, 9), (10, 10),
-    ]  # fmt: skip
+        (0, 4),
+        (4, 6),
+        (7, 8),
+        (8, 9),
+        (10, 10),
+    ]
     assert [attempt["redone"] for attempt in found["attempts"]] == [0, 1, 0, 1, 0] and found[
         "redone"
     ] == 2
@@ -213,7 +219,10 @@ _DAMAGED = (
     '{"event": "step", "time": 1e300, "step": 4}',
     '{"event": "step", "time": 1790000000.0, "step": "4"}',
     '{"event": "save", "time": 1790000000.0, "step": 4}',
-    '{"event": "start", "time": 1790000000.0, "step": 1, "world_size": [1], "host": 7, "keep": {"last": "x"}}',
+    (
+        '{"event": "start", "time": 1790000000.0, "step": 1, "world_size": [1], "host": 7, '
+        '"keep": {"last": "x"}}'
+    ),
     '{"event": "start", "time": 1790000000.0, "process_started": null, "load_s": "soon"}',
     '{"event": "end", "time": NaN, "how": 1}',
     '{"event": "failed", "time": 1790000000.0, "error": {}}',
@@ -321,7 +330,10 @@ def test_attempts_that_end_before_a_load_are_distinguished_from_replaced_workers
 
     assert verdicts(began, began, start, end, lost, began, lost, spent) == [
         "WorkerLost: trainer",
-        "before it had loaded: worker group None lost rank(s) None: died; given up: RetriesExhausted: too many",
+        (
+            "before it had loaded: worker group None lost rank(s) None: died; given up: "
+            "RetriesExhausted: too many"
+        ),
     ]
     assert verdicts(began, lost, start, in_use=True) == ["goes on"], (
         "one group was started again, and it came up"

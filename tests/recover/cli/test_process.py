@@ -22,7 +22,8 @@ from holdfast.recover.cli.main import cli
 try:
     cli.main(sys.argv[1:])
 finally:
-    print([name for name in ("torch", "transformers", "numpy", "ray") if name in sys.modules], file=sys.stderr)
+    heavy = ("torch", "transformers", "numpy", "ray")
+    print([name for name in heavy if name in sys.modules], file=sys.stderr)
 """
 
 

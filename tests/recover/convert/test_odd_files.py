@@ -1,4 +1,6 @@
-"""Files of verl with odd contents: each is refused in one line that names the file and the entry."""
+"""Files of verl with odd contents: each is refused in one line that names the file and the
+entry.
+"""
 
 import random
 from collections.abc import Callable

@@ -198,7 +198,10 @@ def test_nothing_is_written_over_and_a_run_in_use_is_left_alone(tmp_path: Path) 
     config = RecoverConfig("e", "t", str(tmp_path), freq_steps=1, async_save=False)
     with RecoverHandler(config, SPEC) as handler:
         handler.load(host.state)
-        code = "import sys; from holdfast.recover.convert import convert; convert(*sys.argv[1:], to='generation')"
+        code = (
+            "import sys; from holdfast.recover.convert import convert; convert(*sys.argv[1:], "
+            "to='generation')"
+        )
         command = [sys.executable, "-c", code, str(tmp_path / "source"), str(tmp_path / "e" / "t")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=stretched(60))
         assert FolderInUseError.__name__ in done.stderr

@@ -1,4 +1,6 @@
-"""Checkpoints of verl's FSDP workers: every tensor, schedule and generator, at any number of ranks."""
+"""Checkpoints of verl's FSDP workers: every tensor, schedule and generator, at any number of
+ranks.
+"""
 
 import logging
 import shutil

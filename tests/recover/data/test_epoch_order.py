@@ -61,7 +61,9 @@ class Script:
         self.handler = make_handler(root, freq_steps=1, max_ckpt_to_keep=None, async_save=False)
 
     def train(self) -> Iterator[tuple[int, list[int]]]:
-        """Resume if there is a generation, and yield each step with its batch after its snapshot."""
+        """Resume if there is a generation, and yield each step with its batch after its
+        snapshot.
+        """
         info = self.handler.load(self.state, self.loader)
         step = step_info(0) if info is None else info.last_step_info.next()
         for epoch in range(step.epoch, SPEC.total_train_epochs):

@@ -32,22 +32,49 @@ SAMPLES = [
 
 
 def test_fingerprint_is_the_same_in_another_process_with_other_hashes(tmp_path: Path) -> None:
-    script = "from tests.recover.data.test_fingerprint import *; print(dataset_fingerprint(SAMPLES), end='')"
+    script = (
+        "from tests.recover.data.test_fingerprint import *; print(dataset_fingerprint(SAMPLES), "
+        "end='')"
+    )
     root = str(Path(__file__).parents[3])
     result = subprocess.run(
         [sys.executable, "-c", script],
-        env={"PYTHONPATH": root, "PYTHONHASHSEED": "77"}, cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env={"PYTHONPATH": root, "PYTHONHASHSEED": "77"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert result.stdout == dataset_fingerprint(SAMPLES)
     assert result.stdout.startswith("103 samples, xxh3_128:")
 
 
 def test_fingerprint_tells_values_apart_that_look_alike() -> None:
     values: list[Any] = [
-        1, 1.0, True, "1", b"1", None, [1], [[1]], [1, 1], {"a": 1}, {"a": "1"}, {"b": 1}, np.int64(1), np.array([1]),
-        torch.tensor(1), torch.tensor([1]), torch.tensor([[1]]), torch.tensor([1], dtype=torch.int32), ["ab", "c"],
-        ["a", "bc"], Prompt("a", torch.tensor(1)), {}, [],
-    ]  # fmt: skip
+        1,
+        1.0,
+        True,
+        "1",
+        b"1",
+        None,
+        [1],
+        [[1]],
+        [1, 1],
+        {"a": 1},
+        {"a": "1"},
+        {"b": 1},
+        np.int64(1),
+        np.array([1]),
+        torch.tensor(1),
+        torch.tensor([1]),
+        torch.tensor([[1]]),
+        torch.tensor([1], dtype=torch.int32),
+        ["ab", "c"],
+        ["a", "bc"],
+        Prompt("a", torch.tensor(1)),
+        {},
+        [],
+    ]
     assert len({dataset_fingerprint([value]) for value in values}) == len(values)
     assert dataset_fingerprint([{"a": 1, "b": 2}]) == dataset_fingerprint([{"b": 2, "a": 1}])
     assert dataset_fingerprint([(1, 2)]) == dataset_fingerprint([[1, 2]])

@@ -199,8 +199,19 @@ def test_settings_that_would_reorder_samples_are_refused_by_name(change: dict[st
 def test_a_state_of_something_else_or_of_a_newer_version_is_refused() -> None:
     (loader,) = make_group(12, 1)
     state = loader.state_dict()
-    values = ({"version": 2}, {"cursor": 13}, {"epoch": -1}, {"cursor": 2.5}, {"epoch": None}, {"shuffle": 1},
-              {"seed": "3"}, {"cursor": True}, {"cursor": 3}, {"cursor": -4}, {"epoch": 10**30})  # fmt: skip
+    values = (
+        {"version": 2},
+        {"cursor": 13},
+        {"epoch": -1},
+        {"cursor": 2.5},
+        {"epoch": None},
+        {"shuffle": 1},
+        {"seed": "3"},
+        {"cursor": True},
+        {"cursor": 3},
+        {"cursor": -4},
+        {"epoch": 10**30},
+    )
     wrong: Any
     for wrong in (
         {},

@@ -1,4 +1,6 @@
-"""A restored loader gives the batches and random draws of one that never stopped, or it is refused."""
+"""A restored loader gives the batches and random draws of one that never stopped, or it is
+refused.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -52,7 +52,10 @@ if __name__ == "__main__":
 """
 
 
-IN_THE_WAY = "shutil.rmtree(f'{root}/e/t/recover', ignore_errors=True); open(f'{root}/e/t/recover', 'w').close()"
+IN_THE_WAY = (
+    "shutil.rmtree(f'{root}/e/t/recover', ignore_errors=True); open(f'{root}/e/t/recover', "
+    "'w').close()"
+)
 """Replaces the folder of generations by a file. The writing thread may have created the folder
 already.
 """
@@ -132,7 +135,10 @@ def test_a_process_that_multiprocessing_has_forked_ends_no_other_way(
 
 @pytest.mark.slow
 def test_a_child_of_the_process_that_trains_has_no_snapshot_to_finish(tmp_path: Path) -> None:
-    how = "child, at = os.fork(), time.monotonic(); child and (os.wait(), print('for', time.monotonic() - at))"
+    how = (
+        "child, at = os.fork(), time.monotonic(); child and (os.wait(), print('for', "
+        "time.monotonic() - at))"
+    )
     code, said = end(tmp_path, how)
     assert code == 0 and names(tmp_path) == ["global_step_0"]
     assert float(said.rpartition("for ")[2]) < saver.LINGER_S / 2

@@ -1,4 +1,6 @@
-"""A failed snapshot, or one equal to the previous, is reported. Training goes on, but not for ever."""
+"""A failed snapshot, or one equal to the previous, is reported. Training goes on, but not for
+ever.
+"""
 
 import copy
 import logging

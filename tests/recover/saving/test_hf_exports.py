@@ -496,7 +496,7 @@ def test_an_export_is_not_begun_in_a_group_that_its_snapshot_broke(tmp_path: Pat
     for error, told in run_ranks(_group_breaks, 2, str(tmp_path)):
         assert collective_broke(RuntimeError(error))
         assert (
-            "the export of step 0 was not begun: what was written before it broke the ranks' process group"
-            in told
-        )
+            "the export of step 0 was not begun: what was written before it broke the ranks' "
+            "process group"
+        ) in told
     assert names(tmp_path) == [] and exports(tmp_path) == []

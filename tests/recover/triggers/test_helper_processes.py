@@ -239,7 +239,9 @@ def test_an_error_is_printed_before_the_signal_ends_the_process(
 
 
 def start_helpers(pipe: Connection) -> None:
-    """Fork a child that reads for ever, and one that starts a session, with a program of its own."""
+    """Fork a child that reads for ever, and one that starts a session, with a program of its
+    own.
+    """
     os.setsid()
     stop = StopRequests(["SIGTERM"], None)
     stop.install()

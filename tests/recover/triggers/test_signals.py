@@ -417,9 +417,16 @@ HOUR = 3600
 
 @pytest.mark.parametrize(
     ("text", "length_s"),
-    [("5400s", 5400), ("90m", 5400), ("3h30m", 3.5 * HOUR), ("2d", 48 * HOUR), ("1d2h3m4s", 26 * HOUR + 184),
-     ("100h", 100 * HOUR), (" 90m\n", 5400)],
-)  # fmt: skip
+    [
+        ("5400s", 5400),
+        ("90m", 5400),
+        ("3h30m", 3.5 * HOUR),
+        ("2d", 48 * HOUR),
+        ("1d2h3m4s", 26 * HOUR + 184),
+        ("100h", 100 * HOUR),
+        (" 90m\n", 5400),
+    ],
+)
 def test_durations_count_from_the_start_of_the_process(text: str, length_s: float) -> None:
     assert parse_deadline(text, process_started_at() + 60) == process_started_at() + length_s
 
@@ -444,10 +451,32 @@ def test_times_are_local_unless_they_say_otherwise(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "text",
-    ["", "soon", "5400", "5400.5", "1790000000", "3:30:00",
-     "3:30", "3:60:00", "1:2:3:4:5", "1:00:30:00", "90 m", "1.5h", "30m3h", "-5", "1e4", "inf", "nan",
-     "2031-01-01", "2031-13-01T00:00", "18:00", "2031-01-01T18:00 tomorrow", "m", "\u0663m"],
-)  # fmt: skip
+    [
+        "",
+        "soon",
+        "5400",
+        "5400.5",
+        "1790000000",
+        "3:30:00",
+        "3:30",
+        "3:60:00",
+        "1:2:3:4:5",
+        "1:00:30:00",
+        "90 m",
+        "1.5h",
+        "30m3h",
+        "-5",
+        "1e4",
+        "inf",
+        "nan",
+        "2031-01-01",
+        "2031-13-01T00:00",
+        "18:00",
+        "2031-01-01T18:00 tomorrow",
+        "m",
+        "\u0663m",
+    ],
+)
 def test_an_invalid_deadline_is_refused_with_the_valid_forms(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         StopRequests([], text)
