@@ -1,13 +1,13 @@
 # Every target makes .venv and installs by itself; `make help` lists them.
 #   make PYTHON=python3.12 test       another interpreter (3.11 or newer), after make clean
-#   make VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt test
+#   make VENV=.venv-lowest CONSTRAINTS=constraints/lowest.txt test
 #                                     the oldest supported versions of everything
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
 #                                     torch without CUDA on Linux: gigabytes less to fetch
 
 PYTHON ?= python3
 VENV ?= .venv
-CONSTRAINTS ?= constraints.txt
+CONSTRAINTS ?= constraints/default.txt
 PY := $(VENV)/bin/python
 PROCESSES ?= 2
 PYTEST := $(PY) -m pytest -n $(PROCESSES)
@@ -169,11 +169,11 @@ $(VLLM_INSTALLED): plugins/vllm/pyproject.toml plugins/weights/pyproject.toml
 	@touch $@
 
 # verl asks for an older transformers than Holdfast, which is therefore installed without what it depends on.
-$(VERL_INSTALLED): pyproject.toml constraints-verl.txt
+$(VERL_INSTALLED): pyproject.toml constraints/verl.txt
 	$(check_python)
 	@test -x $(VERL_VENV)/bin/pip || $(PYTHON) -m venv $(VERL_VENV)
 	@echo "Installing verl and what it needs into $(VERL_VENV), PyTorch among it: some minutes the first time ..."
-	@$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt verl torch fastapi uvicorn cachetools \
+	@$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints/verl.txt verl torch fastapi uvicorn cachetools \
 		click fsspec httpx2 lazy-loader psutil pytest pytest-timeout pyyaml rich safetensors tenacity xxhash
 	@$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@

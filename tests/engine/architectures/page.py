@@ -320,7 +320,8 @@ def read(text: str) -> tuple[str, dict[str, Verdicts]]:
     Raises:
         ValueError: `render` did not write the page.
     """
-    version = text.partition("of transformers ")[2].split("\n")[0].rstrip(".")
+    named = re.search(r"of transformers (\S+)\.\s", text)
+    version = named[1] if named else ""
     results: dict[str, Verdicts] = {}
     firsts = ("model", "class", "source"), (_WITH_IMAGES, "class", "source"), ("model type",)
     for header in (
