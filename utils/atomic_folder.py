@@ -14,6 +14,7 @@ import torch.distributed as dist
 from .distributed import all_ranks_succeed, get_rank, rank_zero_decides
 from .errors import CheckpointExistsError
 from .files import (
+    StrPath,
     as_write_error,
     commit_folder,
     fsync_tree,
@@ -27,7 +28,7 @@ from .manifest import require_outside_commits
 
 @contextmanager
 def staged_folder(
-    final: str | os.PathLike[str], group: dist.ProcessGroup | None = None, *, replace: bool = False
+    final: StrPath, group: dist.ProcessGroup | None = None, *, replace: bool = False
 ) -> Iterator[Path]:
     """Yield a hidden sibling of ``final`` to write into. Rename it to ``final`` after every rank
     has left the block.
@@ -47,13 +48,13 @@ def staged_folder(
         ConfigError: ``final`` lies in a committed folder.
         CheckpointWriteError: the file system refused.
     """
-    staging = rank_zero_decides(
-        lambda: (_open_over if replace else open_staging)(Path(final)), group
-    )
+    open_hidden = _open_over if replace else open_staging
+    finish = _replace if replace else _commit
+    staging = rank_zero_decides(lambda: open_hidden(Path(final)), group)
     try:
         with all_ranks_succeed(f"writing {final}", group), as_write_error(final):
             yield staging
-        rank_zero_decides(lambda: (_replace if replace else _commit)(staging, Path(final)), group)
+        rank_zero_decides(lambda: finish(staging, Path(final)), group)
     except BaseException:
         if get_rank(group) == 0:
             shutil.rmtree(staging, ignore_errors=True)

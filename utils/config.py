@@ -4,7 +4,6 @@ OmegaConf merges and checks types. The dataclasses check values in ``__post_init
 configuration fails before any process starts.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,15 +18,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import ScalarEvent, YAMLError
 
 from .errors import ConfigError
+from .files import StrPath
 
 T = TypeVar("T")
 
 _BASE_60 = re.compile(r"[-+]?[1-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?")
 
 
-def load_config(
-    cls: type[T], path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
-) -> T:
+def load_config(cls: type[T], path: StrPath | None = None, overrides: Sequence[str] = ()) -> T:
     """Read an instance of the dataclass ``cls``.
 
     Args:
@@ -42,14 +40,13 @@ def load_config(
     Example:
         >>> load_config(TrainEngineConfig, "train.yaml", ["optimizer.lr=1e-6"])
     """
-    source = f"{path}" if path is not None else f"the defaults of {cls.__name__}"
-    source = f"{source} with overrides {list(overrides)}" if overrides else source
+    source = f"the defaults of {cls.__name__}" if path is None else f"{path}"
+    if overrides:
+        source = f"{source} with overrides {list(overrides)}"
     return build_config(cls, read_yaml(path, overrides, source), source)
 
 
-def read_yaml(
-    path: str | os.PathLike[str] | None, overrides: Sequence[str], source: str
-) -> DictConfig:
+def read_yaml(path: StrPath | None, overrides: Sequence[str], source: str) -> DictConfig:
     """Read the keys of a file and merge the overrides into them, without resolving interpolations.
 
     Raises:

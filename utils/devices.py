@@ -63,11 +63,13 @@ def choose_device(
         return torch.device("cpu")
     if not visible:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        setting = "not set" if shown is None else repr(shown)
         raise ConfigError(
             "config key 'device' is 'cuda', but torch sees no CUDA device here "
-            f"(CUDA_VISIBLE_DEVICES is {'not set' if shown is None else repr(shown)}); check the "
-            "driver and torch.version.cuda, or use 'cpu'"
+            f"(CUDA_VISIBLE_DEVICES is {setting}); check the driver and torch.version.cuda, or "
+            "use 'cpu'"
         )
+    # A group without NCCL cannot carry GPU tensors.
     if not has_nccl:
         advice = "make the group with backend 'cpu:gloo,cuda:nccl'"
         if wanted == "cuda":
@@ -81,6 +83,7 @@ def choose_device(
             visible, advice,
         )  # fmt: skip
         return torch.device("cpu")
+    # The group's device comes first, then the only visible one, then the rank's place on its host.
     if bound is not None:
         return bound
     index = 0 if visible == 1 else local_rank
@@ -96,9 +99,10 @@ def choose_device(
 def device_here(wanted: str) -> torch.device:
     """Call `choose_device` with the environment and the default process group of this process."""
     world = dist.group.WORLD if dist.is_initialized() else None
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return choose_device(
         wanted,
-        visible=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        visible=visible,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         bound=None if world is None else world.bound_device_id,
         has_nccl=world is None or "nccl" in dist.get_backend_config(world),
@@ -117,22 +121,26 @@ def agree_on_device(
         ConfigError: this rank has no device, or ranks differ in device type or share a GPU.
         PeerError: other ranks have no device.
     """
-    device, error = None, None
+    host = socket.gethostname()
+    device: torch.device | None = None
+    error: Exception | None = None
     try:
         device = choose()
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-        report = DeviceReport(socket.gethostname(), str(device), gpu)
-    except (
-        Exception
-    ) as caught:  # also CUDA's own errors, so that the other ranks do not wait for this one
-        error, report = (
-            caught,
-            DeviceReport(socket.gethostname(), error=f"{type(caught).__name__}: {caught}"),
-        )
+        gpu = ""
+        if device.type == "cuda":
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+        report = DeviceReport(host, str(device), gpu)
+    # Also CUDA's own errors, so that the other ranks do not wait for this one.
+    except Exception as caught:
+        error = caught
+        report = DeviceReport(host, error=f"{type(caught).__name__}: {caught}")
+
+    # This rank's own error says more than the report of another rank.
     reports = gather(report)
     if error is not None:
         raise error
-    if failed := {rank: report.error for rank, report in enumerate(reports) if report.error}:
+    failed = {rank: report.error for rank, report in enumerate(reports) if report.error}
+    if failed:
         raise PeerError("choosing a device", failed)
     require_devices_of_their_own(reports)
     assert device is not None

@@ -42,21 +42,23 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
         ValueError: ``group`` was destroyed. Returning 0 would let this rank go on without the
             others.
     """
-    return dist.get_rank(group) if group is not None or dist.is_initialized() else 0
+    return dist.get_rank(group) if _has_ranks(group) else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of ranks in ``group``, or 1 without torch.distributed. Raises as `get_rank`
     does.
     """
-    return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
+    return dist.get_world_size(group) if _has_ranks(group) else 1
 
 
 def get_group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the global ranks of ``group`` in order, or ``[0]`` without torch.distributed."""
-    return (
-        dist.get_process_group_ranks(group) if group is not None or dist.is_initialized() else [0]
-    )
+    return dist.get_process_group_ranks(group) if _has_ranks(group) else [0]
+
+
+def _has_ranks(group: dist.ProcessGroup | None) -> bool:
+    return group is not None or dist.is_initialized()
 
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
@@ -73,10 +75,8 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup |
     """
     if get_world_size(group) == 1:
         return group
-    for needed in (
-        None,
-        group,
-    ):  # raises ValueError if the group was destroyed; below it would be a TypeError
+    # This raises ValueError if a group was destroyed. Below it would be a TypeError.
+    for needed in (None, group):
         dist.get_backend(needed)
     if "cpu:" in dist.get_backend_config(group):
         return group
@@ -131,7 +131,8 @@ def gather_numbers(
     """
     if get_world_size(group) == 1:
         return [[float(number) for number in numbers]]
-    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")  # whatever the default device is
+    # On the CPU, whatever the default device is.
+    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     gathered = own.new_empty((get_world_size(group), len(numbers)))
     dist.all_gather(list(gathered), own, group=control_group(group))
     return gathered.tolist()
@@ -156,16 +157,18 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """
     if get_world_size(group) == 1:
         return [value]
+    # User code may raise anything, and the peers wait in the collective.
     try:
         data = pickle.dumps(value)
-    except Exception as error:  # user code may raise anything, and the peers wait in the collective
+    except Exception as error:
         data = pickle.dumps(_Unsent(_why_unsent(error)))
     gathered = [_unpickled(data) for data in _gather_bytes(data, group)]
-    if unsent := {
+    unsent = {
         rank: f"it {found.reason}"
         for rank, found in enumerate(gathered)
         if isinstance(found, _Unsent)
-    }:
+    }
+    if unsent:
         raise PeerError("gathering a value of every rank", unsent)
     return gathered
 
@@ -184,6 +187,7 @@ def _unpickled(data: memoryview) -> Any:
 
 def _gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[memoryview]:
     sizes = [int(size) for (size,) in gather_numbers([len(data)], group)]
+    # Ranks send the same number of bytes, so shorter values are padded.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     own.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
     gathered = own.new_empty((len(sizes), len(own)))
@@ -221,7 +225,8 @@ def gather_numbers_of(
     Failures and numbers travel in one collective, and ``compute`` must not leave another collective
     half-done. ``what`` and the errors are as in `all_ranks_succeed`.
     """
-    numbers, error = [0.0] * count, None
+    numbers: Sequence[float] = [0.0] * count
+    error: Exception | None = None
     try:
         numbers = compute()
     except Exception as caught:
@@ -248,14 +253,18 @@ def _gather_unless_failed(
     rows = gather_numbers([error is not None, *numbers], group)
     if not any(failed for failed, *_ in rows):
         return [theirs for _, *theirs in rows]
+
+    # A failed write counts less than any other failure, wherever that is.
     reports = gather_objects(None if error is None else _report(error), group)
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     worse = {
         rank: report for rank, report in failed.items() if not report.startswith(_WRITE_FAILURE)
     }
-    if error is not None and not (worse and is_write_failure(error)):
-        raise error
-    raise PeerError(what, worse if error is not None else failed) from error
+    if error is None:
+        raise PeerError(what, failed)
+    if worse and is_write_failure(error):
+        raise PeerError(what, worse) from error
+    raise error
 
 
 def all_ranks_succeed_slowly(
@@ -308,7 +317,11 @@ def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None =
     """
     if get_world_size(group) == 1:
         return decide()
-    result, error, sent = None, None, [b""]
+    result: Any = None
+    error: Exception | None = None
+    sent = [b""]
+
+    # Rank 0 decides. A result or an error that the others cannot read becomes an error for all.
     if get_rank(group) == 0:
         try:
             result = decide()
@@ -316,17 +329,20 @@ def rank_zero_decides(decide: Callable[[], T], group: dist.ProcessGroup | None =
             if isinstance(data, str):
                 raise PeerError(_DECISION, {0: f"its result {data}"})
         except Exception as caught:
-            error, data = caught, _pickled((None, caught))
+            error = caught
+            data = _pickled((None, caught))
             if isinstance(data, str):
                 error = PeerError(_DECISION, {0: f"{type(caught).__name__}: {caught}"})
                 data = pickle.dumps((None, error))
         sent = [data]
+
+    # The others follow.
     dist.broadcast_object_list(sent, group=control_group(group), group_src=0)
     if get_rank(group) != 0:
         result, error = pickle.loads(sent[0])
     if error is not None:
         raise error
-    return result  # type: ignore[return-value]
+    return result
 
 
 def rank_zero_decides_slowly(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -339,7 +355,9 @@ def rank_zero_decides_slowly(decide: Callable[[], T], group: dist.ProcessGroup |
     if get_world_size(group) == 1:
         with beating(WORD_EVERY_S):
             return decide()
-    outcome = on_daemon_thread(decide, "slow decision") if get_rank(group) == 0 else Future()
+    outcome: Future[T] = Future()
+    if get_rank(group) == 0:
+        outcome = on_daemon_thread(decide, "slow decision")
     while not rank_zero_decides(lambda: bool(wait([outcome], WORD_EVERY_S).done), group):
         beat()
     return rank_zero_decides(outcome.result, group)
@@ -350,10 +368,11 @@ _DECISION = "the decision of rank 0"
 
 def _pickled(value: object) -> bytes | str:
     """Pickle ``value``, or return the reason why the other ranks cannot read it."""
+    # User code may raise anything, and the peers wait in the collective.
     try:
         data = pickle.dumps(value)
         pickle.loads(data)
-    except Exception as error:  # user code may raise anything, and the peers wait in the collective
+    except Exception as error:
         return _why_unsent(error)
     return data
 

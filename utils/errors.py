@@ -21,7 +21,7 @@ class UnsupportedVersionError(HoldfastError, ImportError):
 
 
 class EngineOffloadedError(HoldfastError, RuntimeError):
-    """A method needs weights or optimizer state that `FSDPEngine.offload` has moved to host memory."""
+    """A method needs weights or optimizer state that `FSDPEngine.offload` has moved away."""
 
 
 class BatchError(HoldfastError, ValueError):
@@ -116,7 +116,7 @@ class NoServerError(UnreachableServerError):
 
 
 class SlowServerError(PublishError):
-    """A server did not answer in time. It may still finish the update, so its weights are unknown."""
+    """A server did not answer in time. It may still finish the update: its weights are unknown."""
 
 
 class PoisonedServerError(PublishError):
@@ -159,7 +159,8 @@ class PeerError(HoldfastError, RuntimeError):
 
     def __init__(self, what: str, errors: Mapping[int, str]) -> None:
         super().__init__(what, dict(errors))
-        self.what, self.errors = what, dict(errors)
+        self.what = what
+        self.errors = dict(errors)
 
     @property
     def types(self) -> set[str]:
@@ -183,7 +184,9 @@ class WorkerLost(HoldfastError, RuntimeError):
 
     def __init__(self, group: str, ranks: Sequence[int], cause: str) -> None:
         super().__init__(group, list(ranks), cause)
-        self.group, self.ranks, self.cause = group, sorted(ranks), cause
+        self.group = group
+        self.ranks = sorted(ranks)
+        self.cause = cause
 
     def __str__(self) -> str:
         return f"worker group {self.group!r} lost rank(s) {self.ranks}: {self.cause}"

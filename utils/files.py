@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import xxhash
 
@@ -26,6 +26,9 @@ from .heartbeat import beat
 from .logging import get_logger
 
 logger = get_logger(__name__)
+
+StrPath: TypeAlias = str | os.PathLike[str]
+"""A path as the caller has it, which `pathlib.Path` accepts."""
 
 _WINDOW_BYTES = 16 << 20
 _READ_BYTES = 2 << 20  # a buffer that stays in the cache halves the time of fresh memory
@@ -42,7 +45,7 @@ if _sync_file_range is not None:
 
 
 @contextmanager
-def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
+def as_write_error(final: StrPath) -> Iterator[None]:
     """Convert an OSError of the block into a `CheckpointWriteError` that names ``final``."""
     try:
         yield
@@ -56,11 +59,14 @@ def as_write_error(final: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def half_loaded(folder: str | os.PathLike[str]) -> Iterator[None]:
+def half_loaded(folder: StrPath) -> Iterator[None]:
     """Wrap a block that puts values from ``folder`` into a model. A failure to read says that it is
     half loaded.
     """
-    problem = f"{folder} could not be read to its end; the model is now half loaded and must be loaded again"
+    problem = (
+        f"{folder} could not be read to its end; the model is now half loaded and must be loaded "
+        "again"
+    )
     try:
         yield
     except (OSError, CheckpointCorruptError) as error:
@@ -81,17 +87,17 @@ def start_writeback(fd: int, start: int, n_bytes: int) -> None:
         _sync_file_range(fd, start, n_bytes, _SYNC_FILE_RANGE_WRITE)
 
 
-def fsync_file(path: str | os.PathLike[str]) -> None:
+def fsync_file(path: StrPath) -> None:
     """Force the contents of a file to stable storage."""
     _fsync(path, os.O_RDONLY)
 
 
-def fsync_dir(path: str | os.PathLike[str]) -> None:
+def fsync_dir(path: StrPath) -> None:
     """Force a folder's entries (names, renames, removals) to stable storage."""
     _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def _fsync(path: str | os.PathLike[str], flags: int) -> None:
+def _fsync(path: StrPath, flags: int) -> None:
     fd = os.open(path, flags)
     try:
         os.fsync(fd)
@@ -99,7 +105,7 @@ def _fsync(path: str | os.PathLike[str], flags: int) -> None:
         os.close(fd)
 
 
-def make_durably(folder: str | os.PathLike[str]) -> None:
+def make_durably(folder: StrPath) -> None:
     """Create a folder and its parents, with each name on stable storage.
 
     The parent of an existing folder is synced too, because its creator may have been killed before
@@ -107,9 +113,8 @@ def make_durably(folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     if folder.is_dir():
-        with contextlib.suppress(
-            PermissionError
-        ):  # a user who cannot read the parent did not create the folder
+        # A user who cannot read the parent did not create the folder.
+        with contextlib.suppress(PermissionError):
             fsync_dir(folder.parent)
         return
     make_durably(folder.parent)
@@ -117,8 +122,8 @@ def make_durably(folder: str | os.PathLike[str]) -> None:
     fsync_dir(folder.parent)
 
 
-def fsync_tree(path: str | os.PathLike[str]) -> None:
-    """Fsync ``path`` and every folder below it, deepest first. Files are synced by their writers."""
+def fsync_tree(path: StrPath) -> None:
+    """Fsync ``path`` and every folder below it, deepest first. Writers have synced the files."""
     for folder, _, _ in os.walk(path, topdown=False, onerror=_raise):
         fsync_dir(folder)
 
@@ -134,7 +139,7 @@ class DurableFile:
     if ``path`` exists: nothing is ever overwritten.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
         self.bytes = 0
         self._begun_bytes = 0
@@ -159,15 +164,19 @@ class DurableFile:
         Writes end at multiples of `_BLOCK_BYTES`, so that the page cache keeps the file in large
         pages and a later digest takes two thirds of the time.
         """
+        # What `write` has left in its buffer comes first.
         self._file.flush()
         pending: list[memoryview] = []
         room = _BLOCK_BYTES - self.bytes % _BLOCK_BYTES
         for whole in views:
             view = memoryview(whole).cast("B")
             self._digest.update(view)
+            # Write as often as a block is full, and keep the rest.
             while len(view) >= room:
                 self._write_pending([*pending, view[:room]])
-                pending, view, room = [], view[room:], _BLOCK_BYTES
+                view = view[room:]
+                pending = []
+                room = _BLOCK_BYTES
             if view:
                 pending.append(view)
                 room -= len(view)
@@ -178,6 +187,7 @@ class DurableFile:
 
     def _write_pending(self, views: list[memoryview]) -> None:
         n_bytes = sum(map(len, views))
+        # A write may end anywhere in the list. It goes on from there.
         while views:
             written = os.writev(self._file.fileno(), views)
             while views and written >= len(views[0]):
@@ -188,7 +198,8 @@ class DurableFile:
 
     def _advance(self, n_bytes: int) -> None:
         self.bytes += n_bytes
-        if (fresh := self.bytes - self._begun_bytes) >= _WRITEBACK_BYTES:
+        fresh = self.bytes - self._begun_bytes
+        if fresh >= _WRITEBACK_BYTES:
             start_writeback(self._file.fileno(), self._begun_bytes, fresh)
             self._begun_bytes = self.bytes
         beat()
@@ -215,7 +226,7 @@ class DurableFile:
         self._file.raw.close()  # skips the buffer, which could not be written before
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def open_regular(path: StrPath, flags: int = os.O_RDONLY) -> int:
     """Open a file like `os.open`. Raises OSError if it is not a regular file, because a pipe would
     block the caller.
     """
@@ -226,15 +237,13 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     return fd
 
 
-def write_durably(path: str | os.PathLike[str], data: bytes) -> None:
+def write_durably(path: StrPath, data: bytes) -> None:
     """Create ``path`` with ``data`` as a `DurableFile`. The caller fsyncs the folder."""
     with DurableFile(path) as file:
         file.write(data)
 
 
-def replace_atomically(
-    path: str | os.PathLike[str], data: bytes, temporary: Path | None = None
-) -> None:
+def replace_atomically(path: StrPath, data: bytes, temporary: Path | None = None) -> None:
     """Replace the contents of ``path`` durably. A crash leaves the old contents or the new, never a
     mixture.
 
@@ -242,6 +251,7 @@ def replace_atomically(
     means a new name.
     """
     path = Path(path)
+    # The new contents are on stable storage before they take the old name.
     temporary = temporary or path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     temporary.unlink(missing_ok=True)
     try:
@@ -252,7 +262,7 @@ def replace_atomically(
     fsync_dir(path.parent)
 
 
-def file_digest(path: str | os.PathLike[str]) -> str:
+def file_digest(path: StrPath) -> str:
     """Return the digest of a file, ``"xxh3_128:<hex>"``. The file is mapped or read a few megabytes
     at a time.
     """
@@ -267,16 +277,18 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 def _contents(file: io.FileIO) -> Iterator[memoryview]:
     # A part is valid until the next one is requested. Mapped pages need no copy, which halves the
     # time for cached files. Files that cannot be mapped are read, which reports the error.
-    size, at = os.fstat(file.fileno()).st_size, 0
-    while (
-        at < size
-        and (window := map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))) is not None
-    ):
+    size = os.fstat(file.fileno()).st_size
+    at = 0
+    while at < size:
+        window = map_window(file.fileno(), at, min(_WINDOW_BYTES, size - at))
+        if window is None:
+            break
         os.posix_fadvise(file.fileno(), at + len(window), _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
         with window:
             yield window
             at += len(window)
-    if at:  # pipes cannot seek
+    # The rest is read. Pipes cannot seek, but they were not mapped either.
+    if at:
         file.seek(at)
     buffer = memoryview(bytearray(_READ_BYTES))
     while count := file.readinto(buffer):
@@ -289,7 +301,9 @@ def read_window(fd: int, begin: int, length: int) -> memoryview:
     """
     os.posix_fadvise(fd, begin + length, _WINDOW_BYTES, os.POSIX_FADV_WILLNEED)
     window = map_window(fd, begin, length)
-    return memoryview(os.pread(fd, length, begin)) if window is None else window
+    if window is None:
+        return memoryview(os.pread(fd, length, begin))
+    return window
 
 
 def map_window(fd: int, begin: int, length: int) -> memoryview | None:
@@ -326,7 +340,7 @@ def digest_name(digest: xxhash.xxh3_128) -> str:
 
 
 def require_free_space(
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     needed_bytes: int,
     advice: str = "make room, keep fewer snapshots, or write elsewhere",
 ) -> None:
@@ -350,7 +364,7 @@ def require_free_space(
         )
 
 
-def staging_path(final: str | os.PathLike[str]) -> Path:
+def staging_path(final: StrPath) -> Path:
     """Return a new hidden sibling of ``final`` to write into before `commit_folder`. It is not
     created.
     """
@@ -358,13 +372,15 @@ def staging_path(final: str | os.PathLike[str]) -> Path:
     return final.with_name(f".staging-{final.name}-{uuid.uuid4().hex[:12]}")
 
 
-def is_free(final: str | os.PathLike[str]) -> bool:
+def is_free(final: StrPath) -> bool:
     """Return whether a folder may be renamed to ``final``: nothing is there, or an empty folder."""
     is_folder = os.path.isdir(final) and not os.path.islink(final) and not os.path.ismount(final)
-    return not os.listdir(final) if is_folder else not os.path.lexists(final)
+    if is_folder:
+        return not os.listdir(final)
+    return not os.path.lexists(final)
 
 
-def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
+def commit_folder(staging: StrPath, final: StrPath) -> None:
     """Make a folder whose files are fsynced visible under its final name: fsync folders, rename,
     fsync the parent.
 
@@ -375,6 +391,7 @@ def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]
     """
     if os.path.isdir(final) and is_free(final):
         shutil.copymode(final, staging)
+    # Names inside are on stable storage before the folder has its final name.
     fsync_tree(staging)
     if not is_free(final):
         raise FileExistsError(f"{final} exists already and is never written over")
@@ -382,7 +399,7 @@ def commit_folder(staging: str | os.PathLike[str], final: str | os.PathLike[str]
     fsync_dir(Path(final).parent)
 
 
-def remove_folder(path: str | os.PathLike[str]) -> None:
+def remove_folder(path: StrPath) -> None:
     """Remove a folder, or a link to one, after renaming it to a hidden name, so that no reader sees
     half of it.
     """
@@ -391,21 +408,18 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
         path.unlink(missing_ok=True)
         fsync_dir(path.parent)
         return
-    doomed = (
-        path
-        if path.name.startswith(".")
-        else path.with_name(f".retired-{path.name}-{uuid.uuid4().hex[:12]}")
-    )
+    doomed = path
+    if not path.name.startswith("."):
+        doomed = path.with_name(f".retired-{path.name}-{uuid.uuid4().hex[:12]}")
     with contextlib.suppress(FileNotFoundError):
         if doomed != path:
             os.rename(path, doomed)
-        fsync_dir(
-            path.parent
-        )  # also after the rename of a killed process, so that no half-removed folder comes back
+        # Also after the rename of a killed process, so that no half-removed folder comes back.
+        fsync_dir(path.parent)
         shutil.rmtree(doomed)
 
 
-def remove_or_log(path: str | os.PathLike[str]) -> None:
+def remove_or_log(path: StrPath) -> None:
     """Remove a folder with everything in it, or a file. If that fails, log it and continue: only
     disk space is lost.
     """
@@ -418,7 +432,7 @@ def remove_or_log(path: str | os.PathLike[str]) -> None:
         logger.warning("cannot remove %s: %s", path, error)
 
 
-def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
+def walk_files(folder: StrPath) -> Iterator[str]:
     """Yield every file below ``folder`` as sorted relative POSIX paths. OSError if a folder cannot
     be listed.
     """
@@ -428,7 +442,7 @@ def walk_files(folder: str | os.PathLike[str]) -> Iterator[str]:
     yield from sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
 
 
-def walk_leaves(folder: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
+def walk_leaves(folder: StrPath) -> Iterator[tuple[str, os.stat_result]]:
     """Yield ``(POSIX path relative to folder, lstat)`` of every non-folder and every empty folder
     below ``folder``.
 

@@ -28,7 +28,7 @@ from datetime import datetime
 from pathlib import Path
 
 from .errors import CheckpointWriteError, FolderInUseError
-from .files import make_durably
+from .files import StrPath, make_durably
 from .logging import get_logger
 from .processes import process_started_at
 
@@ -43,7 +43,8 @@ previous holder.
 _HELD = {errno.EACCES, errno.EAGAIN}
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 """Errors of file systems without locks, and of kernels without locks of open file descriptions."""
-_OFD_GETLK, _OFD_SETLK = 36, 37
+_OFD_GETLK = 36
+_OFD_SETLK = 37
 """F_OFD_GETLK and F_OFD_SETLK of Linux. Python lacks the names if it was built with an old C
 library.
 """
@@ -107,9 +108,8 @@ class _LockFile:
         if sys.platform != "linux":
             return True
         try:
-            answer = fcntl.fcntl(
-                self.fd, fcntl.F_GETLK if self._by_description else _OFD_GETLK, _EXCLUSIVE
-            )
+            query = fcntl.F_GETLK if self._by_description else _OFD_GETLK
+            answer = fcntl.fcntl(self.fd, query, _EXCLUSIVE)
         except OSError:
             return True
         return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
@@ -170,7 +170,7 @@ class FolderLock:
             removed.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
         self._file: _LockFile | None = None
 
@@ -231,7 +231,8 @@ class FolderLock:
                     self._taken(f"is in use by {_holder(file.read()) or 'an unknown holder'}")
                 )
             text = file.read()
-            if text != file.record and (other := _holder(text)) is not None:
+            other = _holder(text) if text != file.record else None
+            if other is not None:
                 raise FolderInUseError(self._taken(f"has been in use by {other}"))
             if lost is not None:
                 self._write_holder(file)
@@ -259,16 +260,14 @@ class FolderLock:
             stays = _identity(os.stat(self.path)) == file.identity
         except FileNotFoundError:
             stays = False
+        if stays and file.is_locked():
+            return file, None
         if stays:
-            return (
-                file,
-                None
-                if file.is_locked()
-                else "was unlocked by somebody, or forgotten by its file server",
-            )
+            return file, "was unlocked by somebody, or forgotten by its file server"
         make_durably(self.path.parent)
         with _mutex:
-            if (other := _opened(self.path)) is not None:
+            other = _opened(self.path)
+            if other is not None:
                 other.users += 1
                 _leave(file)
                 self._file = other
@@ -326,7 +325,8 @@ def probe_lock(path: Path) -> bool | None:
         return None
     try:
         by_description = sys.platform == "linux" and not _is_fuse(fd)
-        answer = fcntl.fcntl(fd, _OFD_GETLK if by_description else fcntl.F_GETLK, _EXCLUSIVE)
+        query = _OFD_GETLK if by_description else fcntl.F_GETLK
+        answer = fcntl.fcntl(fd, query, _EXCLUSIVE)
         return _FLOCK.unpack(answer)[0] != fcntl.F_UNLCK
     except OSError:
         return None

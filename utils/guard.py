@@ -97,7 +97,7 @@ class _Guard:
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def run(self, command: list[str]) -> int:
-        """Run a program until it ends or must end, end all its processes, and return its exit code."""
+        """Run a program until it ends or must end, end its processes, and return its exit code."""
         if sys.platform.startswith("linux"):
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         program = subprocess.Popen(command).pid

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .files import open_regular
+from .files import StrPath, open_regular
 from .logging import get_logger
 
 logger = get_logger(__name__)
@@ -22,7 +22,7 @@ _SPARE_LINES = 8
 
 
 def read_lines(
-    path: str | os.PathLike[str],
+    path: StrPath,
     key: str,
     *,
     like: re.Pattern[bytes] | None = None,
@@ -47,12 +47,15 @@ def read_lines(
     """
     row: deque[tuple[int, bytes]] | None = None
     with open(open_regular(path), "rb", buffering=_BLOCK_BYTES) as file:
+        # Begin with a whole line: skip the rest of the one that the last bytes start in.
         if last_bytes is not None:
             since = max(since, os.fstat(file.fileno()).st_size - last_bytes)
         file.seek(since)
         if last_bytes is not None and since > 0:
             file.seek(since - 1)
-            next(_lines(file), None)  # skip the rest of a partial line
+            next(_lines(file), None)
+
+        # `row` has the last lines of a row after its first, which was yielded.
         for number, line in enumerate(_lines(file), start=1):
             in_row = ends_of is not None and ends_of.match(line)
             if row is not None and in_row:
@@ -63,26 +66,31 @@ def read_lines(
             if row:
                 yield from _last_of(row, path, key)
             row = None
-            if (entry := _parse(path, number, line, key)) is not None:
-                row = deque(maxlen=_SPARE_LINES) if in_row else None
-                yield entry
+            entry = _parse(path, number, line, key)
+            if entry is None:
+                continue
+            if in_row:
+                row = deque(maxlen=_SPARE_LINES)
+            yield entry
         if row:
             yield from _last_of(row, path, key)
 
 
-def find_back(path: str | os.PathLike[str], begins: bytes) -> Iterator[int]:
+def find_back(path: StrPath, begins: bytes) -> Iterator[int]:
     """Yield the offsets of the lines that start with ``begins``, last line first. Raises as
     `read_lines`.
     """
     needle = b"\n" + begins
     with open(open_regular(path), "rb", buffering=0) as file:
+        # Blocks overlap, so that a needle across their border is found.
         before = file.seek(0, os.SEEK_END)
         while before > 0:
             start = max(0, before - _BLOCK_BYTES)
             block = os.pread(file.fileno(), before - start + len(needle) - 1, start)
-            at = len(block)
-            while (at := block.rfind(needle, 0, at + len(needle) - 1)) >= 0:
+            at = block.rfind(needle)
+            while at >= 0:
                 yield start + at + 1
+                at = block.rfind(needle, 0, at + len(needle) - 1)
             before = start
         if os.pread(file.fileno(), len(begins), 0) == begins:
             yield 0
@@ -96,24 +104,24 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
             line = file.readline(_LONGEST_BYTES)
 
 
-def _last_of(
-    row: deque[tuple[int, bytes]], path: str | os.PathLike[str], key: str
-) -> Iterator[dict[str, Any]]:
+def _last_of(row: deque[tuple[int, bytes]], path: StrPath, key: str) -> Iterator[dict[str, Any]]:
     for number, line in reversed(row):
-        if (entry := _parse(path, number, line, key)) is not None:
+        entry = _parse(path, number, line, key)
+        if entry is not None:
             yield entry
             return
 
 
-def _parse(
-    path: str | os.PathLike[str], number: int, line: bytes, key: str
-) -> dict[str, Any] | None:
+def _parse(path: StrPath, number: int, line: bytes, key: str) -> dict[str, Any] | None:
+    if not line.strip():
+        return None
     try:
-        entry = json.loads(line) if line.strip() else None
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         entry = None
     if isinstance(entry, dict) and key in entry:
         return entry
-    if line.strip() and (line.endswith(b"\n") or len(line) == _LONGEST_BYTES):
+    # The last line may be one that its writer has not finished.
+    if line.endswith(b"\n") or len(line) == _LONGEST_BYTES:
         logger.warning("%s: line %d is torn and left out", Path(path), number)
     return None

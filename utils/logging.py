@@ -24,8 +24,10 @@ class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         import torch.distributed as dist  # readers of logs do not need it
 
+        rank = 0
         launched_as = os.environ.get("RANK", "")
-        rank = int(launched_as) if launched_as.isdecimal() else 0
+        if launched_as.isdecimal():
+            rank = int(launched_as)
         if dist.is_initialized():
             rank = dist.get_rank()
         record.__dict__["rank"] = rank  # for the format
@@ -68,7 +70,8 @@ def announce(logger: logging.Logger, message: str, *args: object) -> None:
     Python prints warnings to stderr if nothing is configured. Whoever wants less than warnings of
     ``holdfast`` has switched the line off.
     """
-    logger.log(logging.INFO if _shows_info(logger) else logging.WARNING, message, *args)
+    level = logging.INFO if _shows_info(logger) else logging.WARNING
+    logger.log(level, message, *args)
 
 
 def _shows_info(logger: logging.Logger) -> bool:

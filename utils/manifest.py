@@ -27,6 +27,7 @@ from typing import Any
 from .errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from .files import (
     DurableFile,
+    StrPath,
     bytes_digest,
     file_digest,
     open_regular,
@@ -63,11 +64,13 @@ class FileEntry:
 
     def described(self) -> dict[str, Any]:
         """The entry in a manifest."""
-        entry = {"bytes": self.bytes, "digest": self.digest}
-        return entry if self.pieces is None else entry | {"pieces": self.pieces}
+        entry: dict[str, Any] = {"bytes": self.bytes, "digest": self.digest}
+        if self.pieces is not None:
+            entry["pieces"] = self.pieces
+        return entry
 
 
-def file_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[FileEntry]:
+def file_entries(folder: StrPath, names: Iterable[str]) -> list[FileEntry]:
     """Describe the named files, reading each once. Their writers have fsynced them."""
     root = Path(folder)
     return [
@@ -75,25 +78,22 @@ def file_entries(folder: str | os.PathLike[str], names: Iterable[str]) -> list[F
     ]
 
 
-def write_entry(folder: str | os.PathLike[str], name: str, data: bytes) -> FileEntry:
-    """Create and fsync the file ``name`` with ``data``, and describe it. Raises as `DurableFile`."""
+def write_entry(folder: StrPath, name: str, data: bytes) -> FileEntry:
+    """Create and fsync the file ``name`` with ``data``, and describe it. See `DurableFile`."""
     with DurableFile(Path(folder) / name) as file:
         file.write(data)
     return FileEntry(name, file.bytes, file.digest)
 
 
-def write_manifest(
-    folder: str | os.PathLike[str], entries: Iterable[FileEntry], facts: Mapping[str, Any]
-) -> None:
+def write_manifest(folder: StrPath, entries: Iterable[FileEntry], facts: Mapping[str, Any]) -> None:
     """Write and fsync ``manifest.json`` with all files of the folder and further ``facts`` (step,
     world size ...).
     """
-    files = {
-        entry.name: entry.described() for entry in sorted(entries, key=lambda entry: entry.name)
-    }
-    version = (
-        FORMAT_VERSION if any("pieces" in entry for entry in files.values()) else _WITHOUT_PIECES
-    )
+    by_name = sorted(entries, key=lambda entry: entry.name)
+    files = {entry.name: entry.described() for entry in by_name}
+    # Older versions of Holdfast read a folder in which no file has pieces.
+    has_pieces = any("pieces" in entry for entry in files.values())
+    version = FORMAT_VERSION if has_pieces else _WITHOUT_PIECES
     document = {"format_version": version, **facts, "files": files}
     write_durably(Path(folder) / MANIFEST_NAME, encode_manifest(document))
 
@@ -112,7 +112,7 @@ _SELF_CHECKSUM_BYTES = len(_self_checksum(b""))
 _BEGINS = b'{\n "format_version":'
 
 
-def require_outside_commits(path: str | os.PathLike[str]) -> None:
+def require_outside_commits(path: StrPath) -> None:
     """Raise `ConfigError` if ``path`` is, or lies in, a committed folder, which one file more would
     damage.
     """
@@ -126,12 +126,13 @@ def require_outside_commits(path: str | os.PathLike[str]) -> None:
 
 
 def _is_committed(folder: Path) -> bool:
+    # Other programs use the name manifest.json, too.
     with contextlib.suppress(OSError), open(open_regular(folder / MANIFEST_NAME), "rb") as file:
-        return file.read(len(_BEGINS)) == _BEGINS  # other programs use the name manifest.json, too
+        return file.read(len(_BEGINS)) == _BEGINS
     return False
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read_manifest(folder: StrPath) -> dict[str, Any]:
     """Read and parse the manifest of a folder.
 
     Raises:
@@ -141,9 +142,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST_NAME
     try:
-        if not stat.S_ISREG(
-            path.lstat().st_mode
-        ):  # a link's target can change, and reading a pipe may never end
+        # A link's target can change, and reading a pipe may never end.
+        if not stat.S_ISREG(path.lstat().st_mode):
             raise CheckpointCorruptError(f"{path} is not a regular file")
         data = path.read_bytes()
     except FileNotFoundError:
@@ -151,22 +151,25 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return parse_manifest(data, path)
 
 
-def manifest_digest(folder: str | os.PathLike[str]) -> str:
+def manifest_digest(folder: StrPath) -> str:
     """Digest of ``manifest.json``, and so of everything that it lists. OSError if it is missing."""
     return bytes_digest((Path(folder) / MANIFEST_NAME).read_bytes())
 
 
-def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
+def parse_manifest(data: bytes, path: StrPath) -> dict[str, Any]:
     """Parse the bytes of a manifest. Errors call the file ``path``. Raises as `read_manifest`."""
+    # The digest at the end comes first, so that damage cannot look like another format version.
     if data[-_SELF_CHECKSUM_BYTES:] != _self_checksum(data[:-_SELF_CHECKSUM_BYTES]):
         raise CheckpointCorruptError(
             f"{path} is not a manifest as it was committed: the digest it ends with is wrong"
         )
+    # Of an unknown version only the number is read.
+    entries = []
     try:
         document = json.loads(data)
         version = document["format_version"]
-        files = document["files"].items() if version in (_WITHOUT_PIECES, FORMAT_VERSION) else ()
-        entries = [_parse_entry(name, entry) for name, entry in files]
+        if version in (_WITHOUT_PIECES, FORMAT_VERSION):
+            entries = [_parse_entry(name, entry) for name, entry in document["files"].items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(
             f"{path} is not a manifest: {type(error).__name__}: {error}"
@@ -180,24 +183,27 @@ def parse_manifest(data: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointCorruptError(
             f"{path} has format version {version!r}; expected {_WITHOUT_PIECES} or {FORMAT_VERSION}"
         )
-    return document | {
-        "files": {entry.name: {"name": entry.name} | entry.described() for entry in entries}
-    }
+    files = {entry.name: {"name": entry.name} | entry.described() for entry in entries}
+    return document | {"files": files}
 
 
 def _parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
-    n_bytes, digest, numbers = entry["bytes"], entry["digest"], entry.get("pieces")
+    n_bytes = entry["bytes"]
+    digest = entry["digest"]
+    numbers = entry.get("pieces")
     if type(n_bytes) is not int or not 0 <= n_bytes < 1 << 62:
         raise ValueError(f"{name} has the size {n_bytes!r}")
-    if not re.fullmatch(f"xxh3_128{'' if numbers is None else 't'}:[0-9a-f]{{32}}", digest):
+    kind = "xxh3_128" if numbers is None else "xxh3_128t"
+    if not re.fullmatch(f"{kind}:[0-9a-f]{{32}}", digest):
         raise ValueError(f"{name} has the digest {digest!r}")
-    pieces = None if numbers is None else [Piece(*piece) for piece in numbers]
-    if pieces is not None:
-        require_whole(pieces, n_bytes)
+    if numbers is None:
+        return FileEntry(name, n_bytes, digest)
+    pieces = [Piece(*piece) for piece in numbers]
+    require_whole(pieces, n_bytes)
     return FileEntry(name, n_bytes, digest, pieces)
 
 
-def check_listing(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def check_listing(folder: StrPath) -> dict[str, Any]:
     """Compare names and sizes, but not contents, with the manifest, and return the manifest.
 
     The changes in a published version (`has_delta`) are another folder with a manifest, and left
@@ -222,29 +228,31 @@ def has_delta(manifest: Mapping[str, Any], names: Collection[str]) -> bool:
 
 def is_delta_alone(manifest: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether it has no files but these changes."""
-    return has_delta(manifest, names) and {name.partition("/")[0] for name in names} == {
-        MANIFEST_NAME,
-        DELTA_NAME,
-    }
+    tops = {name.partition("/")[0] for name in names}
+    return has_delta(manifest, names) and tops == {MANIFEST_NAME, DELTA_NAME}
 
 
-def compare_listing(
-    sizes: Mapping[str, int], manifest: Mapping[str, Any], folder: str | os.PathLike[str]
-) -> None:
+def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folder: StrPath) -> None:
     """Do the same with the ``sizes`` of a folder's files, including the manifest."""
-    expected, found = manifest["files"], set(sizes) - {MANIFEST_NAME}
+    expected = manifest["files"]
+    found = set(sizes) - {MANIFEST_NAME}
     if is_delta_alone(manifest, sizes):
         raise CheckpointMismatchError(
             f"{folder} holds only the changes from the version before, in {DELTA_NAME}/: a mirror "
             "(holdfast-weights mirror) makes the weights from them"
         )
+    # Changes beside whole weights have a manifest of their own.
     if has_delta(manifest, sizes):
         found = {name for name in found if not name.startswith(f"{DELTA_NAME}/")}
-    if missing := sorted(expected.keys() - found):
+
+    # Names come before sizes.
+    missing = sorted(expected.keys() - found)
+    if missing:
         raise CheckpointCorruptError(
             f"{folder}: file {missing[0]} is missing ({len(missing)} in all)"
         )
-    if extra := sorted(found - expected.keys()):
+    extra = sorted(found - expected.keys())
+    if extra:
         raise CheckpointCorruptError(
             f"{folder}: file {extra[0]} is not in the manifest ({len(extra)} in all)"
         )
@@ -269,7 +277,7 @@ def list_files(root: Path) -> dict[str, int]:
     return sizes
 
 
-def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def verify_folder(folder: StrPath) -> dict[str, Any]:
     """Compare names, sizes and bytes with the manifest, and return the manifest. The same for the
     changes in it.
 
@@ -284,7 +292,7 @@ def verify_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return manifest
 
 
-def verify_file(folder: str | os.PathLike[str], name: str, entry: Mapping[str, Any]) -> None:
+def verify_file(folder: StrPath, name: str, entry: Mapping[str, Any]) -> None:
     """Compare the bytes of one file with its entry in the manifest. Raises as `verify_folder`."""
     digest = described_digest(Path(folder) / name, entry)
     if digest != entry["digest"]:
@@ -293,7 +301,7 @@ def verify_file(folder: str | os.PathLike[str], name: str, entry: Mapping[str, A
         )
 
 
-def described_digest(path: str | os.PathLike[str], entry: Mapping[str, Any]) -> str:
+def described_digest(path: StrPath, entry: Mapping[str, Any]) -> str:
     """Digest of a file, of the kind that its entry in a manifest has. Reads a few megabytes at a
     time.
     """

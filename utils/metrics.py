@@ -8,7 +8,6 @@ at every step, so a kill loses none. A power cut may lose the last ones.
 
 import json
 import math
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ import xxhash
 
 from .distributed import control_group, gather_numbers, gather_objects, get_world_size
 from .errors import PeerError
-from .files import replace_atomically
+from .files import StrPath, replace_atomically
 from .json_lines import read_lines
 from .trackers import TRACKERS, TrackedRun, Tracker, require_trackers
 
@@ -44,7 +43,7 @@ class StatsLogger:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         trackers: Sequence[str] = (),
         *,
         project: str = "holdfast",
@@ -64,11 +63,9 @@ class StatsLogger:
         require_trackers(trackers)
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._names, self._project, self._name = (
-            list(trackers),
-            project,
-            name or self._folder.resolve().name,
-        )
+        self._names = list(trackers)
+        self._project = project
+        self._name = name or self._folder.resolve().name
         self._logged_step: int | None = None
         self._file: IO[bytes] | None = None
         self._trackers: list[Tracker] = []
@@ -80,12 +77,18 @@ class StatsLogger:
         has torn. For trackers, a fresh start is a new run.
         """
         self.close()
-        lines, last = self._lines(), -1 if step is None else step
-        self._logged_step = -1 if step is None else max([last, *(line["step"] for line in lines)])
-        kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= last).encode()
+        lines = self._lines()
+
+        # Trackers keep what they have, so they need to know the last step that was ever logged.
         if step is None:
+            last = self._logged_step = -1
             (self._folder / RUN_ID_NAME).unlink(missing_ok=True)
-        replace_atomically(self._folder / STATS_NAME, kept)
+        else:
+            last = step
+            self._logged_step = max([last, *(line["step"] for line in lines)])
+
+        kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= last]
+        replace_atomically(self._folder / STATS_NAME, "".join(kept).encode())
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         """Append one line, ``{"step": 7, "loss": 0.5, ...}``, and log it to each tracker that lacks
@@ -117,34 +120,38 @@ class StatsLogger:
             self._file.close()
         for tracker in self._trackers:
             tracker.close()
-        self._file, self._trackers = None, []
+        self._file = None
+        self._trackers = []
 
     def _lines(self) -> list[dict[str, Any]]:
         path = self._folder / STATS_NAME
         return read_stats(path) if path.exists() else []
 
     def _open(self) -> None:
-        path, lines = self._folder / STATS_NAME, self._lines()
+        path = self._folder / STATS_NAME
+        lines = self._lines()
         last = max((line["step"] for line in lines), default=-1)
-        logged, self._logged_step = (
-            last if self._logged_step is None else max(last, self._logged_step),
-            None,
-        )
+        logged = last
+        if self._logged_step is not None:
+            logged = max(last, self._logged_step)
+            self._logged_step = None
+
+        # A line that a crash has torn gets its end, so that the next one starts a new line.
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = open(path, "ab")  # noqa: SIM115  (close() closes it)
         if torn:
             self._file.write(b"\n")
+
+        # Trackers get the steps that they lack.
         if not self._names:
             return
         run = TrackedRun(self._folder, self._project, self._name, self._run_id(), last, logged)
         for name in self._names:
-            self._trackers.append(TRACKERS[name](run))
+            tracker = TRACKERS[name](run)
+            self._trackers.append(tracker)
             for line in lines:
-                _give(
-                    self._trackers[-1],
-                    line["step"],
-                    {key: line[key] for key in line if key != "step"},
-                )
+                values = {key: line[key] for key in line if key != "step"}
+                _give(tracker, line["step"], values)
 
     def _run_id(self) -> str:
         path = self._folder / RUN_ID_NAME
@@ -159,7 +166,7 @@ def _give(tracker: Tracker, step: int, values: Mapping[str, float]) -> None:
         tracker.has_step = step
 
 
-def read_stats(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_stats(path: StrPath) -> list[dict[str, Any]]:
     """Read the lines of a ``stats.jsonl`` in file order.
 
     A line torn by a crash is left out, with a warning unless it is the last one.
@@ -185,20 +192,17 @@ def reduce_stats(
     names = sorted(sums)
     if get_world_size(group) == 1:
         return {name: float(sums[name]) for name in names}
-    digest = (
-        xxhash.xxh3_64_intdigest(json.dumps(names).encode()) >> 11
-    )  # 53 bits, as a float64 holds
+    # Ranks compare 53 bits of a digest, which a float64 holds.
+    digest = xxhash.xxh3_64_intdigest(json.dumps(names).encode()) >> 11
     if any(theirs != digest for (theirs,) in gather_numbers([digest], group)):
         first, *others = gather_objects(names, group)
-        raise PeerError(
-            "summing stats over ranks",
-            {
-                rank: f"names differ from rank 0: lacks {sorted(set(first) - set(theirs))}, "
-                f"has besides {sorted(set(theirs) - set(first))}"
-                for rank, theirs in enumerate(others, start=1)
-                if theirs != first
-            },
-        )
+        errors = {
+            rank: f"names differ from rank 0: lacks {sorted(set(first) - set(theirs))}, "
+            f"has besides {sorted(set(theirs) - set(first))}"
+            for rank, theirs in enumerate(others, start=1)
+            if theirs != first
+        }
+        raise PeerError("summing stats over ranks", errors)
     totals = torch.tensor([sums[name] for name in names], dtype=torch.float64)
     dist.all_reduce(totals, group=control_group(group))
     return dict(zip(names, totals.tolist(), strict=True))
@@ -213,16 +217,21 @@ class RunningMeans:
 
     def add(self, stats: Mapping[str, float]) -> None:
         """Add one number per name."""
+        # A name is there from its first number on, because all ranks must have the same names.
         for name, value in stats.items():
-            finite = math.isfinite(value)
-            self._sums[name] = self._sums.get(name, 0.0) + (value if finite else 0.0)
-            self._counts[name] = self._counts.get(name, 0.0) + finite
+            self._sums.setdefault(name, 0.0)
+            self._counts.setdefault(name, 0.0)
+            if math.isfinite(value):
+                self._sums[name] += value
+                self._counts[name] += 1
 
     def take(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return the means over all ranks of ``group`` and start again. Collective."""
         own = {f"sum {name}": value for name, value in self._sums.items()}
         own |= {f"count {name}": value for name, value in self._counts.items()}
-        names, totals = list(self._sums), reduce_stats(own, group)
-        self._sums, self._counts = {}, {}
+        totals = reduce_stats(own, group)
+        names = list(self._sums)
+        self._sums = {}
+        self._counts = {}
         counts = {name: totals[f"count {name}"] for name in names}
         return {name: totals[f"sum {name}"] / count for name, count in counts.items() if count}

@@ -55,11 +55,13 @@ def read_digest(
 
 def _read_piece(piece: Piece, read: Callable[[int, int], bytes | memoryview]) -> bytes:
     digest = xxhash.xxh3_128()
-    rows_at_once = max(1, _WINDOW_BYTES // piece.step) if piece.step else 1
+    step = piece.step or piece.run
+    rows_at_once = max(1, _WINDOW_BYTES // step)
     for first in range(0, piece.rows, rows_at_once):
+        # Read several runs with the bytes between them.
         rows = min(rows_at_once, piece.rows - first)
-        window = read(piece.offset + first * piece.step, (rows - 1) * piece.step + piece.run)
-        for begin in range(0, rows * (piece.step or 1), piece.step or 1):
+        window = read(piece.offset + first * step, (rows - 1) * step + piece.run)
+        for begin in range(0, rows * step, step):
             digest.update(window[begin : begin + piece.run])
     beat()
     return digest.digest()
@@ -69,17 +71,17 @@ def require_whole(pieces: Iterable[Sequence[int]], n_bytes: int) -> None:
     """Raise ValueError if these pieces, in the order of their offsets, cannot cover a file of
     ``n_bytes``.
     """
-    covered, before = 0, -1
-    for piece in (Piece(*numbers) for numbers in pieces):
+    covered = 0
+    before = -1
+    for numbers in pieces:
+        piece = Piece(*numbers)
         offset, run, step, rows = piece
+
+        # Runs follow each other without an overlap. A single run has no step.
+        has_integers = all(isinstance(number, int) for number in piece)
+        has_bytes = run >= 1 and rows >= 1
         apart = step >= run if rows > 1 else step == 0
-        if (
-            not all(isinstance(number, int) for number in piece)
-            or offset <= before
-            or run < 1
-            or rows < 1
-            or not apart
-        ):
+        if not has_integers or offset <= before or not has_bytes or not apart:
             raise ValueError(f"a file cannot have the piece {list(piece)}")
         if piece.n_bytes > PIECE_BYTES:
             raise ValueError(f"the piece {list(piece)} is larger than {PIECE_BYTES} bytes")
@@ -87,6 +89,7 @@ def require_whole(pieces: Iterable[Sequence[int]], n_bytes: int) -> None:
             raise ValueError(
                 f"the piece {list(piece)} is outside of the file, which has {n_bytes} bytes"
             )
-        covered, before = covered + piece.n_bytes, offset
+        covered += piece.n_bytes
+        before = offset
     if covered != n_bytes:
         raise ValueError(f"the pieces of a file of {n_bytes} bytes have {covered} bytes")

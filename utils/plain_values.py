@@ -23,6 +23,7 @@ from typing import IO, Any
 import torch
 
 from .errors import CheckpointCorruptError, ConfigError
+from .files import StrPath
 
 DAMAGE = (
     pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError,
@@ -52,7 +53,7 @@ def pack_plain(what: str, value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpack_plain(data: bytes, source: str | os.PathLike[str]) -> Any:
+def unpack_plain(data: bytes, source: StrPath) -> Any:
     """Load the result of `pack_plain`. Raises as `load_plain`."""
     return load_plain(io.BytesIO(data), source)
 
@@ -66,9 +67,7 @@ def read_plain(path: Path) -> Any:
         raise CheckpointCorruptError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def load_plain(
-    file: IO[bytes], source: str | os.PathLike[str], device: torch.device | None = None
-) -> Any:
+def load_plain(file: IO[bytes], source: StrPath, device: torch.device | None = None) -> Any:
     """Load the value in ``file``.
 
     Args:
@@ -82,18 +81,15 @@ def load_plain(
             message names), or is compressed. torch never compresses, and a small compressed file
             could fill the memory.
     """
+    place: Any = "cpu" if device is None else partial(_place, device)
     try:
         _check_archive(file)
-        return torch.load(
-            file,
-            map_location="cpu" if device is None else partial(_place, device),
-            weights_only=True,
-        )
+        return torch.load(file, map_location=place, weights_only=True)
     except _TORCH_DAMAGE as error:
         raise CheckpointCorruptError(f"{source} cannot be read: {plain_reason(error)}") from error
 
 
-def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
+def map_plain(path: StrPath, *allowed: Any) -> Any:
     """Load a ``torch.save`` file with its tensors mapped into memory, so that pages are read when
     they are used.
 
@@ -112,11 +108,9 @@ def map_plain(path: str | os.PathLike[str], *allowed: Any) -> Any:
 
 def _place(device: torch.device, storage: Any, location: str) -> Any:
     """Move a loaded storage that was saved at ``location`` (``cpu``, ``cuda:3`` ...)."""
-    return (
-        storage.cuda(device.index)
-        if location.startswith("cuda") and device.type == "cuda"
-        else storage
-    )
+    if location.startswith("cuda") and device.type == "cuda":
+        return storage.cuda(device.index)
+    return storage
 
 
 def _check_archive(file: IO[bytes]) -> bool:
@@ -126,7 +120,8 @@ def _check_archive(file: IO[bytes]) -> bool:
     start = file.tell()
     begins_as_archive = _ARCHIVE.startswith(file.read(len(_ARCHIVE)))
     n_bytes = file.seek(0, os.SEEK_END) - start
-    if is_archive := zipfile.is_zipfile(file):
+    is_archive = zipfile.is_zipfile(file)
+    if is_archive:
         with zipfile.ZipFile(file) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                 raise CheckpointCorruptError("it is compressed, which torch.save does not do")
@@ -195,8 +190,12 @@ def _encode(value: Any, name: str) -> Any:
         return [_encode(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if kind is dict and _TAG not in value and all(isinstance(key, str) for key in value):
         return {key: _encode(item, f"{name}.{key}") for key, item in value.items()}
+    # Containers that JSON does not know are lists with a tag.
     if kind in _TAGGED.values():
-        items = list(value) if kind is tuple else [[key, item] for key, item in value.items()]
+        if kind is tuple:
+            items = list(value)
+        else:
+            items = [[key, item] for key, item in value.items()]
         return {_TAG: kind.__name__, "items": _encode(items, name)}
     raise ConfigError(
         f"{name} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; "
@@ -211,5 +210,6 @@ def _decode(value: Any) -> Any:
         return value
     if _TAG not in value:
         return {key: _decode(item) for key, item in value.items()}
-    kind, items = _TAGGED[value[_TAG]], _decode(value["items"])
+    kind = _TAGGED[value[_TAG]]
+    items = _decode(value["items"])
     return tuple(items) if kind is tuple else kind(dict(items))

@@ -27,7 +27,7 @@ a disk.
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of this machine, told apart from a later one with the same pid by its start time."""
+    """A process of this machine. Its start time tells it from a later one with the same pid."""
 
     pid: int
     started: str | None
@@ -44,16 +44,17 @@ class ProcessId:
     def kill(self) -> None:
         """Send SIGKILL if the process still runs."""
         if self.alive():
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # it ended between the look and the signal
+            # It may end between the look and the signal.
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def _start_time(pid: int) -> str | None:
     """Clock ticks from boot to the start of ``pid`` (field 22), or None when it does not run."""
     fields = _stat(pid)
-    return None if fields is None or fields[0] in "ZX" else fields[19]
+    if fields is None or fields[0] in "ZX":
+        return None
+    return fields[19]
 
 
 def _stat(process: int | str) -> list[str] | None:
@@ -84,23 +85,25 @@ def _started_at(pid: int) -> float:
 
 
 def thread_cpu_s(native_id: int) -> float | None:
-    """Return the processor time of a thread of this process in seconds, to 10 ms. None if it ended."""
-    if (fields := _stat(f"self/task/{native_id}")) is None:
+    """Return a thread's processor time in seconds, to 10 ms. None if the thread has ended."""
+    fields = _stat(f"self/task/{native_id}")
+    if fields is None:
         return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf(
-        "SC_CLK_TCK"
-    )  # utime and stime: fields 14 and 15
+    # Fields 14 and 15: clock ticks in user mode and in the kernel.
+    ticks = int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def still_alive(processes: Sequence[ProcessId], timeout_s: float) -> list[ProcessId]:
     """Wait until no process runs, at most ``timeout_s``, and return those that still run."""
-    end, pause_s = time.monotonic() + timeout_s, 0.002
-    while (
-        alive := [process for process in processes if process.alive()]
-    ) and time.monotonic() < end:
+    end = time.monotonic() + timeout_s
+    pause_s = 0.002
+    while True:
+        alive = [process for process in processes if process.alive()]
+        if not alive or time.monotonic() >= end:
+            return alive
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
-    return alive
 
 
 def end_processes(
@@ -193,11 +196,12 @@ def reading_threads() -> int:
     ``torch.get_num_threads()`` is not used: torchrun and Ray set it to 1 so that the ranks'
     computations do not disturb each other, but reading threads spend their time in the kernel.
     """
-    from .distributed import (
-        get_world_size,
-    )  # imports torch, which commands that only read files do not need
+    # The import of torch takes long, and commands that only read files do not need it.
+    from .distributed import get_world_size
 
     cores = os.sched_getaffinity(0)
     has_share = cores < os.sched_getaffinity(os.getppid())
-    ranks = 1 if has_share else int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+    ranks = 1
+    if not has_share:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
     return min(max(len(cores) // ranks, 1), MOST_READING_THREADS)

@@ -34,7 +34,15 @@ from tenacity import (
 )
 
 from .errors import CheckpointCorruptError, CheckpointError, ConfigError
-from .files import DurableFile, file_digest, fsync_dir, fsync_tree, make_durably, replace_atomically
+from .files import (
+    DurableFile,
+    StrPath,
+    file_digest,
+    fsync_dir,
+    fsync_tree,
+    make_durably,
+    replace_atomically,
+)
 from .logging import get_logger
 
 logger = get_logger(__name__)
@@ -89,9 +97,9 @@ class RemoteFolder:
         self._chunk_bytes = chunk_bytes
         self.url = without_secrets(self._fs.unstrip_protocol(self._root))
         self._local = isinstance(self._fs, LocalFileSystem)
-        protocols = (
-            {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
-        )
+        # Readers of a local file or an object never see half of it, as they may elsewhere.
+        named = self._fs.protocol
+        protocols = {named} if isinstance(named, str) else set(named)
         self.whole_files = self._local or bool(protocols & _OBJECT_STORES)
         self._closed = threading.Event()
 
@@ -113,9 +121,8 @@ class RemoteFolder:
 
     def names(self) -> list[str]:
         """List the names of files and folders in the folder. Empty if it does not exist."""
-        return [
-            PurePosixPath(path).name for path in self._find(self._fs.ls, "", detail=False) or ()
-        ]
+        paths = self._find(self._fs.ls, "", detail=False) or ()
+        return [PurePosixPath(path).name for path in paths]
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the size of every file below ``folder`` ("": the URL), by path relative to it.
@@ -131,7 +138,9 @@ class RemoteFolder:
         is an error.
         """
         found = self._find(self._fs.info, path)
-        return None if found is None else found["size"]
+        if found is None:
+            return None
+        return found["size"]
 
     def read(self, path: str) -> bytes | None:
         """Read a small file. None if it does not exist."""
@@ -149,9 +158,8 @@ class RemoteFolder:
         """
         starts = range(0, size, self._chunk_bytes)
         for first in range(0, len(starts), _CHUNKS_AT_ONCE):
-            yield from self._call(
-                self._read_ranges, path, starts[first : first + _CHUNKS_AT_ONCE], size
-            )
+            some = starts[first : first + _CHUNKS_AT_ONCE]
+            yield from self._call(self._read_ranges, path, some, size)
 
     def put_file(self, source: Path, path: str, digest: str | None = None) -> None:
         """Upload a local file, replacing one. CheckpointCorruptError if it does not have this
@@ -166,7 +174,8 @@ class RemoteFolder:
 
     def put_bytes(self, path: str, data: bytes) -> None:
         """Write ``data`` to ``path`` in one operation."""
-        self._call(self._write_durably if self._local else self._pipe, path, data)
+        write = self._write_durably if self._local else self._pipe
+        self._call(write, path, data)
 
     def flush(self, folder: str) -> None:
         """Sync the names below a local folder to stable storage, after files were put there."""
@@ -178,9 +187,8 @@ class RemoteFolder:
         if self._local:
             self._find(os.unlink, str(_part(Path(path))))
         self._find(self._fs.rm_file, path)
-        if (
-            self._local
-        ):  # otherwise a power cut could bring the file back, but not files removed later
+        # Otherwise a power cut could bring the file back, but not files removed later.
+        if self._local:
             self._find(fsync_dir, str(PurePosixPath(path).parent))
 
     def remove_folder(self, folder: str) -> None:
@@ -195,6 +203,7 @@ class RemoteFolder:
         with open(source, "rb", buffering=0) as opened, DurableFile(part) as copy:
             while chunk := opened.read(self._chunk_bytes):
                 copy.write(chunk)
+        # The copy gets its name after its bytes were compared.
         if digest is not None:
             _require_digest(source, copy.digest, digest)
         os.replace(part, path)
@@ -213,16 +222,16 @@ class RemoteFolder:
         self._fs.put_file(str(source), target)
 
     def _make_parent(self, target: str) -> None:
-        if (
-            not self.whole_files
-        ):  # the backend may have real folders; in an object store this would create the bucket
+        # The backend may have real folders. In an object store this would create the bucket.
+        if not self.whole_files:
             self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
 
     def _read_ranges(self, path: str, starts: range, size: int) -> list[bytes]:
         ends = [min(start + self._chunk_bytes, size) for start in starts]
         chunks = self._fs.cat_ranges([path] * len(starts), list(starts), ends)
+        # Most backends return errors.
         for chunk in chunks:
-            if isinstance(chunk, BaseException):  # how most backends report errors
+            if isinstance(chunk, BaseException):
                 raise chunk
         return chunks
 
@@ -248,7 +257,7 @@ class RemoteFolder:
             ) from cause
 
 
-def local_folder(path: str | os.PathLike[str]) -> Path | None:
+def local_folder(path: StrPath) -> Path | None:
     """Return the local folder that a path or a ``file://`` URL names, or None for any other URL."""
     text = os.fspath(path)
     if re.match(r"[A-Za-z][\w.+-]+:/(?!/)", text):
@@ -264,13 +273,12 @@ def local_folder(path: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def require_local(
-    path: str | os.PathLike[str], what: str, advice: str, setting: str = "path"
-) -> Path:
+def require_local(path: StrPath, what: str, advice: str, setting: str = "path") -> Path:
     """Return the local folder of ``path``, which ``what`` needs. ConfigError with ``advice`` if it
     is a URL.
     """
-    if (folder := local_folder(path)) is None:
+    folder = local_folder(path)
+    if folder is None:
         raise ConfigError(
             f"{setting} is {without_secrets(os.fspath(path))}; {what} needs a folder of this "
             f"machine: {advice}"
@@ -299,12 +307,10 @@ def _open_filesystem(url: str, setting: str) -> tuple[Any, str]:
             # every message.
             raise ValueError("its backend takes no password from there, but as it documents")
     except (ImportError, ValueError, OSError) as error:
-        problem = (
-            f"{setting} ({url!r}) cannot be used: {error}; expected a URL as file:///folder or "
-        )
+        problem = f"{setting} ({url!r}) cannot be used: {error}"
         raise ConfigError(
-            without_secrets(problem)
-            + "s3://bucket/folder, with its fsspec backend installed (s3fs for s3://, gcsfs for gs://)"
+            f"{without_secrets(problem)}; expected a URL as file:///folder or s3://bucket/folder, "
+            "with its fsspec backend installed (s3fs for s3://, gcsfs for gs://)"
         ) from error
     return fs, root.rstrip("/")
 

@@ -79,15 +79,14 @@ def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
     generator has changed.
     """
     check_rng(state)
-    # torch reads a state from the start of its storage even if it is a view, so the states are
-    # cloned.
     words = state["python"].tolist()
     random.setstate((_PYTHON_STATE_VERSION, tuple(words), _unpack_gauss(state["python_gauss"])))
     *key, position = state["numpy"].tolist()
+    words32 = np.array(key, dtype=np.uint32)
     gauss = _unpack_gauss(state["numpy_gauss"])
-    np.random.set_state(
-        ("MT19937", np.array(key, dtype=np.uint32), position, int(gauss is not None), gauss or 0.0)
-    )
+    has_gauss = int(gauss is not None)
+    np.random.set_state(("MT19937", words32, position, has_gauss, gauss or 0.0))
+    # torch reads a state from the start of its storage even if it is a view, so states are cloned.
     torch.set_rng_state(state["torch"].clone())
     if "cuda" in state:
         devices = _cuda_devices() if torch.cuda.is_available() else []
@@ -106,6 +105,7 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
         CheckpointMismatchError: a tensor is missing or has another shape or dtype.
         CheckpointCorruptError: its values are not a state of a generator.
     """
+    # Shapes and dtypes come first.
     expected = {
         "python": (torch.int64, (_MT_WORDS,)),
         "python_gauss": (torch.float64, (2,)),
@@ -124,6 +124,8 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
                 f"RNG state {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} "
                 f"{list(shape)}"
             )
+
+    # Then the values: words of 32 bits and a position, and a state that torch takes.
     for name in ("python", "numpy"):
         *words, position = state[name].tolist()
         if min(words) < 0 or max(words) >= 2**32 or not 0 <= position < _MT_WORDS:
@@ -156,12 +158,11 @@ def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
         "torch": torch.Generator().manual_seed(_torch_seed(seed)).get_state(),
     }
     if torch.cuda.is_initialized():
-        generators = [torch.Generator(device) for device in _cuda_devices()]
-        seeded = [
-            generator.manual_seed(_torch_seed(seed + index))
-            for index, generator in enumerate(generators)
-        ]
-        derived["cuda"] = torch.stack([generator.get_state() for generator in seeded])
+        states = []
+        for index, device in enumerate(_cuda_devices()):
+            generator = torch.Generator(device).manual_seed(_torch_seed(seed + index))
+            states.append(generator.get_state())
+        derived["cuda"] = torch.stack(states)
     return derived
 
 
@@ -179,7 +180,8 @@ def _digest(state: Mapping[str, torch.Tensor]) -> xxhash.xxh3_64:
 
 def _cuda_devices() -> list[torch.device]:
     """List this process's devices, the current one first."""
-    count, current = torch.cuda.device_count(), torch.cuda.current_device()
+    count = torch.cuda.device_count()
+    current = torch.cuda.current_device()
     return [torch.device("cuda", (current + index) % count) for index in range(count)]
 
 
@@ -188,7 +190,8 @@ def _torch_seed(seed: int) -> int:
 
 
 def _pack_gauss(gauss: float | None) -> torch.Tensor:
-    return torch.tensor([0.0, 0.0] if gauss is None else [1.0, gauss], dtype=torch.float64)
+    packed = [0.0, 0.0] if gauss is None else [1.0, gauss]
+    return torch.tensor(packed, dtype=torch.float64)
 
 
 def _unpack_gauss(packed: torch.Tensor) -> float | None:
@@ -204,7 +207,5 @@ def _numpy_tensors(state: Mapping) -> RngState:
             "and register it with the handler."
         )
     words = np.append(state["state"]["key"].astype(np.int64), state["state"]["pos"])
-    return {
-        "numpy": torch.from_numpy(words),
-        "numpy_gauss": _pack_gauss(state["gauss"] if state["has_gauss"] else None),
-    }
+    gauss = state["gauss"] if state["has_gauss"] else None
+    return {"numpy": torch.from_numpy(words), "numpy_gauss": _pack_gauss(gauss)}

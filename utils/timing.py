@@ -34,5 +34,6 @@ class PhaseTimes:
 
     def take(self) -> dict[str, float]:
         """Return ``<phase>_s`` -> seconds since the last call, and start again."""
-        taken, self._seconds = self._seconds, dict.fromkeys(self._phases, 0.0)
+        taken = self._seconds
+        self._seconds = dict.fromkeys(self._phases, 0.0)
         return {f"{name}_s": seconds for name, seconds in taken.items()}

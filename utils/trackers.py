@@ -76,14 +76,15 @@ class _WandB:
         known = any(run.folder.glob(f"wandb/*-{run.run_id}"))
         named: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.run_id}
         self._run = wandb.init(**named, resume="allow", dir=str(run.folder))
-        self.has_step = (
-            self._run.step - 1 if self._run.resumed else run.logged_step if known else -1
-        )
+        self.has_step = -1
+        if self._run.resumed:
+            self.has_step = self._run.step - 1
+        elif known:
+            self.has_step = run.logged_step
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(
-            dict(values), step=step, commit=True
-        )  # without commit the row waits for the next one
+        # Without commit the row waits for the next one.
+        self._run.log(dict(values), step=step, commit=True)
 
     def close(self) -> None:
         self._run.finish()

@@ -22,9 +22,8 @@ class Private:
 
     name: str  # location as `pkgutil.resolve_name` takes it: ``package.module:Class.attribute``
     use: str  # purpose, which completes the sentence "Holdfast needs it to ..."
-    parameters: tuple[str, ...] | None = (
-        None  # parameters that Holdfast passes, None if the name is not called
-    )
+    # Parameters that Holdfast passes. None if the name is not called.
+    parameters: tuple[str, ...] | None = None
 
 
 def privates(names_by_use: Mapping[str, Sequence[str]]) -> list[Private]:
@@ -50,10 +49,13 @@ def require(library: str, names: Iterable[Private]) -> None:
             found = _find(private.name)
         except (ImportError, AttributeError):
             raise _unsupported(library, private, "is not there") from None
-        known = None if private.parameters is None else _parameters(found)
-        if known is not None and (
-            lacking := [name for name in private.parameters or () if name not in known]
-        ):
+        if private.parameters is None:
+            continue
+        known = _parameters(found)
+        if known is None:
+            continue
+        lacking = [name for name in private.parameters if name not in known]
+        if lacking:
             raise _unsupported(library, private, f"has no parameter {lacking[0]!r}")
 
 
@@ -64,7 +66,8 @@ def require_attributes(library: str, thing: Any, names: Iterable[str], use: str)
     Raises:
         UnsupportedVersionError: an attribute is missing.
     """
-    if lacking := [name for name in names if not hasattr(thing, name)]:
+    lacking = [name for name in names if not hasattr(thing, name)]
+    if lacking:
         raise UnsupportedVersionError(
             f"{library} {metadata.version(library)} does not fit: its {type(thing).__name__} has "
             f"no {lacking[0]!r}, which Holdfast needs to {use}. Install another version of "
@@ -76,9 +79,12 @@ def _find(name: str) -> Any:
     """Resolve a name. Returns None for an attribute that a class only annotates, because only its
     objects have it.
     """
-    owner, _, attribute = name.rpartition("." if "." in name.partition(":")[2] else ":")
+    is_in_class = "." in name.partition(":")[2]
+    owner, _, attribute = name.rpartition("." if is_in_class else ":")
     found = pkgutil.resolve_name(owner)
-    return None if attribute in getattr(found, "__annotations__", {}) else getattr(found, attribute)
+    if attribute in getattr(found, "__annotations__", {}):
+        return None
+    return getattr(found, attribute)
 
 
 def _parameters(found: Any) -> Collection[str] | None:

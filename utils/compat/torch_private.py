@@ -116,7 +116,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the module's own buffers by name, without submodules, as a dict that may be changed."""
+    """Return a module's own buffers by name, without submodules, as a dict that may be changed."""
     return module._buffers
 
 
@@ -215,12 +215,8 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:  # all its parameters belong to nested groups
         return
-    require_attributes(
-        "torch",
-        group,
-        ("fsdp_params", "mesh_info", "reduce_grads", "_partial_reduce_output"),
-        _REDUCE,
-    )
+    attributes = ("fsdp_params", "mesh_info", "reduce_grads", "_partial_reduce_output")
+    require_attributes("torch", group, attributes, _REDUCE)
     reduce = group.post_backward
 
     def has_no_gradient(param: Any) -> bool:
@@ -232,22 +228,26 @@ def fill_missing_gradients(module: FSDPModule, filled: set[nn.Parameter]) -> Non
         )
 
     def fill(missing: list[Any]) -> None:
+        # Note which gradients are zeros alone. With a partial sum, an earlier backward of the step
+        # may have reached them.
         reached = [param for param in group.fsdp_params if param not in missing]
         filled.difference_update(param.sharded_param for param in reached)
-        if (
-            group._partial_reduce_output is None
-        ):  # else an earlier backward of the step may have reached them
+        if group._partial_reduce_output is None:
             filled.update(
                 param.sharded_param for param in missing if param.sharded_param.grad is None
             )
-        held = [(param.unsharded_accumulated_grad, param.unsharded_param.grad) for param in reached]
-        dtype = next(
-            (grad.dtype for both in held for grad in both if grad is not None), None
-        )  # FSDP2 needs one dtype
+
+        # FSDP2 needs one dtype for all gradients of a group.
+        dtype = None
+        for param in reached:
+            for grad in (param.unsharded_accumulated_grad, param.unsharded_param.grad):
+                if grad is not None and dtype is None:
+                    dtype = grad.dtype
         for param in missing:
             param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param, dtype=dtype)
 
     def fill_and_reduce(*args: Any) -> None:
+        # The ranks reduce if any parameter has a gradient, as FSDP2 itself decides.
         accumulated = any(
             param.unsharded_accumulated_grad is not None for param in group.fsdp_params
         )
@@ -314,7 +314,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def n_writes(tensor: torch.Tensor) -> int:
-    """Return torch's count of writes to a tensor or its views. Inference tensors are not counted."""
+    """Return torch's count of writes to a tensor or its views. 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -4,5 +4,5 @@ from typing import Any
 
 
 def steps_of(run: Any) -> int | None:
-    """Return the number of steps that a run has, or None if this version of trackio does not tell."""
+    """Return the number of steps of a run, or None if this version of trackio does not tell."""
     return getattr(run, "_next_step", None)

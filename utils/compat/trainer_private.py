@@ -22,7 +22,8 @@ NAMES = privates(
     {
         "resume a Trainer exactly": [
             f"transformers:Trainer._init_training_state({_INIT})",
-            "transformers:Trainer._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)",
+            "transformers:Trainer._prepare_for_training"
+            "(max_steps, train_dataloader, resume_from_checkpoint)",
             f"transformers:Trainer._run_epoch({_LOOP})",
             "transformers:Trainer._load_rng_state(checkpoint)",
             "transformers:Trainer._maybe_log_save_evaluate(tr_loss, model, trial, epoch)",
@@ -79,8 +80,11 @@ class TrainerSeam(Trainer):
         return model, loader
 
     def _run_epoch(self, **given: Any) -> None:
-        run, epoch = _run_of(self), given["epoch"]
-        skipped = given["steps_trained_in_current_epoch"] if epoch == given["epochs_trained"] else 0
+        run = _run_of(self)
+        epoch = given["epoch"]
+        skipped = 0
+        if epoch == given["epochs_trained"]:
+            skipped = given["steps_trained_in_current_epoch"]
         if run.is_over:
             self.control.should_training_stop = True
             return
@@ -105,17 +109,15 @@ class TrainerSeam(Trainer):
         """
         loader = super().get_eval_dataloader(eval_dataset)
         if self.recovery is not None:
-            self.recovery.begin_evaluation(
-                eval_dataset if isinstance(eval_dataset, str) else "eval", loader
-            )
+            name = eval_dataset if isinstance(eval_dataset, str) else "eval"
+            self.recovery.begin_evaluation(name, loader)
         return loader
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict:
-        if (
-            self.recovery is not None and self.recovery.is_resuming
-        ):  # ``eval_on_start`` was before the first step
+        # ``eval_on_start`` was before the first step.
+        if self.recovery is not None and self.recovery.is_resuming:
             return {}
         return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
@@ -136,13 +138,13 @@ def history_of(trainer: Any) -> dict[str, Any]:
     """
     state = dataclasses.asdict(trainer.state)
     counted = {name: trainer.__dict__[name] for name in _LOGS if name in trainer.__dict__}
-    if isinstance(loss := counted.get("_tr_loss"), torch.Tensor):
+    loss = counted.get("_tr_loss")
+    if isinstance(loss, torch.Tensor):
         counted["_tr_loss"] = loss.detach().cpu().clone()
+    callbacks = [[type(each).__name__, each.state()["attributes"]] for each in _exportable(trainer)]
     return {
         "state": json.dumps({name: state[name] for name in _HISTORY}),
-        "callbacks": json.dumps(
-            [[type(each).__name__, each.state()["attributes"]] for each in _exportable(trainer)]
-        ),
+        "callbacks": json.dumps(callbacks),
         "stops": trainer.control.should_training_stop,
         "flos": float(trainer.current_flos),
         **counted,
@@ -156,19 +158,20 @@ def restore_state(trainer: Any, saved: dict[str, Any]) -> None:
 
 
 def restore_history(trainer: Any, saved: dict[str, Any]) -> None:
-    """Restore everything from `history_of`. Call it inside the loop, which has reset its counters."""
+    """Restore everything from `history_of`. Call it in the loop, which has reset its counters."""
     restore_state(trainer, saved)
     trainer.current_flos = saved["flos"]
     for name in set(_LOGS) & saved.keys():
         value = saved[name]
-        setattr(
-            trainer,
-            name,
-            value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value,
-        )
+        if isinstance(value, torch.Tensor):
+            value = value.to(trainer.args.device)
+        setattr(trainer, name, value)
+
+    # Callbacks of one class are matched in their order.
     left = list(_exportable(trainer))
     for name, attributes in json.loads(saved["callbacks"]):
-        if callback := next((each for each in left if type(each).__name__ == name), None):
+        callback = next((each for each in left if type(each).__name__ == name), None)
+        if callback is not None:
             left.remove(callback)
             vars(callback).update(attributes)
 

@@ -22,7 +22,8 @@ _RULES = (
 NAMES = privates(
     {
         "load folders as from_pretrained does": [
-            "transformers:PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config)",
+            "transformers:PreTrainedModel._load_pretrained_model"
+            "(model, state_dict, checkpoint_files, load_config)",
             "transformers:PreTrainedModel._adjust_missing_and_unexpected_keys(loading_info)",
             "transformers.modeling_utils:LoadStateDictConfig(weight_mapping)",
             "transformers.conversion_mapping:get_model_conversion_mapping(model)",
@@ -58,7 +59,8 @@ PARALLEL = privates(
     {
         "share a model's matrices or experts between ranks (transformers has it from 5.23 on)": [
             "transformers:PreTrainedModel._resolve_parallel_plans(distributed_config)",
-            "transformers.distributed.tensor_parallel:apply_tensor_parallelism(model, tp_mesh, tp_plan)",
+            "transformers.distributed.tensor_parallel:apply_tensor_parallelism"
+            "(model, tp_mesh, tp_plan)",
             "transformers.distributed.expert_parallel:"
             "apply_expert_parallelism(model, ep_mesh, tp_mesh, plan, ep_implementation)",
         ],
@@ -168,13 +170,15 @@ def forget_adapters(view: PreTrainedModel) -> None:
 
 
 def has_head(factory: Any, config: PretrainedConfig) -> bool:
-    """Return whether an auto class (``AutoModelForCausalLM``) has a model for this type of config."""
+    """Return whether an auto class (``AutoModelForCausalLM``) has a model for such a config."""
     return type(config) in factory._model_mapping
 
 
 def class_with_head(factory: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the model class that an auto class has for this type of config, or None."""
-    found = factory._model_mapping[type(config)] if has_head(factory, config) else None
+    if not has_head(factory, config):
+        return None
+    found = factory._model_mapping[type(config)]
     return found[0] if isinstance(found, tuple | list) else found
 
 
@@ -197,7 +201,8 @@ def set_attention(model: PreTrainedModel, name: str, *, instead_of: str) -> None
     have.
     """
     for module in model.modules():
-        if isinstance(config := getattr(module, "config", None), PretrainedConfig):
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
             for part in _parts(config):
                 if attention_of(part) == instead_of:
                     part._attn_implementation = {"": name}  # type: ignore[assignment]
@@ -230,7 +235,8 @@ def apply_parallel_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
     yield config
     for key in config.sub_configs:
-        if isinstance(part := getattr(config, key, None), PretrainedConfig):
+        part = getattr(config, key, None)
+        if isinstance(part, PretrainedConfig):
             yield from _parts(part)
 
 

@@ -64,7 +64,8 @@ def forget_buffer(trainer: Any, batches: int) -> bool:
     """
     if not hasattr(trainer, "_buffered_inputs"):
         return False
-    trainer._buffered_inputs, trainer._step = None, batches
+    trainer._buffered_inputs = None
+    trainer._step = batches
     return True
 
 
@@ -86,4 +87,6 @@ def _to_device(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {key: _to_device(each, device) for key, each in value.items()}
-    return [_to_device(each, device) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_to_device(each, device) for each in value]
+    return value

@@ -56,7 +56,7 @@ def use_manager(manager: Any) -> None:
 
 
 def count_expert_ranks() -> int:
-    """Return the number of ranks that VeOmni has dealt the experts to. DTensor does not know of it."""
+    """Return the number of ranks that VeOmni has dealt the experts to, unknown to DTensor."""
     veomni: Any = sys.modules.get("veomni.distributed.parallel_state")
     state = None if veomni is None else veomni.get_parallel_state()
     return state.ep_size if state is not None and state.ep_enabled else 1
