@@ -22,4 +22,7 @@ from .hf.load import load_hf as load_hf
 from .hf.save import full_state_dict as full_state_dict
 from .hf.save import save_hf as save_hf
 from .memory.weight_changes import changing_weights as changing_weights
+from .servers.fleet import ServerFleet as ServerFleet
 from .servers.publish import publish_weights as publish_weights
+from .servers.sglang import SGLangServer as SGLangServer
+from .servers.vllm import VLLMServer as VLLMServer

@@ -9,6 +9,8 @@ from .shared_rollouts import SharedRollouts as SharedRollouts
 from .trajectory import Trajectory as Trajectory
 from .trajectory import rewards_differ as rewards_differ
 from .workflow import EpisodeEngine as EpisodeEngine
+from .workflow import GenerationHyperparameters as GenerationHyperparameters
+from .workflow import ModelRequest as ModelRequest
 from .workflow import MultiTurnWorkflow as MultiTurnWorkflow
 from .workflow import RLVRWorkflow as RLVRWorkflow
 from .workflow import RolloutWorkflow as RolloutWorkflow

@@ -1,0 +1,144 @@
+"""GRPO in one file: a reward function, an engine, a server that samples, and a run that resumes.
+
+    vllm serve Qwen/Qwen3-0.6B --enable-scale-out --logprobs-mode processed_logprobs ...
+    torchrun --nproc_per_node=2 examples/minimal_grpo.py server=http://127.0.0.1:8000
+
+Kill it at any moment and start it again with the same command: it continues after its newest
+snapshot, and no sample is lost or trained twice. Copy this file and change `reward_fn` and
+`make_dataset`. docs/servers.md has all flags of servers. `make minimal` runs this file without a
+GPU, with a tiny model and a stand-in for the server.
+"""
+
+import re
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch.distributed import get_rank
+from transformers import AutoTokenizer
+
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    OptimizerConfig,
+    SaveLoadMeta,
+    VLLMServer,
+    WeightUpdateMeta,
+)
+from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig
+from holdfast.engine.rollouts import (
+    GenerationHyperparameters,
+    RLVRWorkflow,
+    RolloutConfig,
+    RolloutExecutor,
+    SharedRollouts,
+)
+from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
+
+
+@dataclass
+class Config:
+    """Options of the job, each ``name=value`` on the command line."""
+
+    model: str = "Qwen/Qwen3-0.6B"
+    """A folder or an id on the hub, the one that the server was started with."""
+    server: str = "http://127.0.0.1:8000"
+    fileroot: str = "runs/minimal_grpo"
+    """Folder for snapshots, published weights and the trained model. The server reads it, too."""
+    dtype: str = "bfloat16"
+    lr: float = 1e-6
+    epochs: int = 20
+    batch_size: int = 5
+    """Prompts per step."""
+    n_samples: int = 16
+    """Completions per prompt."""
+    max_new_tokens: int = 256
+    steps_ahead: int = 1
+    """Steps that sampling runs ahead of training."""
+    freq_steps: int = 10
+    """Steps between two snapshots."""
+
+
+def make_dataset() -> list[dict[str, Any]]:
+    """Return the samples: ``messages`` for the model, and whatever the reward needs."""
+    return [
+        {"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
+        for a in range(5)
+        for b in range(5)
+    ]
+
+
+def reward_fn(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
+    """Return 1 if the last number is the answer. Runs in a process of a pool, with a time limit."""
+    numbers = re.findall(r"\d+", completion)
+    return float(numbers[-1:] == [data["answer"]])
+
+
+def main(config: Config) -> None:
+    """Train on this rank."""
+    dataset = make_dataset()
+    spec = FinetuneSpec(config.epochs, len(dataset), config.batch_size)
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+
+    # The policy: a model in shards on all ranks, and the loss of GRPO.
+    actor_config = PPOActorConfig(
+        path=config.model,
+        dtype=config.dtype,
+        optimizer=OptimizerConfig(lr=config.lr),
+        group_size=config.n_samples,
+        reward_norm=NormConfig(mean_level="group", std_level="group"),
+    )
+    engine = FSDPEngine(actor_config)
+    engine.create_process_group()
+    engine.initialize(None, spec)
+    actor = PPOActor(actor_config, engine)
+
+    # Sampling: rank 0 sends each prompt to the server, which serves the weights of every step.
+    servers = [VLLMServer(config.server)]
+    engine.connect_engine(servers, WeightUpdateMeta("disk", f"{config.fileroot}/weights"))
+    sampling = GenerationHyperparameters(
+        n_samples=config.n_samples,
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=[tokenizer.eos_token_id],
+    )
+    loader = ResumableDataLoader(dataset, config.batch_size, seed=1)
+    ahead = RolloutConfig(config.steps_ahead, total_steps=spec.total_train_steps)
+    rollouts = SharedRollouts(
+        lambda: RolloutExecutor(
+            ahead, loader, RLVRWorkflow(reward_fn, sampling, tokenizer), servers
+        ),
+        engine,
+    )
+
+    # Recovery: engine, data position, samples and generators are saved together.
+    recover = RecoverConfig(fileroot=config.fileroot, freq_steps=config.freq_steps)
+    with closing(rollouts), RecoverHandler(recover, spec, group=engine.control_group) as handler:
+        handler.register("rollouts", rollouts)
+        step = handler.first_step(handler.load(engine, dataloader=loader))
+        while step.global_step < spec.total_train_steps:
+            engine.update_weights()
+            rollouts.set_version(step.global_step)
+            batch = rollouts.next_batch(step.global_step)
+            stats = actor.ppo_update(actor.compute_advantages(batch))
+            engine.step_lr_scheduler()
+            engine.set_version(step.global_step + 1)
+            handler.dump(engine, step, dataloader=loader)
+            if get_rank() == 0:
+                print(f"step {step.global_step}: reward {stats['reward']:.3f}", flush=True)
+            step = step.next()
+
+    # The trained model, for `from_pretrained` and inference servers.
+    trained = Path(config.fileroot, "model")
+    if not trained.exists():
+        engine.save(SaveLoadMeta(str(trained), "hf", with_optim=False, tokenizer=tokenizer))
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    given = OmegaConf.from_cli(sys.argv[1:])
+    main(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given)))  # type: ignore

@@ -1,0 +1,183 @@
+"""GRPO on Ray in one file: examples/minimal_grpo.py, whose workers are started again when they die.
+
+    vllm serve Qwen/Qwen3-0.6B --enable-scale-out --logprobs-mode processed_logprobs ...
+    python examples/minimal_grpo_ray.py server=http://127.0.0.1:8000 ranks=2
+
+The driver samples and holds the data position. Each worker holds a shard of the policy. A worker
+that dies takes the others with it, and the supervisor starts all of them again from the newest
+snapshot. After the death of the driver, run the same command again.
+"""
+
+import os
+import re
+import sys
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
+
+from holdfast.engine import (
+    FinetuneSpec,
+    FSDPEngine,
+    OptimizerConfig,
+    SaveLoadMeta,
+    VLLMServer,
+    WeightUpdateMeta,
+)
+from holdfast.engine.rl import NormConfig, PPOActor, PPOActorConfig
+from holdfast.engine.rollouts import (
+    GenerationHyperparameters,
+    RLVRWorkflow,
+    RolloutConfig,
+    RolloutExecutor,
+)
+from holdfast.engine.worker_group import WorkerResources
+from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
+from holdfast.recover.supervisor import Attempt, Supervisor
+
+Batch = dict[str, Any]
+
+
+@dataclass
+class Config:
+    """Options of the job, each ``name=value`` on the command line."""
+
+    model: str = "Qwen/Qwen3-0.6B"
+    """A folder or an id on the hub, the one that the server was started with."""
+    server: str = "http://127.0.0.1:8000"
+    fileroot: str = "runs/minimal_grpo_ray"
+    """Folder for snapshots, published weights and the trained model. The server reads it, too."""
+    ranks: int = 2
+    cpus_per_rank: float = 1
+    gpus_per_rank: float = 0
+    dtype: str = "bfloat16"
+    lr: float = 1e-6
+    epochs: int = 20
+    batch_size: int = 4
+    """Prompts per step, a multiple of ``ranks``."""
+    n_samples: int = 16
+    """Completions per prompt."""
+    max_new_tokens: int = 256
+    steps_ahead: int = 1
+    """Steps that sampling runs ahead of training."""
+    freq_steps: int = 10
+    """Steps between two snapshots."""
+
+
+def make_dataset() -> list[dict[str, Any]]:
+    """Return the samples: ``messages`` for the model, and whatever the reward needs."""
+    return [
+        {"messages": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)}
+        for a in range(5)
+        for b in range(5)
+    ]
+
+
+def reward_fn(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any
+) -> float:
+    """Return 1 if the last number is the answer. Runs in a process of a pool, with a time limit."""
+    numbers = re.findall(r"\d+", completion)
+    return float(numbers[-1:] == [data["answer"]])
+
+
+def spec_of(config: Config) -> FinetuneSpec:
+    """Return the length of the run."""
+    return FinetuneSpec(config.epochs, len(make_dataset()), config.batch_size)
+
+
+class Trainer:
+    """One rank of the policy. `RecoverHandler` takes snapshots of its attribute ``engine``."""
+
+    def __init__(self, config: Config) -> None:
+        actor_config = PPOActorConfig(
+            path=config.model,
+            dtype=config.dtype,
+            optimizer=OptimizerConfig(lr=config.lr),
+            group_size=config.n_samples,
+            reward_norm=NormConfig(mean_level="group", std_level="group"),
+        )
+        self.engine = FSDPEngine(actor_config)
+        self.engine.create_process_group()
+        self.engine.initialize(None, spec_of(config))
+        self.actor = PPOActor(actor_config, self.engine)
+        meta = WeightUpdateMeta("disk", f"{config.fileroot}/weights")
+        self.engine.connect_engine([VLLMServer(config.server)], meta)
+
+    def publish(self) -> None:
+        """Write the weights, and wait until the server serves them."""
+        self.engine.update_weights()
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """Run one step on this rank's share of the batch."""
+        stats = self.actor.ppo_update(self.actor.compute_advantages(batch))
+        self.engine.step_lr_scheduler()
+        self.engine.set_version(self.engine.get_version() + 1)
+        return stats
+
+    def export(self, path: str, tokenizer: Any) -> None:
+        """Write the trained model, for `from_pretrained` and inference servers."""
+        self.engine.save(SaveLoadMeta(path, "hf", with_optim=False, tokenizer=tokenizer))
+
+    def destroy(self) -> None:
+        """Leave the process group."""
+        self.engine.destroy()
+
+
+def split(batch: Batch, ranks: int) -> list[tuple[Batch]]:
+    """Give each rank an equal part of the rows, which has whole groups."""
+    rows = len(batch["rewards"]) // ranks
+    starts = [rank * rows for rank in range(ranks)]
+    return [({key: rows_of[a : a + rows] for key, rows_of in batch.items()},) for a in starts]
+
+
+def run(config: Config, attempt: Attempt) -> None:
+    """Run the job to its end, from a fresh start or from the newest snapshot."""
+    spec = spec_of(config)
+    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    sampling = GenerationHyperparameters(
+        n_samples=config.n_samples,
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=[tokenizer.eos_token_id],
+    )
+    workers = attempt.worker_group(
+        Trainer,
+        args=(config,),
+        name="trainer",
+        world_size=config.ranks,
+        resources=WorkerResources(config.cpus_per_rank, config.gpus_per_rank),
+    )
+    loader = ResumableDataLoader(make_dataset(), config.batch_size, seed=1)
+    ahead = RolloutConfig(config.steps_ahead, total_steps=spec.total_train_steps)
+    recover = RecoverConfig(fileroot=config.fileroot, freq_steps=config.freq_steps)
+    with (
+        closing(RLVRWorkflow(reward_fn, sampling, tokenizer)) as workflow,
+        RolloutExecutor(ahead, loader, workflow, [VLLMServer(config.server)]) as rollouts,
+        RecoverHandler(recover, spec, notices=[attempt.draining]) as handler,
+    ):
+        handler.register("rollouts", rollouts)
+        step = handler.first_step(handler.load(workers, dataloader=loader))
+        while step.global_step < spec.total_train_steps:
+            workers.call_all("publish")
+            rollouts.set_version(step.global_step)
+            batch = rollouts.next_batch(step.global_step)
+            stats = workers.call_all("train", per_rank=split(batch, config.ranks))[0]
+            handler.dump(workers, step, dataloader=loader)
+            print(f"step {step.global_step}: reward {stats['reward']:.3f}", flush=True)
+            step = step.next()
+    trained = Path(config.fileroot, "model")
+    if not trained.exists():
+        workers.call_all("export", str(trained), tokenizer)
+
+
+if __name__ == "__main__":
+    given = OmegaConf.from_cli(sys.argv[1:])
+    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
+    config.fileroot = os.path.abspath(config.fileroot)
+    ray.init()
+    Supervisor(RecoverConfig(fileroot=config.fileroot)).run(partial(run, config))

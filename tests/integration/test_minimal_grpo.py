@@ -1,0 +1,93 @@
+"""The examples that users copy first: killed, started again, and short enough to be read."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.limits import stretched
+from tests.minimal import EXAMPLE, ON_RAY, TORCHRUN, served_model
+
+STEP = re.compile(r"^step (\d+): reward ([\d.]+)$", re.MULTILINE)
+SHORT = ("epochs=2", "freq_steps=3", "n_samples=4")
+
+
+def live(command: list[str], log: Path, kill_after: int | None = None) -> list[int]:
+    """Run a job to its end, or kill all its processes when it has printed a step.
+
+    Returns:
+        the steps that it printed.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    end = time.monotonic() + stretched(150)
+    with log.open("w") as output:
+        job = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        while job.poll() is None and time.monotonic() < end:
+            if kill_after in steps_in(log):
+                return steps_in(log)
+            time.sleep(0.05)
+        assert job.returncode == 0, log.read_text()[-3000:]
+        return steps_in(log)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+def steps_in(log: Path) -> list[int]:
+    return [int(step) for step, _ in STEP.findall(log.read_text())]
+
+
+def check_kill_and_resume(command: list[str], folder: Path, steps: int) -> None:
+    """Kill a job after its sixth step, run it to its end, and load the model that it trained."""
+    first = live(command, folder / "first.txt", kill_after=5)
+    second = live(command, folder / "second.txt")
+    assert first[:6] == list(range(6))
+    assert 3 <= second[0] <= 6
+    assert second == list(range(second[0], steps))
+    assert f"resumed at step {second[0]} from" in (folder / "second.txt").read_text()
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "model")
+    assert len(AutoTokenizer.from_pretrained(folder / "runs" / "model")) == model.vocab_size
+
+
+def test_the_minimal_example_resumes_after_a_kill_and_exports_its_model(tmp_path: Path) -> None:
+    with served_model(tmp_path) as arguments:
+        command = [*TORCHRUN[:-1], "--nproc_per_node=1", str(EXAMPLE), *arguments, *SHORT]
+        check_kill_and_resume(command, tmp_path, steps=10)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_the_minimal_example_resume_after_a_kill(tmp_path: Path) -> None:
+    with served_model(tmp_path) as arguments:
+        command = [*TORCHRUN, str(EXAMPLE), *arguments, *SHORT]
+        check_kill_and_resume(command, tmp_path, steps=10)
+
+
+@pytest.mark.slow
+def test_the_minimal_example_on_ray_resumes_after_its_driver_is_killed(tmp_path: Path) -> None:
+    with served_model(tmp_path) as arguments:
+        command = [sys.executable, str(ON_RAY), *arguments, *SHORT, "ranks=2"]
+        check_kill_and_resume(command, tmp_path, steps=12)
+
+
+def test_the_minimal_examples_are_short_and_import_nothing_from_other_examples() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (EXAMPLE, ON_RAY)}
+    assert lengths["minimal_grpo.py"] < 150
+    assert lengths["minimal_grpo_ray.py"] <= lengths["minimal_grpo.py"] + 60
+    for path in (EXAMPLE, ON_RAY):
+        imported = re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+        assert not set(imported) & {other.stem for other in EXAMPLE.parent.glob("*.py")}
+        assert "examples" not in imported

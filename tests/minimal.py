@@ -1,0 +1,43 @@
+"""Run examples/minimal_grpo.py without a GPU: ``python -m tests.minimal FOLDER [name=value ...]``.
+
+A tiny model with random weights takes the place of a released one, and a stand-in answers like a
+vLLM server: it reads published weights, samples with them, and reports their version.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from examples.tiny_models import SPECIAL_TOKENS, make_tokenizer, write_tiny_qwen3
+from tests.engine.servers.fakes import FakeServer
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "minimal_grpo.py"
+ON_RAY = ROOT / "examples" / "minimal_grpo_ray.py"
+CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+OPTIONS = ("dtype=float32", "lr=2e-3", "max_new_tokens=2", "epochs=10")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+@contextmanager
+def served_model(folder: Path) -> Iterator[list[str]]:
+    """Write a tiny model, serve it, and give the arguments of the example that name both."""
+    tokenizer = make_tokenizer([*SPECIAL_TOKENS, *"0123456789+="], CHAT)
+    model = write_tiny_qwen3(folder / "model", tokenizer, for_vllm=True)
+    (folder / "server").mkdir(exist_ok=True)
+    with FakeServer("vllm", folder / "server", dtype="float32") as server:
+        yield [f"model={model}", f"server={server.url}", f"fileroot={folder / 'runs'}", *OPTIONS]
+
+
+if __name__ == "__main__":
+    os.environ["TQDM_DISABLE"] = "1"  # the stand-in loads weights at each step
+    folder = Path(sys.argv[1]).absolute()
+    folder.mkdir(exist_ok=True)
+    with served_model(folder) as arguments:
+        command = [*TORCHRUN, str(EXAMPLE), *arguments, *sys.argv[2:]]
+        print(" ".join(command), flush=True)
+        status = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+    sys.exit(status)
