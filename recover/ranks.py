@@ -44,9 +44,8 @@ T = TypeVar("T")
 class SessionRef:
     """Reference to the sessions of a handler, each with a ``background_group`` and ``close()``."""
 
-    key: str = field(
-        default_factory=lambda: uuid.uuid4().hex
-    )  # names the session in the processes of driven ranks
+    # names the session in the processes of driven ranks
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
     own: Any = None  # session of this process, if this process is a rank
 
 
@@ -66,19 +65,23 @@ class LocalRanks:
         group: dist.ProcessGroup | None = None,
         session: SessionRef | None = None,
     ) -> None:
-        self._target, self._group, self._session = target, group, session or SessionRef()
-        self.world_size, self.ranks_with_same_data = (
-            get_world_size(group),
-            target.ranks_with_same_data,
-        )
+        self._target = target
+        self._group = group
+        self._session = session or SessionRef()
+        self.world_size = get_world_size(group)
+        self.ranks_with_same_data = target.ranks_with_same_data
+
+        # Ranks with the same data are consecutive.
+        rank = get_rank(group)
         self.n_callers = self.world_size // self.ranks_with_same_data
-        self.caller, peer = divmod(get_rank(group), self.ranks_with_same_data)
+        self.caller, peer = divmod(rank, self.ranks_with_same_data)
         self.is_head = peer == 0
-        self.is_leader = get_rank(group) == 0  # decisions are made in this process
+        self.is_leader = rank == 0
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(target, *args)`` on every rank. Every rank gets all results."""
-        return self.here(partial(fn, self._target, *args))
+        work = partial(fn, self._target, *args)
+        return self.here(work)
 
     def open_sessions(self, make: Callable[..., Any], *args: Any) -> None:
         """Open the session of every rank as ``make(holder, *args)``. If one rank fails, all
@@ -94,11 +97,13 @@ class LocalRanks:
 
     def run_sessions(self, method: Callable[..., T], *args: Any) -> list[T]:
         """Run ``method(session, holder, *args)`` on every rank. Every rank gets all results."""
-        return self.run_all(partial(method, _known(self._session.own)), *args)
+        session = _known(self._session.own)
+        return self.run_all(partial(method, session), *args)
 
     def close_sessions(self) -> None:
         """Close the session of this rank, if it is open. Not collective."""
-        session, self._session.own = self._session.own, None
+        session = self._session.own
+        self._session.own = None
         if session is not None:
             session.close()
 
@@ -106,10 +111,12 @@ class LocalRanks:
         """Return the same ranks for another thread. They use the background group of their
         sessions.
         """
-        return LocalRanks(self._target, self._session.own.background_group, self._session)
+        session = self._session
+        group = session.own.background_group
+        return LocalRanks(self._target, group, session)
 
     def decide(self, decision: Callable[[], T]) -> T:
-        """Run ``decision`` in the leader, and return its result or raise its error in every caller."""
+        """Run ``decision`` in the leader. Every caller gets its result or its error."""
         return rank_zero_decides(decision, self._group)
 
     def decide_slowly(self, work: Callable[[], T]) -> T:
@@ -141,16 +148,21 @@ class DrivenRanks:
     """
 
     is_driver = True
-    is_leader = is_head = True
-    n_callers = ranks_with_same_data = 1
+    is_leader = True
+    is_head = True
+    n_callers = 1
+    ranks_with_same_data = 1
     caller = 0
 
     def __init__(
         self, group: "WorkerGroup", session: SessionRef, *, in_background: bool = False
     ) -> None:
-        self._group, self._session = group, session
+        self._group = group
+        self._session = session
         self.world_size = group.world_size
-        self._run = group.run_in_background if in_background else group.run_all
+        self._run = group.run_all
+        if in_background:
+            self._run = group.run_in_background
 
     def run_all(self, fn: Callable[..., T], *args: Any) -> list[T]:
         """Run ``fn(worker, *args)`` on every rank."""
@@ -158,6 +170,7 @@ class DrivenRanks:
 
     def open_sessions(self, make: Callable[..., Any], *args: Any) -> None:
         """Open the session of every rank. If one rank fails, all sessions are closed."""
+        # A rank that has opened its own does not see that another one failed.
         try:
             self.run_all(_open_session, self._session.key, make, *args)
         except BaseException:
@@ -200,17 +213,22 @@ it.
 """
 
 
+# These run in the process of a driven rank. ``holder`` is its worker.
+
+
 def _open_session(holder: Any, key: str, make: Callable[..., Any], *args: Any) -> None:
     _close_session(holder, key)
     _SESSIONS[key] = make(holder, *args)
 
 
 def _run_session(holder: Any, key: str, method: Callable[..., T], *args: Any) -> T:
-    return method(_known(_SESSIONS.get(key)), holder, *args)
+    session = _known(_SESSIONS.get(key))
+    return method(session, holder, *args)
 
 
 def _close_session(holder: Any, key: str) -> None:
-    if (session := _SESSIONS.pop(key, None)) is not None:
+    session = _SESSIONS.pop(key, None)
+    if session is not None:
         session.close()
 
 
@@ -234,9 +252,9 @@ def ranks_of(
     """Return `DrivenRanks` if ``engine`` is a `WorkerGroup`, else `LocalRanks` with the engines
     that it has.
     """
-    if hasattr(type(engine), "run_in_background"):  # without importing Ray
+    # Asked by the attribute, because Ray may not be installed.
+    if hasattr(type(engine), "run_in_background"):
         return DrivenRanks(engine, session)
     target = engines_of(engine)
-    return LocalRanks(
-        RankEngines(target.engines, target.stateful | dict(stateful), group), group, session
-    )
+    everything = RankEngines(target.engines, target.stateful | dict(stateful), group)
+    return LocalRanks(everything, group, session)

@@ -24,8 +24,12 @@ def draws_of(source: Any) -> dict[str, Any]:
     """
     if not getattr(source, "shuffle", True):
         return {}
-    found = {name: _draw(name, value) for name, value in getattr(source, "__dict__", {}).items()}
-    return {name: draw for name, draw in found.items() if draw is not None}
+    found = {}
+    for name, value in getattr(source, "__dict__", {}).items():
+        draw = _draw(name, value)
+        if draw is not None:
+            found[name] = draw
+    return found
 
 
 def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
@@ -39,11 +43,7 @@ def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
         here = _draw(name, value)
         if here is None:
             continue
-        kinds = [
-            each.get("bit_generator") if isinstance(each, dict) else type(each)
-            for each in (here, draw)
-        ]
-        if kinds[0] != kinds[1]:
+        if _kind(here) != _kind(draw):
             raise CheckpointMismatchError(
                 f"{name} of {type(source).__name__} is {value!r}, and was another kind of "
                 "generator or seed when the run was saved: samples would be lost or repeated. "
@@ -70,6 +70,11 @@ def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
                 setattr(source, name, draw)
 
 
+def _kind(draw: Any) -> Any:
+    # States of all of numpy's generators are dicts.
+    return draw.get("bit_generator") if isinstance(draw, dict) else type(draw)
+
+
 def _draw(name: str, value: Any) -> Any:
     match value:
         case torch.Generator():
@@ -87,11 +92,16 @@ def _draw(name: str, value: Any) -> Any:
 
 
 def _plain(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _plain(each) for key, each in state.items()}
-    if isinstance(state, tuple):
-        return [_plain(each) for each in state]
-    return state.tolist() if isinstance(state, np.ndarray) else state
+    # Plain values can be saved: no tuples, no arrays.
+    match state:
+        case Mapping():
+            return {key: _plain(each) for key, each in state.items()}
+        case tuple():
+            return [_plain(each) for each in state]
+        case np.ndarray():
+            return state.tolist()
+        case _:
+            return state
 
 
 def replace_iter(source: Any, iterate: Callable[[Any], Iterator[Any]], **attributes: Any) -> None:
@@ -103,17 +113,19 @@ def replace_iter(source: Any, iterate: Callable[[Any], Iterator[Any]], **attribu
     """
     own: Any = type(source)
 
+    # A pickle names the original class wherever it would name the subclass.
     def reduce(self: Any, protocol: int) -> Any:
         make, given, *state = own.__reduce_ex__(self, protocol)
-        return (
-            _make,
-            tuple(own if each is type(self) else each for each in (make, *given)),
-            *state,
-        )
+        call = [own if part is type(self) else part for part in (make, *given)]
+        return (_make, tuple(call), *state)
 
-    body: dict[str, Any] = {"__iter__": iterate, "__reduce_ex__": reduce}
-    named = {"__module__": own.__module__, "__doc__": own.__doc__}
-    source.__class__ = type(own.__name__, (own,), body | named | attributes)
+    body: dict[str, Any] = {
+        "__iter__": iterate,
+        "__reduce_ex__": reduce,
+        "__module__": own.__module__,
+        "__doc__": own.__doc__,
+    }
+    source.__class__ = type(own.__name__, (own,), body | attributes)
 
 
 def _make(make: Callable[..., Any], *given: Any) -> Any:

@@ -12,10 +12,9 @@ import re
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -59,10 +58,11 @@ def check_shared(ranks: Ranks, folder: Path) -> None:
         if ranks.is_leader:
             probe.unlink(missing_ok=True)
     if blind:
+        leaders_host = ranks.decide(socket.gethostname)
         raise ConfigError(
-            f"{'; '.join(blind)} does not see {probe}, which the leader sees on "
-            f"{ranks.decide(socket.gethostname)}; all ranks need the same folder under the same "
-            "path (an absolute recover.fileroot, mounted everywhere)"
+            f"{'; '.join(blind)} does not see {probe}, which the leader sees on {leaders_host}; "
+            "all ranks need the same folder under the same path (an absolute recover.fileroot, "
+            "mounted everywhere)"
         )
 
 
@@ -84,7 +84,9 @@ def _make_probe(folder: Path) -> Path | None:
 
 
 def _look_for(holder: Any, probe: str) -> str | None:
-    return None if Path(probe).exists() else f"rank {get_rank()} on {socket.gethostname()}"
+    if Path(probe).exists():
+        return None
+    return f"rank {get_rank()} on {socket.gethostname()}"
 
 
 def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, Any]]) -> str | None:
@@ -104,7 +106,8 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
         CheckpointNotFoundError: this rank does not see a file that the leader sees. This does not
             mean that the generation is damaged.
     """
-    group, sizes = engines_of(holder).group, {name: entry["bytes"] for name, entry in files.items()}
+    group = engines_of(holder).group
+    sizes = {name: entry["bytes"] for name, entry in files.items()}
     for name in share_of(sizes, get_rank(group), get_world_size(group)):
         try:
             verify_file(generation, name, files[name])
@@ -136,15 +139,23 @@ def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
       the job's first ranks, where process states are numbered in the job and data files in the
       group.
     """
-    owners = {
-        name: int(match[1] or match[2]) for name in files if (match := _OF_RANK.fullmatch(name))
-    }
-    if set(owners.values()) != set(range(world_size)):
+    # Files that a rank reads next.
+    owners = {}
+    for name in files:
+        match = _OF_RANK.fullmatch(name)
+        if match:
+            owners[name] = int(match[1] or match[2])
+    if set(owners.values()) != set(range(world_size)):  # saved at another world size
         owners = {}
-    owners |= {name: 0 for name in files if Path(name).name == ".metadata"}
+    for name in files:
+        if Path(name).name == ".metadata":
+            owners[name] = 0
+
+    # Files with an owner come first, because the others level out the bytes of the ranks.
+    in_order = sorted(files, key=lambda name: (name not in owners, -files[name], name))
     shares: list[list[str]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    for name in sorted(files, key=lambda name: (name not in owners, -files[name], name)):
+    for name in in_order:
         owner = owners.get(name, loads.index(min(loads)))
         shares[owner].append(name)
         loads[owner] += files[name]
@@ -159,7 +170,8 @@ def check_rank(holder: Any, generation: str) -> None:
         CheckpointMismatchError: it holds other engines, or another model or optimizer (see
             `check_dcp`).
     """
-    target, path = engines_of(holder), Path(generation)
+    target = engines_of(holder)
+    path = Path(generation)
     with all_ranks_succeed(f"comparing {path}", target.group_of()):
         saved = {entry.name for entry in path.iterdir() if entry.is_dir()} - {"state"}
         if saved != target.engines.keys():
@@ -171,7 +183,15 @@ def check_rank(holder: Any, generation: str) -> None:
         check_dcp(path / name, state, target.group_of(name))
 
 
-_TABLE_WIDTH = 110
+class _Compared(NamedTuple):
+    what: str
+    saved: Any
+    restored: Any
+
+    @property
+    def differs(self) -> bool:
+        both_nan = self.saved != self.saved and self.restored != self.restored
+        return self.saved != self.restored and not both_nan  # a learning rate may have become NaN
 
 
 def check_restored(
@@ -192,46 +212,54 @@ def check_restored(
         CheckpointCorruptError: something differs, although every byte that was read matched its
             digest.
     """
-    if unknown := sorted(
-        (restored[0].keys() - saved[0].keys()) | (restored[1].keys() - saved[1].keys())
-    ):
+    saved_facts, saved_generators = saved
+    facts, generators = restored
+    unknown_engines = facts.keys() - saved_facts.keys()
+    unknown_processes = generators.keys() - saved_generators.keys()
+    unknown = sorted(unknown_engines | unknown_processes)
+    if unknown:
         raise CheckpointCorruptError(
             f"{what} was restored, but its recover_info.json says nothing of {unknown[0]!r}"
         )
-    rows: list[tuple[str, Any, Any]] = []  # what, as saved, as restored
-    for name, facts in restored[0].items():
-        before, now = asdict(saved[0][name]), asdict(facts)
-        counts = [key for key in ("optimizer_steps", "lr", "schedule_step") if now[key] is not None]
-        if before["schedule_step"] is None and "schedule_step" in counts:
-            counts.remove("schedule_step")  # the run had no schedule, and this one begins with one
-        rows += [(f"{name}: {key}", before[key], now[key]) for key in counts]
-        prints = facts.fingerprints.items()
-        rows += [
-            (f"{name}: {part}", before["fingerprints"].get(part), digits) for part, digits in prints
-        ]
-    rows += [
-        (f"generators of {name}", saved[1][name], digest) for name, digest in restored[1].items()
-    ]
-    # A learning rate may have become NaN.
-    if wrong := [
-        row for row in rows if row[1] != row[2] and (row[1] == row[1] or row[2] == row[2])
-    ]:
+
+    rows: list[_Compared] = []
+    for name, restored_engine in facts.items():
+        rows += _compare_engine(name, saved_facts[name], restored_engine)
+    for name, digest in generators.items():
+        rows.append(_Compared(f"generators of {name}", saved_generators[name], digest))
+
+    wrong = [row for row in rows if row.differs]
+    if wrong:
         part, before, now = wrong[0]
         raise CheckpointCorruptError(
             f"{what} was restored, but {part} is {now!r}; recover_info.json says {before!r} "
             f"({len(wrong)} of {len(rows)} differ). Do not go on with this run; report it"
         )
-    return _render(what, [(part, str(now)) for part, _, now in rows])
+    return _render(what, rows)
 
 
-def _render(what: str, rows: Sequence[tuple[str, str]]) -> str:
+def _compare_engine(name: str, saved: EngineFacts, restored: EngineFacts) -> list[_Compared]:
+    rows = []
+    for count in ("optimizer_steps", "lr", "schedule_step"):
+        before = getattr(saved, count)
+        now = getattr(restored, count)
+        # The saved run may have had no schedule, and this one begins with one.
+        begins = count == "schedule_step" and before is None
+        if now is not None and not begins:
+            rows.append(_Compared(f"{name}: {count}", before, now))
+    for part, fingerprint in restored.fingerprints.items():
+        rows.append(_Compared(f"{name}: {part}", saved.fingerprints.get(part), fingerprint))
+    return rows
+
+
+def _render(what: str, rows: Sequence[_Compared]) -> str:
     table = Table(title=f"restored from {what}", title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("what", "as saved and as restored"):
-        table.add_column(column)
+    table.add_column("what")
+    table.add_column("as saved and as restored")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(row.what, str(row.restored))
     out = io.StringIO()
-    Console(file=out, width=_TABLE_WIDTH, color_system=None).print(table)
+    Console(file=out, width=110, color_system=None).print(table)
     return out.getvalue().rstrip()
 
 
@@ -246,13 +274,19 @@ def warn_of_configuration(
         saved, now: the `numerical_switches` of the generation, and those of rank 0.
         settled: engine name -> what its load found, in rank 0.
     """
-    changed, kept = [], []
+    changed = []
+    kept = []
+
+    # Settings of torch and of the engines' configurations.
     for name in saved:
-        if name in now and saved[name] != now[name]:
-            if _is_adapted(name, saved) and _is_adapted(name, now):
-                kept.append(Setting(name, "the adapted one", now[name]))
-            else:
-                changed.append(Setting(name, saved[name], now[name]))
+        if name not in now or saved[name] == now[name]:
+            continue
+        if _is_adapted(name, saved) and _is_adapted(name, now):
+            kept.append(Setting(name, "the adapted one", now[name]))
+        else:
+            changed.append(Setting(name, saved[name], now[name]))
+
+    # Settings that the load of an engine compares.
     for engine, found in settled.items():
         changed += [setting.of(f" of {engine}") for setting in found.changed]
         kept += [setting.of(f" of {engine}") for setting in found.kept]

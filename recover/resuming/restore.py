@@ -36,12 +36,10 @@ class Position:
 
     ranks: Ranks  # passed to `load`
     step: int | None = None  # the last snapshotted or restored step. None before the first one
-    epoch: RestoredEpoch | None = (
-        None  # rest of the epoch after a restore. None after the first step
-    )
-    rng: RngState | None = (
-        None  # restored state of this process's random generators. None in a fresh run
-    )
+    # rest of the epoch after a restore. None after the first step
+    epoch: RestoredEpoch | None = None
+    # restored state of this process's random generators. None in a fresh run
+    rng: RngState | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ class RankState:
     settled: dict[str, Settled]  # engine name -> what became of its configuration
     process: str  # process of the saved run that it continues
     rng: str | None  # digest of the generators (see `ProcessState.restore`)
-    sharing: tuple[int, int]  # number of ranks with the same data, when it was saved and now
+    saved_sharing: int  # number of ranks with the same data in the saved run
+    sharing: int  # the same number now
 
 
 def restore_run(
@@ -70,37 +69,45 @@ def restore_run(
         CheckpointCorruptError: it cannot be read, or the restored state differs from the saved one.
     """
     path, info = choice
-    last = info.last_step_info
     ranks.run_all(check_rank, str(path))
-    epochs: list[RestoredEpoch | None] = []  # a loader does not travel
-    loader = None if info.lacks("data") else dataloader
 
-    def restore_loader() -> None:
-        needed = (
-            ranks.is_head or loader is not None
-        )  # other ranks may take their batches from the head
-        epochs.append(
-            restore_data(path, loader, ranks.caller, ranks.n_callers, last) if needed else None
-        )
+    # The loader comes first: its iterator draws numbers, and the generators are restored later.
+    loader = None if info.lacks("data") else dataloader
+    rest_of_epoch: RestoredEpoch | None = None
+
+    def restore_loader() -> None:  # returns nothing, because a loader cannot be sent to a rank
+        nonlocal rest_of_epoch
+        # Ranks that are no head may take their batches from it.
+        if ranks.is_head or loader is not None:
+            rest_of_epoch = restore_data(
+                path, loader, ranks.caller, ranks.n_callers, info.last_step_info
+            )
 
     ranks.here(restore_loader)
-    process = ProcessState.read(path, None) if ranks.is_driver else None
-    states = ranks.run_all(read_rank, str(path), info.weight_versions, not info.lacks("schedule"))
-    rng = [(state.process, state.rng) for state in states]
-    if process is not None:
-        rng.append((process.name, process.restore(stateful)))
-    restored: dict[str, str] = {}
-    for name, digest in rng:  # ranks that continue the same process all have to have its generators
-        if digest is not None and restored.get(name) in (None, info.rng.get(name)):
-            restored[name] = digest
+
+    # Engines, user objects and generators: of a driver, then of every rank.
+    driver = ProcessState.read(path, None) if ranks.is_driver else None
+    is_own = not info.lacks("schedule")
+    states = ranks.run_all(read_rank, str(path), info.weight_versions, is_own)
+    digests = [(state.process, state.rng) for state in states]
+    if driver is not None:
+        digests.append((driver.name, driver.restore(stateful)))
+
+    # Ranks that continue the same process all have to have its generators: a wrong digest stays.
+    generators: dict[str, str] = {}
+    for name, digest in digests:
+        if digest is not None and generators.get(name) in (None, info.rng.get(name)):
+            generators[name] = digest
     facts = combine_ranks([state.samples for state in states])
-    table = check_restored(path.name, (info.engines, info.rng), (facts, restored))
+    table = check_restored(path.name, (info.engines, info.rng), (facts, generators))
+
     if ranks.is_leader:
-        logger.info("step %d of run %s\n%s", last.global_step, info.run_id, table)
+        step = info.last_step_info.global_step
+        logger.info("step %d of run %s\n%s", step, info.run_id, table)
         warn_of_configuration(path.name, info.switches, states[0].switches, states[0].settled)
         _warn_of_absent(path, info)
-        _warn_of_fewer(info, ranks, states[0].sharing)
-    return epochs[0]
+        _warn_of_fewer(info, ranks, states[0])
+    return rest_of_epoch
 
 
 def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own: bool) -> RankState:
@@ -117,50 +124,68 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own:
             reference model).
         is_own: False if it was converted from a trainer that did not save its schedule.
     """
-    target, path = engines_of(holder), Path(generation)
+    target = engines_of(holder)
+    path = Path(generation)
+
+    # Step 1: look at every part. A part that is not sound fails here, on all ranks.
     states = {name: target.state(name) for name in target.engines}
-    loads = {name: read_dcp(path / name, states[name], target.group_of(name)) for name in states}
+    loads = {}
+    for name, state in states.items():
+        loads[name] = read_dcp(path / name, state, target.group_of(name))
     with all_ranks_succeed(f"reading {path}", target.group_of()):
         process = ProcessState.read(path, get_rank(), target.ranks_with_same_data)
         for load in loads.values():
             load.check_unchanged()
+
+    # Step 2: read the values. Once the first engine has its own, an error leaves a mixed state.
     configured = {}
-    for number, (name, engine) in enumerate(target.engines.items()):
-        with half_loaded(path) if number else nullcontext():  # the first engine has its values
+    for name, engine in target.engines.items():
+        with half_loaded(path) if configured else nullcontext():
             configured[name] = loads[name].apply()
         if name in versions and hasattr(engine, "set_version"):
             engine.set_version(versions[name])
     rng = process.restore(target.stateful)
+
+    # Step 3: state the facts, then settle the configuration, which may change a rate.
     samples = {name: sample_engine(load.state, load.first_group) for name, load in loads.items()}
-    settled = {
-        name: each.settle(is_own=is_own) for name, each in configured.items()
-    }  # last, because it may change a rate
-    sharing = process.saved_sharing, target.ranks_with_same_data
-    switches = numerical_switches(states, target.engines)
-    return RankState(samples, switches, settled, process.name, rng, sharing)
+    settled = {name: each.settle(is_own=is_own) for name, each in configured.items()}
+    return RankState(
+        samples,
+        numerical_switches(states, target.engines),
+        settled,
+        process.name,
+        rng,
+        process.saved_sharing,
+        target.ranks_with_same_data,
+    )
 
 
-def _warn_of_fewer(info: RecoverInfo, ranks: Ranks, sharing: tuple[int, int]) -> None:
-    """Log that ranks with data of their own are gone, if any are. ``sharing`` is that of
-    `RankState`.
-    """
-    saved_by = info.world_size // sharing[0]
-    there_are = ranks.world_size // sharing[1]
+def _warn_of_fewer(info: RecoverInfo, ranks: Ranks, state: RankState) -> None:
+    """Log that ranks with data of their own are gone, if any are."""
+    saved_by = info.world_size // state.saved_sharing
+    there_are = ranks.world_size // state.sharing
     if saved_by > there_are and info.rng:
         logger.warning(
-            "%d ranks with different data saved it, now there are %d: the user objects and generators of the others "
-            "stay behind", saved_by, there_are,
-        )  # fmt: skip
+            "%d ranks with different data saved it, now there are %d: the user objects and "
+            "generators of the others stay behind",
+            saved_by,
+            there_are,
+        )
 
 
 def _warn_of_absent(path: Path, info: RecoverInfo) -> None:
     """Log the parts of a run that a converted generation lacks because its source had none."""
-    if info.converted is not None:
-        for part in sorted(info.converted.keys() - {"from"}):
-            outcome, source = info.converted[part], info.converted["from"]
-            logger.warning(
-                "%s was converted from %s, which had no %s: %s", path.name, source, part, outcome
-            )
+    if info.converted is None:
+        return
+    source = info.converted["from"]
+    for part in sorted(info.converted.keys() - {"from"}):
+        logger.warning(
+            "%s was converted from %s, which had no %s: %s",
+            path.name,
+            source,
+            part,
+            info.converted[part],
+        )
 
 
 class ProcessState:
@@ -180,8 +205,11 @@ class ProcessState:
     def __init__(
         self, own: Path, sources: Mapping[Path, dict[str, Any]], data_rank: int, saved_sharing: int
     ) -> None:
-        self.name, self.saved_sharing = own.stem, saved_sharing
-        self._own, self._sources, self._data_rank = own, sources, data_rank
+        self.name = own.stem
+        self.saved_sharing = saved_sharing
+        self._own = own
+        self._sources = sources
+        self._data_rank = data_rank
 
     @classmethod
     def read(
@@ -193,20 +221,27 @@ class ProcessState:
         Raises:
             CheckpointCorruptError: a file is not the state of a process.
         """
-        standing_in = [generation / rank_state_name(0), generation / DRIVER_STATE]
-        states = {path: _read_process_file(path) for path in standing_in if path.exists()}
-        own, data_rank, saved_sharing = (
-            standing_in[1],
-            0,
-            states.get(standing_in[0], {}).get(SHARED, 1),
-        )
+        rank_zero = generation / rank_state_name(0)
+        driver = generation / DRIVER_STATE
+        states = {}
+        for path in (rank_zero, driver):
+            if path.exists():
+                states[path] = _read_process_file(path)
+        saved_sharing = states.get(rank_zero, {}).get(SHARED, 1)
+
+        # Another world size may give this rank other data, then it continues the first rank with
+        # its data.
+        own = driver
+        data_rank = 0
         if rank is not None:
             data_rank = rank // ranks_with_same_data
             has_same_data = rank // saved_sharing == data_rank
-            own = generation / rank_state_name(rank if has_same_data else data_rank * saved_sharing)
+            saved_rank = rank if has_same_data else data_rank * saved_sharing
+            own = generation / rank_state_name(saved_rank)
         if own not in states and own.exists():
             states[own] = _read_process_file(own)
-        sources = {path: states[path] for path in (own, *standing_in) if path in states}
+
+        sources = {path: states[path] for path in (own, rank_zero, driver) if path in states}
         return cls(own, sources, data_rank, saved_sharing)
 
     def restore(self, stateful: Mapping[str, Stateful]) -> str | None:
@@ -215,46 +250,50 @@ class ProcessState:
         Returns the digest of the generators. None if they were derived, or if this process has
         other CUDA devices than the saved one, because their generators stay as they are.
         """
+        # User objects, each from the first process that had it.
         for key, thing in sorted(stateful.items()):
-            source = next(
-                (path for path, state in self._sources.items() if key in state["user"]), None
-            )
-            if source is None:
-                logger.warning("%s has no state for %r; it starts anew", self._own.parents[1], key)
+            saved = [state["user"][key] for state in self._sources.values() if key in state["user"]]
+            if saved:
+                thing.load_state_dict(saved[0])
             else:
-                thing.load_state_dict(self._sources[source]["user"][key])
-        if (first := next(iter(self._sources), None)) is None:
+                logger.warning("%s has no state for %r; it starts anew", self._own.parents[1], key)
+        if not self._sources:
             return None
-        for key in sorted(self._sources[first]["user"].keys() - stateful.keys()):
+        first, state = next(iter(self._sources.items()))
+        for key in sorted(state["user"].keys() - stateful.keys()):
             logger.warning(
                 "%s has a state for %r, which nothing is registered for here; it is ignored",
                 first,
                 key,
             )
-        if self._own in self._sources:
-            saved = self._sources[self._own]["rng"]
-            restore_rng(saved)
-            now = capture_rng()
-            same_devices = {name: rows.shape for name, rows in saved.items()} == {
-                n: t.shape for n, t in now.items()
-            }
-            return rng_digest(now) if same_devices else None
-        restore_rng(derive_rng(self._sources[first]["rng"], self._data_rank))
-        return None
+
+        # Generators: its own, or new ones that follow from another process's.
+        if first != self._own:
+            restore_rng(derive_rng(state["rng"], self._data_rank))
+            return None
+        restore_rng(state["rng"])
+        now = capture_rng()
+        shapes_saved = {name: rows.shape for name, rows in state["rng"].items()}
+        shapes_now = {name: rows.shape for name, rows in now.items()}
+        return rng_digest(now) if shapes_now == shapes_saved else None
 
 
 def _read_process_file(path: Path) -> dict[str, Any]:
     state = read_plain(path)
-    parts = [state.get("rng"), state.get("user")] if isinstance(state, dict) else []
-    if not parts or not all(isinstance(part, dict) for part in parts):
+    is_process = (
+        isinstance(state, dict)
+        and isinstance(state.get("rng"), dict)
+        and isinstance(state.get("user"), dict)
+    )
+    if not is_process:
         raise CheckpointCorruptError(
             f"{path} is not the state of a process; expected dicts 'rng' and 'user'"
         )
-    if type(sharing := state.get(SHARED, 1)) is not int or sharing < 1:
+    sharing = state.get(SHARED, 1)
+    if type(sharing) is not int or sharing < 1:
         raise CheckpointCorruptError(
             f"{path} says that {sharing!r} ranks have the same data; expected a whole number"
         )
     check_rng(state["rng"])
-    return state | {
-        "user": {key: unpack_plain(data, f"{path}: {key}") for key, data in state["user"].items()}
-    }
+    user = {key: unpack_plain(data, f"{path}: {key}") for key, data in state["user"].items()}
+    return state | {"user": user}

@@ -44,25 +44,32 @@ def pack_model_files(model: nn.Module) -> bytes | None:
     inner = transformers_model(model)
     if not isinstance(inner, PreTrainedModel) or adapted_layers(model):
         return None
-    folder, files, dtype = find_source_folder(inner.config), dict[str, bytes](), None
+    folder = find_source_folder(inner.config)
+    files: dict[str, bytes] = {}
+    dtype = None
+
+    # The files as they are. A folder that cannot be read fails no snapshot.
     if folder is not None:
         try:
-            small = {
-                name: path
-                for name, path in small_files(folder).items()
-                if path.stat().st_size <= _LARGEST_BYTES
-            }
-            files = {name: path.read_bytes() for name, path in small.items()}
+            for name, path in small_files(folder).items():
+                if path.stat().st_size <= _LARGEST_BYTES:
+                    files[name] = path.read_bytes()
             dtype = str(base_dtype(inner, folder)).removeprefix("torch.")
         except (OSError, ValueError) as error:
             logger.warning("generations have no copy of the small files of %s: %s", folder, error)
             files = {}
+
+    # A model without a folder still has its config.
     if _CONFIG not in files:
-        config = inner.config.to_dict() | {"architectures": [type(unsharded_view(inner)).__name__]}
-        files[_CONFIG] = type(inner.config).from_dict(config).to_json_string().encode()
-    contents = {
-        name: torch.tensor(bytearray(data), dtype=torch.uint8) for name, data in files.items()
-    }
+        config = inner.config.to_dict()
+        config["architectures"] = [type(unsharded_view(inner)).__name__]
+        text = type(inner.config).from_dict(config).to_json_string()
+        files[_CONFIG] = text.encode()
+
+    # Plain values hold no bytes, but tensors.
+    contents = {}
+    for name, data in files.items():
+        contents[name] = torch.tensor(bytearray(data), dtype=torch.uint8)
     return pack_plain("small files of the model", {"dtype": dtype, "files": contents})
 
 
@@ -75,25 +82,29 @@ def unpacked_model_files(generation: Path, engine: str) -> Iterator[tuple[Path, 
     they are damaged.
     """
     name = model_files_name(engine)
-    files = read_manifest(generation)["files"]
-    if name not in files:
+    path = generation / name
+    entry = read_manifest(generation)["files"].get(name)
+    if entry is None:
         yield None
         return
-    verify_file(generation, name, files[name])
-    packed = read_plain(generation / name)
-    with TemporaryDirectory(prefix="holdfast-model-files-") as folder:
+    verify_file(generation, name, entry)
+    packed = read_plain(path)
+    with TemporaryDirectory(prefix="holdfast-model-files-") as temporary:
+        folder = Path(temporary)
         try:
-            _write_files(packed["files"], Path(folder))
+            _write_files(packed["files"], folder)
             dtype = packed["dtype"]
         except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-            raise CheckpointCorruptError(f"{generation / name} cannot be read: {error}") from error
-        yield Path(folder), dtype
+            raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
+        yield folder, dtype
 
 
 def _write_files(files: dict[str, Any], folder: Path) -> None:
     for name, content in files.items():
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
+        leaves_the_folder = path.is_absolute() or ".." in path.parts
+        if leaves_the_folder:
             raise ValueError(f"{name!r} is no name of a file in a folder")
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content.numpy().tobytes())
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content.numpy().tobytes())
