@@ -180,11 +180,7 @@ def train(config: GRPOConfig, parts: Parts, attempt: Attempt) -> None:
     ):
         sampler = Sampler(config, attempt, rollout, trainer)
         info = handler.load(trainer, dataloader=loader)
-        step = (
-            info.last_step_info.next()
-            if info
-            else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
-        )
+        step = handler.first_step(info)
         if step.global_step > config.total_steps:
             raise ConfigError(
                 f"config key 'total_steps' is {config.total_steps}, but the run has "

@@ -42,7 +42,6 @@ from grpo_job import (
 )
 from server_processes import VLLM_COMMAND, ServerProcesses, adapter_flags, wait_for_servers
 
-from holdfast.engine import StepInfo
 from holdfast.engine.rollouts import RLVRWorkflow, RolloutConfig, RolloutExecutor
 from holdfast.engine.rollouts.trajectory import concat_trajectories
 from holdfast.engine.servers import ServerFleet, VLLMServer
@@ -254,11 +253,7 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         servers.note_processes(config, trainer)
         handler.register("rollouts", rollouts)
         info = handler.load(trainer, dataloader=loader)
-        step = (
-            info.last_step_info.next()
-            if info
-            else StepInfo(0, 0, 0, config.ft_spec.steps_per_epoch)
-        )
+        step = handler.first_step(info)
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step, trainer.world_size)
         with show_progress() as progress:

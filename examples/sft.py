@@ -28,7 +28,7 @@ import torch
 from copy_task import CopyPrompts, require_copy_tokenizer, sft_collate, write_model_folder
 from transformers import AutoTokenizer
 
-from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, StepInfo, TrainEngineConfig
+from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, TrainEngineConfig
 from holdfast.engine.model.model_folder import require_model_folder
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
@@ -183,8 +183,7 @@ def train(
         collate_fn=sft_collate,
     )
     info = handler.load(engine, dataloader=loader)
-    last = None if info is None else info.last_step_info
-    step = StepInfo(0, 0, 0, spec.steps_per_epoch) if last is None else last.next()
+    step = handler.first_step(info)
     if step.global_step > spec.total_train_steps:
         raise ConfigError(
             f"trainer.total_epochs asks for {spec.total_train_steps} steps, the run has "
@@ -195,7 +194,7 @@ def train(
         logger = StatsLogger(
             config.trainer.default_local_dir, config.trainer.trackers, project="sft_copy"
         )
-        logger.resume_after(None if last is None else last.global_step)
+        logger.resume_after(info.last_step_info.global_step if info else None)
     times = PhaseTimes("training")
     for batch in islice(loader.batches(), spec.total_train_steps - step.global_step):
         with times.phase("training"):

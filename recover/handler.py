@@ -43,9 +43,10 @@ class RecoverHandler:
 
     Example::
 
-        handler = RecoverHandler(RecoverConfig("math", "trial0", fileroot="runs", freq_steps=20), ft_spec)
+        config = RecoverConfig("math", "trial0", fileroot="runs", freq_steps=20)
+        handler = RecoverHandler(config, ft_spec)
         info = handler.load(engine, dataloader=loader)
-        step_info = StepInfo.at(0, ft_spec.steps_per_epoch) if info is None else info.last_step_info.next()
+        step_info = handler.first_step(info)
         with handler:
             for batch in loader:
                 engine.train_batch(batch, loss_fn, loss_weight_fn)
@@ -79,24 +80,32 @@ class RecoverHandler:
         tokenizer: Any = None,
         processor: Any = None,
     ) -> None:
-        self.config, self.ft_spec = config, ft_spec
-        self._group, self._stateful, self._sessions = group, dict[str, Stateful](), SessionRef()
+        self.config = config
+        self.ft_spec = ft_spec
+        self._group = group
+        self._stateful: dict[str, Stateful] = {}  # registered objects of this process
+        self._sessions = SessionRef()
+        self._position: Position | None = None  # from `load` on
+        self._closed = False
+
+        # Files of the run, and when to write them.
         self._folder = RunFolder(config)
         self._triggers = Triggers(config, notices)
-        self._resume = ResumeChoice(
-            config, ft_spec, self.store, epochs_may_change=epochs_may_change
-        )
-        self._snapshots = SnapshotWriter(self._folder, uuid.uuid4().hex, self._stateful)
-        exporting = config.hf_freq_steps is not None
-        self._exports = Exports(config, self._folder, tokenizer, processor) if exporting else None
-        self._saver = Saver(config, self._folder, self._triggers, self._snapshots, self._exports)
-        self._position: Position | None = None
-        self._closed = False
         if config.mode != "off" and not self._triggers.schedule.is_ever_due:
             logger.warning(
                 "none of recover.freq_epochs, freq_steps and freq_secs is set: only forced "
                 "snapshots come"
             )
+
+        # `load` and `dump`.
+        self._resume = ResumeChoice(
+            config, ft_spec, self.store, epochs_may_change=epochs_may_change
+        )
+        self._snapshots = SnapshotWriter(self._folder, uuid.uuid4().hex, self._stateful)
+        self._exports: Exports | None = None
+        if config.hf_freq_steps is not None:
+            self._exports = Exports(config, self._folder, tokenizer, processor)
+        self._saver = Saver(config, self._folder, self._triggers, self._snapshots, self._exports)
 
     @property
     def store(self) -> GenerationStore:
@@ -148,7 +157,9 @@ class RecoverHandler:
             CheckpointCorruptError, CheckpointNotFoundError, CheckpointMismatchError: as `load`.
         """
         self._require_open()
-        return None if self.config.mode == "off" else self._resume.peek(self._group)
+        if self.config.mode == "off":
+            return None
+        return self._resume.peek(self._group)
 
     def load(self, engine: Any, dataloader: Stateful | None = None) -> RecoverInfo | None:
         """Lock the folder of the run, and restore its newest sound generation.
@@ -164,11 +175,11 @@ class RecoverHandler:
                 another number of processes only if it is ``rank_independent`` (see
                 `ResumableDataLoader`). A sampler that orders samples by epoch (``set_epoch``) is
                 set to the epoch of the snapshot, so begin the loop over epochs with the epoch of
-                ``last_step_info.next()``.
+                `first_step`.
 
         Returns:
             description of the restored run, or None if there is nothing to resume and the run
-            starts at step 0.
+            starts at step 0. `first_step` tells the step to train first.
 
         Raises:
             FolderInUseError: another job uses the folder, and still did after ``lock_timeout_s``.
@@ -197,55 +208,89 @@ class RecoverHandler:
             undo.pop_all()
         return info
 
+    def first_step(self, info: RecoverInfo | None) -> StepInfo:
+        """Return the step to train first, given the result of `load`: the one after the restored
+        step, or step 0.
+
+        With ``epochs_may_change``, a run whose epochs had another number of steps continues at the
+        position of its next ``global_step`` in epochs of ``ft_spec``.
+
+        Example::
+
+            step_info = handler.first_step(handler.load(engine, dataloader=loader))
+        """
+        steps_per_epoch = self.ft_spec.steps_per_epoch
+        if info is None:
+            return StepInfo.at(0, steps_per_epoch)
+        last = info.last_step_info
+        if last.steps_per_epoch != steps_per_epoch:
+            return StepInfo.at(last.global_step + 1, steps_per_epoch)
+        return last.next()
+
     def _load(self, ranks: Ranks, dataloader: Stateful | None) -> RecoverInfo | None:
-        started, position = time.monotonic(), Position(ranks)
+        started = time.monotonic()
+        position = Position(ranks)
+
+        # Refuse what could not be saved or resumed, before anything is restored.
         if self._exports is not None:
             self._exports.check(ranks)
         check_shared(ranks, self.config.trial_root)
         self._triggers.stops.install()
         note_order(dataloader)
         ranks.here(partial(try_stream, dataloader))
-        choice = self._resume.choose(ranks, self._folder.mirror)
-        if choice is not None:
-            self._restore(position, choice, dataloader)
-            ranks.decide(partial(self._give_up_newer, choice))
+
+        resumed = self._resume.choose(ranks, self._folder.mirror)
+        if resumed is not None:
+            self._restore(position, resumed, dataloader)
+            ranks.decide(partial(self._give_up_newer, resumed))
+
         # A resume_path of another run leads to a run of its own, in whose folder the other one's
         # copies are refused.
         self._snapshots.run_id = ranks.decide(self.store.run_id) or self._snapshots.run_id
-        self._folder.note_start(choice, ranks.world_size, time.monotonic() - started)
+        self._folder.note_start(resumed, ranks.world_size, time.monotonic() - started)
         self._snapshots.resumed_from = self._resume.resumed_from
+
+        # Allocate what snapshots and exports need, so that they do not fail for lack of it later.
         background_s = self.config.save_timeout_s if self.config.async_save else None
         request = None if self._exports is None else self._exports.request
         ranks.open_sessions(
             RankSession.open, background_s, self._triggers.schedule.is_ever_due, request
         )
         if self._exports is not None:
-            self._resume_exports(ranks, self._exports, choice)
+            self._resume_exports(ranks, self._exports, resumed)
+
         self._position = position
         self._triggers.step_begins()
-        return None if choice is None else choice[1]
+        return None if resumed is None else resumed.info
 
-    def _restore(self, position: Position, choice: Choice, dataloader: Stateful | None) -> None:
-        position.epoch = restore_run(position.ranks, choice, dataloader, self._stateful)
-        position.rng, info = capture_rng(), choice[1]
-        position.step = info.last_step_info.global_step
-        self._snapshots.last_facts = info.engines
-        self._triggers.saved(info.save_s)
-        self._triggers.schedule.mark(info.last_step_info)
+    def _restore(self, position: Position, resumed: Choice, dataloader: Stateful | None) -> None:
+        position.epoch = restore_run(position.ranks, resumed, dataloader, self._stateful)
+        position.rng = capture_rng()
+        position.step = resumed.step
+        self._snapshots.last_facts = resumed.info.engines
+        self._triggers.saved(resumed.info.save_s)
+        self._triggers.schedule.mark(resumed.info.last_step_info)
 
     def _give_up_newer(self, resumed: Choice) -> None:
         # Copied again, because a crash may have cut the copy short.
         self._resume.go_back(resumed, self._folder.mirror)
-        self._folder.copy(Generation(resumed[1].last_step_info.global_step, resumed[0]))
+        # Copied again, because a crash may have cut the copy short.
+        self._folder.copy(Generation(resumed.step, resumed.path))
 
     def _resume_exports(self, ranks: Ranks, exports: Exports, resumed: Choice | None) -> None:
         # Quarantine exports of steps that are given up, and make the resumed step's if a crash came
         # before it.
-        here = resumed is not None and resumed[0].parent.resolve() == self.store.root.resolve()
-        step = -1 if resumed is None else resumed[1].last_step_info.global_step
-        ranks.decide(lambda: exports.give_up(after=step if here else step - 1))
-        if resumed is not None and ranks.decide(lambda: exports.due(step)):
-            last_step = resumed[1].last_step_info
+        if resumed is None:
+            ranks.decide(partial(exports.give_up, after=-1))
+            return
+        # Exports of later steps are given up. That of this step too if it is another run's step.
+        is_own = resumed.path.parent.resolve() == self.store.root.resolve()
+        last_kept = resumed.step if is_own else resumed.step - 1
+        ranks.decide(partial(exports.give_up, after=last_kept))
+
+        # A crash may have come before the export of this step.
+        if ranks.decide(partial(exports.due, resumed.step)):
+            last_step = resumed.info.last_step_info
             self._saver.save_kinds(
                 ranks, last_step, ["export"], in_background=self.config.async_save
             )
@@ -264,15 +309,16 @@ class RecoverHandler:
         self._require_open()
         if self.config.mode == "off":
             return
-        if self._position is None:
+        position = self._position
+        if position is None:
             raise ConfigError(
                 "restore_rng was called before load: what to put the generators back to is not "
                 "known"
             )
-        if self._position.rng is not None:
-            restore_rng(self._position.rng)
-            if self._position.ranks.is_driver:
-                self._position.ranks.run_sessions(RankSession.restore_rng)
+        if position.rng is not None:
+            restore_rng(position.rng)
+            if position.ranks.is_driver:
+                position.ranks.run_sessions(RankSession.restore_rng)
 
     def dump(
         self,
@@ -327,7 +373,8 @@ class RecoverHandler:
         self._require_open()
         if self.config.mode == "off":
             return False
-        if self._position is None:
+        position = self._position
+        if position is None:
             raise ConfigError(
                 "dump was called before load: whether the run is to be resumed must be known first"
             )
@@ -339,29 +386,29 @@ class RecoverHandler:
                 f"ft_spec {self.ft_spec.steps_per_epoch}: load would refuse the generation. Use "
                 "ft_spec.steps_per_epoch"
             )
-        ranks, metrics = (
-            ranks_of(engine, self._stateful, self._group, self._sessions),
-            metrics or {},
-        )
-        self._folder.journal.note("step", step=step_info.global_step)
-        ask = partial(self._saver.wants, step_info, self._position.epoch, force, metrics)
+        ranks = ranks_of(engine, self._stateful, self._group, self._sessions)
+        metrics = metrics or {}
+        step = step_info.global_step
+        self._folder.journal.note("step", step=step)
+
+        # All callers agree on what to do.
+        ask = partial(self._saver.wants, step_info, position.epoch, force, metrics)
         wanted, stop = self._triggers.after_step(ranks, step_info, ask)
-        self._position.epoch = None
+        position.epoch = None
+
         if Wanted.SETTLE in wanted:
             self._saver.settle()
         saved = False
         if wanted & ~Wanted.SETTLE:
-            saved = self._saver.save(
-                ranks, step_info, wanted, self._position.step, dataloader, metrics
-            )
+            saved = self._saver.save(ranks, step_info, wanted, position.step, dataloader, metrics)
             if saved:
-                self._position.step = step_info.global_step
+                position.step = step
+
         if stop is not None:
-            self._folder.note_stop(step_info.global_step, stop)
+            self._folder.note_stop(step, stop)
             self._saver.settle()  # this very step, if its snapshot was taken before
-            ranks.decide_slowly(
-                self._folder.finish_copies
-            )  # torchrun kills the other ranks when one exits
+            # torchrun kills the other ranks when one exits.
+            ranks.decide_slowly(self._folder.finish_copies)
             self.close()
             raise Preempted(stop)
         self._triggers.step_begins()

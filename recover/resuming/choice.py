@@ -29,6 +29,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -52,7 +53,17 @@ from .check import check_bytes
 
 logger = get_logger(__name__)
 
-Choice = tuple[Path, RecoverInfo]
+
+class Choice(NamedTuple):
+    """A generation to resume from. At the mirror it has the path that it will get."""
+
+    path: Path
+    info: RecoverInfo
+
+    @property
+    def step(self) -> int:
+        """The last step that is in the generation."""
+        return self.info.last_step_info.global_step
 
 
 class ResumeChoice:
@@ -77,13 +88,15 @@ class ResumeChoice:
         *,
         epochs_may_change: bool = False,
     ) -> None:
-        self._config, self._ft_spec, self._store = config, ft_spec, store
+        self._config = config
+        self._ft_spec = ft_spec
+        self._store = store
         self._epochs_may_change = epochs_may_change
         self._fetched: set[int] = set()
-        self._peeked: list[StepInfo | None] = []
-        self.resume_path = (
-            None if config.resume_path is None else Path(config.resume_path).resolve()
-        )
+        self._peeked: list[StepInfo | None] = []  # what `peek` has told, if it was called
+        self.resume_path: Path | None = None
+        if config.resume_path is not None:
+            self.resume_path = Path(config.resume_path).resolve()
         self.origin: str | None = None
 
     def peek(self, group: dist.ProcessGroup | None) -> StepInfo | None:
@@ -109,64 +122,65 @@ class ResumeChoice:
         """
         ranks.decide(self._store.sweep)
         while True:
+            # The leader chooses by names and sizes.
             choice = ranks.decide_slowly(partial(self._candidate, mirror, only_look=False))
             ranks.here(partial(self._check_peeked, choice))
             if choice is None:
-                self._peeked = []
-                return None
-            path = choice[0]
+                break
+
+            # All ranks compare the bytes.
+            path = choice.path
             files = ranks.decide(lambda path=path: read_manifest(path)["files"])
-            problems = [
-                found for found in ranks.run_all(check_bytes, str(path), files) if found is not None
-            ]
+            answers = ranks.run_all(check_bytes, str(path), files)
+            problems = [problem for problem in answers if problem is not None]
             if not problems:
-                self._peeked = []
-                return choice
+                break
             ranks.decide(partial(self._refuse, path, problems[0]))
+        self._peeked = []
+        return choice
 
     def _look(self) -> StepInfo | None:
+        config = self._config
         with ExitStack() as ends:
             mirror = None
-            if self._config.mirror_path is not None:
-                mirror = Mirror(self._config.mirror_path, self._config.mirror_max_to_keep)
+            if config.mirror_path is not None:
+                mirror = Mirror(config.mirror_path, config.mirror_max_to_keep)
                 ends.callback(mirror.close, 0.0)
             found = self._candidate(mirror, only_look=True)
-        return None if found is None else found[1].last_step_info
+        return None if found is None else found.info.last_step_info
 
     def _check_peeked(self, choice: Choice | None) -> None:
-        found = None if choice is None else choice[1].last_step_info
-        if self._peeked and self._peeked != [found]:
-            told = (
-                "that there is nothing"
-                if self._peeked[0] is None
-                else f"step {self._peeked[0].global_step}"
-            )
-            here = (
-                "nothing"
-                if choice is None
-                else f"step {choice[1].last_step_info.global_step} ({choice[0]})"
-            )
-            raise CheckpointMismatchError(
-                f"peek told {told}, but what can be resumed is {here}: the bytes of what was told "
-                "are bad (see the log), or another job was still at work. Nothing was restored; "
-                "start again"
-            )
+        found = None if choice is None else choice.info.last_step_info
+        if not self._peeked or self._peeked == [found]:
+            return
+        told = "that there is nothing"
+        if self._peeked[0] is not None:
+            told = f"step {self._peeked[0].global_step}"
+        here = "nothing"
+        if choice is not None:
+            here = f"step {choice.step} ({choice.path})"
+        raise CheckpointMismatchError(
+            f"peek told {told}, but what can be resumed is {here}: the bytes of what was told "
+            "are bad (see the log), or another job was still at work. Nothing was restored; "
+            "start again"
+        )
 
     # Rule 1: resume_path
 
     def _candidate(self, mirror: Mirror | None, *, only_look: bool) -> Choice | None:
-        newest, wanted = self._newest(mirror, only_look), self.resume_path
-        if wanted is not None and (newest is None or not _descends(newest[1], wanted)):
-            choice = (wanted, self._store.inspect(wanted))
+        newest = self._newest(mirror, only_look)
+        wanted = self.resume_path
+        if wanted is not None and (newest is None or not _descends(newest.info, wanted)):
+            choice = Choice(wanted, self._store.inspect(wanted))
             self.origin = _origin(wanted)
         elif newest is not None:
             choice = newest
-            self._store.require_own(newest[1].run_id, newest[0])
-            self.origin = None if wanted is None else newest[1].resume_origin
+            self._store.require_own(newest.info.run_id, newest.path)
+            self.origin = None if wanted is None else newest.info.resume_origin
         else:
             self._check_nothing_was_there()
             return None
-        return self._require_this_run(*choice)
+        return self._require_this_run(choice)
 
     # Rule 2: the newest, here or at the mirror
 
@@ -190,32 +204,38 @@ class ResumeChoice:
 
     def _local(self, only_look: bool) -> Choice | None:
         found = self._store.newest_valid(self._store.inspect, quarantine=not only_look)
-        return None if found is None else (found[0].path, found[1])
+        if found is None:
+            return None
+        generation, info = found
+        return Choice(generation.path, info)
 
     def _newer_copy(self, mirror: Mirror, local: Choice | None, only_look: bool) -> Choice | None:
         """The mirror's newest sound copy that is newer than the local generation, fetched unless
         ``only_look``.
         """
-        last_resort = (
-            mirror.steps(damaged=True) if local is None else []
-        )  # may be read right this time
-        for step in mirror.steps() + last_resort:
-            if local is not None and step <= local[1].last_step_info.global_step:
+        steps = mirror.steps()
+        if local is None:
+            steps += mirror.steps(damaged=True)  # which may be read right this time
+        for step in steps:
+            if local is not None and step <= local.step:
                 return None
             if step in self._fetched:  # and refused since, because this disk damages it
                 continue
             try:
                 if only_look:
-                    return self._store.path_of(step), mirror.inspect(step)
+                    return Choice(self._store.path_of(step), mirror.inspect(step))
                 mirror.fetch(step, self._store)
             except CheckpointCorruptError as error:
                 logger.warning("the mirror's copy of step %d is not usable: %s", step, error)
                 continue
             self._fetched.add(step)
             fetched = self._local(only_look)
-            if fetched is not None and fetched[1].last_step_info.global_step == step:
+            if fetched is not None and fetched.step == step:
                 return fetched
-        if local is None and (traces := mirror.traces()):
+
+        # A run of which there is something must not start at step 0.
+        traces = mirror.traces() if local is None else []
+        if traces:
             raise CheckpointCorruptError(
                 f"{self._store.root} holds nothing usable, and no copy at {mirror.url} is "
                 f"complete and sound (there is something of steps {traces}; see the log. A "
@@ -229,46 +249,46 @@ class ResumeChoice:
     def _refuse(self, path: Path, problem: str) -> None:
         if path == self.resume_path:
             raise CheckpointCorruptError(problem)
-        (generation,) = (
-            generation for generation in self._store.generations() if generation.path == path
-        )
+        (generation,) = (found for found in self._store.generations() if found.path == path)
         self._store.quarantine(generation, problem)
 
     # Rule 4: of another run
 
-    def _require_this_run(self, path: Path, info: RecoverInfo) -> Choice:
+    def _require_this_run(self, choice: Choice) -> Choice:
         """Refuse another number of steps per epoch. A converted generation may have none, and takes
         this run's.
         """
-        saved, now = info.last_step_info.steps_per_epoch, self._ft_spec.steps_per_epoch
-        if info.lacks("epochs"):
-            return path, replace(
-                info, last_step_info=StepInfo.at(info.last_step_info.global_step, now)
-            )
+        saved = choice.info.last_step_info.steps_per_epoch
+        now = self._ft_spec.steps_per_epoch
+        if choice.info.lacks("epochs"):
+            last_step = StepInfo.at(choice.step, now)
+            return Choice(choice.path, replace(choice.info, last_step_info=last_step))
         if saved != now and not self._epochs_may_change:
             raise CheckpointMismatchError(
-                f"{path} is of a run with {saved} steps an epoch, this one has {now}; use its "
-                "dataset and batch size, or RecoverHandler(..., epochs_may_change=True), and go "
+                f"{choice.path} is of a run with {saved} steps an epoch, this one has {now}; use "
+                "its dataset and batch size, or RecoverHandler(..., epochs_may_change=True), and go "
                 f"on with StepInfo.at(last_step_info.global_step + 1, {now}). A "
                 "ResumableDataLoader then finds its place if samples were added at the end of its "
                 "dataset; put any other data to its place yourself"
             )
-        return path, info
+        return choice
 
     # Rule 5: nothing found
 
     def _check_nothing_was_there(self) -> None:
-        if unusable := [generation.path.name for generation in self._store.generations()]:
+        unusable = [generation.path.name for generation in self._store.generations()]
+        if unusable:
             raise CheckpointCorruptError(
                 f"{self._store.root} holds nothing usable: {', '.join(unusable)} are damaged (see "
                 "the log). Look at them, restore a copy, or move the folder away to start from "
                 "step 0"
             )
-        if rejected := self._store.quarantined():
+        rejected = [path.name for path in self._store.quarantined()]
+        if rejected:
             raise CheckpointCorruptError(
-                f"{self._store.root} has no usable generation left: "
-                f"{', '.join(path.name for path in rejected)} were quarantined. Look at them, "
-                "restore a copy, or move the folder away to start from step 0"
+                f"{self._store.root} has no usable generation left: {', '.join(rejected)} were "
+                "quarantined. Look at them, restore a copy, or move the folder away to start "
+                "from step 0"
             )
         if self._store.tracker.exists():
             raise CheckpointCorruptError(
@@ -284,27 +304,30 @@ class ResumeChoice:
 
     def go_back(self, resumed: Choice, mirror: Mirror | None) -> None:
         """Give up generations and copies newer than ``resumed``, if it is the ``resume_path``."""
-        path, step = resumed[0].resolve(), resumed[1].last_step_info.global_step
-        if self.resume_path is None or path != self.resume_path:
+        path = resumed.path.resolve()
+        if path != self.resume_path:
             return
         for generation in self._store.generations():
-            if generation.step > step or (
-                generation.step == step and generation.path.resolve() != path
-            ):
+            is_newer = generation.step > resumed.step
+            replaces_it = generation.step == resumed.step and generation.path.resolve() != path
+            if is_newer or replaces_it:
                 self._store.quarantine(generation, f"superseded by resume_path {path.name}")
         if mirror is not None:
-            mirror.forget_newer(step)
+            mirror.forget_newer(resumed.step)
 
     @property
     def resumed_from(self) -> tuple[str | None, str | None]:
         """``resume_path`` and the digest of its manifest, as `RecoverInfo` remembers them."""
-        return None if self.resume_path is None else str(self.resume_path), self.origin
+        path = None if self.resume_path is None else str(self.resume_path)
+        return path, self.origin
 
 
 def _descends(newest: RecoverInfo, wanted: Path) -> bool:
     """Whether the run has gone back to ``wanted`` before and is ahead of that generation now."""
     origin = _origin(wanted)
-    return newest.resume_path == str(wanted) if origin is None else newest.resume_origin == origin
+    if origin is None:  # retention has removed it
+        return newest.resume_path == str(wanted)
+    return newest.resume_origin == origin
 
 
 def _origin(wanted: Path) -> str | None:

@@ -14,16 +14,11 @@ One step at a time is written in the background, on a thread with its own proces
 Ray on threads of the workers. Its collectives therefore never interleave with those of training.
 """
 
-import atexit
-import logging
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.util import Finalize
 from threading import Event, Thread
 
 import torch.distributed as dist
@@ -47,6 +42,7 @@ from ..ranks import Ranks
 from ..storage.run_folder import RunFolder
 from ..triggers import Triggers, Wanted
 from .exports import Exports
+from .process_end import ProcessEnd, end_with_error
 from .snapshot import SnapshotWriter
 
 logger = get_logger(__name__)
@@ -67,16 +63,13 @@ class SaveStats:
     failed: int = 0  # snapshots that could not be committed
     exported: int = 0  # committed Hugging Face exports
     exports_failed: int = 0  # exports that could not be committed
-    skipped: int = (
-        0  # due steps that were not saved, because an earlier one was still being written
-    )
+    skipped: int = 0  # due steps that were not saved, because an earlier one was being written
     waited: int = 0  # due steps that waited for an earlier one
     waited_s: float = 0.0  # seconds spent waiting, in total
     blocked_s: float = 0.0  # seconds that the last save kept training, including the wait
     save_s: float = 0.0  # seconds from the start to the commit of the last snapshot
-    export_s: float = (
-        0.0  # seconds that the last export took, including the snapshot of the same step
-    )
+    # seconds that the last export took, including the snapshot of the same step
+    export_s: float = 0.0
 
 
 class Saver:
@@ -92,11 +85,15 @@ class Saver:
         snapshots: SnapshotWriter,
         exports: Exports | None,
     ) -> None:
-        self.stats, self.failed_in_a_row = SaveStats(), {"snapshot": 0, "export": 0}
-        self._config, self._folder, self._triggers = config, folder, triggers
-        self._snapshots, self._exports = snapshots, exports
+        self.stats = SaveStats()
+        self.failed_in_a_row = {"snapshot": 0, "export": 0}
+        self._config = config
+        self._folder = folder
+        self._triggers = triggers
+        self._snapshots = snapshots
+        self._exports = exports
         self._background: BackgroundStep | None = None
-        self._at_exit: Finalize | None = None
+        self._process_end = ProcessEnd(self._finish_last)
 
     @property
     def idle(self) -> bool:
@@ -139,30 +136,47 @@ class Saver:
         restored last. Returns whether a snapshot was taken: committed, or staged for the
         background.
         """
-        step, started_s = step_info.global_step, time.monotonic()
-        must, background = bool(wanted & (Wanted.FORCE | Wanted.STOP)), self._background
+        started_s = time.monotonic()
+        step = step_info.global_step
+        must = bool(wanted & (Wanted.FORCE | Wanted.STOP))
+        background = self._background
         if must and background is not None and background.step == step:
             background.must = True  # this very snapshot is being written
-        snapshot, saved, checked = must or Wanted.SNAPSHOT in wanted, False, False
-        kinds = ["export"] if Wanted.EXPORT in wanted else []
+
+        # Find out what is to be saved. If that fails, nothing is saved.
+        snapshot = must or Wanted.SNAPSHOT in wanted
+        is_new: bool | None = None
         with self.tolerating(step, must):
-            if snapshot and ranks.decide(partial(self._is_new, step, last_step)):
-                kinds.insert(0, "snapshot")
-            checked = True
-        if checked:
+            is_new = snapshot and ranks.decide(partial(self._is_new, step, last_step))
+
+        saved = False
+        if is_new is not None:
+            kinds = ["snapshot"] if is_new else []
+            if Wanted.EXPORT in wanted:
+                kinds.append("export")
             if not kinds or not self._wait_or_skip(must):
                 return False
-            now = not self._config.async_save or Wanted.STOP in wanted
+            in_background = self._config.async_save and Wanted.STOP not in wanted
             saved = self.save_kinds(
-                ranks, step_info, kinds, dataloader, metrics, must=must, in_background=not now
+                ranks,
+                step_info,
+                kinds,
+                dataloader,
+                metrics,
+                must=must,
+                in_background=in_background,
             )
+
+        # After a failure too: with freq_secs every step would try again.
         if snapshot:
-            self._triggers.schedule.mark(
-                step_info
-            )  # after a failure too: with freq_secs every step would try again
+            self._triggers.schedule.mark(step_info)
         self.stats.blocked_s = time.monotonic() - started_s
-        blocked_s, n_failed = round(self.stats.blocked_s, 4), self.failed_in_a_row["snapshot"]
-        self._folder.journal.note("save", step=step, blocked_s=blocked_s, failed_in_a_row=n_failed)
+        self._folder.journal.note(
+            "save",
+            step=step,
+            blocked_s=round(self.stats.blocked_s, 4),
+            failed_in_a_row=self.failed_in_a_row["snapshot"],
+        )
         return saved
 
     def save_kinds(
@@ -179,25 +193,29 @@ class Saver:
         """Do the same for a step that is due as ``kinds``: ``snapshot``, ``export`` or both, in
         this order.
         """
-        step, writes = step_info.global_step, {}
-        with self.tolerating(step, must and kinds[0] == "snapshot", kinds[0]):
+        step = step_info.global_step
+        must = must and "snapshot" in kinds  # an export may fail, because the next start makes it
+        writes: dict[str, Callable[[], float]] = {}
+        with self.tolerating(step, must, kinds[0]):
             if self._exports is not None and "export" in kinds:
                 self._exports.last_step = step
             capture = self._snapshots.capture(
                 ranks, step_info, kinds, dataloader, metrics or {}, in_background
             )
             writers = ranks.in_background() if in_background else ranks
-            functions = {"snapshot": partial(self._snapshots.write, writers, capture)}
-            if self._exports is not None:
-                functions["export"] = partial(
+            if "snapshot" in kinds:
+                writes["snapshot"] = partial(self._snapshots.write, writers, capture)
+            if self._exports is not None and "export" in kinds:
+                writes["export"] = partial(
                     self._exports.write, writers, step, capture.began_s, in_background
                 )
-            writes = {kind: functions[kind] for kind in kinds}
+
         if in_background and writes:
             staged_bytes = partial(self._folder.staged_bytes, step)
             self._background = BackgroundStep(step, writes, must=must, written_bytes=staged_bytes)
-            self._finish_at_exit()
+            self._process_end.watch()
             return "snapshot" in kinds
+
         committed = self.stats.committed
         for kind, write in writes.items():
             with self.tolerating(step, must and kind == "snapshot", kind):
@@ -205,9 +223,10 @@ class Saver:
         return self.stats.committed > committed
 
     def _is_new(self, step: int, last_step: int | None) -> bool:
-        store, background = self._folder.generations, self._background
+        store = self._folder.generations
         with as_write_error(store.root):
             newest = max((generation.step for generation in store.generations()), default=-1)
+        background = self._background
         if background is not None and "snapshot" in background.tasks:
             newest = max(newest, background.step)
         if newest > step or newest == step != last_step:
@@ -219,23 +238,24 @@ class Saver:
 
     def _wait_or_skip(self, must: bool) -> bool:
         """Wait for a step that is still being written, or return False to skip the new one."""
-        if (background := self._background) is None:
+        background = self._background
+        if background is None:
             return True
-        step, started_s = background.step, time.monotonic()
+        step = background.step
+        started_s = time.monotonic()
+
         if self._config.on_busy == "skip" and not must:
             self.stats.skipped += 1
+            pending_s = started_s - background.began_s
             if not background.was_busy:
                 logger.info(
                     "a step is due to be saved, but step %d is still being written: skipped", step
                 )
-            elif started_s - background.began_s > self._config.save_timeout_s:
-                logger.warning(
-                    "step %d has been pending for %.0f s; skipped",
-                    step,
-                    started_s - background.began_s,
-                )
+            elif pending_s > self._config.save_timeout_s:
+                logger.warning("step %d has been pending for %.0f s; skipped", step, pending_s)
             background.was_busy = True
             return False
+
         self.settle()
         waited_s = time.monotonic() - started_s
         self.stats.waited += 1
@@ -258,12 +278,16 @@ class Saver:
         try:
             yield
         except (CheckpointWriteError, StaleSnapshotError, PeerError) as error:
-            self.stats.failed += kind == "snapshot"
-            self.stats.exports_failed += kind == "export"
-            if must or not (is_write_failure(error) or isinstance(error, StaleSnapshotError)):
+            if kind == "snapshot":
+                self.stats.failed += 1
+            else:
+                self.stats.exports_failed += 1
+            is_tolerable = is_write_failure(error) or isinstance(error, StaleSnapshotError)
+            if must or not is_tolerable:
                 raise
             self.failed_in_a_row[kind] += 1
-            n_failed, allowed = self.failed_in_a_row[kind], self._config.save_failures_allowed
+            n_failed = self.failed_in_a_row[kind]
+            allowed = self._config.save_failures_allowed
             if n_failed > allowed:
                 raise
             logger.error(
@@ -289,20 +313,16 @@ class Saver:
         """Wait until nothing is being written, and collect the results. With ``must`` every failure
         is raised.
         """
-        if (background := self._background) is None:
+        background = self._background
+        if background is None:
             return
         background.wait()  # KeyboardInterrupt here leaves the state unchanged
         self._background = None
-        with (
-            ExitStack() as results
-        ):  # the export's first: if both have failed, the snapshot's error is raised
+        # The last one is collected first: if both have failed, the snapshot's error is raised.
+        with ExitStack() as results:
             for kind in background.tasks:
-                results.callback(
-                    self._collect,
-                    background,
-                    kind,
-                    must or (background.must and kind == "snapshot"),
-                )
+                must_not_fail = must or (background.must and kind == "snapshot")
+                results.callback(self._collect, background, kind, must_not_fail)
 
     def _collect(self, background: "BackgroundStep", kind: str, must: bool) -> None:
         with self.tolerating(background.step, must or background.lost_peers(kind), kind):
@@ -327,30 +347,19 @@ class Saver:
                 self.settle(must=True)
         finally:
             self._abandon()
-            if self._at_exit is not None:
-                atexit.unregister(self._end_of_process)
-                self._at_exit.cancel()
+            self._process_end.cancel()
 
     def _abandon(self) -> None:
         self._folder.end_commits(LINGER_S + LINGER_SAVES * self._triggers.save_s)
-        background, self._background = self._background, None
+        background = self._background
+        self._background = None
         if background is not None:
             background.give_up()
 
-    def _finish_at_exit(self) -> None:
-        # Before Python 3.13 a process forked by multiprocessing runs no ``atexit`` functions at its
-        # end, only finalizers of multiprocessing. The one that is called second finds nothing to
-        # do.
-        if self._at_exit is None:
-            self._at_exit = Finalize(None, self._end_of_process, exitpriority=0)
-            atexit.register(self._end_of_process)
-
-    def _end_of_process(self) -> None:
+    def _finish_last(self) -> None:
         # The process did not call `close`: finish its last snapshot, or end it with an error.
         background = self._background
-        if (
-            background is None or background.pid != os.getpid()
-        ):  # a forked child inherits the registration
+        if background is None:
             return
         try:
             self.linger()
@@ -375,15 +384,19 @@ class BackgroundStep:
         must: bool,
         written_bytes: Callable[[], int],
     ) -> None:
-        self.step, self.pid, self.began_s = step, os.getpid(), time.monotonic()
+        self.step = step
+        self.began_s = time.monotonic()
         # raise a failed snapshot rather than count it. A failed export is counted: a resume makes
         # it
         self.must = must
         self.was_busy = False  # another step was skipped because of this one
         self.tasks = {kind: Task(f"{kind} of step {step}", write) for kind, write in writes.items()}
-        self._distributed, self._written_bytes = dist.is_initialized(), written_bytes
-        self._lingers, self._progress = Event(), (0, 0)
-        # A daemon thread: a rank or a storage that hangs must not keep this process from its exit.
+        self._distributed = dist.is_initialized()
+        self._written_bytes = written_bytes
+        self._lingers = Event()
+        self._progress = (0, 0)  # ended writes, written bytes
+
+        # Daemon threads: a rank or a storage that hangs must not keep this process from its exit.
         self.job = BackgroundJob("snapshot", list(self.tasks.values()), daemon=True)
         self.job.start()
         self._watch = Thread(target=self._look, name="snapshot progress", daemon=True)
@@ -405,10 +418,11 @@ class BackgroundStep:
         error = self.tasks[kind].error()
         if not self._distributed or error is None:
             return False
-        foreign = isinstance(error, ValueError) and not isinstance(error, HoldfastError)
-        return collective_broke(error) or (
-            foreign and not dist.is_initialized()
-        )  # torch's error for a destroyed group
+        if collective_broke(error):
+            return True
+        # torch's error for a destroyed group.
+        is_ours = isinstance(error, HoldfastError)
+        return isinstance(error, ValueError) and not is_ours and not dist.is_initialized()
 
     def result(self, kind: str) -> float:
         """Return how long the write took, or raise its error."""
@@ -427,13 +441,17 @@ class BackgroundStep:
         started_s = moved_s = time.monotonic()
         seen = self._progress
         self._lingers.set()
-        while time.monotonic() - moved_s < LINGER_S + max(
-            LINGER_SAVES * save_s, moved_s - started_s
-        ):
+        while True:
+            # Storage that was slow so far may take as long again.
+            patience_s = LINGER_S + max(LINGER_SAVES * save_s, moved_s - started_s)
+            if time.monotonic() - moved_s >= patience_s:
+                break
             if self.job.wait(_POLL_S) is not JobState.RUNNING:
                 break
-            if (progress := self._progress) != seen:
-                seen, moved_s = progress, time.monotonic()
+            progress = self._progress
+            if progress != seen:
+                seen = progress
+                moved_s = time.monotonic()
         if self.ended:
             self._watch.join(LINGER_S)
 
@@ -451,27 +469,19 @@ class BackgroundStep:
                 logger.warning(
                     "step %d: the %s that was being written is given up", self.step, kind
                 )
-            elif (error := task.error()) is not None:
+                continue
+            error = task.error()
+            if error is not None:
                 logger.error("step %d: %s failed: %s", self.step, kind, error)
 
     def require_snapshot(self) -> None:
-        """End the process with code 1 if its snapshot was not committed.
-
-        Called during the exit of the process, which cannot change its exit code in any other way.
-        Functions that are registered to run later are not called.
-        """
+        """End the process with code 1 if its snapshot was not committed. See `end_with_error`."""
         snapshot = self.tasks.get("snapshot")
         if snapshot is None or snapshot.state is JobState.DONE:
             return
         error = snapshot.error() or TimeoutError("it was not finished")
-        try:
-            logger.error(
-                f"step {self.step}: the process ends without its snapshot "
-                f"({type(error).__name__}: {error}); call wait or close of the RecoverHandler "
-                "before it ends, and before torch.distributed or the engine is destroyed"
-            )
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(1)
+        end_with_error(
+            f"step {self.step}: the process ends without its snapshot "
+            f"({type(error).__name__}: {error}); call wait or close of the RecoverHandler "
+            "before it ends, and before torch.distributed or the engine is destroyed"
+        )

@@ -48,6 +48,17 @@ def test_a_plain_trainer_without_process_groups_resumes_exactly(tmp_path: Path) 
     assert run_until(again, 6, first=3) == digests[3:]
 
 
+def test_the_first_step_is_step_0_of_a_new_run_else_the_one_after_the_restored_step(
+    tmp_path: Path,
+) -> None:
+    tiny = Tiny()
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        assert handler.first_step(handler.load(tiny.state)) == StepInfo(0, 0, 0, 6)
+        handler.dump(tiny.state, StepInfo.at(5, 6))
+    with make_handler(tmp_path, freq_steps=1) as handler:
+        assert handler.first_step(handler.load(tiny.state)) == StepInfo(1, 0, 6, 6)
+
+
 def test_a_generation_is_laid_out_as_documented_its_manifest_lists_all(tmp_path: Path) -> None:
     handler, tiny = make_handler(tmp_path, freq_steps=1), Tiny()
     loader = ResumableDataLoader(list(range(24)), 4, seed=0)

@@ -91,6 +91,7 @@ def test_a_changed_number_of_steps_an_epoch_is_resumed_only_where_the_host_allow
         assert handler.peek() == StepInfo.at(4, 6)
         info = handler.load(tiny.state)
         assert info is not None and info.last_step_info.global_step == 4
+        assert handler.first_step(info) == StepInfo.at(5, 10)
         assert handler.dump(tiny.state, 5)
         handler.wait()
     assert newest(tmp_path).name == "global_step_5"

@@ -271,10 +271,11 @@ def test_a_run_whose_dataset_has_grown_goes_on_after_one_refusal_that_names_the_
         loader, tiny, found = ResumableDataLoader(list(range(samples)), 4, seed=3), Tiny(), []
         with RecoverHandler(config, spec, **options) as handler:
             info, batches = handler.load(tiny.state, loader), loader.batches()
-            first = 0 if info is None else info.last_step_info.global_step + 1
-            for step in range(first, first + steps):
+            step = handler.first_step(info)
+            for _ in range(steps):
                 found.append(next(batches))
-                handler.dump(tiny.state, StepInfo.at(step, spec.steps_per_epoch), loader)
+                handler.dump(tiny.state, step, loader)
+                step = step.next()
             handler.wait()
         return found
 
