@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from ..engine.dcp.fingerprint import combine_samples, sample_state
 from ..engine.dcp.state import DCPState, replicated
 from ..engine.hf.load import names_as_in
 from ..engine.lora.adapters import adapted_layers, base_view, transformers_model
+from ..engine.memory.per_model import PerModel
 from ..engine.memory.tensors import by_clean_name, clean_name
 from ..engine.model.model_folder import find_source_folder
 from ..engine.training.counters import EngineCounters
@@ -43,22 +43,18 @@ class RankEngines:
 
     engines: dict[str, Any]  # as `as_engine` accepts them
     stateful: dict[str, Stateful] = field(default_factory=dict)
-    group: dist.ProcessGroup | None = (
-        None  # for engines without a group. None means the default group
-    )
+    # for engines without a group. None means the default group
+    group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if not self.engines:
             raise ConfigError("there is no engine to snapshot; pass at least one")
-        if bad := [
-            name
-            for name in self.engines
-            if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name)
-        ]:
-            raise ConfigError(
-                f"engine name {bad[0]!r} cannot be used; expected letters, digits, _ and -, not "
-                "'state'"
-            )
+        for name in self.engines:
+            if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                raise ConfigError(
+                    f"engine name {name!r} cannot be used; expected letters, digits, _ and -, not "
+                    "'state'"
+                )
         self.engines = {name: as_engine(engine) for name, engine in self.engines.items()}
 
     @property
@@ -81,28 +77,28 @@ class RankEngines:
     def state(self, name: str) -> DCPState:
         """Return the state of an engine that is saved and restored."""
         engine = self.engines[name]
-        if not isinstance(engine, DCPState):
-            engine = (
-                engine.dcp_state()
-                if engine.optimizer is not None
-                else engine.dcp_state(with_optim=False)
-            )
-        if engine.group is None:
-            engine.group = self.group_of(name)
-        return engine
+        if isinstance(engine, DCPState):
+            state = engine
+        elif engine.optimizer is None:
+            state = engine.dcp_state(with_optim=False)
+        else:
+            state = engine.dcp_state()
+        if state.group is None:
+            state.group = self.group_of(name)
+        return state
 
     def group_of(self, name: str | None = None) -> dist.ProcessGroup | None:
         """Return the control group (gloo) of an engine. Without a name, of the first engine."""
-        engine = next(iter(self.engines.values())) if name is None else self.engines[name]
-        return getattr(engine, "control_group", None) or self.group
+        if name is None:
+            name = next(iter(self.engines))
+        return getattr(self.engines[name], "control_group", None) or self.group
 
 
 def _ranks_with_same_data(engine: Any) -> int:
     if isinstance(engine, DCPState | HostEngine):
         return engine.ranks_with_same_data
-    data_ranks = getattr(
-        engine, "data_parallel_world_size", None
-    )  # a custom engine may not have it
+    # A custom engine may not have the attribute.
+    data_ranks = getattr(engine, "data_parallel_world_size", None)
     return 1 if data_ranks is None else get_world_size() // data_ranks
 
 
@@ -121,7 +117,8 @@ def engines_of(holder: Any) -> RankEngines:
     engines = getattr(holder, "engines", None) or {"default": getattr(holder, "engine", None)}
     if None not in engines.values():
         return RankEngines(dict(engines), dict(getattr(holder, "stateful", {})))
-    if (engine := _engine_of(holder)) is not None:
+    engine = _engine_of(holder)
+    if engine is not None:
         return RankEngines({"default": engine})
     raise ConfigError(
         f"{type(holder).__name__} has neither 'engines' nor 'engine', nor 'model' and "
@@ -136,13 +133,11 @@ class HostEngine:
     model: nn.Module  # unsharded, in DistributedDataParallel, or sharded with FSDP2
     optimizer: torch.optim.Optimizer | None = None  # None saves the model alone
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-    control_group: dist.ProcessGroup | None = (
-        None  # gloo group of the ranks. None means the group of the handler
-    )
+    # gloo group of the ranks. None means the group of the handler
+    control_group: dist.ProcessGroup | None = None
     ranks_with_same_data: int = 1  # see `DCPState`
-    settings: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the trainer, see `numerical_switches`
+    # of the trainer, see `numerical_switches`
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_own_schedule(self.optimizer, self.lr_scheduler)
@@ -152,12 +147,15 @@ class HostEngine:
         its folder.
         """
         group = self.control_group
-        left_out = names_from_folder(self.model, group) if has_adapters(self.model) else False
-        options: dict[str, Any] = {"trainable_only": left_out, "group": group}
-        options["ranks_with_same_data"] = self.ranks_with_same_data
-        if not with_optim:
-            return DCPState(self.model, **options)
-        return DCPState(self.model, self.optimizer, self.lr_scheduler, **options)
+        optimizer, scheduler = (self.optimizer, self.lr_scheduler) if with_optim else (None, None)
+        return DCPState(
+            self.model,
+            optimizer,
+            scheduler,
+            trainable_only=has_adapters(self.model) and names_from_folder(self.model, group),
+            group=group,
+            ranks_with_same_data=self.ranks_with_same_data,
+        )
 
 
 def as_engine(thing: Any) -> Any:
@@ -172,7 +170,8 @@ def as_engine(thing: Any) -> Any:
     Raises:
         ConfigError: ``thing`` is none of these, or its schedule belongs to another optimizer.
     """
-    if (engine := _engine_of(thing)) is None:
+    engine = _engine_of(thing)
+    if engine is None:
         raise ConfigError(
             f"a {type(thing).__name__} cannot be snapshotted; expected an engine, a DCPState, a "
             "tuple (model, optimizer, lr_scheduler), or an object with the attributes 'model' and "
@@ -185,16 +184,19 @@ def _engine_of(thing: Any) -> Any:
     if isinstance(thing, DCPState) or hasattr(thing, "dcp_state"):
         return thing
     if isinstance(thing, Sequence):
-        return (
-            HostEngine(*thing) if 0 < len(thing) <= 3 and isinstance(thing[0], nn.Module) else None
-        )
+        fits = 0 < len(thing) <= 3 and isinstance(thing[0], nn.Module)
+        return HostEngine(*thing) if fits else None
     if isinstance(getattr(thing, "model", None), nn.Module) and hasattr(thing, "optimizer"):
+        scheduler = getattr(thing, "lr_scheduler", None)
         group = getattr(thing, "control_group", None) or getattr(thing, "cpu_group", None)
-        return HostEngine(thing.model, thing.optimizer, getattr(thing, "lr_scheduler", None), group)
+        return HostEngine(thing.model, thing.optimizer, scheduler, group)
     return None
 
 
-_found: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+_from_base = PerModel[frozenset[str]](
+    "names_from_folder",
+    "Frozen parameters that equal the base model's folder. `names_from_folder` sets it, once.",
+)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -211,23 +213,29 @@ def names_from_folder(model: nn.Module, group: dist.ProcessGroup | None = None) 
     reads the folder.
     """
     model = without_compile(replicated(model))
-    if model not in _found:
-        frozen = {
-            clean_name(n): p
-            for n, p in model.named_parameters(remove_duplicate=False)
-            if not p.requires_grad
-        }
-        same = _from_folder(base_view(transformers_model(model)), group)
-        _found[model] = frozenset(name for name, param in frozen.items() if id(param) in same)
-        if get_rank(group) == 0 and (others := sorted(frozen.keys() - _found[model])):
-            logger.warning(
-                "%s (%d of %d frozen parameters) does not come from the folder of the base model as it is: snapshots "
-                "hold it", others[0], len(others), len(frozen),
-            )  # fmt: skip
-    return _found[model]
+    known = _from_base.of(model)
+    if known is not None:
+        return known
+    frozen = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if not param.requires_grad:
+            frozen[clean_name(name)] = param
+    same = _from_folder(base_view(transformers_model(model)), group)
+    found = frozenset(name for name, param in frozen.items() if id(param) in same)
+    others = sorted(frozen.keys() - found)
+    if others and get_rank(group) == 0:
+        logger.warning(
+            "%s (%d of %d frozen parameters) does not come from the folder of the base model as "
+            "it is: snapshots hold it",
+            others[0],
+            len(others),
+            len(frozen),
+        )
+    return _from_base.set(model, found)
 
 
 def _from_folder(base: PreTrainedModel, group: dist.ProcessGroup | None) -> set[int]:
+    # The ids of the parameters, because `base` calls them otherwise than the model with adapters.
     folder = find_source_folder(base.config)
     if folder is None or getattr(base.config, "quantization_config", None) is not None:
         return set()
@@ -236,9 +244,8 @@ def _from_folder(base: PreTrainedModel, group: dist.ProcessGroup | None) -> set[
     except (CheckpointError, OSError) as error:
         logger.info("the base model cannot be compared with its folder: %s", error)
         return set()
-    return {
-        id(param) for name, param in base.named_parameters(remove_duplicate=False) if name in names
-    }
+    params = base.named_parameters(remove_duplicate=False)
+    return {id(param) for name, param in params if name in names}
 
 
 @dataclass(frozen=True)
@@ -264,10 +271,9 @@ def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
     optimizer = state.optimizer
     if optimizer is None:
         return EngineSample(None, None, None, {})
-    schedule_step = getattr(
-        state.scheduler, "last_epoch", None
-    )  # torch's ChainedScheduler has none
     lr = float(optimizer.param_groups[first_group]["lr"])
+    # torch's ChainedScheduler counts nothing.
+    schedule_step = getattr(state.scheduler, "last_epoch", None)
     mesh = state.counters.mesh if isinstance(state.counters, EngineCounters) else {}
     return EngineSample(_optimizer_steps(state), lr, schedule_step, {}, mesh)
 
@@ -283,10 +289,8 @@ def _optimizer_steps(state: DCPState) -> int:
     if "optimizer_steps" in counters:
         return int(counters["optimizer_steps"])
     assert state.optimizer is not None
-    return max(
-        (int(entry["step"]) for entry in state.optimizer.state.values() if "step" in entry),
-        default=0,
-    )
+    moments = state.optimizer.state.values()
+    return max((int(entry["step"]) for entry in moments if "step" in entry), default=0)
 
 
 def combine_ranks(ranks: Sequence[Mapping[str, EngineSample]]) -> dict[str, EngineFacts]:
@@ -294,11 +298,15 @@ def combine_ranks(ranks: Sequence[Mapping[str, EngineSample]]) -> dict[str, Engi
     facts = {}
     for name, first in ranks[0].items():
         combined = combine_samples([rank[name].sample for rank in ranks])
-        moved = bool(combined["moved"])
-        parts = ("model",) if first.optimizer_steps is None else ("model", "optim")
-        fingerprints = {part: str(combined[part]) for part in parts}
+        fingerprints = {"model": str(combined["model"])}
+        if first.optimizer_steps is not None:
+            fingerprints["optim"] = str(combined["optim"])
         facts[name] = EngineFacts(
-            first.optimizer_steps, first.lr, first.schedule_step, fingerprints, moved
+            first.optimizer_steps,
+            first.lr,
+            first.schedule_step,
+            fingerprints,
+            moved=bool(combined["moved"]),
         )
     return facts
 
@@ -311,14 +319,15 @@ def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts
     update below the precision, gradients too small for an accumulator), a warning is logged.
     """
     for name in now.keys() & before.keys():
-        old, new = before[name], now[name]
-        if not new.moved or (new.optimizer_steps or 0) <= (old.optimizer_steps or 0):
+        old = before[name]
+        new = now[name]
+        has_stepped = (new.optimizer_steps or 0) > (old.optimizer_steps or 0)
+        if not new.moved or not has_stepped:
             continue
         steps = f"optimizer steps {old.optimizer_steps} and {new.optimizer_steps}"
-        still = [
-            part for part, value in new.fingerprints.items() if value == old.fingerprints.get(part)
-        ]
-        if len(still) == len(new.fingerprints):
+        parts = new.fingerprints
+        still = [part for part in parts if parts[part] == old.fingerprints.get(part)]
+        if len(still) == len(parts):
             raise StaleSnapshotError(
                 f"stale snapshot of {name!r}: fingerprints did not change between {steps}; not "
                 "committed"
@@ -328,50 +337,46 @@ def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts
 
 
 _SETTINGS = (
-    *(
-        f"backends.{unit}.fp32_precision"
-        for unit in ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")
-    ),
-    *(
-        f"backends.cuda.matmul.allow_{dtype}_reduced_precision_reduction"
-        for dtype in ("bf16", "fp16")
-    ),
-    *(f"backends.cuda.{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "math", "cudnn")),
-    *("backends.cudnn.benchmark", "backends.cudnn.deterministic"),
-    *("are_deterministic_algorithms_enabled", "get_default_dtype"),
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.rnn.fp32_precision",
+    "backends.mkldnn.matmul.fp32_precision",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.flash_sdp_enabled",
+    "backends.cuda.mem_efficient_sdp_enabled",
+    "backends.cuda.math_sdp_enabled",
+    "backends.cuda.cudnn_sdp_enabled",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic",
+    "are_deterministic_algorithms_enabled",
+    "get_default_dtype",
 )
 """Attributes and functions of torch. ``allow_tf32`` and ``set_float32_matmul_precision`` set
 ``fp32_precision``.
 """
 
-
 _OTHER_KEYS = {
-    *(
-        "experiment_name",
-        "trial_name",
-        "path",
-        "revision",
-        "trust_remote_code",
-        "init_from_scratch",
-        "seed",
-    ),
-    *(
-        "is_critic",
-        "train_vision",
-        "freeze_vision_tower",
-        "use_lora",
-        "lora_rank",
-        "lora_alpha",
-        "target_modules",
-    ),
-    *(
-        "peft_type",
-        "device",
-        "backend",
-        "timeout_s",
-        "gradient_checkpointing",
-        "logprobs_chunk_size",
-    ),
+    "experiment_name",
+    "trial_name",
+    "path",
+    "revision",
+    "trust_remote_code",
+    "init_from_scratch",
+    "seed",
+    "is_critic",
+    "train_vision",
+    "freeze_vision_tower",
+    "use_lora",
+    "lora_rank",
+    "lora_alpha",
+    "target_modules",
+    "peft_type",
+    "device",
+    "backend",
+    "timeout_s",
+    "gradient_checkpointing",
+    "logprobs_chunk_size",
 }
 """Keys of the engine's config that a load compares elsewhere, or that do not change the numbers of
 a step.
@@ -388,39 +393,41 @@ def numerical_switches(
 
     "none" is reported as "ieee", because both compute the same.
     """
-    values = {name: attrgetter(name)(torch) for name in _SETTINGS}
-    found = {
-        f"torch.{name}": str(value() if callable(value) else value)
-        for name, value in values.items()
-    }
-    found = {name: "ieee" if value == "none" else value for name, value in found.items()}
-    for engine, state in states.items():
+    found = {}
+
+    # Settings of torch, for all engines.
+    for name in _SETTINGS:
+        value = attrgetter(name)(torch)
+        text = str(value() if callable(value) else value)
+        found[f"torch.{name}"] = "ieee" if text == "none" else text
+
+    for name, state in states.items():
+        # The names of the trained parameters are many, so they are a digest.
         params = by_clean_name(state.model.named_parameters())
-        trained = sorted(name for name, param in params.items() if param.requires_grad)
-        names = xxhash.xxh3_64_hexdigest("\n".join(trained).encode())
-        found[f"trained parameters of {engine}"] = (
-            f"{len(trained)} of {len(params)} (names {names})"
-        )
+        trained = sorted(key for key, param in params.items() if param.requires_grad)
+        digest = xxhash.xxh3_64_hexdigest("\n".join(trained).encode())
+        found[f"trained parameters of {name}"] = f"{len(trained)} of {len(params)} (names {digest})"
         if state.optimizer is not None and state.scheduler is not None:
-            found[f"schedule of {engine}"] = describe_schedule(state.scheduler)
-        config = getattr(engines[engine], "config", None)
+            found[f"schedule of {name}"] = describe_schedule(state.scheduler)
+
+        # The configuration of Holdfast's engines, and the settings of other trainers.
+        engine = engines[name]
+        config = getattr(engine, "config", None)
+        settings: dict[str, Any] = {}
         if isinstance(config, TrainEngineConfig):
-            found |= {
-                f"{key} of {engine}": str(value) for key, value in _numerical_keys(asdict(config))
-            }
-        if isinstance(engines[engine], HostEngine):
-            found |= {
-                f"{key} of {engine}": str(value) for key, value in engines[engine].settings.items()
-            }
+            settings |= _numerical_keys(asdict(config))
+        if isinstance(engine, HostEngine):
+            settings |= engine.settings
+        for key, value in settings.items():
+            found[f"{key} of {name}"] = str(value)
     return found
 
 
 def _numerical_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
         key = prefix + name
+        is_other = key in _OTHER_KEYS or key.startswith(("optimizer", "fsdp."))
         if isinstance(value, Mapping):
             yield from _numerical_keys(value, f"{key}.")
-        elif key in _OPTIMIZER_KEYS or not (
-            key in _OTHER_KEYS or key.startswith(("optimizer", "fsdp."))
-        ):
+        elif key in _OPTIMIZER_KEYS or not is_other:
             yield key, value

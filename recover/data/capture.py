@@ -45,15 +45,12 @@ class EpochSampler(Protocol):
 class EpochOrder:
     """Origin of the order of the current epoch. Between two epochs, of the next one."""
 
-    epoch: int | None = (
-        None  # epoch of the sampler. None if the order does not depend on it, or it is unknown
-    )
-    generator: torch.Tensor | None = (
-        None  # state before the first draw, uint8. None if there is none, or it is unknown
-    )
-    draws: dict[str, Any] = field(
-        default_factory=dict
-    )  # seeds and generators of other names and kinds (`draws_of`)
+    # epoch of the sampler. None if the order does not depend on it, or it is unknown
+    epoch: int | None = None
+    # state before the first draw, uint8. None if there is none, or it is unknown
+    generator: torch.Tensor | None = None
+    # seeds and generators of other names and kinds (`draws_of`)
+    draws: dict[str, Any] = field(default_factory=dict)
 
 
 def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
@@ -66,21 +63,22 @@ def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
     """
     found = ranks.here(lambda: None if dataloader is None else _capture_loader(dataloader))
     of_heads = {rank: found[rank] for rank in range(0, len(found), ranks.ranks_with_same_data)}
-    captured = [each for each in of_heads.values() if each is not None]
-    if not captured:
+    saved = [loader for loader in of_heads.values() if loader is not None]
+    if not saved:
         return None
-    if len(captured) < len(of_heads):
-        raise ConfigError(
-            f"rank(s) {[i for i, each in of_heads.items() if each is None]} passed no dataloader"
-        )
+    if len(saved) < len(of_heads):
+        without = [rank for rank, loader in of_heads.items() if loader is None]
+        raise ConfigError(f"rank(s) {without} passed no dataloader")
     rank_independent = getattr(dataloader, "rank_independent", False)
-    saved = captured[:1] if rank_independent else captured
+    if rank_independent:
+        saved = saved[:1]
+    orders = [order for _, order in saved]
     data = {
         "rank_independent": rank_independent,
         "states": [state for state, _ in saved],
-        "sampler_epochs": [order.epoch for _, order in saved],
-        "sampler_generators": [order.generator for _, order in saved],
-        "sampler_draws": [order.draws for _, order in saved],
+        "sampler_epochs": [order.epoch for order in orders],
+        "sampler_generators": [order.generator for order in orders],
+        "sampler_draws": [order.draws for order in orders],
     }
     return pack_plain("dataloader state", data)
 
@@ -88,8 +86,8 @@ def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
 def _capture_loader(dataloader: Stateful) -> tuple[bytes, EpochOrder]:
     state_dict = dataloader.state_dict()
     order = epoch_order(dataloader, state_dict)
-    first = first_batches(dataloader)
-    return pack_plain("dataloader state", state_dict), replace(order, draws=order.draws | first)
+    draws = order.draws | first_batches(dataloader)
+    return pack_plain("dataloader state", state_dict), replace(order, draws=draws)
 
 
 class OrderNote:
@@ -100,34 +98,39 @@ class OrderNote:
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.order: EpochOrder | None = None  # of the current epoch, from its first sample on
-        self.advanced = (
-            False  # the sampler moved on to another epoch by itself after the last sample
-        )
-        self.resumed: torch.Tensor | None = (
-            None  # after a restore: draw the next order from this state
-        )
+        # the sampler moved on to another epoch by itself after the last sample
+        self.advanced = False
+        # after a restore: draw the next order from this state
+        self.resumed: torch.Tensor | None = None
         self._begin = type(sampler).__iter__
 
     def next_order(self) -> EpochOrder:
         """Origin of the order of an epoch that begins now."""
-        draws = {name: draw for name, draw in draws_of(self.sampler).items() if name != "generator"}
-        if (epoch := _epoch(self.sampler)) is not None:
+        draws = draws_of(self.sampler)
+        draws.pop("generator", None)
+        epoch = _epoch(self.sampler)
+        if epoch is not None:
             return EpochOrder(epoch, draws=draws)
-        if self.resumed is not None:
-            return EpochOrder(generator=self.resumed, draws=draws)
-        generator = _generator(self.sampler)
-        return EpochOrder(
-            generator=None if generator is None else generator.get_state(), draws=draws
-        )
+        state = self.resumed
+        if state is None:
+            generator = _generator(self.sampler)
+            state = None if generator is None else generator.get_state()
+        return EpochOrder(generator=state, draws=draws)
 
     def iterate(self) -> Iterator[Any]:
         """Iterate over the sampler as its own ``__iter__`` does, and note the order."""
-        self.order, self.advanced = None, False
+        self.order = None
+        self.advanced = False
         return self._samples()
 
     def _samples(self) -> Iterator[Any]:
-        order, state, generator = self.next_order(), self.resumed, _generator(self.sampler)
-        self.order, self.resumed = order, None
+        # When the first sample is asked for.
+        order = self.next_order()
+        state = self.resumed
+        generator = _generator(self.sampler)
+        self.order = order
+        self.resumed = None
+
         if state is None or generator is None:
             yield from self._begin(self.sampler)
         else:
@@ -153,14 +156,18 @@ def note_order(loader: Any) -> OrderNote | None:
     holder = loader if loader.batch_sampler is None else loader.batch_sampler
     inner: Any = getattr(holder, "sampler", None)
     sampler = holder if inner is None else inner
-    if (note := getattr(sampler, _NOTE, None)) is not None:
+    note = getattr(sampler, _NOTE, None)
+    if note is not None:
         return note
+
+    # Samplers whose state the loader saves, and those whose order is always the same.
     if isinstance(sampler, Stateful):
         return None
     if _epoch(sampler) is None and _generator(sampler) is None and not draws_of(sampler):
         return None
     if _is_torchdatas(sampler) and (holder is loader or _is_torchdatas(holder)):
         return None
+
     note = OrderNote(sampler)
     replace_iter(sampler, lambda _: note.iterate(), **{_NOTE: note})
     return note
@@ -171,16 +178,13 @@ def epoch_sampler(loader: Any) -> EpochSampler | None:
     (``set_epoch``), else None.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    for found in (
+    candidates = (
         getattr(loader, "sampler", None),
         batch_sampler,
-        inner,
+        getattr(batch_sampler, "sampler", None),
         getattr(loader, "dataset", None),
-    ):
-        if _epoch(found) is not None:
-            return found
-    return None
+    )
+    return next((found for found in candidates if _epoch(found) is not None), None)
 
 
 def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
@@ -189,19 +193,19 @@ def epoch_order(loader: Any, state_dict: Mapping[str, Any]) -> EpochOrder:
     Raises:
         ConfigError: the order was drawn from a generator before `note_order` was called.
     """
-    note, sampler = note_order(loader), epoch_sampler(loader)
-    order = EpochOrder() if note is None else note.order or note.next_order()
-    if (
-        note is not None
-        and note.order is None
-        and order.generator is not None
-        and batches_given(state_dict)
-    ):
-        raise ConfigError(
-            f"{type(note.sampler).__name__} drew the order of this epoch before load had seen the "
-            "dataloader: it could not be resumed. Pass the dataloader to load too, and begin to "
-            "iterate over it after that"
-        )
+    note = note_order(loader)
+    order = EpochOrder()
+    if note is not None and note.order is not None:
+        order = note.order
+    elif note is not None:
+        order = note.next_order()
+        if order.generator is not None and batches_given(state_dict):
+            raise ConfigError(
+                f"{type(note.sampler).__name__} drew the order of this epoch before load had seen "
+                "the dataloader: it could not be resumed. Pass the dataloader to load too, and "
+                "begin to iterate over it after that"
+            )
+    sampler = epoch_sampler(loader)
     if sampler is None or (note is not None and note.sampler is sampler):
         return order
     return EpochOrder(int(sampler.epoch), order.generator, order.draws or draws_of(sampler))
@@ -213,17 +217,16 @@ def batches_given(state_dict: Any) -> int | None:
     """
     if not isinstance(state_dict, Mapping):
         return None
-    if isinstance(snapshot := state_dict.get("_snapshot"), Mapping):
+    snapshot = state_dict.get("_snapshot")
+    if isinstance(snapshot, Mapping):
         return snapshot["_snapshot_step"] + state_dict["_steps_since_snapshot"]
     return state_dict.get("_num_yielded")
 
 
 def _epoch(sampler: Any) -> int | None:
-    return (
-        int(sampler.epoch)
-        if isinstance(sampler, EpochSampler) and getattr(sampler, "shuffle", True)
-        else None
-    )
+    if isinstance(sampler, EpochSampler) and getattr(sampler, "shuffle", True):
+        return int(sampler.epoch)
+    return None
 
 
 def _is_torchdatas(sampler: Any) -> bool:

@@ -82,11 +82,12 @@ class Exports:
         self.request = ExportRequest(
             config.hf_engine, config.hf_dtype, config.hf_adapters, tokenizer, processor
         )
-        self.last_step: int | None = (
-            None  # the last export that was begun. It is never due twice, even if it fails
-        )
-        self._every, self._keep = config.hf_freq_steps, config.hf_max_to_keep
-        self._folder, self._store = folder, folder.exports
+        # the last export that was begun. It is never due twice, even if it fails
+        self.last_step: int | None = None
+        self._every = config.hf_freq_steps
+        self._keep = config.hf_max_to_keep
+        self._folder = folder
+        self._store = folder.exports
 
     def check(self, ranks: Ranks) -> None:
         """Raise `ConfigError` on all ranks unless all can make the export. Collective over the
@@ -127,14 +128,16 @@ class Exports:
         return seconds
 
     def _delete_old(self) -> None:
+        if self._keep is None:
+            return
         try:
-            old = self._store.generations()[self._keep :] if self._keep is not None else []
+            newest_first = self._store.generations()
         except OSError as error:
             logger.warning(
                 "no export is deleted, because %s cannot be listed: %s", self._store.root, error
             )
             return
-        for export in old:
+        for export in newest_first[self._keep :]:
             remove_or_log(export.path)
 
     def give_up(self, after: int) -> None:
@@ -172,26 +175,28 @@ class _Session(Protocol):
 
 
 def capture_export(session: _Session, target: RankEngines, staged: bool) -> ExportCapture:
-    """Capture the weights of this rank, staged with the snapshot of the same step if there is one."""
+    """Capture the weights of this rank, staged with the snapshot of this step if there is one."""
     request = session.request
     assert request is not None, "an export is due, but none was ever to be"
     name = request.name(target)
-    state, engine = target.state(name), target.engines[name]
+    engine = target.engines[name]
+    state = target.state(name)
     model = exportable_model(state.model)
     if staged:
         model = staged_model(state.model, session.staged_weights(name, state))
-    path, dtype = (
-        (engine.model_folder, engine.base_dtype) if isinstance(engine, FSDPEngine) else (None, None)
-    )
-    base = path if path is not None and path.is_dir() else None
-    if request.adapters == "peft":
-        dtype = base = (
-            None  # adapters keep their dtype, and the files of the base stay with the base
-        )
+
+    # Adapters keep their dtype, and the files of the base stay with the base.
+    write: Any = write_adapters
+    dtype = None
+    base = None
+    if request.adapters != "peft":
+        write = write_hf
+        if isinstance(engine, FSDPEngine):
+            dtype = engine.base_dtype
+            base = engine.model_folder if engine.model_folder.is_dir() else None
     options = HFExportOptions(
         export_dtype(request.dtype, dtype), request.tokenizer, request.processor, base
     )
-    write: Any = write_adapters if request.adapters == "peft" else write_hf
     return ExportCapture(name, target.group_of(name), model, options, write)
 
 
@@ -199,7 +204,8 @@ def write_export(session: _Session, holder: Any, folder: str, in_background: boo
     """Write the captured export of this rank, under the same conditions as
     `RankSession.write_snapshot`.
     """
-    capture, session.export = session.export, None
+    capture = session.export
+    session.export = None
     assert capture is not None, "nothing was captured"
     group = capture.group
     if in_background:
@@ -214,18 +220,16 @@ def write_export(session: _Session, holder: Any, folder: str, in_background: boo
 def _check_export(holder: Any, request: ExportRequest) -> None:
     target = engines_of(holder)
     name = request.name(target)
-    state = target.state(name)
+    model = target.state(name).model
     look: Any = adapter_tensors if request.adapters == "peft" else exportable_tensors
     try:
-        look(exportable_model(state.model))
+        look(exportable_model(model))
     except CheckpointMismatchError as error:
-        other = (
-            "; set recover.hf_adapters to 'peft' for a folder of PEFT"
-            if adapted_layers(state.model)
-            else ""
-        )
+        other = ""
         if request.adapters == "peft":
             other = "; set recover.hf_adapters to 'merged' for all weights"
+        elif adapted_layers(model):
+            other = "; set recover.hf_adapters to 'peft' for a folder of PEFT"
         raise ConfigError(
             f"engine {name!r} cannot be exported: {error}. Or unset recover.hf_freq_steps{other}"
         ) from error

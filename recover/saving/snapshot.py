@@ -78,9 +78,8 @@ class Capture:
     began_s: float  # start of the save, on the monotonic clock
     metrics: Mapping[str, float]
     data: bytes | None  # state of the dataloaders
-    driver: (
-        tuple[bytes, str] | None
-    )  # state of the driver and digest of its generators. None if ranks call the handler
+    # state of the driver and digest of its generators. None if ranks call the handler
+    driver: tuple[bytes, str] | None
 
 
 class SnapshotWriter:
@@ -88,14 +87,13 @@ class SnapshotWriter:
 
     def __init__(self, folder: RunFolder, run_id: str, stateful: Mapping[str, Stateful]) -> None:
         self.run_id = run_id  # recorded in every generation
-        self.resumed_from: tuple[str | None, str | None] = (
-            None,
-            None,
-        )  # resume_path and its digest, in the leader
-        self.last_facts: Mapping[
-            str, EngineFacts
-        ] = {}  # facts of the last generation, by engine name
-        self._folder, self._store, self._stateful = folder, folder.generations, stateful
+        # resume_path and its digest, in the leader
+        self.resumed_from: tuple[str | None, str | None] = (None, None)
+        # facts of the last generation, by engine name
+        self.last_facts: Mapping[str, EngineFacts] = {}
+        self._folder = folder
+        self._store = folder.generations
+        self._stateful = stateful
 
     def capture(
         self,
@@ -115,11 +113,13 @@ class SnapshotWriter:
         Raises:
             ConfigError: the state of a user object or a dataloader could not be read back.
         """
-        began_s, snapshot, driver = time.monotonic(), "snapshot" in kinds, None
-        data = (
-            capture_data(ranks, dataloader) if snapshot else None
-        )  # first: torchdata's loader may draw a number
+        began_s = time.monotonic()
+        snapshot = "snapshot" in kinds
+        data = None
+        if snapshot:  # before the generators: torchdata's loader may draw a number
+            data = capture_data(ranks, dataloader)
         ranks.run_sessions(RankSession.capture, in_background, snapshot, "export" in kinds)
+        driver = None
         if snapshot and ranks.is_driver:
             state, rng = capture_process(self._stateful)
             driver = state, rng_digest(rng)
@@ -142,9 +142,8 @@ class SnapshotWriter:
                 "a generation without a rank's shards would be no generation"
             )
             facts = combine_ranks([part.samples for part in parts])
-            generation, n_bytes = ranks.decide(
-                partial(self._commit, staging, capture, parts, facts)
-            )
+            commit = partial(self._commit, staging, capture, parts, facts)
+            generation, n_bytes = ranks.decide(commit)
             undo.pop_all()
         self.last_facts = facts
         seconds = time.monotonic() - capture.began_s
@@ -174,24 +173,35 @@ class SnapshotWriter:
     ) -> tuple[Generation, int]:
         check_fresh(self.last_facts, facts)
         entries = [entry for part in parts for entry in part.entries]
+        first = parts[0]
+
+        # Digests of generators, by process.
+        rng = {}
+        for rank, part in enumerate(parts):
+            rng[Path(rank_state_name(rank)).stem] = part.rng
+        driver_state = None
+        if capture.driver is not None:
+            driver_state, rng[Path(DRIVER_STATE).stem] = capture.driver
+
         info = RecoverInfo(
             capture.step_info,
             self.run_id,
             len(parts),
-            parts[0].versions,
+            first.versions,
             *self.resumed_from,
             save_s=time.monotonic() - capture.began_s,
             metrics=dict(capture.metrics),
             engines=facts,
-            rng={Path(rank_state_name(rank)).stem: part.rng for rank, part in enumerate(parts)},
-            switches=parts[0].switches,
-            meshes={name: one.mesh for name, one in parts[0].samples.items() if one.mesh},
+            rng=rng,
+            switches=first.switches,
+            meshes={name: sample.mesh for name, sample in first.samples.items() if sample.mesh},
         )
+
+        # The leader's own files, then the rename.
         with self._folder.committing():
             with as_write_error(staging):
-                if capture.driver is not None:
-                    state, info.rng[Path(DRIVER_STATE).stem] = capture.driver
-                    entries.append(write_process(staging, DRIVER_STATE, state))
+                if driver_state is not None:
+                    entries.append(write_process(staging, DRIVER_STATE, driver_state))
                 entries.append(write_entry(staging, INFO_NAME, info.to_json()))
                 if capture.data is not None:
                     entries.append(write_entry(staging, DATA_STATE, capture.data))
@@ -201,16 +211,14 @@ class SnapshotWriter:
 
     def _copy_and_delete(self, generation: Generation) -> None:
         # A failure here does not undo the commit.
+        # A failure here does not undo the commit. RuntimeError: no thread can be started at the
+        # very end.
         try:
             with self._folder.committing():
                 self._folder.keep(generation)
         except FolderInUseError:
             raise
-        except (
-            CheckpointError,
-            OSError,
-            RuntimeError,
-        ) as error:  # (no thread can be started at the very end)
+        except (CheckpointError, OSError, RuntimeError) as error:
             logger.error("step %d: committed, but what follows failed: %s", generation.step, error)
 
 
@@ -229,7 +237,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class RankCapture:
-    """State of a rank after one step. The keys of ``groups`` and ``values`` are names of engines."""
+    """State of a rank after a step. The keys of ``groups`` and ``values`` are names of engines."""
 
     groups: dict[str, dist.ProcessGroup | None]  # control groups
     values: dict[str, dict[str, Any]]  # nested tensors as in `DCPState.state_dict`
@@ -248,16 +256,19 @@ class RankSession:
     def __init__(
         self, background_group: dist.ProcessGroup | None, request: ExportRequest | None
     ) -> None:
-        self.background_group, self.request = background_group, request
+        self.background_group = background_group
+        self.request = request
         self.rng = capture_rng()  # as `RecoverHandler.load` left them
         self.snapshot: RankCapture | None = None  # captured and not yet written
         self.export: ExportCapture | None = None  # captured and not yet written
         self._n_threads = torch.get_num_threads()
+
+        # By name of the engine.
         self._savers: dict[str, DCPSaver] = {}
         self._checked: dict[str, Description] = {}
         self._stagings: dict[str, tuple[nn.Module, Staging]] = {}
-        self._models: dict[str, nn.Module] = {}  # by name of the engine, in rank 0
-        self._model_files: dict[str, bytes | None] = {}  # by name of the engine, read once
+        self._models: dict[str, nn.Module] = {}  # in rank 0
+        self._model_files: dict[str, bytes | None] = {}  # read once
 
     @classmethod
     def open(
@@ -277,17 +288,14 @@ class RankSession:
         known now.
         """
         target = engines_of(holder)
-        session = cls(
-            None if timeout_s is None else new_background_group(target.group, timeout_s), request
-        )
+        group = None if timeout_s is None else new_background_group(target.group, timeout_s)
+        session = cls(group, request)
         try:
-            names = (
-                list(target.engines)
-                if snapshots
-                else []
-                if request is None
-                else [request.name(target)]
-            )
+            names = []
+            if snapshots:
+                names = list(target.engines)
+            elif request is not None:
+                names = [request.name(target)]
             for name in names:
                 state = target.state(name)
                 if timeout_s is not None:
@@ -303,40 +311,46 @@ class RankSession:
         """Capture the state of this rank. ``staged`` copies the tensors, so that training can
         change them.
         """
-        target, self.snapshot, self.export = engines_of(holder), None, None
+        target = engines_of(holder)
+        self.snapshot = None
+        self.export = None
         if snapshot:
             self.snapshot = self._capture_snapshot(target, staged)
         if export:
             self.export = capture_export(self, target, staged)
 
     def _capture_snapshot(self, target: RankEngines, staged: bool) -> RankCapture:
+        # Counters, user objects and generators, by value.
         states = {name: target.state(name) for name in target.engines}
         counts = {name: count_engine(state) for name, state in states.items()}
-        versions = {
-            name: e.get_version() for name, e in target.engines.items() if hasattr(e, "get_version")
-        }
+        versions = {}
+        for name, engine in target.engines.items():
+            if hasattr(engine, "get_version"):
+                versions[name] = engine.get_version()
         process, rng = capture_process(target.stateful, target.ranks_with_same_data)
+
+        # Tensors, with one capture of the generators for all engines and the file of the process.
         values = {}
         for name, state in states.items():
             self._savers.setdefault(name, DCPSaver(state.ranks_with_same_data))
-            state.rng = rng  # one capture for all engines and for the file of the process
+            state.rng = rng
             try:
-                values[name] = (
-                    self.staging_of(name, state).stage(state) if staged else state.state_dict()
-                )
+                if staged:
+                    values[name] = self.staging_of(name, state).stage(state)
+                else:
+                    values[name] = state.state_dict()
             finally:
                 state.rng = None
             self.check_loads_again(name, state, values[name])
+
+        # The groups and the number of the rank, because a group may be destroyed before the write.
         groups = {name: target.group_of(name) for name in target.engines}
-        if get_rank() == 0:
+        rank = get_rank()
+        if rank == 0:
             self._models = {name: state.model for name, state in states.items()}
-        part = RankPart(
-            [], versions, counts, numerical_switches(states, target.engines), rng_digest(rng)
-        )
-        name = rank_state_name(
-            get_rank()
-        )  # now: a group may be destroyed before the snapshot is written
-        return RankCapture(groups, values, (name, process), part)
+        switches = numerical_switches(states, target.engines)
+        part = RankPart([], versions, counts, switches, rng_digest(rng))
+        return RankCapture(groups, values, (rank_state_name(rank), process), part)
 
     def check_loads_again(self, name: str, state: DCPState, values: Mapping[str, Any]) -> None:
         """Check that ``values`` of an engine can be loaded again, unless tensors like these were
@@ -356,32 +370,36 @@ class RankSession:
             PeerError: another rank failed.
             TornSnapshotError: a tensor was changed outside of a step before it was copied.
         """
-        capture, self.snapshot = self.snapshot, None
+        capture = self.snapshot
+        self.snapshot = None
         assert capture is not None, "nothing was captured"
-        root, groups, staged = Path(folder), capture.groups, capture.values if in_background else ()
+        root = Path(folder)
+        groups = capture.groups
+        staged: Iterable[str] = ()
         if in_background:
             groups = dict.fromkeys(groups, self.enter_background())
+            staged = capture.values
         group = next(iter(groups.values()))
-        with (
-            all_ranks_succeed("preparing the snapshot", group),
-            as_write_error(folder),
-        ):  # a collective save needs all
+
+        # Step 1: the part in which a rank can fail alone. The next one is collective.
+        with all_ranks_succeed("preparing the snapshot", group), as_write_error(folder):
             for name in capture.values:
                 (root / name).mkdir(exist_ok=True)
-            entries = [write_process(folder, *capture.process), *self._write_model_files(folder)]
+            entries = [write_process(folder, *capture.process)]
+            entries += self._write_model_files(folder)
             self.finish_staging(staged)
-            samples = {
-                name: replace(
-                    capture.part.samples[name], sample=sample_state(dict(flatten(values)))
-                )
-                for name, values in capture.values.items()
-            }
+            samples = {}
+            for name, values in capture.values.items():
+                sample = sample_state(dict(flatten(values)))
+                samples[name] = replace(capture.part.samples[name], sample=sample)
+
+        # Step 2: the shards.
         for name, values in capture.values.items():
             for entry in self._savers[name].write(root / name, values, groups[name]):
                 entries.append(FileEntry(f"{name}/{entry.name}", entry.bytes, entry.digest))
-        if (
-            in_background
-        ):  # again: a write that overlapped the copy may show only now (see `Staging.finish`)
+
+        # Step 3: a change that overlapped the copy may show only now (see `Staging.finish`).
+        if in_background:
             with all_ranks_succeed("finishing the snapshot", group):
                 self.finish_staging(staged)
         self.written()
@@ -393,7 +411,8 @@ class RankSession:
         for name, model in self._models.items():
             if name not in self._model_files:
                 self._model_files[name] = pack_model_files(model)
-            if (packed := self._model_files[name]) is not None:
+            packed = self._model_files[name]
+            if packed is not None:
                 entries.append(write_entry(folder, model_files_name(name), packed))
         return entries
 
@@ -418,20 +437,23 @@ class RankSession:
         """Return the buffers of an engine. Keyed by name: two engines may share a model and not
         their optimizer.
         """
-        model, staging = self._stagings.get(name, (None, None))
-        if staging is None or model is not state.model:
-            if staging is not None:
-                staging.release()
-            staging = Staging(state.model)
-            self._stagings[name] = state.model, staging
+        known = self._stagings.get(name)
+        if known is not None:
+            model, staging = known
+            if model is state.model:
+                return staging
+            staging.release()
+        staging = Staging(state.model)
+        self._stagings[name] = (state.model, staging)
         return staging
 
     def staged_weights(self, name: str, state: DCPState) -> Mapping[str, torch.Tensor]:
         """Return the weights of an engine in its buffers: the copies for the captured snapshot, or
         new ones.
         """
-        values = self.snapshot.values[name] if self.snapshot else None
-        return (values or self.staging_of(name, state).stage(state, model_only=True))["model"]
+        if self.snapshot is not None:
+            return self.snapshot.values[name]["model"]
+        return self.staging_of(name, state).stage(state, model_only=True)["model"]
 
     def finish_staging(self, names: Iterable[str]) -> None:
         """Wait until the copies of these engines are complete, and check that nothing changed
@@ -459,12 +481,15 @@ def capture_process(
         ConfigError: the state of an object could not be read back. It fails the snapshot, not the
             recovery.
     """
-    user = {
-        key: pack_plain(f"state of {key!r}", thing.state_dict()) for key, thing in stateful.items()
-    }
+    # User objects first: their state_dict may draw numbers.
+    user = {}
+    for key, thing in stateful.items():
+        user[key] = pack_plain(f"state of {key!r}", thing.state_dict())
     rng = capture_rng()
-    shared = {SHARED: ranks_with_same_data} if ranks_with_same_data > 1 else {}
-    return pack_plain("generators", {"rng": rng, "user": user, **shared}), rng
+    contents = {"rng": rng, "user": user}
+    if ranks_with_same_data > 1:
+        contents[SHARED] = ranks_with_same_data
+    return pack_plain("generators", contents), rng
 
 
 def write_process(folder: str | os.PathLike[str], name: str, state: bytes) -> FileEntry:

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from holdfast.engine import FinetuneSpec
-from holdfast.engine.api import Stateful, StepInfo
+from holdfast.engine.api import Stateful
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.recover.data.capture import EpochOrder
 from holdfast.recover.data.loader import ResumableDataLoader
