@@ -1,4 +1,7 @@
-"""Configuration of recovery, under AReaL's names."""
+"""Configuration of recovery, under AReaL's names.
+
+The keys that begin with ``mirror_`` are about copies of generations, not of published weights.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -15,15 +18,23 @@ names.
 """
 
 _LOWEST = {
-    **dict.fromkeys(
-        ("freq_epochs", "freq_steps", "max_ckpt_to_keep", "keep_every_steps", "keep_best"), 1
-    ),
-    **dict.fromkeys(("hf_freq_steps", "hf_max_to_keep", "mirror_max_to_keep"), 1),
-    **dict.fromkeys(("save_failures_allowed", "retries"), 0),
-    **dict.fromkeys(
-        ("freq_secs", "lock_timeout_s", "mirror_timeout_s", "node_wait_s", "shrink_after_s"), 0.0
-    ),
-    **{"retry_window_s": 0.0, "save_timeout_s": 1.0},
+    "freq_epochs": 1,
+    "freq_steps": 1,
+    "max_ckpt_to_keep": 1,
+    "keep_every_steps": 1,
+    "keep_best": 1,
+    "hf_freq_steps": 1,
+    "hf_max_to_keep": 1,
+    "mirror_max_to_keep": 1,
+    "save_failures_allowed": 0,
+    "retries": 0,
+    "freq_secs": 0.0,
+    "lock_timeout_s": 0.0,
+    "mirror_timeout_s": 0.0,
+    "node_wait_s": 0.0,
+    "shrink_after_s": 0.0,
+    "retry_window_s": 0.0,
+    "save_timeout_s": 1.0,
 }
 
 
@@ -34,8 +45,7 @@ class RecoverConfig:
 
     Example:
 
-        RecoverConfig(fileroot="/shared/runs", experiment_name="grpo", trial_name="seed0",
-        freq_steps=10)
+        RecoverConfig("grpo", "seed0", fileroot="/shared/runs", freq_steps=10)
     """
 
     experiment_name: str = "experiment"
@@ -147,21 +157,26 @@ class RecoverConfig:
         require_numbers(self, "recover.")
         self.mode = _MODE_NAMES.get(self.mode, self.mode)
         require_choice("recover.mode", self.mode, ("auto", "must", "off"))
+
+        # Paths.
         advice = "give one that all ranks see, and set recover.mirror_url for copies at a URL"
-        self.fileroot = str(
-            require_local(self.fileroot, "a run", advice, "config key 'recover.fileroot'")
-        )
+        key = "config key 'recover.fileroot'"
+        self.fileroot = str(require_local(self.fileroot, "a run", advice, key))
         if self.resume_path is not None:
             key = "config key 'recover.resume_path'"
             self.resume_path = str(require_local(self.resume_path, "resuming", FETCH_FIRST, key))
             _require_short(key, self.resume_path)
         _require_short("'recover.fileroot', experiment_name and trial_name", str(self.recover_root))
+
+        # Words and numbers.
         require_choice("recover.best_mode", self.best_mode, ("max", "min"))
         require_choice("recover.on_busy", self.on_busy, ("wait", "skip"))
         require_choice("recover.hf_dtype", self.hf_dtype, (None, *EXPORT_DTYPES))
         require_choice("recover.hf_adapters", self.hf_adapters, ADAPTER_FORMS)
         for name, low in _LOWEST.items():
             require_range(f"recover.{name}", getattr(self, name), low=low)
+
+        # Keys that need each other.
         if (self.keep_best is None) != (self.best_metric is None):
             raise ConfigError(
                 f"config keys 'recover.keep_best' ({self.keep_best!r}) and 'recover.best_metric' "
@@ -202,7 +217,8 @@ _LONGEST_BYTES = 4096 - 512
 
 def _require_short(key: str, path: str) -> None:
     n_bytes = len(os.fsencode(os.path.abspath(path)))
-    if n_bytes > _LONGEST_BYTES or any(len(os.fsencode(part)) > 255 for part in Path(path).parts):
+    longest_name = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
+    if n_bytes > _LONGEST_BYTES or longest_name > 255:
         raise ConfigError(
             f"{key} give a path of {n_bytes} bytes, {path[:60]!r}...; expected at most "
             f"{_LONGEST_BYTES}, and 255 a name"

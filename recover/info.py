@@ -33,12 +33,10 @@ class EngineFacts:
 
     optimizer_steps: int | None  # number of updates. None without an optimizer
     lr: float | None  # learning rate of the first parameter group. None without an optimizer
-    schedule_step: (
-        float | None
-    )  # number of schedule steps, or fractions of an epoch. None without a schedule
-    fingerprints: dict[
-        str, str
-    ]  # sampled fingerprint in hex of ``model`` and, with an optimizer, of ``optim``
+    # number of schedule steps, or fractions of an epoch. None without a schedule
+    schedule_step: float | None
+    # sampled fingerprint in hex of ``model`` and, with an optimizer, of ``optim``
+    fingerprints: dict[str, str]
     # whether any sampled moment is not zero. Before that, a step may leave everything unchanged
     moved: bool
 
@@ -50,25 +48,21 @@ class RecoverInfo:
     last_step_info: StepInfo  # last step that is in the generation
     run_id: str  # made at the very first start of the run and kept by every resume
     world_size: int  # number of ranks that wrote the generation
-    weight_versions: dict[str, int] = field(
-        default_factory=dict
-    )  # engine name -> version of its weights
+    # engine name -> version of its weights
+    weight_versions: dict[str, int] = field(default_factory=dict)
     resume_path: str | None = None  # of the run. With it, a restart recognises its own generations
     resume_origin: str | None = None  # digest of the manifest of the generation at ``resume_path``
     save_s: float = 0.0  # seconds up to the commit. A deadline is judged by it after a restart
     metrics: dict[str, float] = field(default_factory=dict)  # given to ``dump``, used by retention
-    engines: dict[str, EngineFacts] = field(
-        default_factory=dict
-    )  # engine name -> facts to check after a restore
-    rng: dict[str, str] = field(
-        default_factory=dict
-    )  # process (``rank_00000`` ..., ``driver``) -> generators' digest
+    # engine name -> facts to check after a restore
+    engines: dict[str, EngineFacts] = field(default_factory=dict)
+    # process (``rank_00000`` ..., ``driver``) -> generators' digest
+    rng: dict[str, str] = field(default_factory=dict)
     # torch setting, or ``trained parameters of <engine>``, -> its value in rank 0. Empty in older
     # generations
     switches: dict[str, str] = field(default_factory=dict)
-    meshes: dict[str, dict[str, int]] = field(
-        default_factory=dict
-    )  # `FSDPEngine` -> sizes d, r, c, t, e of its mesh
+    # `FSDPEngine` -> sizes d, r, c, t, e of its mesh
+    meshes: dict[str, dict[str, int]] = field(default_factory=dict)
     # None if a run wrote the generation. If it was converted from another trainer: ``from`` ->
     # source format, and missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how
     # the run starts without it
@@ -114,7 +108,8 @@ class RecoverInfo:
     def parse(cls, data: bytes, path: str | os.PathLike[str]) -> "RecoverInfo":
         """Parse the contents of the file. Errors name it ``path``. Raises as `read`."""
         try:
-            info = _from_json(cls, document := json.loads(data), "info")
+            document = json.loads(data)
+            info = _from_json(cls, document, "info")
             if "engines" not in document:  # a restore could not be checked
                 raise ValueError("info.engines is missing")
             return info
@@ -160,22 +155,33 @@ def _from_json(kind: Any, value: Any, name: str) -> Any:
         ValueError: a field without a default is missing.
         OverflowError: an int is too large for a float.
     """
+    # ``some | None``
     if isinstance(kind, UnionType):
+        if value is None:
+            return None
         (some,) = (each for each in get_args(kind) if each is not NoneType)
-        return None if value is None else _from_json(some, value, name)
+        return _from_json(some, value, name)
+
+    # ``dict[str, item_kind]``
     if get_origin(kind) is dict:
         _require(isinstance(value, dict), kind, value, name)
-        return {
-            key: _from_json(get_args(kind)[1], item, f"{name}.{key}") for key, item in value.items()
-        }
+        item_kind = get_args(kind)[1]
+        return {key: _from_json(item_kind, item, f"{name}.{key}") for key, item in value.items()}
+
     if isinstance(kind, type) and is_dataclass(kind):
         _require(isinstance(value, dict), kind, value, name)
         kinds = get_type_hints(kind)
+        known = {}
         for each in fields(kind):
-            if each.name not in value and each.default is each.default_factory is MISSING:
+            if each.name in value:
+                known[each.name] = value[each.name]
+            elif each.default is each.default_factory is MISSING:
                 raise ValueError(f"{name}.{each.name} is missing")
-        known = [each.name for each in fields(kind) if each.name in value]
-        return kind(**{key: _from_json(kinds[key], value[key], f"{name}.{key}") for key in known})
+        for key, item in known.items():
+            known[key] = _from_json(kinds[key], item, f"{name}.{key}")
+        return kind(**known)
+
+    # A single value. JSON does not tell 1 from 1.0 everywhere.
     if kind is float and type(value) is int:
         return float(value)
     if kind is int and type(value) is float and value.is_integer():

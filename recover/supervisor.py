@@ -261,8 +261,9 @@ class Supervisor:
         supervisor = Supervisor(RecoverConfig(fileroot="runs", retries=3))
 
         def job(attempt: Attempt) -> None:
-            trainer = attempt.worker_group(Trainer, name="trainer", world_size=2,
-            resources=WorkerResources(gpus=1)) handler.load(trainer)  # resume, then train
+            gpu = WorkerResources(gpus=1)
+            trainer = attempt.worker_group(Trainer, name="trainer", world_size=2, resources=gpu)
+            handler.load(trainer)  # resume, then train
 
         supervisor.run(job)
 

@@ -53,8 +53,10 @@ def dataset_fingerprint(dataset: MapDataset, samples_read: int = _SAMPLES_READ) 
     own = getattr(dataset, "fingerprint", None)
     if isinstance(own, str):
         return f"{count} samples, {own}"
+    # Evenly from the first to the last. A small dataset has fewer.
+    spread = {(count - 1) * step // (samples_read - 1) for step in range(samples_read)}
     digest = xxhash.xxh3_128()
-    for index in sorted({(count - 1) * step // (samples_read - 1) for step in range(samples_read)}):
+    for index in sorted(spread):
         _feed(digest, dataset[index])
     return f"{count} samples, xxh3_128:{digest.hexdigest()}"
 
@@ -78,6 +80,7 @@ def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
     restored afterwards. With workers, only datasets without open files are read here, because a
     forked worker shares the open files of its parent.
     """
+    # The user's dataset may raise anything, and may not even be indexed by numbers.
     try:
         if isinstance(getattr(dataset, "fingerprint", None), str):
             return dataset_fingerprint(dataset)
@@ -89,31 +92,31 @@ def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
             if len(readings) == 1:
                 return readings.pop()
             reason = "two readings of a sample differ"
-    except (
-        Exception
-    ) as error:  # any error of the user's dataset, which may not even be indexed by numbers
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     logger.warning(
         "a resumed run cannot see whether its %s has the samples of the run in the same order "
         "(%s): make sure that it does, or give it a `fingerprint` attribute, a string that "
         "changes with its contents",
-        type(dataset).__name__, reason,
-    )  # fmt: skip
+        type(dataset).__name__,
+        reason,
+    )
     return ""
 
 
 def _read_twice(dataset: Any) -> set[str]:
-    before, draws, readings = capture_rng(), draws_of(dataset), set()
+    generators = capture_rng()
+    draws = draws_of(dataset)
+    readings = set()
     try:
         for _ in range(2):
             random.seed(0)
             np.random.seed(0)
-            torch.default_generator.manual_seed(
-                0
-            )  # torch.manual_seed would seed CUDA too, even if it is unused
+            # torch.manual_seed would seed CUDA too, even if it is unused.
+            torch.default_generator.manual_seed(0)
             readings.add(dataset_fingerprint(dataset, _SAMPLES_PROBED))
     finally:
-        restore_rng(before)
+        restore_rng(generators)
         restore_draws(dataset, draws)
     return readings
 
@@ -130,8 +133,9 @@ def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
         case bytes():
             _feed_bytes(digest, "bytes", value)
         case torch.Tensor():
-            flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            _feed_bytes(digest, f"{value.dtype}{list(value.shape)}", flat.numpy().tobytes())
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            data = flat.view(torch.uint8).numpy().tobytes()
+            _feed_bytes(digest, f"{value.dtype}{list(value.shape)}", data)
         case Mapping():
             _feed_bytes(digest, "mapping", str(len(value)).encode())
             for key in sorted(value, key=repr):
@@ -142,7 +146,8 @@ def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
             for item in value:
                 _feed(digest, item)
         case _ if is_dataclass(value) and not isinstance(value, type):
-            _feed(digest, {field.name: getattr(value, field.name) for field in fields(value)})
+            contents = {field.name: getattr(value, field.name) for field in fields(value)}
+            _feed(digest, contents)
         case _:
             raise ConfigError(
                 "a sample of the dataset holds a "

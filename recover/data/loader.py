@@ -42,9 +42,9 @@ class ResumableDataLoader:
 
     Example:
 
-        loader = ResumableDataLoader(prompts, batch_size=256, seed=0, rank=rank,
-        world_size=world_size) info = handler.load(engine, dataloader=loader) for batch in
-        loader.batches():
+        loader = ResumableDataLoader(prompts, 256, seed=0, rank=rank, world_size=world_size)
+        info = handler.load(engine, dataloader=loader)
+        for batch in loader.batches():
             train(batch)
             handler.dump(engine, step_info, dataloader=loader)
 
@@ -93,23 +93,28 @@ class ResumableDataLoader:
         require_range("seed", seed, low=0, high=2**32 - 1)
         require_range("world_size", world_size, low=1)
         require_range("rank", rank, low=0, high=world_size - 1)
-        self._samples = self._of_epoch = len(dataset)
-        self._fingerprint = self._fingerprint_of_epoch = dataset_fingerprint(dataset)
+        self._samples = len(dataset)
+        self._fingerprint = dataset_fingerprint(dataset)
         if drop_last and self._samples < batch_size:
             raise ConfigError(
                 f"batch_size {batch_size} is larger than the dataset of {self._samples} samples, "
                 "so an epoch would have no batch; use a smaller batch_size or drop_last=False"
             )
-        self.dataset, self._collate = dataset, collate_fn
-        self.batch_size, self._seed, self._shuffle, self._drop_last = (
-            batch_size,
-            seed,
-            shuffle,
-            drop_last,
-        )
-        self._rank, self._world_size = rank, world_size
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._rank = rank
+        self._world_size = world_size
+        self._collate = collate_fn
         self._require_shares(self._samples)
-        self._epoch = self._cursor = 0
+
+        # The epoch that is being read. Its dataset may have been shorter.
+        self._epoch = 0
+        self._cursor = 0
+        self._of_epoch = self._samples
+        self._fingerprint_of_epoch = self._fingerprint
         self._order = self._permutation(0, self._samples)
 
     @property
@@ -120,7 +125,8 @@ class ResumableDataLoader:
     def __len__(self) -> int:
         """Number of batches in a whole epoch, at any position."""
         full, rest = divmod(self._samples, self.batch_size)
-        return full if self._drop_last or not rest else full + 1
+        has_short_batch = rest > 0 and not self._drop_last
+        return full + has_short_batch
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of this epoch, or the whole next epoch if this one is finished."""
@@ -174,6 +180,7 @@ class ResumableDataLoader:
         batch. Only samples at the end of the dataset may be new: they are read from the next epoch
         on. After an error the loader has not moved.
         """
+        # The form of the state.
         ours = self.state_dict()
         if not isinstance(state_dict, dict):
             raise CheckpointMismatchError(
@@ -186,12 +193,15 @@ class ResumableDataLoader:
                 f"{sorted(ours)} (version {_STATE_VERSION})"
             )
         for key, own in ours.items():
-            kind, found = type(own), state_dict[key]
+            kind = type(own)
+            found = state_dict[key]
             if not isinstance(found, kind) or isinstance(found, bool) != (kind is bool):
                 raise CheckpointMismatchError(
                     f"a dataloader state has {key} {found!r}, a {type(found).__name__}; expected "
                     f"a {kind.__name__}"
                 )
+
+        # Settings that decide which samples are in which batch.
         for key in ("seed", "shuffle", "batch_size", "drop_last"):
             if state_dict[key] != ours[key]:
                 raise ConfigError(
@@ -199,8 +209,12 @@ class ResumableDataLoader:
                     f"{state_dict[key]!r}; samples would be lost or repeated. Resume with "
                     f"{key}={state_dict[key]!r}"
                 )
-        epoch, cursor = state_dict["epoch"], state_dict["cursor"]
-        samples = self._samples_saved(state_dict["dataset_fingerprint"])
+
+        # The position.
+        epoch = state_dict["epoch"]
+        cursor = state_dict["cursor"]
+        fingerprint = state_dict["dataset_fingerprint"]
+        samples = self._samples_saved(fingerprint)
         at_a_batch = cursor % self.batch_size == 0 or (cursor == samples and not self._drop_last)
         if not (0 <= epoch < _EPOCHS and 0 <= cursor <= samples and at_a_batch):
             raise CheckpointMismatchError(
@@ -212,10 +226,14 @@ class ResumableDataLoader:
         if samples != self._samples:
             self._require_shares(samples)
             logger.warning(
-                "the dataset has grown from %d to %d samples: the rest of epoch %d has the old ones, and the new ones "
-                "come in from epoch %d on", samples, self._samples, epoch, epoch + 1,
-            )  # fmt: skip
-        self._seek(epoch, cursor, samples, state_dict["dataset_fingerprint"])
+                "the dataset has grown from %d to %d samples: the rest of epoch %d has the old "
+                "ones, and the new ones come in from epoch %d on",
+                samples,
+                self._samples,
+                epoch,
+                epoch + 1,
+            )
+        self._seek(epoch, cursor, samples, fingerprint)
 
     def _samples_saved(self, saved: str) -> int:
         """Return the number of samples of a saved epoch, which are all of the dataset's, or its
@@ -251,12 +269,12 @@ class ResumableDataLoader:
 
     def _next_share(self) -> tuple[list[int], int]:
         # Indices of this rank's share of the next batch, and the cursor after it.
+        # Indices of this rank's share of the next batch, and the cursor after it.
         end = min(self._cursor + self.batch_size, self._of_epoch)
-        indices = self._order[self._cursor : end].tolist()
-        first, last = (
-            len(indices) * share // self._world_size for share in (self._rank, self._rank + 1)
-        )
-        return indices[first:last], end
+        batch = self._order[self._cursor : end].tolist()
+        first = len(batch) * self._rank // self._world_size
+        last = len(batch) * (self._rank + 1) // self._world_size
+        return batch[first:last], end
 
     def _begin_next_epoch(self) -> None:
         self._seek(self._epoch + 1, 0, self._samples, self._fingerprint)

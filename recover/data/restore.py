@@ -93,11 +93,11 @@ def _read(path: Path) -> tuple[list[Any], list[EpochOrder], bool]:
     match read_plain(path):
         case {"states": [_, *_] as states, "rank_independent": rank_independent, **more}:
             unknown = [None] * len(states)
-            epochs, generators = (
-                more.get(key, unknown) for key in ("sampler_epochs", "sampler_generators")
-            )
+            epochs = more.get("sampler_epochs", unknown)
+            generators = more.get("sampler_generators", unknown)
             draws = more.get("sampler_draws", [{}] * len(states))
-            return list(states), list(map(EpochOrder, epochs, generators, draws)), rank_independent
+            orders = list(map(EpochOrder, epochs, generators, draws))
+            return list(states), orders, rank_independent
     raise CheckpointCorruptError(
         f"{path} is no dataloader's state; expected 'states' and 'rank_independent'"
     )
@@ -120,7 +120,8 @@ def restore_dataloader(
     """
     check_first_batches(loader, order.draws)
     _resume_once(loader)
-    note, sampler = note_order(loader), epoch_sampler(loader)
+    note = note_order(loader)
+    sampler = epoch_sampler(loader)
     generator = _drawn_from(note, order, last_step)
     found = None if sampler is None else int(sampler.epoch)
     built_as = last_step.epoch if order.epoch is None else order.epoch
@@ -173,24 +174,24 @@ class RestoredEpoch:
             ConfigError: the sampler is at another epoch.
         """
         told = int(self.sampler.epoch)
-        if self.note is not None and self.note.advanced and told == self.epoch + 1:
+        if told == self.epoch or step.epoch != self.run_epoch:
             return
-        if (
-            told == self.epoch
-            or step.epoch != self.run_epoch
-            or _is_over(self.loader, self.loader.state_dict())
-        ):
+        advanced_by_itself = self.note is not None and self.note.advanced
+        if advanced_by_itself and told == self.epoch + 1:
             return
-        unsaid = (
-            ". (An older version saved no epoch: if the script never calls set_epoch, set the "
-            "sampler's set_epoch to None before load, for the rest of the run)"
-        )
+        if _is_over(self.loader, self.loader.state_dict()):
+            return
+        unsaid = ""
+        if not self.known:
+            unsaid = (
+                ". (An older version saved no epoch: if the script never calls set_epoch, set the "
+                "sampler's set_epoch to None before load, for the rest of the run)"
+            )
         raise ConfigError(
             f"the sampler is at epoch {told} after the first step since load, but the rest of the "
             f"epoch that was resumed is read in the order of epoch {self.epoch}: samples would be "
             "lost or repeated. Begin the loop over epochs, and set_epoch, with the epoch of "
-            "last_step_info.next() of what load returned; start again"
-            + ("" if self.known else unsaid)
+            f"last_step_info.next() of what load returned; start again{unsaid}"
         )
 
 
@@ -304,10 +305,13 @@ def _is_over(loader: Stateful, state_dict: Mapping[str, Any]) -> bool:
 def same_state(one: Any, other: Any) -> bool:
     """Whether two states have equal values of the same types. NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        same_kind = one.dtype == other.dtype and one.shape == other.shape
-        return same_kind and torch.equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return torch.equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same_state(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same_state, one, other))
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+    if type(one) is not type(other):
+        return False
+    return bool(one == other or (one != one and other != other))  # NaN differs from itself

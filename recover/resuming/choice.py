@@ -22,7 +22,7 @@ The rule, in the order of the code:
 
 The leader decides by names and sizes. Then all ranks compare the bytes, which may lead back to rule
 3. A host that needs the step before it has an engine can `peek`: the same choice by names and
-sizes, without changing the disk.
+sizes, without changing the disk. The mirror is that of the run's generations (`storage.mirror`).
 """
 
 from contextlib import ExitStack

@@ -1,3 +1,3 @@
-"""Generations on disk and at a mirror: stage, commit, list, verify, quarantine, delete. Imports no
-torch.
+"""Generations on disk and their copies at a mirror: stage, commit, list, verify, quarantine,
+delete. Imports no torch.
 """

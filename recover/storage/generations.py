@@ -87,7 +87,7 @@ class GenerationStore:
 
     @property
     def owner(self) -> Path:
-        """File with the id of the folder's run. The first commit writes it, and nothing changes it."""
+        """File with the id of the folder's run. The first commit writes it. It never changes."""
         return self.root / OWNER_NAME
 
     def run_id(self) -> str | None:
@@ -101,7 +101,8 @@ class GenerationStore:
             text = self.owner.read_text(errors="replace")
             if text.endswith("\n"):
                 return text.strip()
-        for path in (*(generation.path for generation in self.generations()), *self.quarantined()):
+        committed = [generation.path for generation in self.generations()]
+        for path in (*committed, *self.quarantined()):
             with contextlib.suppress(CheckpointError, OSError):
                 return RecoverInfo.read(path).run_id
         return None
@@ -128,18 +129,18 @@ class GenerationStore:
         """All committed generations that are not quarantined, newest first. Nothing is verified."""
         if not self.root.is_dir():
             return []
-        matches = [
-            (path, _GENERATION.fullmatch(path.name))
-            for path in self.root.iterdir()
-            if path.is_dir()
-        ]
-        found = [Generation(int(match[1]), path) for path, match in matches if match]
+        found = []
+        for path in self.root.iterdir():
+            match = _GENERATION.fullmatch(path.name)
+            if match and path.is_dir():
+                found.append(Generation(int(match[1]), path))
         return sorted(found, key=lambda generation: generation.step, reverse=True)
 
     def pins(self) -> set[int]:
         """Steps that a person has pinned. No rule deletes their generations."""
         names = os.listdir(self.root) if self.root.is_dir() else []
-        return {int(match[1]) for match in map(_PIN.fullmatch, names) if match}
+        matches = [_PIN.fullmatch(name) for name in names]
+        return {int(match[1]) for match in matches if match}
 
     def pin(self, step: int) -> None:
         """Keep the generation of ``step`` regardless of the rules. It need not exist yet.
@@ -177,12 +178,11 @@ class GenerationStore:
         Raises `CheckpointExistsError` if the generation exists, `CheckpointWriteError` if the
         folder cannot be created.
         """
+        final = self.path_of(step)
         staging = self.root / f".staging-{step}-{uuid.uuid4().hex[:12]}"
         with as_write_error(staging):
-            if self.path_of(step).exists():
-                raise CheckpointExistsError(
-                    f"{self.path_of(step)} exists already and is never written over"
-                )
+            if final.exists():
+                raise CheckpointExistsError(f"{final} exists already and is never written over")
             make_durably(self.root)
             staging.mkdir()
         return staging
@@ -235,8 +235,10 @@ class GenerationStore:
         with as_write_error(final):
             commit_folder(staging, final)
         self._note(self.tracker, str(step))
-        if not self.owner.exists() and (run_id := read_manifest(final).get("run_id")) is not None:
-            self._note(self.owner, f"{run_id}\n")
+        if not self.owner.exists():
+            run_id = read_manifest(final).get("run_id")
+            if run_id is not None:
+                self._note(self.owner, f"{run_id}\n")
         return Generation(step, final)
 
     def _note(self, path: Path, text: str) -> None:
@@ -287,21 +289,22 @@ class GenerationStore:
         files = check_listing(path)["files"]
         if INFO_NAME in files:  # check its bytes before they are parsed
             verify_file(path, INFO_NAME, files[INFO_NAME])
-        info, named = RecoverInfo.read(path), _GENERATION.fullmatch(path.name)
-        if named and int(named[1]) != info.last_step_info.global_step:
-            raise CheckpointCorruptError(
-                f"{path} was renamed: it holds step {info.last_step_info.global_step}"
-            )
+        info = RecoverInfo.read(path)
+        step = info.last_step_info.global_step
+        named = _GENERATION.fullmatch(path.name)
+        if named and int(named[1]) != step:
+            raise CheckpointCorruptError(f"{path} was renamed: it holds step {step}")
         return info
 
     def quarantine(self, generation: Generation, reason: str) -> Path:
         """Rename a generation so that nothing resumes from it. It stays for inspection."""
-        words = re.sub(r"[^a-z0-9]+", "-", reason.replace(str(generation.path), "").lower()).strip(
-            "-"
-        )[:80]
-        target = self.root / f".rejected-{generation.path.name}-{words}"
+        # The reason becomes a part of the name.
+        problem = reason.replace(str(generation.path), "").lower()
+        words = re.sub(r"[^a-z0-9]+", "-", problem).strip("-")
+        target = self.root / f".rejected-{generation.path.name}-{words[:80]}"
         if target.exists():
             target = target.with_name(f"{target.name}-{uuid.uuid4().hex[:8]}")
+
         os.rename(generation.path, target)
         fsync_dir(self.root)
         logger.warning("quarantined %s as %s: %s", generation.path, target.name, reason)
@@ -316,10 +319,11 @@ class GenerationStore:
         """
         try:
             generations = {generation.step: generation for generation in self.generations()}
-            newest_usable = next((g.step for g in generations.values() if self._usable(g)), None)
-            metrics = {
-                step: self._metrics(g) if rules.best else {} for step, g in generations.items()
-            }
+            usable = (step for step, found in generations.items() if self._usable(found))
+            newest_usable = next(usable, None)
+            metrics: dict[int, Mapping[str, float]] = {}
+            for step, generation in generations.items():
+                metrics[step] = self._metrics(generation) if rules.best else {}
             pins = self.pins()
         except OSError as error:
             logger.warning("no generation is deleted, because one cannot be read: %s", error)
@@ -362,46 +366,55 @@ class RetentionRules:
     @classmethod
     def from_config(cls, config: "RecoverConfig") -> "RetentionRules":
         """Rules for the run's own folder."""
-        last, every, best = config.max_ckpt_to_keep, config.keep_every_steps, config.keep_best
-        return cls(last, every, best, config.best_metric, config.best_mode)
+        return cls(
+            last=config.max_ckpt_to_keep,
+            every_steps=config.keep_every_steps,
+            best=config.keep_best,
+            metric=config.best_metric,
+            mode=config.best_mode,
+        )
 
 
-def steps_to_keep(
-    generations: Mapping[int, Mapping[str, float]], rules: RetentionRules
-) -> set[int]:
+_Metrics = Mapping[int, Mapping[str, float]]
+"""Step of a generation -> its metrics."""
+
+
+def steps_to_keep(generations: _Metrics, rules: RetentionRules) -> set[int]:
     """Return the steps of the generations to keep. ``generations``: step -> metrics. The newest is
     always kept.
     """
     return {step for step, reasons in reasons_to_keep(generations, rules).items() if reasons}
 
 
-def reasons_to_keep(
-    generations: Mapping[int, Mapping[str, float]], rules: RetentionRules
-) -> dict[int, list[str]]:
+def reasons_to_keep(generations: _Metrics, rules: RetentionRules) -> dict[int, list[str]]:
     """Return the names of the rules that keep each step. Generations that no rule keeps go at the
     next commit.
     """
     newest_first = sorted(generations, reverse=True)
+    last = f"last {rules.last}" if rules.last else "all"
     wanted = {
         "newest": newest_first[:1],
-        f"last {rules.last}" if rules.last else "all": newest_first[: rules.last],
+        last: newest_first[: rules.last],
     }
     if rules.every_steps is not None:
         every = [step for step in newest_first if (step + 1) % rules.every_steps == 0]
         wanted[f"every {rules.every_steps} steps"] = every
     if rules.best is not None and rules.metric is not None:
-        best = _best_first(generations, rules.metric, rules.mode)[: rules.best]
-        wanted[f"best {rules.best} by {rules.metric}"] = best
-    return {
-        step: [rule for rule, steps in wanted.items() if step in steps] for step in newest_first
-    }
+        best = _best_first(generations, rules.metric, rules.mode)
+        wanted[f"best {rules.best} by {rules.metric}"] = best[: rules.best]
+
+    reasons: dict[int, list[str]] = {}
+    for step in newest_first:
+        reasons[step] = [rule for rule, steps in wanted.items() if step in steps]
+    return reasons
 
 
-def _best_first(
-    generations: Mapping[int, Mapping[str, float]], metric: str, mode: str
-) -> list[int]:
+def _best_first(generations: _Metrics, metric: str, mode: str) -> list[int]:
     # Newer first if equal. Steps whose metric is missing or NaN are left out.
     sign = 1 if mode == "max" else -1
-    values = {step: metrics.get(metric, math.nan) for step, metrics in generations.items()}
-    ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
+    ranked = []
+    for step, metrics in generations.items():
+        value = metrics.get(metric, math.nan)
+        if not math.isnan(value):
+            ranked.append((sign * value, step))
     return [step for _, step in sorted(ranked, reverse=True)]

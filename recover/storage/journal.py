@@ -46,9 +46,8 @@ class Journal:
         try:
             self._fd = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             end = os.lseek(self._fd, 0, os.SEEK_END)
-            self._torn = (
-                end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"
-            )  # a power cut has cut the last line
+            # A power cut may have cut the last line.
+            self._torn = end > 0 and os.pread(self._fd, 1, end - 1) != b"\n"
         except OSError as error:
             self._warn(error)
 
@@ -141,12 +140,19 @@ def read_journal(
         last_bytes: read only this many bytes at the end of the journal. None reads all.
         since: byte offset at which to begin.
     """
-    path, row = trial_root / JOURNAL_NAME, None if ends_of is None else _begins([ends_of])
+    path = trial_root / JOURNAL_NAME
+    lines = read_lines(
+        path,
+        "event",
+        like=_begins(events),
+        ends_of=None if ends_of is None else _begins([ends_of]),
+        last_bytes=last_bytes,
+        since=since,
+    )
     try:
-        for event in read_lines(
-            path, "event", like=_begins(events), ends_of=row, last_bytes=last_bytes, since=since
-        ):
-            if wrong := _wrong_fact(event):
+        for event in lines:
+            wrong = _wrong_fact(event)
+            if wrong:
                 logger.warning("%s: a line has %s, and is left out", path, wrong)
             else:
                 yield event
@@ -160,7 +166,8 @@ def last_start(trial_root: Path) -> tuple[int, dict[str, Any]] | None:
     """Byte offset and event of the last attempt that has loaded. None if there is none."""
     try:
         for at in find_back(trial_root / JOURNAL_NAME, b'{"event": "start"'):
-            if (event := next(read_journal(trial_root, ["start"], since=at), None)) is not None:
+            event = next(read_journal(trial_root, ["start"], since=at), None)
+            if event is not None:
                 return at, event
     except OSError:  # `read_journal` has logged it, or there is no journal
         pass
@@ -168,25 +175,30 @@ def last_start(trial_root: Path) -> tuple[int, dict[str, Any]] | None:
 
 
 def _begins(events: Collection[str]) -> re.Pattern[bytes]:
-    return re.compile(rb'\{"event": "(?:' + "|".join(events).encode() + rb')"')
+    kinds = "|".join(events).encode()
+    return re.compile(rb'\{"event": "(?:' + kinds + rb')"')
 
 
 _MOST = 1e11
 """Upper limit for times and counts. As seconds since the epoch it is a year that calendars can
 still represent.
 """
-_NUMBER, _COUNT, _TEXT = (int, float), (int,), (str,)
-_FACTS: dict[str, tuple[type, ...]] = {
-    **{"time": _NUMBER, "load_s": _NUMBER, "process_started": _NUMBER, "blocked_s": _NUMBER},
-    **{"step": _COUNT, "pid": _COUNT, "world_size": _COUNT, "failed_in_a_row": _COUNT},
-    **{
-        "host": _TEXT,
-        "error": _TEXT,
-        "reason": _TEXT,
-        "how": _TEXT,
-        "mirror": _TEXT,
-        "keep": (dict,),
-    },
+_NUMBER = (int, float)
+_FACTS: dict[str, type | tuple[type, ...]] = {
+    "time": _NUMBER,
+    "load_s": _NUMBER,
+    "process_started": _NUMBER,
+    "blocked_s": _NUMBER,
+    "step": int,
+    "pid": int,
+    "world_size": int,
+    "failed_in_a_row": int,
+    "host": str,
+    "error": str,
+    "reason": str,
+    "how": str,
+    "mirror": str,
+    "keep": dict,
 }
 _NEEDED = {"step": ("step",), "save": ("blocked_s", "failed_in_a_row")}
 """Facts that events of a kind always have, besides the time."""
@@ -200,7 +212,7 @@ def _wrong_fact(event: dict[str, Any]) -> str | None:
         kinds = _FACTS.get(name)
         if kinds is None or fact is None:
             continue
-        number = isinstance(fact, _NUMBER)
-        if not isinstance(fact, kinds) or (number and not -1 <= fact <= _MOST):
+        is_too_large = isinstance(fact, _NUMBER) and not -1 <= fact <= _MOST
+        if not isinstance(fact, kinds) or is_too_large:
             return f"{name} {str(fact)[:50]!r}"
     return None

@@ -1,9 +1,12 @@
 """Copies of committed generations at any fsspec URL, for the case that the disk or cluster of a run
 is lost.
 
-    <url>/global_step_120/...                 the same files as in the local folder, ``manifest.json`` uploaded last
-    <url>/.copying-global_step_120            an unfinished copy: the manifest of its generation
-    <url>/.damaged-global_step_120            a copy with the same wrong bytes in two reads of a file: its manifest
+In this package a mirror always means these copies of generations, with everything that a resume
+needs. The mirror of the package ``holdfast_weights`` holds published weights, for servers.
+
+    <url>/global_step_120/...        the files of the local folder, ``manifest.json`` uploaded last
+    <url>/.copying-global_step_120   an unfinished copy: the manifest of its generation
+    <url>/.damaged-global_step_120   the manifest of a copy with the same wrong bytes in two reads
 
 A copy is complete when its manifest is there, and a fetch verifies every byte against it. An
 interrupted copy is completed by the next copy of the same generation, and removed by the copy of
@@ -68,11 +71,11 @@ class Mirror:
         **transport: Any,
     ) -> None:
         self.last_error: Exception | None = None
-        self._keep, self._deletes_old = keep, delete_old
+        self._keep = keep
+        self._deletes_old = delete_old
         self._remote = RemoteFolder(url, setting=setting, error=MirrorError, **transport)
-        self._complete: set[int] = (
-            set()
-        )  # steps whose manifests were seen there, so that they are read only once
+        # steps whose manifests were seen there, so that they are read only once
+        self._complete: set[int] = set()
         self._changed = threading.Condition()
         self._copying: Generation | None = None
         self._waiting: Generation | None = None
@@ -90,14 +93,19 @@ class Mirror:
         self, names: Collection[str], *, damaged: bool, known: Collection[int] = ()
     ) -> list[int]:
         # Manifests of the steps ``known`` exist and are not read.
+        # Manifests of the steps ``known`` exist and are not read.
         found = []
         for step in _steps_in(names):
             marked = _damaged(step) in names
             if step in known and _folder(step) in names and not marked:
-                found += [] if damaged else [step]
-            elif (manifest := self._remote.read(_manifest(step))) is not None:
+                is_damaged = False
+            else:
+                manifest = self._remote.read(_manifest(step))
+                if manifest is None:
+                    continue
                 is_damaged = marked and self._remote.read(_damaged(step)) == manifest
-                found += [step] if is_damaged == damaged else []
+            if is_damaged == damaged:
+                found.append(step)
         return found
 
     def traces(self) -> list[int]:
@@ -128,28 +136,21 @@ class Mirror:
     def pinned(self) -> set[int]:
         """Steps that are being copied or wait for it. Their local folders must stay."""
         with self._changed:
-            return {
-                generation.step
-                for generation in (self._copying, self._waiting)
-                if generation is not None
-            }
+            unfinished = [self._copying, self._waiting]
+            return {generation.step for generation in unfinished if generation is not None}
 
     def inspect(self, step: int) -> RecoverInfo:
         """Check that all files of a generation are there with their sizes, and read its info."""
-        files, name = (
-            self._checked_files(step, self._read_manifest(step)),
-            f"{_folder(step)}/{INFO_NAME}",
-        )
+        files = self._checked_files(step, self._read_manifest(step))
+        name = f"{_folder(step)}/{INFO_NAME}"
+        where = f"{self.url}/{name}"
         data = self._remote.read(name) if INFO_NAME in files else None
         if data is None or bytes_digest(data) != files[INFO_NAME]["digest"]:
-            raise CheckpointCorruptError(
-                f"{self.url}/{name} is missing, or not what the manifest says"
-            )
-        info = RecoverInfo.parse(data, f"{self.url}/{name}")
-        if info.last_step_info.global_step != step:
-            raise CheckpointCorruptError(
-                f"{self.url}/{name} is of step {info.last_step_info.global_step}"
-            )
+            raise CheckpointCorruptError(f"{where} is missing, or not what the manifest says")
+        info = RecoverInfo.parse(data, where)
+        found = info.last_step_info.global_step
+        if found != step:
+            raise CheckpointCorruptError(f"{where} is of step {found}")
         return info
 
     def fetch(self, step: int, store: GenerationStore) -> Generation:
@@ -164,9 +165,11 @@ class Mirror:
                 format than this version knows.
             CheckpointExistsError, CheckpointWriteError: see `GenerationStore.open_staging`.
         """
-        started, manifest = time.monotonic(), self._read_manifest(step)
+        started = time.monotonic()
+        manifest = self._read_manifest(step)
         where = f"{self.url}/{_folder(step)}"
         store.require_own(parse_manifest(manifest, where).get("run_id"), where)
+
         staging = store.open_staging(step)
         with ExitStack() as undo:
             undo.callback(store.discard, staging)
@@ -174,6 +177,7 @@ class Mirror:
                 fetched_bytes = self._download(step, manifest, staging)
             generation = store.adopt(staging, step)
             undo.pop_all()
+
         seconds = time.monotonic() - started
         logger.info(
             "fetched %s from %s: %d bytes in %.1f s",
@@ -188,14 +192,15 @@ class Mirror:
         """Remove all generations newer than ``step``, because the run went back to ``step`` and
         will make others.
         """
-        for newer in [found for found in self.traces() if found > step]:
-            logger.warning(
-                "removing the copy of step %d at %s: the run goes on from step %d",
-                newer,
-                self.url,
-                step,
-            )
-            self._remove(newer)
+        for newer in self.traces():
+            if newer > step:
+                logger.warning(
+                    "removing the copy of step %d at %s: the run goes on from step %d",
+                    newer,
+                    self.url,
+                    step,
+                )
+                self._remove(newer)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no copy is running or waiting. Returns False after ``timeout_s``."""
@@ -215,70 +220,76 @@ class Mirror:
 
     def _start(self, generation: Generation | None) -> None:
         self._copying = None  # in case no thread starts
-        if generation is not None:
-            # A daemon thread, so that a hanging call cannot keep the process alive. It leaves no
-            # more than a kill does.
-            threading.Thread(
-                target=self._work, args=(generation,), name="mirror", daemon=True
-            ).start()
-            self._copying = generation
+        if generation is None:
+            return
+        # A daemon thread, so that a hanging call cannot keep the process alive. It leaves no more
+        # than a kill does.
+        work = threading.Thread(target=self._work, args=(generation,), name="mirror", daemon=True)
+        work.start()
+        self._copying = generation
 
     def _work(self, generation: Generation) -> None:
         try:
             self._copy_or_warn(generation)
         finally:  # also after an error, the next one gets its turn
             with self._changed:
-                following, self._waiting = self._waiting, None
+                following = self._waiting
+                self._waiting = None
                 self._start(following)
                 self._changed.notify_all()
 
     def _copy_or_warn(self, generation: Generation) -> None:
         started = time.monotonic()
+        path = generation.path
         try:
             copied_bytes = self._copy(generation)
         except (CheckpointError, OSError) as error:
-            if generation.path.is_dir():
+            if path.is_dir():
                 self.last_error = error
-                logger.warning("no copy of %s at %s: %s", generation.path, self.url, error)
+                logger.warning("no copy of %s at %s: %s", path, self.url, error)
             else:
-                logger.warning(
-                    "no copy of %s at %s: it was removed meanwhile", generation.path, self.url
-                )
+                logger.warning("no copy of %s at %s: it was removed meanwhile", path, self.url)
             return
         self.last_error = None
         seconds = time.monotonic() - started
-        logger.info(
-            "copied %s to %s: %d bytes in %.1f s", generation.path, self.url, copied_bytes, seconds
-        )
+        logger.info("copied %s to %s: %d bytes in %.1f s", path, self.url, copied_bytes, seconds)
+
         if not self._deletes_old:
             return
         try:
-            self._delete_old(generation.step, GenerationStore(generation.path.parent).pins())
+            self._delete_old(generation.step, GenerationStore(path.parent).pins())
         except (MirrorError, OSError) as error:
             logger.warning("older copies stay at %s: %s", self.url, error)
 
     def _copy(self, generation: Generation) -> int:
-        step, remote = generation.step, self._remote
+        remote = self._remote
+        step = generation.step
+        folder = _folder(step)
         files = read_manifest(generation.path)["files"]
         manifest = (generation.path / MANIFEST_NAME).read_bytes()
-        todo, damaged = self._unfinished(step, files), remote.read(_damaged(step)) == manifest
-        if todo or damaged or remote.read(_manifest(step)) != manifest:
+        todo = self._unfinished(step, files)
+        is_damaged = remote.read(_damaged(step)) == manifest
+
+        if todo or is_damaged or remote.read(_manifest(step)) != manifest:
             # Sizes show which files of an interrupted copy are there, but not from which
             # generation: this step may have been trained and partly copied before. The marker tells
             # the generation.
-            if damaged or not remote.whole_files or remote.read(_marker(step)) != manifest:
+            if is_damaged or not remote.whole_files or remote.read(_marker(step)) != manifest:
                 self._remove(step)
                 remote.put_bytes(_marker(step), manifest)
                 todo = list(files)
+
             for name in todo:
-                remote.put_file(
-                    generation.path / name, f"{_folder(step)}/{name}", files[name]["digest"]
-                )
-            if lost := self._unfinished(step, files):
+                path = generation.path / name
+                remote.put_file(path, f"{folder}/{name}", files[name]["digest"])
+            lost = self._unfinished(step, files)
+            if lost:
                 raise MirrorError(
                     f"{lost[0]} of step {step} was put and is not there ({len(lost)} in all)"
                 )
-            remote.flush(_folder(step))
+
+            # The manifest comes last, because with it the copy is complete.
+            remote.flush(folder)
             remote.put_bytes(_manifest(step), manifest)
         remote.remove_file(_marker(step))
         return sum(files[name]["bytes"] for name in todo)
@@ -291,9 +302,12 @@ class Mirror:
         # Copies newer than the one just made stay and do not count. They were damaged or out of
         # reach when the run resumed from an older one, and the run will replace them. They are no
         # reason to remove a sound copy.
+        # Copies newer than the one just made stay and do not count. They were damaged or out of
+        # reach when the run resumed from an older one, and the run will replace them. They are no
+        # reason to remove a sound copy.
         names = self._remote.names()
         sound = self._steps_of(names, damaged=False, known=self._complete)
-        self._complete |= set(sound)
+        self._complete.update(sound)
         kept = [step for step in sound if step <= newest][: self._keep]
         for step in reversed(_steps_in(names)):
             if step <= newest and step not in kept and step not in pins:
@@ -334,21 +348,23 @@ class Mirror:
         files = self._checked_files(step, manifest)  # before gigabytes are read
         write_durably(staging / MANIFEST_NAME, manifest)
         for name, entry in files.items():
-            path, target = f"{_folder(step)}/{name}", staging / name
+            path = f"{_folder(step)}/{name}"
+            target = staging / name
+            expected = entry["digest"]
             found = self._download_file(path, target, entry["bytes"])
-            if found == entry["digest"]:
+            if found == expected:
                 continue
+
+            # This is usually one bad read (a cache, a proxy, memory), so the file is read again.
             target.unlink()
             again = self._download_file(path, target, entry["bytes"])
-            problem = f"{self.url}/{path} has digest {found}, the manifest says {entry['digest']}"
-            if again == entry["digest"]:
+            problem = f"{self.url}/{path} has digest {found}, the manifest says {expected}"
+            if again == expected:
                 logger.warning("%s: that was a bad read, the second one is right", problem)
                 continue
-            what = (
-                self._mark_damaged(step, manifest)
-                if again == found
-                else f"in a second read it has {again}"
-            )
+            what = f"in a second read it has {again}"
+            if again == found:
+                what = self._mark_damaged(step, manifest)
             raise CheckpointCorruptError(f"{problem}; {what}")
         return sum(entry["bytes"] for entry in files.values())
 
@@ -381,7 +397,7 @@ class Mirror:
 
 
 def _steps_in(names: Collection[str]) -> list[int]:
-    matches = map(_NAMES.fullmatch, names)
+    matches = [_NAMES.fullmatch(name) for name in names]
     return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
 

@@ -4,7 +4,7 @@
     <trial>/journal.jsonl             what happened, for people
     <trial>/recover/global_step_<N>   generations
     <trial>/hf/global_step_<N>        Hugging Face exports
-    <mirror_url>/...                  copies of generations
+    <mirror_url>/...                  the mirror: copies of generations
 
 All changes to existing generations or exports happen inside `committing`.
 """
@@ -34,18 +34,18 @@ class RunFolder:
     """The folder of one run and its mirror."""
 
     def __init__(self, config: RecoverConfig) -> None:
-        self.generations, self.exports = (
-            GenerationStore(config.recover_root),
-            GenerationStore(config.hf_root),
-        )
+        self.generations = GenerationStore(config.recover_root)
+        self.exports = GenerationStore(config.hf_root)
         self.mirror: Mirror | None = None  # until `open`
         self.journal = Journal(config.trial_root)
-        self.commit_hangs = (
-            False  # a commit was still running when the run ended, and may still succeed
-        )
-        self._config, self._rules = config, RetentionRules.from_config(config)
+        # a commit was still running when the run ended, and may still succeed
+        self.commit_hangs = False
+        self._config = config
+        self._rules = RetentionRules.from_config(config)
         self._lock = FolderLock(config.lock_path)
-        self._commit_lock, self._ended, self._committed = Lock(), False, False
+        self._commit_lock = Lock()
+        self._ended = False
+        self._committed = False
 
     def open(self) -> None:
         """Take the lock (`FolderInUseError` after ``lock_timeout_s``) and connect to the mirror.
@@ -54,8 +54,10 @@ class RunFolder:
         """
         is_open = self._lock.held
         self._lock.acquire(self._config.lock_timeout_s)
-        if self._config.mirror_path is not None and not (is_open and self.mirror):
-            self.mirror = Mirror(self._config.mirror_path, self._config.mirror_max_to_keep)
+        url = self._config.mirror_path
+        is_connected = is_open and self.mirror is not None
+        if url is not None and not is_connected:
+            self.mirror = Mirror(url, self._config.mirror_max_to_keep)
         self.journal.open()
 
     def note_start(
@@ -66,14 +68,15 @@ class RunFolder:
 
         Every caller calls it, and the leader, which has the lock, records it.
         """
-        if self._lock.held and resumed is not None:
-            step = resumed[1].last_step_info.next()
-            announce(
-                logger, "resumed at step %d from %s in %.3f s", step.global_step, resumed[0], load_s
-            )
+        step = path = None
+        if resumed is not None:
+            path, info = resumed
+            step = info.last_step_info.global_step
+            if self._lock.held:
+                announce(logger, "resumed at step %d from %s in %.3f s", step + 1, path, load_s)
         self.journal.start(
-            step=None if resumed is None else resumed[1].last_step_info.global_step,
-            generation=None if resumed is None else str(resumed[0]),
+            step=step,
+            generation=None if path is None else str(path),
             load_s=round(load_s, 3),
             world_size=world_size,
             host=socket.gethostname(),
@@ -126,17 +129,16 @@ class RunFolder:
 
     def copy(self, generation: Generation) -> None:
         """Copy a generation of the run to the mirror, in the background."""
-        if (
-            self.mirror is not None
-            and generation.path.parent.resolve() == self.generations.root.resolve()
-        ):
+        if self.mirror is None:
+            return
+        is_own = generation.path.parent.resolve() == self.generations.root.resolve()
+        if is_own:
             self.mirror.submit(generation)
 
     def delete_old(self) -> None:
         """Delete the generations that no retention rule keeps and that are not being copied."""
-        self.generations.delete_by_retention(
-            self._rules, set() if self.mirror is None else self.mirror.pinned()
-        )
+        copied = set() if self.mirror is None else self.mirror.pinned()
+        self.generations.delete_by_retention(self._rules, copied)
 
     def finish_copies(self) -> None:
         """Wait for unfinished copies, up to ``mirror_timeout_s``."""
