@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..engine.workers.group import WorkerGroup  # first: it says what to install if there is no Ray
 
@@ -61,6 +61,11 @@ class RecoveryEvent:
     rebuilt_s: float | None = None  # seconds until the new worker group was up
 
 
+class _Start(NamedTuple):
+    request: PlacementRequest
+    make: Callable[[Placement], WorkerGroup]
+
+
 @dataclass
 class Attempt:
     """One run of the job.
@@ -80,9 +85,7 @@ class Attempt:
     _supervisor: "Supervisor"
     _placements: "_Places"
     _groups: dict[str, WorkerGroup] = field(default_factory=dict)
-    _starts: dict[str, tuple[PlacementRequest, Callable[[Placement], WorkerGroup]]] = field(
-        default_factory=dict
-    )
+    _starts: dict[str, _Start] = field(default_factory=dict)
     _ended: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -128,7 +131,10 @@ class Attempt:
         )
         stalls = self._supervisor._stalls
 
-        def start(placement: Placement) -> WorkerGroup:
+        def make(placement: Placement) -> WorkerGroup:
+            timeout_s = stall_timeout_s
+            if timeout_s is not None:
+                timeout_s *= 2 ** stalls[name]
             return WorkerGroup(
                 worker_cls,
                 *misplaced,
@@ -136,9 +142,7 @@ class Attempt:
                 world_size=placement.world_size,
                 resources=request.resources,
                 placement=placement,
-                stall_timeout_s=None
-                if stall_timeout_s is None
-                else stall_timeout_s * 2 ** stalls[name],
+                stall_timeout_s=timeout_s,
                 on_created=self._admit,
                 **options,
             )
@@ -148,7 +152,7 @@ class Attempt:
                 raise ConfigError(
                     f"this attempt has a worker group {name!r} already; give each its own name"
                 )
-            self._starts[name] = request, start
+            self._starts[name] = _Start(request, make)
         return self._build(name, self.event)
 
     def restart(self, loss: WorkerLost) -> WorkerGroup:
@@ -184,15 +188,14 @@ class Attempt:
         """
         with self._lock:
             groups = list(self._groups.values())
-        nodes = {ray.get_runtime_context().get_node_id()}.union(
-            *(group.node_ids() for group in groups)
-        )
+        nodes = {ray.get_runtime_context().get_node_id()}
+        for group in groups:
+            nodes.update(group.node_ids())
         ends = {node: end for node, end in draining_nodes().items() if node in nodes}
         if not ends:
             return None
-        return StopNotice(
-            f"Ray drains node(s) {', '.join(ends)}", min(filter(None, ends.values()), default=None)
-        )
+        first_end = min(filter(None, ends.values()), default=None)
+        return StopNotice(f"Ray drains node(s) {', '.join(ends)}", first_end)
 
     def can_grow(self) -> bool:
         """Whether ranks that a group was started without are available now. Costs at most one round
@@ -215,9 +218,9 @@ class Attempt:
         raise AttemptEnded
 
     def _build(self, name: str, event: RecoveryEvent | None) -> WorkerGroup:
-        request, start = self._starts[name]
+        start = self._starts[name]
         try:
-            placement = self._placements.get(request)
+            placement = self._placements.get(start.request)
         except RayError as error:
             raise ClusterLost(
                 f"Ray cannot place worker group {name!r} ({headline(error)}): its control process "
@@ -226,14 +229,17 @@ class Attempt:
             ) from error
         if event is not None:
             event.placed_s = time.time() - event.detected_at
-        group = start(placement)
+
+        group = start.make(placement)
         self._supervisor._late_starts.pop(name, None)
         if event is not None:
             event.rebuilt_s = time.time() - event.detected_at
             logger.info(
                 "worker group %r has its place %.2f s after the loss, and is up after %.2f s",
-                name, event.placed_s, event.rebuilt_s,
-            )  # fmt: skip
+                name,
+                event.placed_s,
+                event.rebuilt_s,
+            )
         return group
 
     def _admit(self, group: WorkerGroup) -> None:
@@ -280,9 +286,8 @@ class Supervisor:
         self._config = config or RecoverConfig(mode="off")
         self._retried_at: list[float] = []
         self._lock = threading.Lock()
-        self._late_starts: Counter[str] = (
-            Counter()
-        )  # group name -> late starts since its last start in time
+        # group name -> late starts since its last start in time
+        self._late_starts: Counter[str] = Counter()
         self._stalls: Counter[str] = Counter()
         self.events: list[RecoveryEvent] = []
         self._journal = Journal(self._config.trial_root)
@@ -367,20 +372,27 @@ class Supervisor:
                 "or raise retries; the newest checkpoint is intact and the same command resumes "
                 "from it"
             ) from loss
+        if lost is None:
+            return
+
         # Allow more time for a step or a start that has just timed out.
-        if lost is not None and lost.stalled:
+        if lost.stalled:
             self._stalls[lost.name] += 1
             logger.warning(
-                "worker group %r made no progress for its stall_timeout_s; the next one may take %d times as long, in "
-                "case its calls just take long", lost.name, 2 ** self._stalls[lost.name],
-            )  # fmt: skip
-        if lost is not None and lost.started_late:
+                "worker group %r made no progress for its stall_timeout_s; the next one may take "
+                "%d times as long, in case its calls just take long",
+                lost.name,
+                2 ** self._stalls[lost.name],
+            )
+        if lost.started_late:
             self._late_starts[lost.name] += 1
             pause_s = min(BACK_OFF_S * 2 ** (self._late_starts[lost.name] - 1), LONGEST_BACK_OFF_S)
             logger.warning(
-                "worker group %r did not come up in time: its nodes may have too much to do, and it is started again "
-                "in %g s", lost.name, pause_s,
-            )  # fmt: skip
+                "worker group %r did not come up in time: its nodes may have too much to do, and "
+                "it is started again in %g s",
+                lost.name,
+                pause_s,
+            )
             time.sleep(pause_s)
 
 
@@ -394,10 +406,14 @@ class _Places:
     """Places of the worker groups of a job, kept from one attempt to the next. Thread-safe."""
 
     def __init__(self, config: RecoverConfig) -> None:
-        self._config, self._lock, self._removed = config, threading.Lock(), threading.Event()
+        self._config = config
+        self._lock = threading.Lock()
+        self._removed = threading.Event()
         self._places: dict[str, _Place] = {}
 
     def get(self, request: PlacementRequest) -> Placement:
+        # The previous attempt's place, grown if possible, or a new place if it cannot be used any
+        # more.
         # The previous attempt's place, grown if possible, or a new place if it cannot be used any
         # more.
         with self._lock:
@@ -405,17 +421,21 @@ class _Places:
                 raise WorkerLost(request.name, range(request.world_size), "the job has ended")
             at = self._places.setdefault(request.name, _Place())
         with at.lock:
-            if at.placement is not None and not (
-                at.placement.request == request and at.placement.is_sound()
-            ):
+            placement = at.placement
+            if placement is not None:
+                if placement.request == request and placement.is_sound():
+                    if placement.can_grow():
+                        placement.grow()
+                    return placement
                 logger.info("worker group %r is placed anew", request.name)
-                at.placement.remove()
+                placement.remove()
                 at.placement = None
-            if at.placement is None:
-                wait_s, shrink_s = self._config.node_wait_s, self._config.shrink_after_s
-                at.placement = place(request, wait_s, shrink_after_s=shrink_s, stop=self._removed)
-            elif at.placement.can_grow():
-                at.placement.grow()
+            at.placement = place(
+                request,
+                self._config.node_wait_s,
+                shrink_after_s=self._config.shrink_after_s,
+                stop=self._removed,
+            )
             return at.placement
 
     def remove(self) -> None:

@@ -77,9 +77,12 @@ def try_stream(loader: Any) -> None:
         first = _first_batches(tried, may_differ)
     except _UntriedError as reason:
         logger.warning(
-            "whether a resumed run finds its place in %s could not be tried (%s): it does only if the state of the "
-            "loader has everything that the next samples depend on. %s", name, reason, _ADVICE,
-        )  # fmt: skip
+            "whether a resumed run finds its place in %s could not be tried (%s): it does only if "
+            "the state of the loader has everything that the next samples depend on. %s",
+            name,
+            reason,
+            _ADVICE,
+        )
         return
     finally:
         restore_rng(generators)
@@ -87,9 +90,11 @@ def try_stream(loader: Any) -> None:
             os.lseek(file, position, os.SEEK_SET)
     if first is None:
         logger.warning(
-            "%s gives other samples each time that it is begun: if their order is random, and not only what is in "
-            "them, a resumed run loses samples and repeats others. %s", name, _ADVICE,
-        )  # fmt: skip
+            "%s gives other samples each time that it is begun: if their order is random, and not "
+            "only what is in them, a resumed run loses samples and repeats others. %s",
+            name,
+            _ADVICE,
+        )
         return
     epoch = getattr(tried.dataset, "epoch", None)
     found = {"digest": first, "epoch": str(epoch), "workers": tried.num_workers}
@@ -114,9 +119,8 @@ def check_first_batches(loader: Any, saved: Mapping[str, Any]) -> None:
     now = getattr(loader, _TRIED, None)
     if not then or not now or then["digest"] == now["digest"]:
         return
-    if (then["epoch"], then["workers"]) == (now["epoch"], now["workers"]) and not getattr(
-        loader, "inexact", False
-    ):
+    same_epoch = (then["epoch"], then["workers"]) == (now["epoch"], now["workers"])
+    if same_epoch and not getattr(loader, "inexact", False):
         raise CheckpointMismatchError(
             "the stream of the dataloader begins with other samples than in the saved run: other "
             "data, another batch size, or an order that is drawn anew in each process (a shuffle "
@@ -138,11 +142,8 @@ def _torchs_loader(loader: Any) -> Any:
     inner = getattr(inner, "base_dataloader", inner)  # of accelerate's loaders
     if not isinstance(inner, DataLoader) or not isinstance(inner.dataset, IterableDataset):
         return None
-    return (
-        inner
-        if type(inner).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
-        else None
-    )
+    library = type(inner).__iter__.__module__.partition(".")[0]
+    return inner if library in ("torch", "torchdata") else None
 
 
 def _require_resumable(loader: Any, may_differ: bool) -> None:
@@ -151,10 +152,9 @@ def _require_resumable(loader: Any, may_differ: bool) -> None:
     """
     if not is_of_datasets(loader.dataset):
         return
+    # See `restore._resume_once`.
     context = loader.multiprocessing_context or multiprocessing
-    if (
-        loader.persistent_workers and context.get_start_method() != "fork"
-    ):  # see `restore._resume_once`
+    if loader.persistent_workers and context.get_start_method() != "fork":
         raise ConfigError(
             "persistent workers that are not forked would begin each later epoch of a resumed "
             "stream of datasets in its middle: use persistent_workers=False, or "
@@ -171,11 +171,9 @@ def _require_resumable(loader: Any, may_differ: bool) -> None:
 def _is_unseeded(part: Any) -> bool:
     """Whether a part of a stream draws from a generator of numpy that was made without a seed."""
     if isinstance(part, np.random.Generator):
-        sequence = part.bit_generator.seed_seq
-        entropy = getattr(sequence, "entropy", None)
-        return (
-            isinstance(entropy, int) and entropy.bit_length() > 64
-        )  # numpy takes 128 bits from the system
+        # Without a seed numpy takes 128 bits from the system.
+        entropy = getattr(part.bit_generator.seed_seq, "entropy", None)
+        return isinstance(entropy, int) and entropy.bit_length() > 64
     if isinstance(part, list | tuple):
         return any(map(_is_unseeded, part))
     return is_of_datasets(part) and any(map(_is_unseeded, getattr(part, "__dict__", {}).values()))
@@ -243,9 +241,8 @@ class _Copy:
         if not loader.num_workers:
             self._loader.num_workers = 1
             self._loader.prefetch_factor = 2
-            self._loader.multiprocessing_context = (
-                "fork"  # the dataset of such a loader may not be picklable
-            )
+            # The dataset of such a loader may not be picklable.
+            self._loader.multiprocessing_context = "fork"
         self._loader.timeout = _BATCH_TIMEOUT_S
         self._loader.pin_memory = False
         self._loader.generator = torch.Generator().manual_seed(seed)
@@ -283,7 +280,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _file_positions() -> dict[int, int]:
-    """Positions of this process's files that are only read. A forked worker shares and moves them."""
+    """Positions of this process's read-only files, which a forked worker shares and moves."""
     positions = {}
     for name in os.listdir("/proc/self/fd"):
         try:
