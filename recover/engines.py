@@ -5,7 +5,7 @@ The facts reveal a stale snapshot and a wrong restore.
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..engine.api import Stateful
 from ..engine.config import TrainEngineConfig
 from ..engine.dcp.configured import describe_schedule, require_own_schedule
-from ..engine.dcp.fingerprint import combine_samples, sample_state
+from ..engine.dcp.fingerprint import combine_samples
 from ..engine.dcp.state import DCPState, replicated
 from ..engine.hf.load import names_as_in
 from ..engine.lora.adapters import adapted_layers, base_view, transformers_model
@@ -276,11 +276,6 @@ def count_engine(state: DCPState, first_group: int = 0) -> EngineSample:
     schedule_step = getattr(state.scheduler, "last_epoch", None)
     mesh = state.counters.mesh if isinstance(state.counters, EngineCounters) else {}
     return EngineSample(_optimizer_steps(state), lr, schedule_step, {}, mesh)
-
-
-def sample_engine(state: DCPState, first_group: int = 0) -> EngineSample:
-    """Read the counters of an engine, and sample the tensors of this rank."""
-    return replace(count_engine(state, first_group), sample=sample_state(state.live_tensors()))
 
 
 def _optimizer_steps(state: DCPState) -> int:

@@ -102,9 +102,7 @@ class RecoverHandler:
             config, ft_spec, self.store, epochs_may_change=epochs_may_change
         )
         self._snapshots = SnapshotWriter(self._folder, uuid.uuid4().hex, self._stateful)
-        self._exports: Exports | None = None
-        if config.hf_freq_steps is not None:
-            self._exports = Exports(config, self._folder, tokenizer, processor)
+        self._exports = Exports(config, self._folder, tokenizer, processor)
         self._saver = Saver(config, self._folder, self._triggers, self._snapshots, self._exports)
 
     @property
@@ -200,7 +198,7 @@ class RecoverHandler:
         with ExitStack() as undo:
             if self._position is None:  # the caller may never close a handler that has not loaded
                 undo.callback(self._folder.close, wait=False)
-                undo.callback(self._triggers.stops.uninstall)
+                undo.callback(self._triggers.stops.signals.uninstall)
             ranks.decide_slowly(self._folder.open)
             self._folder.journal.begin()
             with self._folder.journal.telling():
@@ -232,16 +230,20 @@ class RecoverHandler:
         position = Position(ranks)
 
         # Refuse what could not be saved or resumed, before anything is restored.
-        if self._exports is not None:
-            self._exports.check(ranks)
+        self._exports.check(ranks)
         check_shared(ranks, self.config.trial_root)
-        self._triggers.stops.install()
+        self._triggers.stops.signals.install()
         note_order(dataloader)
         ranks.here(partial(try_stream, dataloader))
 
         resumed = self._resume.choose(ranks, self._folder.mirror)
         if resumed is not None:
-            self._restore(position, resumed, dataloader)
+            position.epoch = restore_run(ranks, resumed, dataloader, self._stateful)
+            position.rng = capture_rng()
+            position.step = resumed.step
+            self._snapshots.last_facts = resumed.info.engines
+            self._triggers.saved(resumed.info.save_s)
+            self._triggers.schedule.mark(resumed.info.last_step_info)
             ranks.decide(partial(self._give_up_newer, resumed))
 
         # A resume_path of another run leads to a run of its own, in whose folder the other one's
@@ -251,25 +253,18 @@ class RecoverHandler:
         self._snapshots.resumed_from = self._resume.resumed_from
 
         # Allocate what snapshots and exports need, so that they do not fail for lack of it later.
-        background_s = self.config.save_timeout_s if self.config.async_save else None
-        request = None if self._exports is None else self._exports.request
         ranks.open_sessions(
-            RankSession.open, background_s, self._triggers.schedule.is_ever_due, request
+            RankSession.open,
+            self.config.save_timeout_s if self.config.async_save else None,
+            self._triggers.schedule.is_ever_due,
+            self._exports.request,
         )
-        if self._exports is not None:
-            self._resume_exports(ranks, self._exports, resumed)
+        if self._exports.request is not None:
+            self._resume_exports(ranks, resumed)
 
         self._position = position
         self._triggers.step_begins()
         return None if resumed is None else resumed.info
-
-    def _restore(self, position: Position, resumed: Choice, dataloader: Stateful | None) -> None:
-        position.epoch = restore_run(position.ranks, resumed, dataloader, self._stateful)
-        position.rng = capture_rng()
-        position.step = resumed.step
-        self._snapshots.last_facts = resumed.info.engines
-        self._triggers.saved(resumed.info.save_s)
-        self._triggers.schedule.mark(resumed.info.last_step_info)
 
     def _give_up_newer(self, resumed: Choice) -> None:
         # Copied again, because a crash may have cut the copy short.
@@ -277,9 +272,8 @@ class RecoverHandler:
         # Copied again, because a crash may have cut the copy short.
         self._folder.copy(Generation(resumed.step, resumed.path))
 
-    def _resume_exports(self, ranks: Ranks, exports: Exports, resumed: Choice | None) -> None:
-        # Quarantine exports of steps that are given up, and make the resumed step's if a crash came
-        # before it.
+    def _resume_exports(self, ranks: Ranks, resumed: Choice | None) -> None:
+        exports = self._exports
         if resumed is None:
             ranks.decide(partial(exports.give_up, after=-1))
             return
@@ -447,7 +441,7 @@ class RecoverHandler:
             ends.callback(self._folder.close, wait=wait)
             # A signal that nothing has answered is passed on here, after the error that ends the
             # handler was printed.
-            ends.push(lambda _, error, __: self._triggers.stops.uninstall(error))
+            ends.push(lambda _, error, __: self._triggers.stops.signals.uninstall(error))
             if self._position is not None:
                 ranks = self._position.ranks
                 # Without ``wait`` not where ranks may hang, and not while a write reads the

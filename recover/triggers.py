@@ -137,7 +137,7 @@ class Triggers:
             # Only the ranks that were asked to stop know why.
             reasons = ranks.here(lambda: reason)
             reason = next(told for told in reasons if told is not None)
-            self.stops.grant()
+            self.stops.signals.grant()
         return wanted, reason
 
 
@@ -218,7 +218,7 @@ class StopRequests:
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._signals = StopSignals(signals, self._on_signal)
+        self.signals = StopSignals(signals, lambda name: self.request(StopNotice(name)))
         self._must_save_by = must_save_by
         self.deadline: float | None = None
         if must_save_by is not None:
@@ -228,23 +228,11 @@ class StopRequests:
         self._noticed_s = -_NOTICE_POLL_S
         self._requested: StopNotice | None = None
 
-    def install(self) -> None:
-        """Handle the signals from now on, see `StopSignals.install`."""
-        self._signals.install()
-
-    def uninstall(self, error: BaseException | None = None) -> None:
-        """Give up the signals, see `StopSignals.uninstall`."""
-        self._signals.uninstall(error)
-
     def request(self, notice: StopNotice) -> None:
         """Request a stop at the next step boundary, from any thread or signal handler. The first
         reason is kept.
         """
         self._requested = self._requested or notice
-
-    def grant(self) -> None:
-        """Note that the run stops at this step boundary, so that later signals need no answer."""
-        self._signals.grant()
 
     def due(self, save_s: float, step_s: float, n_saves: int = 1) -> str | None:
         """Return the reason to snapshot and stop now, before another step. None if the run may
@@ -276,9 +264,6 @@ class StopRequests:
             found = notice()
             if found is not None:
                 self.request(found)
-
-    def _on_signal(self, name: str) -> None:
-        self.request(StopNotice(name))
 
 
 def parse_deadline(text: str, after: float) -> float:

@@ -11,10 +11,10 @@ import io
 import re
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -183,17 +183,6 @@ def check_rank(holder: Any, generation: str) -> None:
         check_dcp(path / name, state, target.group_of(name))
 
 
-class _Compared(NamedTuple):
-    what: str
-    saved: Any
-    restored: Any
-
-    @property
-    def differs(self) -> bool:
-        both_nan = self.saved != self.saved and self.restored != self.restored
-        return self.saved != self.restored and not both_nan  # a learning rate may have become NaN
-
-
 def check_restored(
     what: str,
     saved: tuple[Mapping[str, EngineFacts], Mapping[str, str]],
@@ -222,15 +211,20 @@ def check_restored(
             f"{what} was restored, but its recover_info.json says nothing of {unknown[0]!r}"
         )
 
-    rows: list[_Compared] = []
-    for name, restored_engine in facts.items():
-        rows += _compare_engine(name, saved_facts[name], restored_engine)
-    for name, digest in generators.items():
-        rows.append(_Compared(f"generators of {name}", saved_generators[name], digest))
+    expected = _rows(saved_facts, saved_generators)
+    rows = _rows(facts, generators)
+    for name, engine in saved_facts.items():
+        if engine.schedule_step is None:  # the run had no schedule, and this one may begin with one
+            rows.pop(f"{name}: schedule_step", None)
 
-    wrong = [row for row in rows if row.differs]
+    # A learning rate may have become NaN, which differs from itself.
+    wrong = []
+    for part, now in rows.items():
+        before = expected.get(part)
+        if now != before and (now == now or before == before):
+            wrong.append((part, now, before))
     if wrong:
-        part, before, now = wrong[0]
+        part, now, before = wrong[0]
         raise CheckpointCorruptError(
             f"{what} was restored, but {part} is {now!r}; recover_info.json says {before!r} "
             f"({len(wrong)} of {len(rows)} differ). Do not go on with this run; report it"
@@ -238,26 +232,26 @@ def check_restored(
     return _render(what, rows)
 
 
-def _compare_engine(name: str, saved: EngineFacts, restored: EngineFacts) -> list[_Compared]:
-    rows = []
-    for count in ("optimizer_steps", "lr", "schedule_step"):
-        before = getattr(saved, count)
-        now = getattr(restored, count)
-        # The saved run may have had no schedule, and this one begins with one.
-        begins = count == "schedule_step" and before is None
-        if now is not None and not begins:
-            rows.append(_Compared(f"{name}: {count}", before, now))
-    for part, fingerprint in restored.fingerprints.items():
-        rows.append(_Compared(f"{name}: {part}", saved.fingerprints.get(part), fingerprint))
+def _rows(facts: Mapping[str, EngineFacts], generators: Mapping[str, str]) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for name, engine in facts.items():
+        for count in ("optimizer_steps", "lr", "schedule_step"):
+            value = getattr(engine, count)
+            if value is not None:
+                rows[f"{name}: {count}"] = value
+        for part, fingerprint in engine.fingerprints.items():
+            rows[f"{name}: {part}"] = fingerprint
+    for name, digest in generators.items():
+        rows[f"generators of {name}"] = digest
     return rows
 
 
-def _render(what: str, rows: Sequence[_Compared]) -> str:
+def _render(what: str, rows: Mapping[str, Any]) -> str:
     table = Table(title=f"restored from {what}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("what")
     table.add_column("as saved and as restored")
-    for row in rows:
-        table.add_row(row.what, str(row.restored))
+    for part, value in rows.items():
+        table.add_row(part, str(value))
     out = io.StringIO()
     Console(file=out, width=110, color_system=None).print(table)
     return out.getvalue().rstrip()

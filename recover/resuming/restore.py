@@ -7,12 +7,13 @@ restored in this order, and the result is compared with ``recover_info.json``.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...engine.api import Stateful
 from ...engine.dcp.configured import Settled
+from ...engine.dcp.fingerprint import sample_state
 from ...engine.dcp.load import read_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank
 from ...utils.errors import CheckpointCorruptError
@@ -21,7 +22,7 @@ from ...utils.logging import get_logger
 from ...utils.plain_values import read_plain, unpack_plain
 from ...utils.rng import RngState, capture_rng, check_rng, derive_rng, restore_rng, rng_digest
 from ..data.restore import RestoredEpoch, restore_data
-from ..engines import EngineSample, combine_ranks, engines_of, numerical_switches, sample_engine
+from ..engines import EngineSample, combine_ranks, count_engine, engines_of, numerical_switches
 from ..info import DRIVER_STATE, SHARED, RecoverInfo, rank_state_name
 from ..ranks import Ranks
 from .check import check_rank, check_restored, warn_of_configuration
@@ -147,7 +148,10 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own:
     rng = process.restore(target.stateful)
 
     # Step 3: state the facts, then settle the configuration, which may change a rate.
-    samples = {name: sample_engine(load.state, load.first_group) for name, load in loads.items()}
+    samples = {}
+    for name, load in loads.items():
+        counts = count_engine(load.state, load.first_group)
+        samples[name] = replace(counts, sample=sample_state(load.state.live_tensors()))
     settled = {name: each.settle(is_own=is_own) for name, each in configured.items()}
     return RankState(
         samples,

@@ -6,20 +6,18 @@ An export is written from the tensors of the snapshot of the same step, or from 
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...engine.api import HFExportOptions, export_dtype
-from ...engine.dcp.state import DCPState
 from ...engine.fsdp_engine import FSDPEngine
 from ...engine.hf.adapter_folder import adapter_tensors, write_adapters
 from ...engine.hf.save import exportable_tensors, write_hf
@@ -33,6 +31,9 @@ from ..config import RecoverConfig
 from ..engines import RankEngines, engines_of
 from ..ranks import Ranks
 from ..storage.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from .snapshot import RankSession
 
 logger = get_logger(__name__)
 
@@ -73,15 +74,18 @@ class ExportRequest:
 
 
 class Exports:
-    """The exports of one run, in the process that calls the handler."""
+    """The exports of one run, in the process that calls the handler. ``request`` is None if there
+    are none.
+    """
 
     def __init__(
         self, config: RecoverConfig, folder: RunFolder, tokenizer: Any, processor: Any
     ) -> None:
-        assert config.hf_freq_steps is not None
-        self.request = ExportRequest(
-            config.hf_engine, config.hf_dtype, config.hf_adapters, tokenizer, processor
-        )
+        self.request: ExportRequest | None = None
+        if config.hf_freq_steps is not None:
+            self.request = ExportRequest(
+                config.hf_engine, config.hf_dtype, config.hf_adapters, tokenizer, processor
+            )
         # the last export that was begun. It is never due twice, even if it fails
         self.last_step: int | None = None
         self._every = config.hf_freq_steps
@@ -93,15 +97,14 @@ class Exports:
         """Raise `ConfigError` on all ranks unless all can make the export. Collective over the
         callers.
         """
-        ranks.run_all(_check_export, self.request)
+        if self.request is not None:
+            ranks.run_all(_check_export, self.request)
 
     def due(self, step: int) -> bool:
         """Whether to export the weights after ``step``. Called in the leader."""
-        return (
-            (step + 1) % self._every == 0
-            and step != self.last_step
-            and not os.path.lexists(self._store.path_of(step))
-        )
+        if self._every is None or (step + 1) % self._every != 0 or step == self.last_step:
+            return False
+        return not os.path.lexists(self._store.path_of(step))
 
     def write(self, ranks: Ranks, step: int, began_s: float, in_background: bool) -> float:
         """Write and commit the captured export of a step. Collective over the callers.
@@ -162,19 +165,7 @@ class ExportCapture:
     write: Callable[..., None]
 
 
-class _Session(Protocol):
-    """The part of a `RankSession` that exports use."""
-
-    request: ExportRequest | None
-    export: ExportCapture | None
-
-    def staged_weights(self, name: str, state: DCPState) -> Mapping[str, torch.Tensor]: ...
-    def enter_background(self) -> dist.ProcessGroup | None: ...
-    def finish_staging(self, names: Iterable[str]) -> None: ...
-    def written(self) -> None: ...
-
-
-def capture_export(session: _Session, target: RankEngines, staged: bool) -> ExportCapture:
+def capture_export(session: "RankSession", target: RankEngines, staged: bool) -> ExportCapture:
     """Capture the weights of this rank, staged with the snapshot of this step if there is one."""
     request = session.request
     assert request is not None, "an export is due, but none was ever to be"
@@ -200,7 +191,7 @@ def capture_export(session: _Session, target: RankEngines, staged: bool) -> Expo
     return ExportCapture(name, target.group_of(name), model, options, write)
 
 
-def write_export(session: _Session, holder: Any, folder: str, in_background: bool) -> None:
+def write_export(session: "RankSession", holder: Any, folder: str, in_background: bool) -> None:
     """Write the captured export of this rank, under the same conditions as
     `RankSession.write_snapshot`.
     """

@@ -83,7 +83,7 @@ class Saver:
         folder: RunFolder,
         triggers: Triggers,
         snapshots: SnapshotWriter,
-        exports: Exports | None,
+        exports: Exports,
     ) -> None:
         self.stats = SaveStats()
         self.failed_in_a_row = {"snapshot": 0, "export": 0}
@@ -116,7 +116,7 @@ class Saver:
         wanted = Wanted.FORCE if force else Wanted(0)
         if self._background is not None and self._background.ended:
             wanted |= Wanted.SETTLE
-        if self._exports is not None and self._exports.due(step_info.global_step):
+        if self._exports.due(step_info.global_step):
             wanted |= Wanted.EXPORT
         return wanted
 
@@ -197,7 +197,7 @@ class Saver:
         must = must and "snapshot" in kinds  # an export may fail, because the next start makes it
         writes: dict[str, Callable[[], float]] = {}
         with self.tolerating(step, must, kinds[0]):
-            if self._exports is not None and "export" in kinds:
+            if "export" in kinds:
                 self._exports.last_step = step
             capture = self._snapshots.capture(
                 ranks, step_info, kinds, dataloader, metrics or {}, in_background
@@ -205,7 +205,7 @@ class Saver:
             writers = ranks.in_background() if in_background else ranks
             if "snapshot" in kinds:
                 writes["snapshot"] = partial(self._snapshots.write, writers, capture)
-            if self._exports is not None and "export" in kinds:
+            if "export" in kinds:
                 writes["export"] = partial(
                     self._exports.write, writers, step, capture.began_s, in_background
                 )

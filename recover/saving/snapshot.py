@@ -63,10 +63,6 @@ from .model_files import model_files_name, pack_model_files
 logger = get_logger(__name__)
 
 
-Description = dict[str, tuple[torch.Size, torch.dtype]]
-"""Dotted name of a tensor of a state -> its shape and dtype."""
-
-
 @dataclass(frozen=True)
 class Capture:
     """A step as the calling process captured it. The ranks keep their own captures in their
@@ -265,7 +261,7 @@ class RankSession:
 
         # By name of the engine.
         self._savers: dict[str, DCPSaver] = {}
-        self._checked: dict[str, Description] = {}
+        self._checked: dict[str, Any] = {}  # shapes and dtypes of the tensors
         self._stagings: dict[str, tuple[nn.Module, Staging]] = {}
         self._models: dict[str, nn.Module] = {}  # in rank 0
         self._model_files: dict[str, bytes | None] = {}  # read once

@@ -244,7 +244,7 @@ def start_helpers(pipe: Connection) -> None:
     """
     os.setsid()
     stop = StopRequests(["SIGTERM"], None)
-    stop.install()
+    stop.signals.install()
     reading = os.fork()
     if reading == 0:
         signal.alarm(120)

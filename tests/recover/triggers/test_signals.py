@@ -46,7 +46,7 @@ class Clock:
 def train_until_asked(pipe: Connection) -> None:
     """Train with output to standard error, then take a snapshot."""
     stop = StopRequests(ALL_SIGNALS, None)
-    stop.install()
+    stop.signals.install()
     pipe.send("training")
     while (reason := stop.due(0, 0)) is None:
         for _ in range(20):
@@ -62,7 +62,7 @@ def train_until_asked(pipe: Connection) -> None:
 def fork_a_child(pipe: Connection, work: Callable[[], object] = lambda: time.sleep(60)) -> None:
     """A job with a child, like a data loader's worker. The child works, and then exits with 0."""
     stop = StopRequests(ALL_SIGNALS, None)
-    stop.install()
+    stop.signals.install()
     if (pid := os.fork()) == 0:
         signal.alarm(120)  # ends the child in any case
         pipe.send("child runs")
@@ -89,7 +89,7 @@ N_CHILDREN = 100
 
 def fork_children_and_end_them_at_once(pipe: Connection) -> None:
     stop = StopRequests(ALL_SIGNALS, None)
-    stop.install()
+    stop.signals.install()
     for _ in range(N_CHILDREN):
         if (pid := os.fork()) == 0:
             signal.alarm(120)
@@ -100,7 +100,7 @@ def fork_children_and_end_them_at_once(pipe: Connection) -> None:
             os.waitpid(pid, 0)[1]
         )  # one by one: on a busy machine all of them take long, a lost signal 60 s
     pipe.send(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-    stop.uninstall()
+    stop.signals.uninstall()
 
 
 @pytest.mark.slow
@@ -185,8 +185,8 @@ def test_a_child_forked_after_the_handlers_were_given_back_has_those_of_its_pare
     usr1_handler: list[int],
 ) -> None:
     stop = StopRequests(["SIGUSR1"], None)
-    stop.install()
-    stop.uninstall()
+    stop.signals.install()
+    stop.signals.uninstall()
     if (pid := os.fork()) == 0:
         signal.raise_signal(signal.SIGUSR1)
         os._exit(len(usr1_handler))
@@ -196,14 +196,14 @@ def test_a_child_forked_after_the_handlers_were_given_back_has_those_of_its_pare
 def test_a_forked_child_goes_on_ignoring_what_its_parent_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # like nohup
     stop = StopRequests(["SIGHUP"], None)
-    stop.install()
+    stop.signals.install()
     try:
         if (pid := os.fork()) == 0:
             signal.raise_signal(signal.SIGHUP)
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
     finally:
-        stop.uninstall()
+        stop.signals.uninstall()
         signal.signal(signal.SIGHUP, before)
 
 
@@ -239,35 +239,35 @@ def test_handlers_that_were_there_are_not_called_but_put_back(usr1_handler: list
     names = ["SIGUSR1", "SIGUSR2", "SIGINT"]
     before = [signal.getsignal(getattr(signal, name)) for name in names]
     stop = StopRequests(names, None)
-    stop.install()
-    stop.install()
+    stop.signals.install()
+    stop.signals.install()
     signal.raise_signal(signal.SIGUSR1)
     assert stop.due(0, 0) == "SIGUSR1" and usr1_handler == []
-    stop.grant()
-    stop.uninstall()
+    stop.signals.grant()
+    stop.signals.uninstall()
     assert [signal.getsignal(getattr(signal, name)) for name in names] == before
     signal.raise_signal(signal.SIGUSR1)
     assert usr1_handler == [signal.SIGUSR1]
-    stop.uninstall()
+    stop.signals.uninstall()
 
 
 def test_a_handler_installed_later_is_left_alone(usr1_handler: list[int]) -> None:
     stop = StopRequests(["SIGUSR1"], None)
-    stop.install()
+    stop.signals.install()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    stop.uninstall()
+    stop.signals.uninstall()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
 
 def test_it_can_be_installed_again(usr1_handler: list[int]) -> None:
     stop = StopRequests(["SIGUSR1"], None)
     for _ in range(2):
-        stop.install()
-        stop.uninstall()
-    stop.install()
+        stop.signals.install()
+        stop.signals.uninstall()
+    stop.signals.install()
     signal.raise_signal(signal.SIGUSR1)
     assert stop.due(0, 0) == "SIGUSR1" and usr1_handler == []
-    stop.uninstall()
+    stop.signals.uninstall()
 
 
 def test_another_thread_installs_nothing_but_may_ask_for_a_stop(
@@ -276,8 +276,8 @@ def test_another_thread_installs_nothing_but_may_ask_for_a_stop(
     stop, before = StopRequests(["SIGUSR1"], None), signal.getsignal(signal.SIGUSR1)
 
     def work() -> None:
-        stop.install()
-        stop.uninstall()
+        stop.signals.install()
+        stop.signals.uninstall()
         stop.request(StopNotice("the node is drained"))
 
     with caplog.at_level(logging.DEBUG, logger="holdfast"):
@@ -291,8 +291,8 @@ def test_another_thread_installs_nothing_but_may_ask_for_a_stop(
 
 def uninstalled_by_another_thread(usr1_handler: list[int]) -> StopRequests:
     stop = StopRequests(["SIGUSR1"], None)
-    stop.install()
-    thread = threading.Thread(target=stop.uninstall)
+    stop.signals.install()
+    thread = threading.Thread(target=stop.signals.uninstall)
     thread.start()
     thread.join()
     return stop
@@ -306,20 +306,20 @@ def test_signals_that_come_after_another_thread_has_uninstalled_reach_the_handle
     signal.raise_signal(signal.SIGUSR1)
     assert usr1_handler == [signal.SIGUSR1] * 2 and stop.due(0, 0) is None
     stop = uninstalled_by_another_thread(usr1_handler)
-    stop.install()
+    stop.signals.install()
     signal.raise_signal(signal.SIGUSR1)
     assert stop.due(0, 0) == "SIGUSR1" and len(usr1_handler) == 2
-    stop.uninstall()  # passes the signal on
+    stop.signals.uninstall()  # passes the signal on
     signal.raise_signal(signal.SIGUSR1)
     assert len(usr1_handler) == 4
 
 
 def end_by_a_signal_after_another_thread_has_uninstalled(pipe: Connection) -> None:
     stop = StopRequests(["SIGTERM"], None)
-    stop.install()
+    stop.signals.install()
     if pipe.recv() == "signalled":
         signal.raise_signal(signal.SIGTERM)
-    thread = threading.Thread(target=stop.uninstall)
+    thread = threading.Thread(target=stop.signals.uninstall)
     thread.start()
     thread.join()
     pipe.send("uninstalled")
