@@ -267,7 +267,6 @@ class RecoverHandler:
         return None if resumed is None else resumed.info
 
     def _give_up_newer(self, resumed: Choice) -> None:
-        # Copied again, because a crash may have cut the copy short.
         self._resume.go_back(resumed, self._folder.mirror)
         # Copied again, because a crash may have cut the copy short.
         self._folder.copy(Generation(resumed.step, resumed.path))

@@ -414,8 +414,6 @@ class _Places:
     def get(self, request: PlacementRequest) -> Placement:
         # The previous attempt's place, grown if possible, or a new place if it cannot be used any
         # more.
-        # The previous attempt's place, grown if possible, or a new place if it cannot be used any
-        # more.
         with self._lock:
             if self._removed.is_set():
                 raise WorkerLost(request.name, range(request.world_size), "the job has ended")

@@ -269,7 +269,6 @@ class ResumableDataLoader:
 
     def _next_share(self) -> tuple[list[int], int]:
         # Indices of this rank's share of the next batch, and the cursor after it.
-        # Indices of this rank's share of the next batch, and the cursor after it.
         end = min(self._cursor + self.batch_size, self._of_epoch)
         batch = self._order[self._cursor : end].tolist()
         first = len(batch) * self._rank // self._world_size

@@ -206,7 +206,6 @@ class SnapshotWriter:
         return generation, sum(entry.bytes for entry in entries)
 
     def _copy_and_delete(self, generation: Generation) -> None:
-        # A failure here does not undo the commit.
         # A failure here does not undo the commit. RuntimeError: no thread can be started at the
         # very end.
         try:

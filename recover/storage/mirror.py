@@ -93,7 +93,6 @@ class Mirror:
         self, names: Collection[str], *, damaged: bool, known: Collection[int] = ()
     ) -> list[int]:
         # Manifests of the steps ``known`` exist and are not read.
-        # Manifests of the steps ``known`` exist and are not read.
         found = []
         for step in _steps_in(names):
             marked = _damaged(step) in names
@@ -302,9 +301,6 @@ class Mirror:
         # Copies newer than the one just made stay and do not count. They were damaged or out of
         # reach when the run resumed from an older one, and the run will replace them. They are no
         # reason to remove a sound copy.
-        # Copies newer than the one just made stay and do not count. They were damaged or out of
-        # reach when the run resumed from an older one, and the run will replace them. They are no
-        # reason to remove a sound copy.
         names = self._remote.names()
         sound = self._steps_of(names, damaged=False, known=self._complete)
         self._complete.update(sound)
@@ -343,8 +339,6 @@ class Mirror:
         return files
 
     def _download(self, step: int, manifest: bytes, staging: Path) -> int:
-        # A wrong digest is usually one bad read (a cache, a proxy, memory), so the file is read
-        # again.
         files = self._checked_files(step, manifest)  # before gigabytes are read
         write_durably(staging / MANIFEST_NAME, manifest)
         for name, entry in files.items():
