@@ -49,6 +49,7 @@ class RankEngines:
     def __post_init__(self) -> None:
         if not self.engines:
             raise ConfigError("there is no engine to snapshot; pass at least one")
+        # The name becomes a folder, and ``state`` is taken.
         for name in self.engines:
             if name == "state" or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 raise ConfigError(
@@ -114,6 +115,7 @@ def engines_of(holder: Any) -> RankEngines:
         return holder
     if isinstance(holder, Mapping):
         return RankEngines(dict(holder))
+    # A worker names its engines, or it has one, or it is one.
     engines = getattr(holder, "engines", None) or {"default": getattr(holder, "engine", None)}
     if None not in engines.values():
         return RankEngines(dict(engines), dict(getattr(holder, "stateful", {})))
@@ -183,6 +185,7 @@ def as_engine(thing: Any) -> Any:
 def _engine_of(thing: Any) -> Any:
     if isinstance(thing, DCPState) or hasattr(thing, "dcp_state"):
         return thing
+    # Parts of another trainer, in a tuple or as attributes.
     if isinstance(thing, Sequence):
         fits = 0 < len(thing) <= 3 and isinstance(thing[0], nn.Module)
         return HostEngine(*thing) if fits else None
@@ -220,6 +223,7 @@ def names_from_folder(model: nn.Module, group: dist.ProcessGroup | None = None) 
     for name, param in model.named_parameters(remove_duplicate=False):
         if not param.requires_grad:
             frozen[clean_name(name)] = param
+    # Parameters of the base are compared under the names that the folder has for them.
     same = _from_folder(base_view(transformers_model(model)), group)
     found = frozenset(name for name, param in frozen.items() if id(param) in same)
     others = sorted(frozen.keys() - found)
@@ -317,6 +321,7 @@ def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts
         old = before[name]
         new = now[name]
         has_stepped = (new.optimizer_steps or 0) > (old.optimizer_steps or 0)
+        # Nothing had to change.
         if not new.moved or not has_stepped:
             continue
         steps = f"optimizer steps {old.optimizer_steps} and {new.optimizer_steps}"

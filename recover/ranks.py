@@ -102,6 +102,7 @@ class LocalRanks:
 
     def close_sessions(self) -> None:
         """Close the session of this rank, if it is open. Not collective."""
+        # Forgotten first, so that a second call finds nothing to close.
         session = self._session.own
         self._session.own = None
         if session is not None:
@@ -160,6 +161,7 @@ class DrivenRanks:
         self._group = group
         self._session = session
         self.world_size = group.world_size
+        # The background has threads of its own in the workers.
         self._run = group.run_all
         if in_background:
             self._run = group.run_in_background
@@ -256,5 +258,6 @@ def ranks_of(
     if hasattr(type(engine), "run_in_background"):
         return DrivenRanks(engine, session)
     target = engines_of(engine)
+    # The registered objects of this process are those of a rank too.
     everything = RankEngines(target.engines, target.stateful | dict(stateful), group)
     return LocalRanks(everything, group, session)

@@ -254,6 +254,7 @@ class Attempt:
     def _end(self, end: Callable[[WorkerGroup], None] = WorkerGroup.kill) -> None:
         with self._lock:
             self._ended = True
+        # All groups end, even if ending one raises.
         with ExitStack() as stack:
             for group in self._groups.values():
                 stack.callback(end, group)
@@ -345,6 +346,7 @@ class Supervisor:
     def _note_loss(
         self, loss: WorkerLost, attempt: int, tear_down: Callable[[], None]
     ) -> RecoveryEvent:
+        # Survivors could still write, so they end before anything else happens.
         detected_at = time.time()
         tear_down()
         torn_down_s = time.time() - detected_at
@@ -372,7 +374,7 @@ class Supervisor:
                 "or raise retries; the newest checkpoint is intact and the same command resumes "
                 "from it"
             ) from loss
-        if lost is None:
+        if lost is None:  # of another job, or it never started
             return
 
         # Allow more time for a step or a start that has just timed out.

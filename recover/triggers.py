@@ -120,6 +120,7 @@ class Triggers:
             self._step_began_s = None
         reason: str | None = None
 
+        # Flags of this caller. Those of all callers are combined with a bitwise OR.
         def ask_here() -> int:
             nonlocal reason
             wanted = ask()
@@ -179,6 +180,7 @@ class SnapshotSchedule:
         Asking changes nothing, so asking twice (for an actor and a critic, say) gives the same
         answer.
         """
+        # Any of the frequencies is enough.
         if step_info.global_step == self._last_step:
             return False
         if self._freq_secs is not None and self._clock() - self._last_s >= self._freq_secs:
@@ -247,6 +249,7 @@ class StopRequests:
             return str(self._requested)
         if self.deadline is None:
             return None
+        # Time for one more step, the saves after it, and the exit.
         save_s = n_saves * (save_s or UNMEASURED_SAVE_S)
         if self._clock() + step_s + save_s * SAVE_MARGIN + SLACK_S < self.deadline:
             return None
@@ -257,6 +260,7 @@ class StopRequests:
 
     def _ask_notices(self) -> None:
         now_s = time.monotonic()
+        # A notice may ask a server.
         if now_s - self._noticed_s < _NOTICE_POLL_S:
             return
         self._noticed_s = now_s

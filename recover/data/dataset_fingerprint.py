@@ -84,6 +84,7 @@ def probe_dataset(dataset: Any, n_workers: int = 0) -> str:
     try:
         if isinstance(getattr(dataset, "fingerprint", None), str):
             return dataset_fingerprint(dataset)
+        # A worker that is forked later would share an open file, and its position.
         holds_no_files = isinstance(dataset, list | tuple | range | TensorDataset)
         if n_workers and not (holds_no_files or type(dataset).__module__.startswith("datasets.")):
             reason = f"it is read in {n_workers} worker processes only"
@@ -136,6 +137,7 @@ def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
             flat = value.detach().cpu().contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().tobytes()
             _feed_bytes(digest, f"{value.dtype}{list(value.shape)}", data)
+        # By the text of the keys, because they may not be comparable.
         case Mapping():
             _feed_bytes(digest, "mapping", str(len(value)).encode())
             for key in sorted(value, key=repr):

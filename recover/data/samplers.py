@@ -39,6 +39,7 @@ def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
         CheckpointMismatchError: the attribute is another kind of generator than in the saved run.
     """
     for name, draw in draws.items():
+        # The attribute as it is here must be of the saved kind.
         value = getattr(source, name, None)
         here = _draw(name, value)
         if here is None:
@@ -49,6 +50,7 @@ def restore_draws(source: Any, draws: Mapping[str, Any]) -> None:
                 "generator or seed when the run was saved: samples would be lost or repeated. "
                 "Resume with the sampler of the run"
             )
+        # A generator is changed in place, because others may hold it too. A seed is replaced.
         match value:
             case torch.Generator():
                 value.set_state(draw)

@@ -52,6 +52,7 @@ def check_shared(ranks: Ranks, folder: Path) -> None:
     probe = ranks.decide(partial(_make_probe, folder))
     if probe is None:
         return
+    # Ask all ranks, and leave no file behind.
     try:
         blind = [found for found in ranks.run_all(_look_for, str(probe)) if found is not None]
     finally:
@@ -108,6 +109,8 @@ def check_bytes(holder: Any, generation: str, files: Mapping[str, Mapping[str, A
     """
     group = engines_of(holder).group
     sizes = {name: entry["bytes"] for name, entry in files.items()}
+    # A wrong byte is an answer, so that the leader can go on with another generation. A file that
+    # is not seen is an error of the setup.
     for name in share_of(sizes, get_rank(group), get_world_size(group)):
         try:
             verify_file(generation, name, files[name])
@@ -201,6 +204,7 @@ def check_restored(
         CheckpointCorruptError: something differs, although every byte that was read matched its
             digest.
     """
+    # Everything that was restored must have been saved.
     saved_facts, saved_generators = saved
     facts, generators = restored
     unknown_engines = facts.keys() - saved_facts.keys()
@@ -211,6 +215,7 @@ def check_restored(
             f"{what} was restored, but its recover_info.json says nothing of {unknown[0]!r}"
         )
 
+    # Compare what the restored run has. The saved one may have had more.
     expected = _rows(saved_facts, saved_generators)
     rows = _rows(facts, generators)
     for name, engine in saved_facts.items():

@@ -266,8 +266,8 @@ class ResumeChoice:
         if saved != now and not self._epochs_may_change:
             raise CheckpointMismatchError(
                 f"{choice.path} is of a run with {saved} steps an epoch, this one has {now}; use "
-                "its dataset and batch size, or RecoverHandler(..., epochs_may_change=True), and go "
-                f"on with StepInfo.at(last_step_info.global_step + 1, {now}). A "
+                "its dataset and batch size, or RecoverHandler(..., epochs_may_change=True), and "
+                f"go on with StepInfo.at(last_step_info.global_step + 1, {now}). A "
                 "ResumableDataLoader then finds its place if samples were added at the end of its "
                 "dataset; put any other data to its place yourself"
             )

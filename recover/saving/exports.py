@@ -52,6 +52,7 @@ class ExportRequest:
         """Return the name of the engine to export. Raises `ConfigError` if none or several could be
         meant.
         """
+        # The engine that is meant.
         names = list(target.engines)
         if self.engine is None and len(names) > 1:
             raise ConfigError(
@@ -63,6 +64,7 @@ class ExportRequest:
             raise ConfigError(
                 f"config key 'recover.hf_engine' is {name!r}; expected one of {names}"
             )
+        # Only a model of transformers has the names of a Hugging Face folder.
         model = target.state(name).model
         if not isinstance(transformers_model(model), PreTrainedModel):
             raise ConfigError(
@@ -119,6 +121,7 @@ class Exports:
                 commit_folder(staging, final)
                 self._delete_old()
 
+        # Every rank writes its part, then the leader commits.
         staging = ranks.decide(partial(self._store.open_staging, step))
         with ExitStack() as undo:
             if ranks.is_leader:
@@ -147,6 +150,7 @@ class Exports:
         """Quarantine exports of steps later than ``after``, which the run trains again. Called in
         the leader.
         """
+        # What an earlier process has begun may be due again.
         self.last_step = None
         self._store.sweep()
         for export in self._store.generations():
@@ -172,6 +176,7 @@ def capture_export(session: "RankSession", target: RankEngines, staged: bool) ->
     name = request.name(target)
     engine = target.engines[name]
     state = target.state(name)
+    # A staged model is a view of the staging buffers, for a thread that writes while training runs.
     model = exportable_model(state.model)
     if staged:
         model = staged_model(state.model, session.staged_weights(name, state))

@@ -110,6 +110,7 @@ class Saver:
         """Return what `Triggers` cannot know about a step: forced snapshots, exports, results to
         collect.
         """
+        # Mistakes of the caller are found at the first step, not at the first snapshot.
         finite_numbers(metrics)
         if epoch is not None:
             epoch.check(step_info)
@@ -210,12 +211,14 @@ class Saver:
                     self._exports.write, writers, step, capture.began_s, in_background
                 )
 
+        # The thread takes the writes over. What they return is collected by `settle`.
         if in_background and writes:
             staged_bytes = partial(self._folder.staged_bytes, step)
             self._background = BackgroundStep(step, writes, must=must, written_bytes=staged_bytes)
             self._process_end.watch()
             return "snapshot" in kinds
 
+        # Here and now. A failed snapshot does not keep the export from being made.
         committed = self.stats.committed
         for kind, write in writes.items():
             with self.tolerating(step, must and kind == "snapshot", kind):
@@ -223,6 +226,7 @@ class Saver:
         return self.stats.committed > committed
 
     def _is_new(self, step: int, last_step: int | None) -> bool:
+        # The newest step on disk, or the one that is on its way there.
         store = self._folder.generations
         with as_write_error(store.root):
             newest = max((generation.step for generation in store.generations()), default=-1)
@@ -282,6 +286,7 @@ class Saver:
                 self.stats.failed += 1
             else:
                 self.stats.exports_failed += 1
+            # Of other errors nobody knows what they mean for the run.
             is_tolerable = is_write_failure(error) or isinstance(error, StaleSnapshotError)
             if must or not is_tolerable:
                 raise

@@ -101,6 +101,7 @@ class GenerationStore:
             text = self.owner.read_text(errors="replace")
             if text.endswith("\n"):
                 return text.strip()
+        # A folder of an older version.
         committed = [generation.path for generation in self.generations()]
         for path in (*committed, *self.quarantined()):
             with contextlib.suppress(CheckpointError, OSError):
@@ -217,6 +218,7 @@ class GenerationStore:
                 is visible, except if the fsync after the rename failed: then a complete generation
                 is visible, which a power cut may take away.
         """
+        # The manifest is written last, so that it lists everything.
         with as_write_error(self.path_of(step)):
             write_manifest(staging, entries, facts)
             try:
@@ -234,6 +236,7 @@ class GenerationStore:
         final = self.path_of(step)
         with as_write_error(final):
             commit_folder(staging, final)
+        # Hints, which follow the rename.
         self._note(self.tracker, str(step))
         if not self.owner.exists():
             run_id = read_manifest(final).get("run_id")
@@ -261,6 +264,7 @@ class GenerationStore:
         """
         check = check or self.verify
         for generation in self.generations():
+            # Other errors than damage leave: an older generation would be no answer to them.
             try:
                 return generation, check(generation.path)
             except CheckpointCorruptError as error:
@@ -317,6 +321,7 @@ class GenerationStore:
         The newest usable generation always stays, and so do pinned ones and the steps ``copied``,
         whose files are being read.
         """
+        # Look at everything first. If something cannot be read, nothing is deleted.
         try:
             generations = {generation.step: generation for generation in self.generations()}
             usable = (step for step, found in generations.items() if self._usable(found))
@@ -328,6 +333,7 @@ class GenerationStore:
         except OSError as error:
             logger.warning("no generation is deleted, because one cannot be read: %s", error)
             return
+        # Oldest first, so that a crash in between leaves the newest ones.
         keep = steps_to_keep(metrics, rules) | {newest_usable, *pins, *copied}
         for step in sorted(generations.keys() - keep):
             remove_or_log(generations[step].path)
@@ -390,6 +396,7 @@ def reasons_to_keep(generations: _Metrics, rules: RetentionRules) -> dict[int, l
     """Return the names of the rules that keep each step. Generations that no rule keeps go at the
     next commit.
     """
+    # Steps that each rule wants.
     newest_first = sorted(generations, reverse=True)
     last = f"last {rules.last}" if rules.last else "all"
     wanted = {
@@ -403,6 +410,7 @@ def reasons_to_keep(generations: _Metrics, rules: RetentionRules) -> dict[int, l
         best = _best_first(generations, rules.metric, rules.mode)
         wanted[f"best {rules.best} by {rules.metric}"] = best[: rules.best]
 
+    # Rules that want each step.
     reasons: dict[int, list[str]] = {}
     for step in newest_first:
         reasons[step] = [rule for rule, steps in wanted.items() if step in steps]

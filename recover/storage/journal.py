@@ -55,6 +55,7 @@ class Journal:
         """Append an event. If it cannot be written, it is lost. Later events are still tried."""
         if self._fd is None:
             return
+        # One write, so that a kill cannot tear the line. It begins by ending a torn one.
         try:
             entry = json.dumps({"event": event, "time": round(time.time(), 3), **facts})
             line = b"\n" * self._torn + entry.encode() + b"\n"
@@ -96,6 +97,7 @@ class Journal:
         self._end("closed", sys.exc_info()[1])
 
     def _end(self, how: str, error: BaseException | None) -> None:
+        # An attempt that never loaded has no start, and so no end.
         if self._started_by is not None:
             self.note("end", how=how, error=None if error is None else _described(error))
         if self._fd is not None:
@@ -104,6 +106,7 @@ class Journal:
         atexit.unregister(self._end_of_process)
 
     def _end_of_process(self) -> None:
+        # A forked child inherits the registration. The error is the one that Python has printed.
         if os.getpid() == self._started_by:
             self._end("exited", getattr(sys, "last_value", None))
 
@@ -141,6 +144,7 @@ def read_journal(
         since: byte offset at which to begin.
     """
     path = trial_root / JOURNAL_NAME
+    # Lazy: the file is opened when the first event is asked for, inside of ``try``.
     lines = read_lines(
         path,
         "event",
@@ -208,6 +212,7 @@ def _wrong_fact(event: dict[str, Any]) -> str | None:
     for name in ("time", *_NEEDED.get(event["event"], ())):
         if event.get(name) is None:
             return f"no {name}"
+    # Facts that are unknown here may be those of a newer version.
     for name, fact in event.items():
         kinds = _FACTS.get(name)
         if kinds is None or fact is None:

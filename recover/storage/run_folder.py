@@ -52,6 +52,7 @@ class RunFolder:
 
         A second call does nothing.
         """
+        # The lock first: only its holder may write to the mirror.
         is_open = self._lock.held
         self._lock.acquire(self._config.lock_timeout_s)
         url = self._config.mirror_path
@@ -109,6 +110,7 @@ class RunFolder:
         ``commit_hangs``.
         """
         self._ended = True
+        # Whoever has the lock is committing, and may hang with the storage.
         if self._commit_lock.acquire(timeout=timeout_s):
             self._commit_lock.release()
         else:
@@ -131,12 +133,14 @@ class RunFolder:
         """Copy a generation of the run to the mirror, in the background."""
         if self.mirror is None:
             return
+        # A ``resume_path`` may lead to another run, which has its own mirror.
         is_own = generation.path.parent.resolve() == self.generations.root.resolve()
         if is_own:
             self.mirror.submit(generation)
 
     def delete_old(self) -> None:
         """Delete the generations that no retention rule keeps and that are not being copied."""
+        # Files that are being copied must stay until the copy is complete.
         copied = set() if self.mirror is None else self.mirror.pinned()
         self.generations.delete_by_retention(self._rules, copied)
 
@@ -154,7 +158,7 @@ class RunFolder:
         """
         if self.commit_hangs:
             return
-        with ExitStack() as ends:
+        with ExitStack() as ends:  # run in reverse order: the lock goes last
             ends.callback(self._lock.release)
             ends.callback(self.journal.close)
             if self.mirror is not None:
