@@ -92,7 +92,7 @@ def restore_run(
     states = ranks.run_all(read_rank, str(path), info.weight_versions, is_own)
     digests = [(state.process, state.rng) for state in states]
     if driver is not None:
-        digests.append((driver.name, driver.restore(stateful)))
+        digests.append((driver.own.stem, driver.restore(stateful)))
 
     # Ranks that continue the same process all have to have its generators: a wrong digest stays.
     generators: dict[str, str] = {}
@@ -157,7 +157,7 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own:
         samples,
         numerical_switches(states, target.engines),
         settled,
-        process.name,
+        process.own.stem,
         rng,
         process.saved_sharing,
         target.ranks_with_same_data,
@@ -192,6 +192,7 @@ def _warn_of_absent(path: Path, info: RecoverInfo) -> None:
         )
 
 
+@dataclass(frozen=True)
 class ProcessState:
     """Generators and user objects of a process, read and not yet restored.
 
@@ -201,19 +202,12 @@ class ProcessState:
     driver, and derives its generators from those of rank 0 and the number of its data. A converted
     generation may have no such state at all. Then everything stays as it is.
 
-    Attributes:
-        name: the saved process, ``rank_00001`` or ``driver``.
-        saved_sharing: number of ranks with the same data in the saved run.
     """
 
-    def __init__(
-        self, own: Path, sources: Mapping[Path, dict[str, Any]], data_rank: int, saved_sharing: int
-    ) -> None:
-        self.name = own.stem
-        self.saved_sharing = saved_sharing
-        self._own = own
-        self._sources = sources
-        self._data_rank = data_rank
+    own: Path  # file of this process, ``state/rank_00001.pt``. It may not exist
+    sources: Mapping[Path, dict[str, Any]]  # files to take its state from, and their contents
+    data_rank: int  # number of its data
+    saved_sharing: int  # number of ranks with the same data in the saved run
 
     @classmethod
     def read(
@@ -256,14 +250,14 @@ class ProcessState:
         """
         # User objects, each from the first process that had it.
         for key, thing in sorted(stateful.items()):
-            saved = [state["user"][key] for state in self._sources.values() if key in state["user"]]
+            saved = [state["user"][key] for state in self.sources.values() if key in state["user"]]
             if saved:
                 thing.load_state_dict(saved[0])
             else:
-                logger.warning("%s has no state for %r; it starts anew", self._own.parents[1], key)
-        if not self._sources:
+                logger.warning("%s has no state for %r; it starts anew", self.own.parents[1], key)
+        if not self.sources:
             return None
-        first, state = next(iter(self._sources.items()))
+        first, state = next(iter(self.sources.items()))
         for key in sorted(state["user"].keys() - stateful.keys()):
             logger.warning(
                 "%s has a state for %r, which nothing is registered for here; it is ignored",
@@ -272,8 +266,8 @@ class ProcessState:
             )
 
         # Generators: its own, or new ones that follow from another process's.
-        if first != self._own:
-            restore_rng(derive_rng(state["rng"], self._data_rank))
+        if first != self.own:
+            restore_rng(derive_rng(state["rng"], self.data_rank))
             return None
         restore_rng(state["rng"])
         now = capture_rng()

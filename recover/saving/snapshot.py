@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,18 +78,17 @@ class Capture:
     driver: tuple[bytes, str] | None
 
 
+@dataclass(eq=False)
 class SnapshotWriter:
     """Captures the steps of one run, and writes and commits its snapshots."""
 
-    def __init__(self, folder: RunFolder, run_id: str, stateful: Mapping[str, Stateful]) -> None:
-        self.run_id = run_id  # recorded in every generation
-        # resume_path and its digest, in the leader
-        self.resumed_from: tuple[str | None, str | None] = (None, None)
-        # facts of the last generation, by engine name
-        self.last_facts: Mapping[str, EngineFacts] = {}
-        self._folder = folder
-        self._store = folder.generations
-        self._stateful = stateful
+    folder: RunFolder
+    run_id: str  # recorded in every generation
+    stateful: Mapping[str, Stateful]  # registered objects of this process
+    # resume_path and its digest, in the leader
+    resumed_from: tuple[str | None, str | None] = (None, None)
+    # facts of the last generation, by engine name
+    last_facts: Mapping[str, EngineFacts] = field(default_factory=dict)
 
     def capture(
         self,
@@ -117,7 +116,7 @@ class SnapshotWriter:
         ranks.run_sessions(RankSession.capture, in_background, snapshot, "export" in kinds)
         driver = None
         if snapshot and ranks.is_driver:
-            state, rng = capture_process(self._stateful)
+            state, rng = capture_process(self.stateful)
             driver = state, rng_digest(rng)
         return Capture(step_info, in_background, began_s, finite_numbers(metrics), data, driver)
 
@@ -130,7 +129,7 @@ class SnapshotWriter:
         staging = ranks.decide(partial(self._open_staging, capture.step_info.global_step))
         with ExitStack() as undo:
             if ranks.is_leader:
-                undo.callback(self._store.discard, staging)
+                undo.callback(self.folder.generations.discard, staging)
             parts = ranks.run_sessions(
                 RankSession.write_snapshot, str(staging), capture.in_background
             )
@@ -154,11 +153,12 @@ class SnapshotWriter:
         return seconds
 
     def _open_staging(self, step: int) -> Path:
-        with self._folder.committing():
-            self._folder.delete_old()
-        with as_write_error(self._store.root):
-            require_free_space(self._store.root, self._store.newest_bytes())
-        return self._store.open_staging(step)
+        with self.folder.committing():
+            self.folder.delete_old()
+        store = self.folder.generations
+        with as_write_error(store.root):
+            require_free_space(store.root, store.newest_bytes())
+        return store.open_staging(step)
 
     def _commit(
         self,
@@ -194,7 +194,7 @@ class SnapshotWriter:
         )
 
         # The leader's own files, then the rename.
-        with self._folder.committing():
+        with self.folder.committing():
             with as_write_error(staging):
                 if driver_state is not None:
                     entries.append(write_process(staging, DRIVER_STATE, driver_state))
@@ -202,15 +202,17 @@ class SnapshotWriter:
                 if capture.data is not None:
                     entries.append(write_entry(staging, DATA_STATE, capture.data))
             step = capture.step_info.global_step
-            generation = self._store.commit(staging, step, entries, manifest_facts(info))
+            generation = self.folder.generations.commit(
+                staging, step, entries, manifest_facts(info)
+            )
         return generation, sum(entry.bytes for entry in entries)
 
     def _copy_and_delete(self, generation: Generation) -> None:
         # A failure here does not undo the commit. RuntimeError: no thread can be started at the
         # very end.
         try:
-            with self._folder.committing():
-                self._folder.keep(generation)
+            with self.folder.committing():
+                self.folder.keep(generation)
         except FolderInUseError:
             raise
         except (CheckpointError, OSError, RuntimeError) as error:
