@@ -252,7 +252,7 @@ class RecoverHandler:
         self._folder.note_start(resumed, ranks.world_size, time.monotonic() - started)
         self._snapshots.resumed_from = self._resume.resumed_from
 
-        # Allocate what snapshots and exports need, so that they do not fail for lack of it later.
+        # Allocate the buffers of snapshots and exports now: later there may be no memory for them.
         ranks.open_sessions(
             RankSession.open,
             self.config.save_timeout_s if self.config.async_save else None,
@@ -276,7 +276,7 @@ class RecoverHandler:
         if resumed is None:
             ranks.decide(partial(exports.give_up, after=-1))
             return
-        # Exports of later steps are given up. That of this step too if it is another run's step.
+        # Give up the exports of later steps, and of this step if another run has trained it.
         is_own = resumed.path.parent.resolve() == self.store.root.resolve()
         last_kept = resumed.step if is_own else resumed.step - 1
         ranks.decide(partial(exports.give_up, after=last_kept))

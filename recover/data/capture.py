@@ -61,6 +61,7 @@ def capture_data(ranks: Ranks, dataloader: Stateful | None) -> bytes | None:
     the callers. Raises `ConfigError` if a state could not be resumed, or only some have a
     dataloader.
     """
+    # Ranks with the same data have loaders in the same position: the head of each is enough.
     found = ranks.here(lambda: None if dataloader is None else _capture_loader(dataloader))
     of_heads = {rank: found[rank] for rank in range(0, len(found), ranks.ranks_with_same_data)}
     saved = [loader for loader in of_heads.values() if loader is not None]
@@ -153,6 +154,7 @@ def note_order(loader: Any) -> OrderNote | None:
     """
     if not isinstance(loader, DataLoader):
         return None
+    # torch iterates over the batch sampler, and a batch sampler over its sampler.
     holder = loader if loader.batch_sampler is None else loader.batch_sampler
     inner: Any = getattr(holder, "sampler", None)
     sampler = holder if inner is None else inner

@@ -130,6 +130,7 @@ class ResumableDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of this epoch, or the whole next epoch if this one is finished."""
+        # A restore in the middle of the loop may change the epoch, which ends the loop.
         if not self._has_batch():
             self._begin_next_epoch()
         epoch = self._epoch

@@ -118,6 +118,7 @@ def restore_dataloader(
         CheckpointMismatchError: the loader did not return to its position, or its order cannot be
             made again.
     """
+    # Refuse another order before anything is changed.
     check_first_batches(loader, order.draws)
     _resume_once(loader)
     note = note_order(loader)
@@ -133,6 +134,7 @@ def restore_dataloader(
         if note is not None:
             note.resumed = generator
 
+    # Order first, because the loader builds its iterator when the place is restored.
     rewind_order()
     _restore_place(loader, state_dict)
     advanced = sampler is not None and int(sampler.epoch) != built_as
@@ -145,6 +147,7 @@ def restore_dataloader(
         sampler.set_epoch(found)
     if over:
         return None
+    # A sampler that is noted may move on, because its note has the epoch that is being read.
     if advanced and (note is None or note.sampler is not sampler):
         raise CheckpointMismatchError(
             f"{type(sampler).__name__} went on from epoch {built_as} by itself while batches were "
@@ -250,6 +253,7 @@ def _restore_place(loader: Stateful, state_dict: dict[str, Any]) -> None:
             f"({type(error).__name__}: {error}): expected a loader that is made as in the saved "
             "run, with the same num_workers. Make it so"
         ) from error
+    # torchdata counts the batches of a stream a second time when it skips them.
     given = batches_given(state_dict)
     if given is not None and given != batches_given(said):
         count_skipped_once(loader, state_dict)

@@ -168,6 +168,7 @@ class ResumeChoice:
     # Rule 1: resume_path
 
     def _candidate(self, mirror: Mirror | None, *, only_look: bool) -> Choice | None:
+        # Once the run has gone back to ``wanted`` and is ahead of it, the newest one wins again.
         newest = self._newest(mirror, only_look)
         wanted = self.resume_path
         if wanted is not None and (newest is None or not _descends(newest.info, wanted)):

@@ -33,7 +33,7 @@ from ..ranks import Ranks
 from ..storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from .snapshot import RankSession
+    from .snapshot import Capture, RankSession
 
 logger = get_logger(__name__)
 
@@ -108,12 +108,12 @@ class Exports:
             return False
         return not os.path.lexists(self._store.path_of(step))
 
-    def write(self, ranks: Ranks, step: int, began_s: float, in_background: bool) -> float:
+    def write(self, ranks: Ranks, capture: "Capture") -> float:
         """Write and commit the captured export of a step. Collective over the callers.
 
-        Returns seconds since ``began_s``, when the save began. After an error nothing became
-        visible.
+        Returns seconds since the save began. After an error nothing became visible.
         """
+        step = capture.step_info.global_step
         final = self._store.path_of(step)
 
         def commit() -> None:
@@ -126,10 +126,10 @@ class Exports:
         with ExitStack() as undo:
             if ranks.is_leader:
                 undo.callback(self._store.discard, staging)
-            ranks.run_sessions(write_export, str(staging), in_background)
+            ranks.run_sessions(write_export, str(staging), capture.in_background)
             ranks.decide(commit)
             undo.pop_all()
-        seconds = time.monotonic() - began_s
+        seconds = time.monotonic() - capture.began_s
         logger.info("step %d: exported %s in %.3f s", step, final, seconds)
         return seconds
 

@@ -203,13 +203,10 @@ class Saver:
             capture = self._snapshots.capture(
                 ranks, step_info, kinds, dataloader, metrics or {}, in_background
             )
-            writers = ranks.in_background() if in_background else ranks
-            if "snapshot" in kinds:
-                writes["snapshot"] = partial(self._snapshots.write, writers, capture)
-            if "export" in kinds:
-                writes["export"] = partial(
-                    self._exports.write, writers, step, capture.began_s, in_background
-                )
+            writers = {"snapshot": self._snapshots, "export": self._exports}
+            writing_ranks = ranks.in_background() if in_background else ranks
+            for kind in kinds:
+                writes[kind] = partial(writers[kind].write, writing_ranks, capture)
 
         # The thread takes the writes over. What they return is collected by `settle`.
         if in_background and writes:
@@ -461,6 +458,7 @@ class BackgroundStep:
             self._watch.join(LINGER_S)
 
     def _look(self) -> None:
+        # Storage is asked only while `linger` waits for an answer.
         self._lingers.wait()
         while not self.ended:
             n_ended = sum(task.state is not JobState.RUNNING for task in self.tasks.values())

@@ -353,6 +353,7 @@ class RankSession:
         """Check that ``values`` of an engine can be loaded again, unless tensors like these were
         checked before.
         """
+        # What can be loaded depends on names, shapes and dtypes alone.
         described = {dotted: (tensor.shape, tensor.dtype) for dotted, tensor in flatten(values)}
         if self._checked.get(name) != described:
             check_loads_again(state, values)
@@ -434,6 +435,7 @@ class RankSession:
         """Return the buffers of an engine. Keyed by name: two engines may share a model and not
         their optimizer.
         """
+        # The buffers fit the model that they were made for.
         known = self._stagings.get(name)
         if known is not None:
             model, staging = known
