@@ -20,21 +20,22 @@ class HostBlocks:
 
     def __init__(self, n_bytes: int, device: torch.device) -> None:
         n_blocks = 1 if device.type == "cpu" else 2
-        self._n_bytes, self._pinned = n_bytes, device.type == "cuda"
+        self._n_bytes = n_bytes
+        self._pinned = device.type == "cuda"
         self._blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")] * n_blocks
         self._copies = [dict[torch.device, torch.cuda.Event]() for _ in range(n_blocks)]
         self._turn = 0
 
     def take(self, n_bytes: int) -> torch.Tensor:
-        """``[n_bytes]`` uint8, valid until the next call. Waits for earlier copies with this block."""
+        """``[n_bytes]`` uint8, valid until the next call. Waits for earlier copies with it."""
         self._turn = (self._turn + 1) % len(self._blocks)
         self._wait(self._turn)
-        if len(self._blocks[self._turn]) < n_bytes:
+        block = self._blocks[self._turn]
+        if len(block) < n_bytes:
             size = max(n_bytes, self._n_bytes)
-            self._blocks[self._turn] = torch.empty(
-                size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
-            )
-        return self._blocks[self._turn][:n_bytes]
+            block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            self._blocks[self._turn] = block
+        return block[:n_bytes]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy to or from the block of the last `take`. Values are cast on the device.
@@ -57,18 +58,26 @@ class HostBlocks:
         requested. The next is copied meanwhile.
         """
         packed = deque[tuple[int, memoryview]]()
-        block, used = self.take(self._n_bytes), 0
+        block = self.take(self._n_bytes)
+        used = 0
         for piece in pieces:
             n_bytes = piece.numel() * dtype.itemsize
+
+            # A full block is given out when its turn comes, just before it is used again.
             if used and used + n_bytes > len(block):
                 packed.append((self._turn, block[:used].numpy().data))
                 if len(packed) == len(self._blocks):
                     turn, values = packed.popleft()
                     self._wait(turn)
                     yield values
-                block, used = self.take(max(n_bytes, self._n_bytes)), 0
-            self.copy(block[used : used + n_bytes].view(dtype).view(piece.shape), piece)
+                block = self.take(max(n_bytes, self._n_bytes))
+                used = 0
+
+            room = block[used : used + n_bytes]
+            self.copy(room.view(dtype).view(piece.shape), piece)
             used += n_bytes
+
+        # The last block, after those that are still being copied.
         packed.append((self._turn, block[:used].numpy().data))
         for turn, values in packed:
             self._wait(turn)
@@ -90,6 +99,7 @@ def _begin_copy(
     if device.type != "cuda":
         target.copy_(source)
         return device, None
+    # The event ends when this copy and all earlier work of the stream have ended.
     target.copy_(source, non_blocking=True)
     event: Any = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))

@@ -27,11 +27,11 @@ class LazyTensor:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "LazyTensor":
         """Wrap a tensor that is in memory or mapped."""
-        return cls(
-            tuple(tensor.shape),
-            tensor.dtype,
-            lambda first, last: tensor[first:last] if tensor.ndim else tensor,
-        )
+
+        def rows(first: int, last: int) -> torch.Tensor:
+            return tensor[first:last] if tensor.ndim else tensor
+
+        return cls(tuple(tensor.shape), tensor.dtype, rows)
 
     @classmethod
     def read_at_once(
@@ -46,6 +46,7 @@ class LazyTensor:
             if not kept:
                 kept.append(read())
             whole = kept[0]
+            # The last block is the end of the reading.
             if not shape or last >= shape[0]:
                 kept.clear()
             return whole[first:last] if shape else whole
@@ -80,9 +81,9 @@ class LazyTensor:
         if not self.shape:
             yield 0, self.rows(0, 1).contiguous()
             return
+        if not self.numel:
+            return
         step = max(1, BLOCK_BYTES // (self.row_elements * self.dtype.itemsize))
-        for first in range(0, self.shape[0] if self.numel else 0, step):
-            yield (
-                first * self.row_elements,
-                self.rows(first, min(first + step, self.shape[0])).contiguous(),
-            )
+        for first in range(0, self.shape[0], step):
+            last = min(first + step, self.shape[0])
+            yield first * self.row_elements, self.rows(first, last).contiguous()

@@ -9,13 +9,13 @@ filled yet. Reading an empty one on a CPU ends the process. So what reads values
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from ...utils.compat.torch_private import storage_id
 from ...utils.errors import EngineOffloadedError
+from .per_model import PerModel
 from .tensors import local_tensor
 
 MODEL = "model."
@@ -37,12 +37,19 @@ class Away:
     copy: torch.Tensor
 
 
-_away: WeakKeyDictionary[nn.Module, dict[str, Away]] = WeakKeyDictionary()
+_away = PerModel[dict[str, Away]](
+    "tensors_away",
+    "Offloaded tensors by dotted name. `Offload` fills it when it empties storages, and empties it "
+    "at the last onload.",
+)
 
 
 def tensors_away(model: nn.Module) -> dict[str, Away]:
     """Dotted name -> each offloaded tensor. Whoever offloads or onloads changes the dict."""
-    return _away.setdefault(model, {})
+    found = _away.of(model)
+    if found is None:
+        found = _away.set(model, {})
+    return found
 
 
 def host_copies(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -71,7 +78,8 @@ def with_host_copies(
             found[key] = with_host_copies(model, value, f"{name}.")
         elif name in away and storage_id(local_tensor(value)) == storage_id(away[name].local):
             found[key] = away[name].copy
-        else:  # here, or of another optimizer of the model, which may have tensors of the same name
+        # Here, or of another optimizer of the model, which may have tensors of the same name.
+        else:
             found[key] = value
     return found
 

@@ -36,9 +36,8 @@ class _Mapping(mmap.mmap):
             cudart: Any = torch.cuda.cudart()
             result = int(cudart.cudaHostRegister(address, len(self), _PORTABLE))
         if result:
-            with suppress(
-                RuntimeError
-            ):  # the refusal stays CUDA's last error, which the next kernel would raise
+            # The refusal stays CUDA's last error, which the next kernel would raise.
+            with suppress(RuntimeError):
                 torch.ones(1, device=device)
             raise RuntimeError(
                 f"CUDA cannot pin {len(self)} bytes of host memory to stage snapshots in "
@@ -68,17 +67,18 @@ def host_copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     of_device = defaultdict[torch.device, dict[str, torch.Tensor]](dict)
     for name, tensor in tensors.items():
         of_device[tensor.device][name] = tensor
-    return {
-        name: copy
-        for device, some in of_device.items()
-        for name, copy in _in_one_mapping(some, device).items()
-    }
+    copies: dict[str, torch.Tensor] = {}
+    for device, some in of_device.items():
+        copies |= _in_one_mapping(some, device)
+    return copies
 
 
 def _in_one_mapping(
     tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    places, total = dict[str, int](), 0
+    # One after the other, each at a multiple of the alignment.
+    places: dict[str, int] = {}
+    total = 0
     for name, tensor in tensors.items():
         places[name] = total
         total += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -90,9 +90,9 @@ def _in_one_mapping(
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     if device.type == "cuda":
         mapping.pin(memory.data_ptr(), device)
-    return {
-        name: memory[places[name] : places[name] + tensor.nbytes]
-        .view(tensor.dtype)
-        .view(tensor.shape)
-        for name, tensor in tensors.items()
-    }
+
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        data = memory[places[name] : places[name] + tensor.nbytes]
+        copies[name] = data.view(tensor.dtype).view(tensor.shape)
+    return copies

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...utils.compat.torch_private import StridedShard, root_mesh
 from ...utils.distributed import get_rank, get_world_size
 from ...utils.errors import ConfigError
+from .per_model import PerModel
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -60,14 +60,14 @@ class Box(NamedTuple):
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The block of a tensor, a view."""
-        return whole[
-            tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
-        ]
+        ranges = zip(self.offsets, self.sizes, strict=True)
+        return whole[tuple(slice(at, at + size) for at, size in ranges)]
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Elements from one index to the next in each dimension of a contiguous tensor."""
-    strides, run = list[int](), 1
+    strides: list[int] = []
+    run = 1
     for size in reversed(shape):
         strides.append(run)
         run *= size
@@ -84,9 +84,15 @@ def local_box(tensor: torch.Tensor) -> Box:
     """
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.dim(), tuple(tensor.shape))
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if (coordinate := mesh.get_coordinate()) is None:  # this rank is outside the mesh
+    mesh = tensor.device_mesh
+    placements = tensor.placements
+
+    # A rank outside of the mesh holds nothing.
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         return Box((0,) * tensor.dim(), (0,) * tensor.dim())
+
+    # What the placements say must be what the rank has.
     found = cut_boxes(tensor.shape, mesh.shape, placements, np.array([coordinate]))
     held = tuple(local_tensor(tensor).shape)
     if found is None or found[0].sizes != held:
@@ -112,8 +118,11 @@ def cut_boxes(
     Raises:
         ConfigError: see `local_box`.
     """
-    if (order := _order_of_cuts(shape, mesh_shape, placements)) is None:
+    order = _order_of_cuts(shape, mesh_shape, placements)
+    if order is None:
         return None
+
+    # Each dimension of the mesh cuts what the one before has left: [ranks, dimensions].
     offsets = np.zeros((len(coordinates), len(shape)), np.int64)
     sizes = np.tile(np.array(shape, np.int64), (len(coordinates), 1))
     for at in order:
@@ -124,10 +133,8 @@ def cut_boxes(
         length = np.minimum(step, rows - begin)
         offsets[:, dim] = np.where(length > 0, offsets[:, dim] + begin, shape[dim])
         sizes[:, dim] = length
-    return [
-        Box(tuple(at), tuple(length))
-        for at, length in zip(offsets.tolist(), sizes.tolist(), strict=True)
-    ]
+    blocks = zip(offsets.tolist(), sizes.tolist(), strict=True)
+    return [Box(tuple(at), tuple(length)) for at, length in blocks]
 
 
 def _order_of_cuts(
@@ -146,25 +153,31 @@ def _order_of_cuts(
             continue
         if type(placement) not in (Shard, StridedShard):
             return None
-        factor, dim = getattr(placement, "split_factor", 1), placement.dim
+
+        # An ordinary shard is cut before the dimensions of the mesh that come after it.
+        factor = getattr(placement, "split_factor", 1)
+        dim = placement.dim
         if factor == 1:
             order.insert(0, at)
             continue
+
+        # A strided shard is cut last. Its factor must be the number of pieces that there are.
         described = (
             f"a tensor {list(shape)} is placed as {tuple(placements)} on a mesh {list(mesh_shape)}"
         )
-        if factor != math.prod(
-            mesh_shape[later] for later in order if placements[later].dim == dim
-        ):
+        pieces = math.prod(mesh_shape[later] for later in order if placements[later].dim == dim)
+        if factor != pieces:
             raise ConfigError(
                 f"{described}, so that a rank holds several runs of rows; use tensor parallelism "
                 "that cuts rows evenly, and shard experts one by one"
             )
+
+        # Where the factor does not divide the rows, the two agree only about two halves of pieces.
         sizes = zip(mesh_shape, placements, strict=True)
         cuts = [size for size, other in sizes if size > 1 and getattr(other, "dim", None) == dim]
-        if shape[dim] % (factor if len(cuts) < 3 else math.prod(cuts)) and (
-            len(cuts) > 2 or mesh_shape[at] > 2
-        ):
+        has_many_cuts = len(cuts) > 2
+        divisor = math.prod(cuts) if has_many_cuts else factor
+        if shape[dim] % divisor and (has_many_cuts or mesh_shape[at] > 2):
             raise ConfigError(
                 f"{described}: FSDP2 and DTensor cut {shape[dim]} rows differently, because "
                 f"{factor} does not divide them; use tensor parallelism that cuts rows evenly, "
@@ -174,7 +187,9 @@ def _order_of_cuts(
     return order
 
 
-_slices: WeakKeyDictionary[DeviceMesh, np.ndarray] = WeakKeyDictionary()
+_slices = PerModel[np.ndarray](
+    "slices", "Result of `ranks_of` for a mesh, which sets it. It never changes."
+)
 
 
 def ranks_of(mesh: DeviceMesh, group: Sequence[int] | None = None) -> np.ndarray:
@@ -184,21 +199,30 @@ def ranks_of(mesh: DeviceMesh, group: Sequence[int] | None = None) -> np.ndarray
     A tensor on a slice of a mesh is the same on all ranks that differ only in the dimensions
     outside of the slice, unless the slice alone is the ``group`` of ranks that hold the tensor.
     """
-    if mesh not in _slices:
-        own, root = mesh.mesh.numpy(), root_mesh(mesh).mesh.numpy()
-        inside = np.argwhere(np.isin(root, own))
-        outside = [dim for dim in range(root.ndim) if len(np.unique(inside[:, dim])) < 2]
-        order = outside + [dim for dim in range(root.ndim) if dim not in outside]
-        slices = (
-            root.transpose(order).reshape(-1, *own.shape)
-            if root.size % own.size == 0
-            else own[None]
-        )
-        _slices[mesh] = (
-            slices if (slices == own).all(tuple(range(1, slices.ndim))).any() else own[None]
-        )
-    slices = _slices[mesh]
-    return mesh.mesh.numpy()[None] if group is not None and len(group) == mesh.size() else slices
+    own = mesh.mesh.numpy()
+    if group is not None and len(group) == mesh.size():
+        return own[None]
+    slices = _slices.of(mesh)
+    if slices is None:
+        slices = _slices.set(mesh, _slices_like(own, root_mesh(mesh).mesh.numpy()))
+    return slices
+
+
+def _slices_like(own: np.ndarray, root: np.ndarray) -> np.ndarray:
+    """All slices of the ranks ``root`` in the directions of the slice ``own``, or ``own`` alone if
+    it is none.
+    """
+    if root.size % own.size:
+        return own[None]
+
+    # Dimensions of the root in which the ranks of the slice do not differ come first.
+    inside = np.argwhere(np.isin(root, own))
+    outside = [dim for dim in range(root.ndim) if len(np.unique(inside[:, dim])) < 2]
+    order = outside + [dim for dim in range(root.ndim) if dim not in outside]
+    slices = root.transpose(order).reshape(-1, *own.shape)
+
+    is_own = (slices == own).all(tuple(range(1, slices.ndim)))
+    return slices if is_own.any() else own[None]
 
 
 def copy_number(tensor: torch.Tensor, group: Sequence[int] | None = None) -> tuple[int, int]:
@@ -208,24 +232,22 @@ def copy_number(tensor: torch.Tensor, group: Sequence[int] | None = None) -> tup
     ``group`` has the global ranks that hold the tensor, in order. None: all ranks. ``(0, 0)`` on a
     rank without a part.
     """
+    rank = get_rank()
     if not isinstance(tensor, DTensor):
-        return (
-            (get_rank(), get_world_size())
-            if group is None
-            else (list(group).index(get_rank()), len(group))
-        )
+        if group is None:
+            return rank, get_world_size()
+        return list(group).index(rank), len(group)
+
     ranks = ranks_of(tensor.device_mesh, group)
-    here = np.argwhere(ranks == get_rank())
+    here = np.argwhere(ranks == rank)
     if not len(here):
         return 0, 0
-    kept = [
-        0,
-        *(
-            1 + dim
-            for dim, placement in enumerate(tensor.placements)
-            if type(placement) is Replicate
-        ),
-    ]
+
+    # Copies differ in the slice, or in a dimension of the mesh that does not cut the tensor.
+    kept = [0]
+    for dim, placement in enumerate(tensor.placements):
+        if type(placement) is Replicate:
+            kept.append(1 + dim)
     sizes = [ranks.shape[dim] for dim in kept]
     return int(np.ravel_multi_index(here[0][kept], sizes)), math.prod(sizes)
 
@@ -238,10 +260,8 @@ def counts_here(tensor: torch.Tensor) -> bool:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether several elements share one place in memory."""
-    strides = tensor.stride()
-    return 0 in strides and any(
-        size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True)
-    )
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in dimensions)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,15 +284,19 @@ class _Memory:
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data
         self.__array_interface__ = {
-            "version": 3, "typestr": "|u1", "shape": tuple(data.shape), "data": (data.data_ptr(), False)
-        }  # fmt: skip
+            "version": 3,
+            "typestr": "|u1",
+            "shape": tuple(data.shape),
+            "data": (data.data_ptr(), False),
+        }
 
 
 def clean_name(name: str) -> str:
     """The name of a tensor in a module without the components that wrappers (torch.compile, FSDP1
     ...) add.
     """
-    if not any(wrapper in name for wrapper in WRAPPERS):  # the usual case, and faster
+    # Most names have no such component, and this is faster.
+    if not any(wrapper in name for wrapper in WRAPPERS):
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 

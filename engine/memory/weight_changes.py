@@ -13,8 +13,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, starmap
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -89,6 +89,15 @@ def share_modules(one: nn.Module, other: nn.Module) -> bool:
     return one is other or not set(one.modules()).isdisjoint(other.modules())
 
 
+class _Live(NamedTuple):
+    """A watched tensor while it is watched."""
+
+    name: str
+    tensor: torch.Tensor
+    local: torch.Tensor
+    version: int  # when the watch began
+
+
 class WriteWatch:
     """Watches tensors of one device, from the constructor to `stop`, while they are copied.
 
@@ -96,23 +105,24 @@ class WriteWatch:
     """
 
     def __init__(self, watched: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-        live = [local_tensor(tensor) for _, tensor, _ in watched]
-        self._names, self._copies = [name for name, *_ in watched], [copy for *_, copy in watched]
-        self._tensors = [
-            (tensor, local) for (_, tensor, _), local in zip(watched, live, strict=True)
-        ]
-        self._versions = list(starmap(_version, self._tensors))
-        self._sampled = [tensor.numel() > 1 and tensor.is_contiguous() for tensor in live]
-        self._samples = _sample(list(compress(live, self._sampled)))
+        self._live: list[_Live] = []
+        self._sampled_copies: dict[str, torch.Tensor] = {}
+        sampled: list[torch.Tensor] = []
+        for name, tensor, copy in watched:
+            local = local_tensor(tensor)
+            self._live.append(_Live(name, tensor, local, _version(tensor, local)))
+            if local.numel() > 1 and local.is_contiguous():
+                self._sampled_copies[name] = copy
+                sampled.append(local)
+        self._samples = _sample(sampled)
         self._written: set[str] = set()
         self._lock = Lock()
 
     def fetch_samples(self) -> None:
         """Start to copy the samples from the device to pinned memory, in its current stream."""
         for dtype, sample in self._samples.items():
-            sample.record_stream(
-                torch.cuda.current_stream(sample.device)
-            )  # or its memory might be used again before
+            # Its memory must not be used again before the copy.
+            sample.record_stream(torch.cuda.current_stream(sample.device))
             self._samples[dtype] = sample.to("cpu", non_blocking=True)
 
     def stop(self) -> None:
@@ -121,12 +131,12 @@ class WriteWatch:
         """
         with self._lock:
             self._look()
-            self._tensors = []
+            self._live = []
 
     def _look(self) -> None:
-        now = starmap(_version, self._tensors)
-        counted = zip(self._names, now, self._versions, strict=False)
-        self._written |= {name for name, version, before in counted if version != before}
+        for name, tensor, local, version in self._live:
+            if _version(tensor, local) != version:
+                self._written.add(name)
 
     def written(self) -> list[str]:
         """Names of the tensors that were written to before `stop` (or now), or that differ from
@@ -136,18 +146,20 @@ class WriteWatch:
         """
         with self._lock:
             self._look()
-        copies = list(compress(self._copies, self._sampled))
-        copied, names = _sample(copies), list(compress(self._names, self._sampled))
+
+        # All samples of a dtype are compared at once. Only if some differ, their tensors are named.
+        copied = _sample(list(self._sampled_copies.values()))
         for dtype, sample in self._samples.items():
             differs = (_bits(sample) != _bits(copied[dtype])).any(1)
-            if differs.any():
-                of_dtype = [
-                    (name, copy)
-                    for name, copy in zip(names, copies, strict=True)
-                    if copy.dtype == dtype
-                ]
-                owners = [name for name, copy in of_dtype for _ in range(_count(copy))]
-                self._written |= set(compress(owners, differs.tolist()))
+            if not differs.any():
+                continue
+            begin = 0
+            for name, copy in self._sampled_copies.items():
+                if copy.dtype == dtype:
+                    end = begin + _count(copy)
+                    if differs[begin:end].any():
+                        self._written.add(name)
+                    begin = end
         return sorted(self._written)
 
 
@@ -168,7 +180,9 @@ def changed_since(live: Mapping[str, torch.Tensor], copies: Mapping[str, torch.T
 
 def _version(tensor: torch.Tensor, local: torch.Tensor) -> int:
     """Number of operations that torch has counted on a DTensor and on its local tensor."""
-    return n_writes(local) if tensor is local else n_writes(local) + n_writes(tensor)
+    if tensor is local:
+        return n_writes(local)
+    return n_writes(local) + n_writes(tensor)
 
 
 def _count(tensor: torch.Tensor) -> int:
@@ -181,10 +195,10 @@ def _sample(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
     """
     views = defaultdict[torch.dtype, list[torch.Tensor]](list)
     for tensor in tensors:
+        # Evenly spread from the first element on.
         count = _count(tensor)
-        views[tensor.dtype].append(
-            tensor.as_strided((count,), ((tensor.numel() - 1) // (count - 1),))
-        )
+        step = (tensor.numel() - 1) // (count - 1)
+        views[tensor.dtype].append(tensor.as_strided((count,), (step,)))
     return {dtype: torch.cat(some) for dtype, some in views.items()}
 
 
