@@ -8,9 +8,11 @@ advantages of exactly 0, not amplified rounding. Results are float32.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ...utils.errors import BatchError
 from .config import NormConfig
@@ -20,11 +22,11 @@ SumOverRanks = Callable[[Mapping[str, float]], dict[str, float]]
 
 
 def normalise(
-    values: torch.Tensor,
+    values: Tensor,
     norm: NormConfig,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     sum_over_ranks: SumOverRanks = dict,
-) -> torch.Tensor:
+) -> Tensor:
     """``(x - mean) / (std + eps)`` of ``values`` ``[B]`` or ``[B, S]`` over groups of rows or over
     the whole batch.
 
@@ -41,46 +43,98 @@ def normalise(
     Raises:
         BatchError: B is not a multiple of ``group_size`` although a level is ``group``.
     """
-    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+    if mask is None:
+        mask = torch.ones_like(values, dtype=torch.bool)
+    mask = mask.bool()
     x = torch.where(mask, values.double(), 0.0)
-    if "group" in (norm.mean_level, norm.std_level):
+    levels = (norm.mean_level, norm.std_level)
+    if "group" in levels:
         check_groups(len(x), norm.group_size or 1)
+
+    # x - mean
     result = x
     if norm.mean_level is not None:
-        rows, row_mask = _arrange(x, mask, norm, norm.mean_level)
-        count, total = _sums(norm.mean_level, sum_over_ranks, row_mask.sum(1).double(), rows.sum(1))
-        means = (total / count.clamp(min=1))[:, None].expand_as(rows)
+        units = _units(x, mask, norm, norm.mean_level, sum_over_ranks)
+        means = units.means.expand_as(units.rows)
         if norm.mean_leave1out:
-            others = (total[:, None] - rows) / (count[:, None] - 1).clamp(min=1)
-            means = torch.where(count[:, None] > 1, others, means)
+            n_others = units.count[:, None] - 1
+            totals = units.total[:, None] - units.rows
+            others = totals / n_others.clamp(min=1)
+            means = torch.where(n_others > 0, others, means)
         result = x - means.reshape(x.shape)
+
+    # / (std + eps), where the deviations are from the unit's own mean, or from what was subtracted.
     if norm.std_level is not None:
-        about_own_mean = norm.mean_level in ("group", norm.std_level)
-        rows, row_mask = _arrange(x if about_own_mean else result, mask, norm, norm.std_level)
-        count, total = _sums(norm.std_level, sum_over_ranks, row_mask.sum(1).double(), rows.sum(1))
-        center = (total / count.clamp(min=1))[:, None] if about_own_mean else 0.0
-        deviations = torch.where(row_mask, rows - center, 0.0)
-        (squares,) = _sums(norm.std_level, sum_over_ranks, deviations.square().sum(1))
-        std = (squares / (count - int(norm.std_unbiased)).clamp(min=1)).sqrt()
+        if norm.mean_level in ("group", norm.std_level):
+            units = _units(x, mask, norm, norm.std_level, sum_over_ranks)
+            deviations = units.rows - units.means
+        else:
+            units = _units(result, mask, norm, norm.std_level, sum_over_ranks)
+            deviations = units.rows
+        deviations = torch.where(units.mask, deviations, 0.0)
+        own_squares = deviations.square().sum(1)
+        (squares,) = _sums(norm.std_level, sum_over_ranks, own_squares)
+
+        n = units.count - int(norm.std_unbiased)
+        variance = squares / n.clamp(min=1)
+        std = variance.sqrt()
         if norm.std_unbiased:
-            std = torch.where(count > 1, std, 1.0)
-        result = result / (std[:, None].expand_as(rows).reshape(x.shape) + norm.eps)
-    return torch.where(mask, result, 0.0).float()
+            # A single value has no deviation.
+            std = torch.where(units.count > 1, std, 1.0)
+        std = std[:, None].expand_as(units.rows)
+        result = result / (std.reshape(x.shape) + norm.eps)
+
+    result = torch.where(mask, result, 0.0)
+    return result.float()
 
 
-def _arrange(
-    x: torch.Tensor, mask: torch.Tensor, norm: NormConfig, level: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reshape both to ``[units, entries per unit]``. A unit is a group, or the whole batch."""
-    units = len(x) // (norm.group_size or 1) if level == "group" else 1
-    return x.reshape(units, -1), mask.reshape(units, -1)
+class _Units(NamedTuple):
+    """Numbers by the unit that has a mean of its own: a group of rows, or the whole batch."""
+
+    rows: Tensor  # [units, entries of a unit on this rank]
+    mask: Tensor  # the same shape
+    count: Tensor  # [units], entries in the mask
+    total: Tensor  # [units], their sum
+
+    @property
+    def means(self) -> Tensor:
+        means = self.total / self.count.clamp(min=1)
+        return means[:, None]
 
 
-def _sums(level: str, sum_over_ranks: SumOverRanks, *sums: torch.Tensor) -> list[torch.Tensor]:
+def _units(
+    x: Tensor,
+    mask: Tensor,
+    norm: NormConfig,
+    level: str,
+    sum_over_ranks: SumOverRanks,
+) -> _Units:
+    n_units = 1
+    if level == "group":
+        n_units = len(x) // (norm.group_size or 1)
+    rows = x.reshape(n_units, -1)
+    row_mask = mask.reshape(n_units, -1)
+    own_count = row_mask.sum(1).double()
+    own_total = rows.sum(1)
+    count, total = _sums(level, sum_over_ranks, own_count, own_total)
+    return _Units(rows, row_mask, count, total)
+
+
+def _sums(
+    level: str,
+    sum_over_ranks: SumOverRanks,
+    *sums: Tensor,
+) -> list[Tensor]:
+    """Sums of each unit, [units], over all ranks if the whole batch is one unit."""
     if level == "group":
         return list(sums)
-    reduced = sum_over_ranks({str(i): value.item() for i, value in enumerate(sums)})
-    return [torch.full_like(value, reduced[str(i)]) for i, value in enumerate(sums)]
+    own = {str(i): value.item() for i, value in enumerate(sums)}
+    reduced = sum_over_ranks(own)
+    totals = []
+    for i, value in enumerate(sums):
+        total = reduced[str(i)]
+        totals.append(torch.full_like(value, total))
+    return totals
 
 
 def check_groups(batch_size: int, group_size: int) -> None:
@@ -93,11 +147,11 @@ def check_groups(batch_size: int, group_size: int) -> None:
 
 
 def grpo_advantages(
-    rewards: torch.Tensor,
-    loss_mask: torch.Tensor,
+    rewards: Tensor,
+    loss_mask: Tensor,
     norm: NormConfig | None,
     sum_over_ranks: SumOverRanks = dict,
-) -> torch.Tensor:
+) -> Tensor:
     """Give every loss token the normalised reward of its sequence: ``[B, S]`` float32, 0 outside
     the loss mask.
 
@@ -106,42 +160,50 @@ def grpo_advantages(
     al., "Understanding R1-Zero-Like Training", 2025, and with ``mean_leave1out`` RLOO (Ahmadian et
     al., "Back to Basics", 2024). ``norm`` None takes the rewards ``[B]`` unchanged.
     """
-    scores = (
-        rewards.float() if norm is None else normalise(rewards, norm, sum_over_ranks=sum_over_ranks)
-    )
+    scores = rewards.float()
+    if norm is not None:
+        scores = normalise(rewards, norm, sum_over_ranks=sum_over_ranks)
     return torch.where(loss_mask.bool(), scores[:, None], 0.0)
 
 
 def overlong_penalty(
-    loss_mask: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float
-) -> torch.Tensor:
+    loss_mask: Tensor,
+    max_new_tokens: int,
+    overlong_tokens: int,
+    factor: float,
+) -> Tensor:
     """Reward penalty of each sequence for its length: ``[B]`` float32, from ``-factor`` to 0.
 
     It is 0 up to ``max_new_tokens - overlong_tokens`` loss tokens, then falls linearly to
     ``-factor`` at
     ``max_new_tokens``: Yu et al., "DAPO", 2025, eq. 13.
     """
-    beyond = loss_mask.bool().sum(1) - (max_new_tokens - overlong_tokens)
-    return -factor * (beyond / overlong_tokens).clamp(0.0, 1.0)
+    n_tokens = loss_mask.bool().sum(1)
+    beyond = n_tokens - (max_new_tokens - overlong_tokens)
+    share = beyond / overlong_tokens
+    return -factor * share.clamp(0.0, 1.0)
 
 
-def rewards_at_last_token(rewards: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+def rewards_at_last_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
     """Put the reward ``[B]`` of each sequence on its last loss token, if it has one: ``[B, S]``
     float32.
     """
     mask = loss_mask.bool()
-    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-    return torch.where(is_last, rewards.float()[:, None], 0.0)
+    # The number of loss tokens from each token on, including itself.
+    n_left = mask.flip(1).cumsum(1).flip(1)
+    is_last = mask & (n_left == 1)
+    per_token = rewards.float()[:, None]
+    return torch.where(is_last, per_token, 0.0)
 
 
 def gae_advantages(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    loss_mask: torch.Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
     discount: float = 1.0,
     gae_lambda: float = 1.0,
-    last_values: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    last_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the loss tokens of each row.
 
     ``delta[t] = r[t] + discount * V[t'] - V[t]`` and ``A[t] = delta[t] + discount * gae_lambda *
@@ -162,39 +224,69 @@ def gae_advantages(
         advantages and returns (``A + V``), both ``[B, S]`` float32, 0 outside the loss mask. They
         are computed in float64 and then rounded.
     """
-    mask, n_columns = loss_mask.bool(), loss_mask.shape[1]
-    rewards, values = (torch.where(mask, x, 0.0).double() for x in (rewards, values))
-    last = values.new_zeros(len(values)) if last_values is None else last_values.double()
-    places = torch.arange(n_columns, device=mask.device).where(mask, n_columns)
-    next_place = F.pad(places.flip(1).cummin(1).values.flip(1)[:, 1:], (0, 1), value=n_columns)
-    next_value = torch.cat([values, last[:, None]], dim=1).gather(1, next_place)
-    delta = (rewards + discount * next_value - values).masked_fill_(~mask, 0.0)
-    decay = torch.full_like(values, discount * gae_lambda).masked_fill_(~mask, 1.0)
+    mask = loss_mask.bool()
+    n_columns = mask.shape[1]
+    rewards = torch.where(mask, rewards, 0.0).double()
+    values = torch.where(mask, values, 0.0).double()
+    if last_values is None:
+        last_values = values.new_zeros(len(values))
+
+    # t' of every column: the nearest loss token to its right, or n_columns if there is none.
+    columns = torch.arange(n_columns, device=mask.device)
+    own_place = columns.where(mask, n_columns)
+    # The smallest place from each column on.
+    nearest = own_place.flip(1).cummin(1).values.flip(1)
+    next_place = F.pad(nearest[:, 1:], (0, 1), value=n_columns)
+
+    # V[t'], with the value after the last loss token in column n_columns.
+    last_column = last_values.double()[:, None]
+    with_last = torch.cat([values, last_column], dim=1)
+    next_values = with_last.gather(1, next_place)
+
+    # Tokens that are no actions add nothing, and hand A[t'] on as it is.
+    delta = (
+        rewards  # r[t]
+        + discount * next_values  # V[t']
+        - values  # V[t]
+    )
+    delta.masked_fill_(~mask, 0.0)
+    decay = torch.full_like(values, discount * gae_lambda)
+    decay.masked_fill_(~mask, 1.0)
+
     advantages = _sum_later(delta, decay)
-    returns = torch.where(mask, advantages + values, 0.0)
-    return torch.where(mask, advantages, 0.0).float(), returns.float()
+    returns = advantages + values
+    advantages = torch.where(mask, advantages, 0.0)
+    returns = torch.where(mask, returns, 0.0)
+    return advantages.float(), returns.float()
 
 
-def _sum_later(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+def _sum_later(x: Tensor, decay: Tensor) -> Tensor:
     """Solve ``y[t] = x[t] + decay[t] * y[t + 1]`` along rows ``[B, S]``.
 
     Rows are cut into blocks of about sqrt(S) columns. All blocks are summed at once, each as if
     nothing followed it. Then ``decay[t]`` is the product from t to the end of its block, the factor
     of the first sum of the next block.
     """
-    n_columns = x.shape[1]
+    n_rows, n_columns = x.shape
     width = math.isqrt(n_columns) + 1
     n_blocks = -(-n_columns // width)
-    x, decay = (
-        F.pad(each, (0, n_blocks * width - n_columns)).view(len(x), n_blocks, width)
-        for each in (x, decay)
-    )
+    blocks = (n_rows, n_blocks, width)
+    padding = (0, n_blocks * width - n_columns)
+    x = F.pad(x, padding).view(blocks)
+    decay = F.pad(decay, padding).view(blocks)
+
+    # Step 1: all blocks at once, from right to left.
     for t in reversed(range(width - 1)):
-        x[..., t].addcmul_(decay[..., t], x[..., t + 1])
+        following = x[..., t + 1]
+        x[..., t].addcmul_(decay[..., t], following)
         decay[..., t].mul_(decay[..., t + 1])
+
+    # Step 2: each block gets the sum of all that follows it.
     for block in reversed(range(n_blocks - 1)):
-        x[:, block].addcmul_(decay[:, block], x[:, block + 1, :1])
-    return x.reshape(len(x), n_blocks * width)[:, :n_columns]
+        following = x[:, block + 1, :1]
+        x[:, block].addcmul_(decay[:, block], following)
+    rows = x.reshape(n_rows, -1)
+    return rows[:, :n_columns]
 
 
 @dataclass(frozen=True)
@@ -203,57 +295,61 @@ class Outcomes:
     ``sum_over_ranks`` equally often.
     """
 
-    rewards: torch.Tensor  # ``[B]`` float64
-    lengths: torch.Tensor  # ``[B]`` loss tokens
-    group_size: int  # B is a multiple of it
-    baselines: (
-        torch.Tensor | None
-    )  # ``[B]`` float64, rewards of the greedy answers, if the batch has them
+    # [B] float64
+    rewards: Tensor
+    # [B] loss tokens
+    lengths: Tensor
+    # B is a multiple of it
+    group_size: int
+    # [B] float64, rewards of the greedy answers, if the batch has them
+    baselines: Tensor | None
     sum_over_ranks: SumOverRanks
 
-    def by_prompt(self, values: torch.Tensor) -> torch.Tensor:
+    def by_prompt(self, values: Tensor) -> Tensor:
         """Reshape ``[B]`` to ``[prompts, group_size]``."""
         return values.reshape(-1, self.group_size)
 
 
-def remax(outcomes: Outcomes) -> torch.Tensor:
+def remax(outcomes: Outcomes) -> Tensor:
     """``r - r_greedy``. Li et al., "ReMax", 2023, arXiv 2310.10505."""
     assert outcomes.baselines is not None
     return outcomes.rewards - outcomes.baselines
 
 
-def opo(outcomes: Outcomes) -> torch.Tensor:
+def opo(outcomes: Outcomes) -> Tensor:
     """``r - sum(n r) / sum(n)`` over the answers to a prompt with lengths n. 0 for groups without a
     loss token.
 
     Hao et al., "On-Policy RL with Optimal Reward Baseline", 2025, arXiv 2505.23585.
     """
-    rewards, lengths = (
-        outcomes.by_prompt(outcomes.rewards),
-        outcomes.by_prompt(outcomes.lengths.double()),
-    )
-    baseline = (lengths * rewards).sum(1, True) / lengths.sum(1, True).clamp(min=1)
+    rewards = outcomes.by_prompt(outcomes.rewards)
+    lengths = outcomes.by_prompt(outcomes.lengths).double()
+    weighted = (lengths * rewards).sum(1, True)
+    n_tokens = lengths.sum(1, True).clamp(min=1)
+    baseline = weighted / n_tokens
     return (rewards - baseline).flatten()
 
 
-def gpg(outcomes: Outcomes) -> torch.Tensor:
+def gpg(outcomes: Outcomes) -> Tensor:
     """``alpha (r - mean(r of the prompt))``, where ``alpha`` is the number of answers / number of
     nonzero rewards.
 
     Both are counted over all ranks. Chu et al., "GPG", 2025, arXiv 2504.02546.
     """
+    # alpha, over all ranks
+    n_rewarded = outcomes.rewards.count_nonzero()
     own = {
         "answers": float(len(outcomes.rewards)),
-        "rewarded": float(outcomes.rewards.count_nonzero()),
+        "rewarded": float(n_rewarded),
     }
     counts = outcomes.sum_over_ranks(own)
+    alpha = counts["answers"] / max(counts["rewarded"], 1.0)
     rewards = outcomes.by_prompt(outcomes.rewards)
-    return (counts["answers"] / max(counts["rewarded"], 1.0)) * (
-        rewards - rewards.mean(1, True)
-    ).flatten()
+    centred = rewards - rewards.mean(1, True)
+    return alpha * centred.flatten()
 
 
-def grpo_passk(outcomes: Outcomes) -> torch.Tensor:
+def grpo_passk(outcomes: Outcomes) -> Tensor:
     """Advantages for pass@k: ``(r_max - r_second) / (std(r) + 1e-6)`` for the best answer, 0 for
     the others.
 
@@ -264,12 +360,18 @@ def grpo_passk(outcomes: Outcomes) -> torch.Tensor:
     2503.19595.
     """
     rewards = outcomes.by_prompt(outcomes.rewards)
-    best = rewards.topk(2, dim=1).values
-    scores = (best[:, 0] - best[:, 1]) / (rewards.std(1) + 1e-6)
-    return torch.zeros_like(rewards).scatter(1, rewards.argmax(1, True), scores[:, None]).flatten()
+    best = rewards.argmax(1, True)
+    # [prompts, 2]: r_max and r_second
+    two_best = rewards.topk(2, dim=1).values
+    margin = two_best[:, 0] - two_best[:, 1]
+    std = rewards.std(1)
+    scores = margin / (std + 1e-6)
+    advantages = torch.zeros_like(rewards)
+    advantages.scatter_(1, best, scores[:, None])
+    return advantages.flatten()
 
 
-ADV_ESTIMATORS: dict[str, Callable[[Outcomes], torch.Tensor] | None] = {
+ADV_ESTIMATORS: dict[str, Callable[[Outcomes], Tensor] | None] = {
     "grpo": None,
     "remax": remax,
     "opo": opo,

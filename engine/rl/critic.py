@@ -6,6 +6,7 @@ the first token.
 """
 
 import torch
+from torch import Tensor
 
 from ..api import Batch, LossFn, TrainEngine
 from ..training.batch import validate_batch
@@ -31,7 +32,7 @@ class PPOCritic:
         self.config = config
         self.engine = engine
 
-    def compute_values(self, batch: Batch) -> torch.Tensor:
+    def compute_values(self, batch: Batch) -> Tensor:
         """``[B, S]`` float32: the value before each token was chosen, 0 at the first token and at
         padding.
         """
@@ -46,11 +47,15 @@ class PPOCritic:
         """
         self.engine.eval()
         after = self.engine.forward_batch(batch)  # value after each token
+
+        # The value before a token is the one after the token to its left.
         attention_mask = batch["attention_mask"].bool()
         values = torch.zeros_like(after)
         values[:, 1:] = torch.where(attention_mask[:, 1:], after[:, :-1], 0.0)
+
         last = attention_mask.sum(1, keepdim=True) - 1
-        return {**batch, "values": values, "last_values": after.gather(1, last).squeeze(1)}
+        last_values = after.gather(1, last).squeeze(1)
+        return {**batch, "values": values, "last_values": last_values}
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Take ``ppo_n_minibatches`` optimizer steps towards ``returns``, clipped around ``values``
@@ -72,23 +77,34 @@ class PPOCritic:
                 "give the batch that the actor's compute_advantages returns for a batch with values"
             )
             require_per_token(batch, "returns", mask, hint)
-        share = {key: batch[key] for key in (*INPUTS, "values", "returns") if key in batch} | {
-            "loss_mask": mask
-        }
+
+        # Only what the loss needs travels through the cuts.
+        needed = (*INPUTS, "values", "returns")
+        share = {key: batch[key] for key in needed if key in batch}
+        share["loss_mask"] = mask
         share = with_loss_weights(share, self.config.loss_agg_mode, self.config.loss_scale_factor)
+
         stats = TokenStats()
         self.engine.train()
-        n_minibatches, loss_fn = self.config.ppo_n_minibatches, self._loss_fn(stats)
-        result = train_minibatches(self.engine, share, n_minibatches, loss_fn, count_losses)
+        result = train_minibatches(
+            self.engine,
+            share,
+            self.config.ppo_n_minibatches,
+            self._loss_fn(stats),
+            count_losses,
+        )
         return {**stats.reduce(self.engine, _TOKEN_STATS), **result}
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:
-        def loss_fn(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-            values = align_with_tokens(output.float(), micro_batch["cu_seqlens"])
-            old_values, returns, mask = (
-                micro_batch[key] for key in ("values", "returns", "loss_mask")
+        def loss_fn(output: Tensor, micro_batch: Batch) -> Tensor:
+            mask = micro_batch["loss_mask"]
+            losses, seen = ppo_critic_loss(
+                align_with_tokens(output.float(), micro_batch["cu_seqlens"]),
+                micro_batch["values"],
+                micro_batch["returns"],
+                mask,
+                self.config.eps_clip,
             )
-            losses, seen = ppo_critic_loss(values, old_values, returns, mask, self.config.eps_clip)
             stats.add(seen, mask)
             return aggregate(losses, micro_batch)
 
@@ -96,12 +112,12 @@ class PPOCritic:
 
 
 def ppo_critic_loss(
-    values: torch.Tensor,
-    old_values: torch.Tensor,
-    returns: torch.Tensor,
-    loss_mask: torch.Tensor,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    loss_mask: Tensor,
     eps_clip: float = 0.5,
-) -> tuple[torch.Tensor, Stats]:
+) -> tuple[Tensor, Stats]:
     """Clipped value loss of each token: ``max((v - R)^2, (clip(v, v_old - e, v_old + e) - R)^2) /
     2``.
 
@@ -115,16 +131,19 @@ def ppo_critic_loss(
         - R|``).
     """
     mask = loss_mask.bool()
-    values, old_values, returns = (
-        torch.where(mask, x.float(), 0.0) for x in (values, old_values, returns)
-    )
-    held = torch.maximum(torch.minimum(values, old_values + eps_clip), old_values - eps_clip)
-    plain, clipped = (values - returns).square(), (held - returns).square()
-    stats = {
-        "value": values,
+    values = torch.where(mask, values.float(), 0.0)
+    old_values = torch.where(mask, old_values.float(), 0.0)
+    returns = torch.where(mask, returns.float(), 0.0)
+
+    # clip(v, v_old - e, v_old + e)
+    held = torch.minimum(values, old_values + eps_clip)
+    held = torch.maximum(held, old_values - eps_clip)
+
+    plain = (values - returns).square()
+    clipped = (held - returns).square()
+    loss = torch.maximum(plain, clipped) / 2
+    return loss, {
+        "value": values.detach(),
         "value_clip_fraction": (clipped > plain).float(),
-        "value_error": (values - returns).abs(),
-    }
-    return torch.maximum(plain, clipped) / 2, {
-        name: value.detach() for name, value in stats.items()
+        "value_error": (values - returns).abs().detach(),
     }

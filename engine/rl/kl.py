@@ -5,6 +5,7 @@ near a target.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .losses import MAX_LOG_RATIO, Stats
 
@@ -36,9 +37,15 @@ class AdaptiveKLController(FixedKLController):
     Target (nats per token) and horizon are not saved: a resumed run uses its configuration.
     """
 
-    def __init__(self, value: float, target: float, horizon: int) -> None:
+    def __init__(
+        self,
+        value: float,
+        target: float,
+        horizon: int,
+    ) -> None:
         super().__init__(value)
-        self.target, self.horizon = target, horizon
+        self.target = target
+        self.horizon = horizon
 
     def update(self, kl: float, n: int) -> None:
         """``value *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon`` for n sequences with the
@@ -46,13 +53,17 @@ class AdaptiveKLController(FixedKLController):
 
         n is limited to ``horizon``, else the coefficient could become negative.
         """
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * min(n / self.horizon, 1.0)
+        error = kl / self.target - 1.0
+        error = min(max(error, -0.2), 0.2)
+        share = min(n / self.horizon, 1.0)
+        self.value *= 1.0 + error * share
 
 
 def kl_estimate(
-    logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = "k3"
-) -> torch.Tensor:
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    kind: str = "k3",
+) -> Tensor:
     """Per-token estimate of ``KL(policy || reference)`` from tokens that the policy sampled.
 
     With ``l = log p_ref - log p``: k1 is ``-l``, k2 is ``l^2 / 2``, k3 is ``e^l - 1 - l``
@@ -67,21 +78,35 @@ def kl_estimate(
     """
     log_ratio = ref_logprobs.float() - logprobs.float()
     k2 = log_ratio.square() / 2
-    if kind == "k1":
-        return -log_ratio.detach() + (k2 - k2.detach())
     if kind == "k2":
         return k2
+    if kind == "k1":
+        # The value of k1 with the gradient of k2.
+        k1 = -log_ratio.detach()
+        return k1 + (k2 - k2.detach())
+
+    # k3, with expm1 because e^l - 1 loses its digits where l is near 0.
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
     k3 = torch.expm1(log_ratio) - log_ratio
-    return k3.clamp(max=10.0) if kind == "low_var_kl" else k3
+    if kind == "low_var_kl":
+        k3 = k3.clamp(max=10.0)
+    return k3
 
 
 def kl_stats(
-    name: str, logprobs: torch.Tensor, others: torch.Tensor, loss_mask: torch.Tensor
+    name: str,
+    logprobs: Tensor,
+    others: Tensor,
+    loss_mask: Tensor,
 ) -> Stats:
     """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the sampling policy
     (``logprobs``) to ``others``.
     """
-    log_ratio = torch.where(loss_mask.bool(), (others - logprobs).detach().float(), 0.0)
+    log_ratio = (others - logprobs).detach().float()
+    log_ratio = torch.where(loss_mask.bool(), log_ratio, 0.0)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return {name: kl_estimate(torch.zeros_like(log_ratio), log_ratio), f"{name}_k1": -log_ratio}
+    k3 = kl_estimate(torch.zeros_like(log_ratio), log_ratio)
+    return {
+        name: k3,
+        f"{name}_k1": -log_ratio,
+    }

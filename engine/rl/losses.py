@@ -22,6 +22,7 @@ Sequences without a loss token do not count.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..api import Batch
 from ..training.logprobs import token_logprobs
@@ -32,31 +33,34 @@ MAX_LOG_RATIO = 20.0
 the gradient NaN.
 """
 
-Stats = dict[str, torch.Tensor]
+Stats = dict[str, Tensor]
 """Detached per-token tensors, averaged over the loss mask."""
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of ``values`` where ``mask`` is not 0. If it is 0 everywhere: 0, still connected to the
     graph.
     """
     mask = mask.bool()
-    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+    values = torch.where(mask, values, 0.0)
+    n_tokens = mask.sum().clamp(min=1)
+    return values.sum() / n_tokens
 
 
-def count_loss_tokens(micro_batch: Batch) -> torch.Tensor:
+def count_loss_tokens(micro_batch: Batch) -> Tensor:
     """Weight of a micro-batch's mean: its number of loss tokens, a float32 scalar (a
     `LossWeightFn`).
     """
-    return micro_batch["loss_mask"].bool().sum().float()
+    mask = micro_batch["loss_mask"].bool()
+    return mask.sum().float()
 
 
-def sft_loss(logprobs: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> Tensor:
     """Cross entropy: mean of ``-log p(token)`` over the loss tokens, a scalar."""
     return masked_mean(-logprobs, loss_mask)
 
 
-def sft_loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
+def sft_loss_fn(output: Any, micro_batch: Batch) -> Tensor:
     """Loss of supervised fine-tuning (a `LossFn`): mean cross entropy over the loss tokens, a
     scalar.
 
@@ -64,7 +68,9 @@ def sft_loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
 
         engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
     """
-    logprobs, _ = token_logprobs(output, micro_batch["input_ids"], micro_batch["cu_seqlens"])
+    input_ids = micro_batch["input_ids"]
+    cu_seqlens = micro_batch["cu_seqlens"]
+    logprobs, _ = token_logprobs(output, input_ids, cu_seqlens)
     return sft_loss(logprobs, micro_batch["loss_mask"])
 
 
@@ -79,7 +85,11 @@ Training", 2025.
 """
 
 
-def with_loss_weights(batch: Batch, mode: str, loss_scale_factor: float | None = None) -> Batch:
+def with_loss_weights(
+    batch: Batch,
+    mode: str,
+    loss_scale_factor: float | None = None,
+) -> Batch:
     """Return the batch with ``loss_weights`` and ``loss_counts``, ``[B, S]`` float32, 0 outside its
     ``loss_mask``.
 
@@ -87,48 +97,73 @@ def with_loss_weights(batch: Batch, mode: str, loss_scale_factor: float | None =
     ``seq-mean-token-sum-norm``.
     """
     mask = batch["loss_mask"].float()
-    by_sequence = mask / mask.sum(1, keepdim=True).clamp(min=1)
-    weights, counts = {
+    n_tokens = mask.sum(1, keepdim=True).clamp(min=1)
+    one_over_n = mask / n_tokens
+    one_over_l = mask / (loss_scale_factor or 1.0)
+    # Weights and counts, as in the table above.
+    by_mode = {
         "token-mean": (mask, mask),
-        "seq-mean-token-mean": (by_sequence, by_sequence),
-        "seq-mean-token-sum": (mask, by_sequence),
-        "seq-mean-token-sum-norm": (mask / (loss_scale_factor or 1.0), by_sequence),
-    }[mode]
-    return {**batch, "loss_weights": weights, "loss_counts": counts}
+        "seq-mean-token-mean": (one_over_n, one_over_n),
+        "seq-mean-token-sum": (mask, one_over_n),
+        "seq-mean-token-sum-norm": (one_over_l, one_over_n),
+    }
+    weights, counts = by_mode[mode]
+    return {
+        **batch,
+        "loss_weights": weights,
+        "loss_counts": counts,
+    }
 
 
-def aggregate(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+def aggregate(losses: Tensor, micro_batch: Batch) -> Tensor:
     """Loss of a micro-batch with weight `count_losses`: a scalar, 0 (with a graph) without a loss
     token.
 
     ``losses`` are ``[T]`` or ``[B, S]``, the micro-batch is part of a batch of `with_loss_weights`.
     """
     mask = micro_batch["loss_mask"].bool()
-    total = (torch.where(mask, losses, 0.0) * micro_batch["loss_weights"]).sum()
-    counts = micro_batch["loss_counts"].sum()
-    return total / torch.where(counts > 0, counts, 1.0)
+    losses = torch.where(mask, losses, 0.0)
+    total = (losses * micro_batch["loss_weights"]).sum()
+    count = micro_batch["loss_counts"].sum()
+    return total / torch.where(count > 0, count, 1.0)
 
 
-def count_losses(micro_batch: Batch) -> torch.Tensor:
+def count_losses(micro_batch: Batch) -> Tensor:
     """Weight of the `aggregate` of this micro-batch, a float32 scalar (a `LossWeightFn`)."""
     return micro_batch["loss_counts"].sum()
 
 
 def by_sequence(
-    values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, agg: str = "mean"
-) -> torch.Tensor:
+    values: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    agg: str = "mean",
+) -> Tensor:
     """Give every token the ``agg`` (``mean``, ``sum`` or ``max``) of ``values`` ``[T]`` over its
     sequence's tokens in ``mask``.
 
     The result is 0 for sequences without such a token.
     """
-    zeros = values.new_zeros(len(cu_seqlens) - 1)
-    sequence = expand_to_tokens(torch.arange(len(zeros), device=values.device), cu_seqlens)
+    # The index of each token's sequence, [T], and the number of its tokens that count, [n].
+    n_sequences = len(cu_seqlens) - 1
+    zeros = values.new_zeros(n_sequences)
+    numbers = torch.arange(n_sequences, device=values.device)
+    sequence = expand_to_tokens(numbers, cu_seqlens)
     counts = zeros.index_add(0, sequence, mask.to(values.dtype))
+
     if agg == "max":
+        counted = values.masked_fill(~mask, -torch.inf)
         largest = zeros.scatter_reduce(
-            0, sequence, values.masked_fill(~mask, -torch.inf), "amax", include_self=False
+            0,
+            sequence,
+            counted,
+            "amax",
+            include_self=False,
         )
-        return torch.where(counts > 0, largest, 0.0)[sequence]
-    sums = zeros.index_add(0, sequence, torch.where(mask, values, 0.0))
-    return (sums / counts.clamp(min=1) if agg == "mean" else sums)[sequence]
+        result = torch.where(counts > 0, largest, 0.0)
+    else:
+        counted = torch.where(mask, values, 0.0)
+        result = zeros.index_add(0, sequence, counted)
+        if agg == "mean":
+            result = result / counts.clamp(min=1)
+    return result[sequence]

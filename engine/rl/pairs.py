@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...utils.errors import BatchError, ConfigError
 from ..api import Batch, LossFn, TrainEngine
@@ -34,7 +35,9 @@ def spec_of_pairs(spec: MicroBatchSpec) -> MicroBatchSpec:
 
 
 def require_pairs(
-    engine: TrainEngine, batch: Batch, per_token: Sequence[tuple[str, str]] = ()
+    engine: TrainEngine,
+    batch: Batch,
+    per_token: Sequence[tuple[str, str]] = (),
 ) -> Batch:
     """Check a batch of pairs, and add the entries that the losses need. Collective.
 
@@ -52,30 +55,41 @@ def require_pairs(
         mask = loss_mask_of(batch)
         for key, hint in per_token:
             require_per_token(batch, key, mask, hint)
-    counts = mask.any(1).reshape(-1, 2).all(1).repeat_interleave(2).float()
+
+    # A pair counts if both of its rows have a loss token.
+    has_loss = mask.any(1)
+    pair_counts = has_loss.reshape(-1, 2).all(1)
+    counts = pair_counts.repeat_interleave(2).float()
     pairs = torch.arange(len(counts), device=counts.device) // 2
-    return {**batch, "loss_mask": mask, "pairs": pairs, "pair_counts": counts}
+    return {
+        **batch,
+        "loss_mask": mask,
+        "pairs": pairs,
+        "pair_counts": counts,
+    }
 
 
-def count_pairs(micro_batch: Batch) -> torch.Tensor:
+def count_pairs(micro_batch: Batch) -> Tensor:
     """Weight of a micro-batch's mean: its number of pairs that count, a float32 scalar (a
     `LossWeightFn`).
     """
     return micro_batch["pair_counts"][::2].sum()
 
 
-def mean_over_pairs(losses: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+def mean_over_pairs(losses: Tensor, micro_batch: Batch) -> Tensor:
     """Mean of ``[n]`` losses over the pairs that count. If none counts: 0, with a graph."""
     counts = micro_batch["pair_counts"][::2]
-    return torch.where(counts > 0, losses, 0.0).sum() / counts.sum().clamp(min=1)
+    total = torch.where(counts > 0, losses, 0.0).sum()
+    return total / counts.sum().clamp(min=1)
 
 
-def of_pairs(values: torch.Tensor, micro_batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def of_pairs(values: Tensor, micro_batch: Batch) -> tuple[Tensor, Tensor]:
     """Split ``[2n]`` numbers of sequences into chosen and rejected, both ``[n]``. `BatchError` if
     half a pair is in.
     """
     pairs = micro_batch["pairs"]
-    if len(pairs) % 2 or not torch.equal(pairs[::2], pairs[1::2]):
+    is_whole = len(pairs) % 2 == 0 and torch.equal(pairs[::2], pairs[1::2])
+    if not is_whole:
         raise BatchError(
             "a micro-batch holds half of a pair; the engine's config key 'mb_spec.granularity' "
             "must be 2, as RewardModelConfig and DPOConfig set it"
@@ -83,21 +97,28 @@ def of_pairs(values: torch.Tensor, micro_batch: Batch) -> tuple[torch.Tensor, to
     return values[::2], values[1::2]
 
 
-def at_last_token(values: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
+def at_last_token(values: Tensor, micro_batch: Batch) -> Tensor:
     """``[T]`` -> ``[sequences]``, the value at the last token of each."""
-    return values[micro_batch["cu_seqlens"][1:].long() - 1]
+    ends = micro_batch["cu_seqlens"][1:].long()
+    return values[ends - 1]
 
 
-def sum_of_tokens(values: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-    """``[T]`` -> ``[sequences]``, the sum over the loss tokens of each. Other values are ignored."""
+def sum_of_tokens(values: Tensor, micro_batch: Batch) -> Tensor:
+    """``[T]`` -> ``[sequences]``, the sum over the loss tokens of each. Ignores other values."""
     mask = micro_batch["loss_mask"].bool()
-    return at_last_token(by_sequence(values, mask, micro_batch["cu_seqlens"], "sum"), micro_batch)
+    sums = by_sequence(values, mask, micro_batch["cu_seqlens"], "sum")
+    return at_last_token(sums, micro_batch)
 
 
 class PairStats(TokenStats):
     """Statistics averaged over the pairs that count, on all ranks."""
 
-    def add_pairs(self, chosen: torch.Tensor, rejected: torch.Tensor, micro_batch: Batch) -> None:
+    def add_pairs(
+        self,
+        chosen: Tensor,
+        rejected: Tensor,
+        micro_batch: Batch,
+    ) -> None:
         """Add the ``[n]`` scores of a micro-batch. ``accuracy`` is the share of pairs with a
         positive ``margin``.
         """
@@ -116,15 +137,21 @@ class PairStats(TokenStats):
 
 
 def train_pairs(
-    engine: TrainEngine, batch: Batch, loss_fn: LossFn, stats: PairStats
+    engine: TrainEngine,
+    batch: Batch,
+    loss_fn: LossFn,
+    stats: PairStats,
 ) -> dict[str, float]:
-    """Take one optimizer step on a batch of `require_pairs`. Return its result and the statistics."""
+    """Take one optimizer step on a batch of `require_pairs`. Return its result and statistics."""
     result = engine.train_batch(batch, loss_fn, count_pairs)
     return {**result, **stats.of_ranks(engine)}
 
 
 def evaluate_pairs(
-    engine: TrainEngine, batch: Batch, loss_fn: LossFn, stats: PairStats
+    engine: TrainEngine,
+    batch: Batch,
+    loss_fn: LossFn,
+    stats: PairStats,
 ) -> dict[str, float]:
     """``loss`` without a step, and the statistics."""
     loss = float(engine.eval_batch(batch, loss_fn, count_pairs))

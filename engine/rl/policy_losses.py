@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..api import Batch, TrainEngine
 from .advantages import SumOverRanks
@@ -34,92 +35,116 @@ class PolicyInputs:
     has a gradient.
     """
 
-    logprobs: torch.Tensor
-    log_ratio: torch.Tensor  # ``log r`` at the configured level
-    advantages: torch.Tensor  # A
-    mask: torch.Tensor
-    cu_seqlens: torch.Tensor
-    picked: torch.Tensor | None = None  # tokens of `picked_tokens`, for the covariance losses alone
+    logprobs: Tensor
+    # log r at the configured level
+    log_ratio: Tensor
+    # A
+    advantages: Tensor
+    mask: Tensor
+    cu_seqlens: Tensor
+    # tokens of `picked_tokens`, for the covariance losses alone
+    picked: Tensor | None = None
 
 
 def policy_inputs(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    loss_mask: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
     level: str = "token",
-    picked: torch.Tensor | None = None,
+    picked: Tensor | None = None,
 ) -> PolicyInputs:
     """Build the input of a policy loss from ``[T]`` tensors. Values outside ``loss_mask`` are
     ignored.
     """
+    # Numbers outside the mask may be NaN. As zeros they have ratio 1 and advantage 0.
     mask = loss_mask.bool()
-    logprobs, old, advantages = (
-        torch.where(mask, x.float(), 0.0) for x in (logprobs, old_logprobs, advantages)
-    )
-    log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    logprobs = torch.where(mask, logprobs.float(), 0.0)
+    old_logprobs = torch.where(mask, old_logprobs.float(), 0.0)
+    advantages = torch.where(mask, advantages.float(), 0.0)
+
+    log_ratio = logprobs - old_logprobs
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if level == "sequence":
-        log_ratio = by_sequence(log_ratio.detach(), mask, cu_seqlens) + logprobs - logprobs.detach()
-    return PolicyInputs(
-        logprobs, torch.where(mask, log_ratio, 0.0), advantages, mask, cu_seqlens, picked
-    )
+        # log s_t = sg(mean(log r)) + log p_t - sg(log p_t)
+        mean = by_sequence(log_ratio.detach(), mask, cu_seqlens)
+        log_ratio = mean + logprobs - logprobs.detach()
+    log_ratio = torch.where(mask, log_ratio, 0.0)
+    return PolicyInputs(logprobs, log_ratio, advantages, mask, cu_seqlens, picked)
 
 
-PolicyLoss = Callable[[PolicyInputs, PPOActorConfig], tuple[torch.Tensor, Stats]]
+LossesAndStats = tuple[Tensor, Stats]
 """``[T]`` losses, and statistics of the loss (``clip_fraction``: share of tokens whose gradient was
 cut off ...).
 """
+PolicyLoss = Callable[[PolicyInputs, PPOActorConfig], LossesAndStats]
 
 
-def ppo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+def ppo(inputs: PolicyInputs, config: PPOActorConfig) -> LossesAndStats:
     """``max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_higher))``.
 
     Schulman et al., "Proximal Policy Optimization Algorithms", 2017, eq. 7. The separate upper clip
     is "clip-higher" of Yu et al., "DAPO", 2025. With ``c_clip`` the loss at a negative advantage is
     at most ``-A c_clip`` (Ye et al., "Mastering Complex Control in MOBA Games", 2020, eq. 5).
     """
-    advantages, ratio = inputs.advantages, inputs.log_ratio.exp()
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(*_clip_range(config))
+    advantages = inputs.advantages
+    ratio = inputs.log_ratio.exp()
+    low, high = _clip_range(config)
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(low, high)
     loss = torch.maximum(plain, clipped)
-    dual = torch.zeros_like(inputs.mask)
+
+    # Dual clip: at most -A c_clip, where A < 0.
+    is_dual = torch.zeros_like(inputs.mask)
     if config.c_clip is not None:
-        dual = (advantages < 0) & (loss > -advantages * config.c_clip)
-        loss = torch.where(dual, -advantages * config.c_clip, loss)
-    return loss, {"clip_fraction": (clipped > plain).float(), "dual_clip_fraction": dual.float()}
+        most = -advantages * config.c_clip
+        is_dual = (advantages < 0) & (loss > most)
+        loss = torch.where(is_dual, most, loss)
+    return loss, {
+        "clip_fraction": (clipped > plain).float(),
+        "dual_clip_fraction": is_dual.float(),
+    }
 
 
-def cispo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+def cispo(inputs: PolicyInputs, config: PPOActorConfig) -> LossesAndStats:
     """``-sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log p``: no token loses its gradient.
 
     MiniMax, "MiniMax-M1", 2025, arXiv 2506.13585, with verl's clip (TRL's upper limit is
     `eps_clip_higher` itself).
     """
+    low, high = _clip_range(config)
     ratio = inputs.log_ratio.detach().exp()
-    weight = ratio.clamp(*_clip_range(config))
-    return -weight * inputs.advantages * inputs.logprobs, {
-        "clip_fraction": (ratio != weight).float()
-    }
+    weight = ratio.clamp(low, high)
+    loss = -weight * inputs.advantages * inputs.logprobs
+    is_clipped = ratio != weight
+    return loss, {"clip_fraction": is_clipped.float()}
 
 
-def sapo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+def sapo(inputs: PolicyInputs, config: PPOActorConfig) -> LossesAndStats:
     """``-A sigmoid(tau (r - 1)) 4 / tau`` with ``tau`` = ``sapo_tau_pos`` where A > 0, else
     ``sapo_tau_neg``.
 
     Gao et al., "Soft Adaptive Policy Optimization", 2025, arXiv 2511.20347: a soft gate where PPO
     clips.
     """
-    tau = torch.where(inputs.advantages > 0, config.sapo_tau_pos, config.sapo_tau_neg)
-    gate = torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0)) * 4.0 / tau
+    ratio = inputs.log_ratio.exp()
+    tau = torch.where(
+        inputs.advantages > 0,
+        config.sapo_tau_pos,
+        config.sapo_tau_neg,
+    )
+    gate = torch.sigmoid(tau * (ratio - 1.0))
+    gate = gate * 4.0 / tau
     return -gate * inputs.advantages, {}
 
 
-def gpg(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+def gpg(inputs: PolicyInputs, config: PPOActorConfig) -> LossesAndStats:
     """``-A log p``: policy gradient without a ratio. Chu et al., "GPG", 2025, arXiv 2504.02546."""
     return -inputs.advantages * inputs.logprobs, {}
 
 
-def gmpo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+def gmpo(inputs: PolicyInputs, config: PPOActorConfig) -> LossesAndStats:
     """``-mean(A) exp(mean(c))`` for each sequence, where ``c`` is ``log r``, clipped where that
     lowers the objective.
 
@@ -128,32 +153,40 @@ def gmpo(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, St
     counts each sequence once. Zhao et al., "Geometric-Mean Policy Optimization", 2025, arXiv
     2507.20673.
     """
+    log_ratio = inputs.log_ratio
     low, high = _clip_range(config)
-    sign, log_ratio = inputs.advantages.sign(), inputs.log_ratio
-    held = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(low - 1.0, high - 1.0))
-    mean_ratio = by_sequence(held, inputs.mask, inputs.cu_seqlens).exp()
+    clipped = log_ratio.clamp(low - 1.0, high - 1.0)
+
+    # c: of log r and its clipped value the one with the lower objective, given the sign of A.
+    sign = inputs.advantages.sign()
+    c = torch.minimum(sign * log_ratio, sign * clipped)
+    c = sign * c
+
+    mean_c = by_sequence(c, inputs.mask, inputs.cu_seqlens)
     mean_advantage = by_sequence(inputs.advantages, inputs.mask, inputs.cu_seqlens)
-    return -mean_advantage * mean_ratio, {
-        "clip_fraction": ((held != log_ratio) & (sign != 0)).float()
-    }
+    loss = -mean_advantage * mean_c.exp()
+    is_clipped = (c != log_ratio) & (sign != 0)
+    return loss, {"clip_fraction": is_clipped.float()}
 
 
-def clip_cov(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
-    """`ppo`, but 0 without a gradient for the tokens of `picked_tokens` (Clip-Cov of Cui et al.)."""
+def clip_cov(inputs: PolicyInputs, config: PPOActorConfig) -> LossesAndStats:
+    """`ppo`, but 0 without a gradient for the tokens of `picked_tokens`: Clip-Cov of Cui et al."""
     assert inputs.picked is not None
-    losses, seen = ppo(inputs, config)
-    return torch.where(inputs.picked, 0.0, losses), {**seen, "cov_fraction": inputs.picked.float()}
+    losses, stats = ppo(inputs, config)
+    stats["cov_fraction"] = inputs.picked.float()
+    return torch.where(inputs.picked, 0.0, losses), stats
 
 
-def kl_cov(inputs: PolicyInputs, config: PPOActorConfig) -> tuple[torch.Tensor, Stats]:
+def kl_cov(inputs: PolicyInputs, config: PPOActorConfig) -> LossesAndStats:
     """``-A r``, never clipped, plus ``ppo_kl_coef |log r|`` for the tokens of `picked_tokens`
     (KL-Cov of Cui et al.).
     """
     assert inputs.picked is not None
-    penalty = torch.where(inputs.picked, config.ppo_kl_coef * inputs.log_ratio.abs(), 0.0)
-    return penalty - inputs.advantages * inputs.log_ratio.exp(), {
-        "cov_fraction": inputs.picked.float()
-    }
+    ratio = inputs.log_ratio.exp()
+    penalty = config.ppo_kl_coef * inputs.log_ratio.abs()
+    penalty = torch.where(inputs.picked, penalty, 0.0)
+    loss = penalty - inputs.advantages * ratio
+    return loss, {"cov_fraction": inputs.picked.float()}
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -170,17 +203,19 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 def _clip_range(config: PPOActorConfig) -> tuple[float, float]:
-    upper = config.eps_clip if config.eps_clip_higher is None else config.eps_clip_higher
-    return 1.0 - config.eps_clip, 1.0 + upper
+    above = config.eps_clip_higher
+    if above is None:
+        above = config.eps_clip
+    return 1.0 - config.eps_clip, 1.0 + above
 
 
 def picked_tokens(
     batch: Batch,
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
     config: PPOActorConfig,
     engine: TrainEngine,
-) -> torch.Tensor:
+) -> Tensor:
     """Pick the tokens that ``config.policy_loss`` treats differently: ``[B, S]`` bool. Collective.
 
     - `kl_cov`: the share ``kl_cov_ratio`` of all tokens with the largest covariance.
@@ -192,81 +227,139 @@ def picked_tokens(
     row. ``logprobs`` and ``old_logprobs`` are ``[B, S]`` under the weights before the step and
     under the old policy.
     """
-    advantages, mask = batch["advantages"].flatten(), batch["loss_mask"].flatten()
-    ends = torch.tensor([0, mask.numel()])
-    inputs = policy_inputs(logprobs.flatten(), old_logprobs.flatten(), advantages, mask, ends)
+    # All rows count as one sequence: no ratio of sequences is used here.
+    mask = batch["loss_mask"].flatten()
+    inputs = policy_inputs(
+        logprobs.flatten(),
+        old_logprobs.flatten(),
+        batch["advantages"].flatten(),
+        mask,
+        torch.tensor([0, mask.numel()]),
+    )
     covariances, n_tokens = _covariances(inputs, engine.all_reduce_stats)
+
+    # k of the candidates of all ranks are chosen.
     if config.policy_loss == "kl_cov":
+        k = int(config.kl_cov_ratio * n_tokens)
         candidates = inputs.mask
-        chosen = _largest(
-            covariances[candidates], max(int(config.kl_cov_ratio * n_tokens), 1), engine
-        )
+        chosen = _largest(covariances[candidates], max(k, 1), engine)
     else:
-        clipped = ppo(inputs, config)[1]["clip_fraction"].bool()
-        inside = (covariances > config.clip_cov_lb) & (covariances < config.clip_cov_ub)
-        candidates, seed = inputs.mask & inside & ~clipped, _seed(batch, engine.all_reduce_stats)
-        chosen = _drawn(
-            int(candidates.sum()), max(int(config.clip_cov_ratio * n_tokens), 1), seed, engine
-        )
-    picked = torch.zeros_like(candidates).masked_scatter(candidates, chosen.to(candidates.device))
+        k = int(config.clip_cov_ratio * n_tokens)
+        _, stats = ppo(inputs, config)
+        is_clipped = stats["clip_fraction"].bool()
+        is_above = covariances > config.clip_cov_lb
+        is_below = covariances < config.clip_cov_ub
+        candidates = inputs.mask & (is_above & is_below) & ~is_clipped
+        seed = _seed(batch, engine.all_reduce_stats)
+        n_candidates = int(candidates.sum())
+        chosen = _drawn(n_candidates, max(k, 1), seed, engine)
+
+    # ``chosen`` has one entry for each candidate, in order.
+    chosen = chosen.to(candidates.device)
+    picked = torch.zeros_like(candidates)
+    picked.masked_scatter_(candidates, chosen)
     return picked.view_as(logprobs)
 
 
-def _covariances(inputs: PolicyInputs, sum_over_ranks: SumOverRanks) -> tuple[torch.Tensor, int]:
+def _covariances(
+    inputs: PolicyInputs,
+    sum_over_ranks: SumOverRanks,
+) -> tuple[Tensor, int]:
     """``[T]`` float32, meaningless outside the mask, and the number of loss tokens of all ranks."""
-    a, log_p = inputs.advantages.double(), inputs.logprobs.double()  # 0 outside the mask
+    # Both are 0 outside the mask.
+    advantages = inputs.advantages.double()
+    logprobs = inputs.logprobs.double()
     sums = sum_over_ranks(
-        {"A": a.sum().item(), "log p": log_p.sum().item(), "tokens": float(inputs.mask.sum())}
+        {
+            "A": advantages.sum().item(),
+            "log p": logprobs.sum().item(),
+            "tokens": float(inputs.mask.sum()),
+        }
     )
-    covariances = (a - sums["A"] / sums["tokens"]) * (log_p - sums["log p"] / sums["tokens"])
-    return covariances.float(), int(sums["tokens"])
+    n_tokens = sums["tokens"]
+    mean_advantage = sums["A"] / n_tokens
+    mean_logprob = sums["log p"] / n_tokens
+    covariances = (advantages - mean_advantage) * (logprobs - mean_logprob)
+    return covariances.float(), int(n_tokens)
 
 
-def _largest(values: torch.Tensor, k: int, engine: TrainEngine) -> torch.Tensor:
+def _largest(
+    values: Tensor,
+    k: int,
+    engine: TrainEngine,
+) -> Tensor:
     """Which of ``values`` (``[n]`` float32) are among the k largest of all ranks, which together
     have at least k.
     """
-    bits = (values + 0.0).view(torch.int32).long()  # no -0
-    keys = torch.where(
-        bits >= 0, bits + (1 << 31), -1 - bits
-    )  # in the order of the numbers, from 0 to 2^32 - 1
-    threshold, n_equal = 0, k
-    for shift in (24, 16, 8, 0):  # the k-th largest byte by byte, from counts of all ranks
-        alike = keys[keys >> (shift + 8) == threshold >> (shift + 8)]
-        own = torch.bincount((alike >> shift) & 255, minlength=256).tolist()
-        counts = engine.all_reduce_stats(
-            {str(byte): float(count) for byte, count in enumerate(own)}
-        )
+    # The bits of a float32 as a number from 0 to 2^32 - 1, in the order of the floats. Adding 0.0
+    # turns -0 into 0. Bits of negative floats, as integers, run the other way.
+    bits = (values + 0.0).view(torch.int32).long()
+    if_positive = bits + (1 << 31)
+    if_negative = -1 - bits
+    keys = torch.where(bits >= 0, if_positive, if_negative)
+
+    # Find the key of the k-th largest value of all ranks, byte by byte from the highest. In the
+    # end ``n_equal`` of the values with that very key are among the k largest.
+    threshold = 0
+    n_equal = k
+    for shift in (24, 16, 8, 0):
+        # Of the keys that agree with the threshold in the higher bytes, those of each byte.
+        higher = shift + 8
+        alike = keys[keys >> higher == threshold >> higher]
+        own_bytes = (alike >> shift) & 255
+        own_counts = torch.bincount(own_bytes, minlength=256).tolist()
+        own = {str(byte): float(count) for byte, count in enumerate(own_counts)}
+        counts = engine.all_reduce_stats(own)
+
         byte = 255
         while counts[str(byte)] < n_equal:
             n_equal -= int(counts[str(byte)])
             byte -= 1
         threshold |= byte << shift
-    equal = keys == threshold
-    places = equal.cumsum(0) - 1 + _before(int(equal.sum()), engine)[0]
-    return (keys > threshold) | (equal & (places < n_equal))
+
+    # Of equal values, those of lower ranks come first, then those of lower rows.
+    is_equal = keys == threshold
+    n_before, _ = _before(int(is_equal.sum()), engine)
+    places = is_equal.cumsum(0) - 1 + n_before
+    is_larger = keys > threshold
+    return is_larger | (is_equal & (places < n_equal))
 
 
-def _drawn(count: int, k: int, seed: int, engine: TrainEngine) -> torch.Tensor:
+def _drawn(
+    count: int,
+    k: int,
+    seed: int,
+    engine: TrainEngine,
+) -> Tensor:
     """Which of this rank's ``count`` candidates are among k drawn from all ranks (from all, if
     there are fewer).
     """
     first, total = _before(count, engine)
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
-    return order[first : first + count] < k
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(total, generator=generator)
+    own = order[first : first + count]
+    return own < k
 
 
 def _before(count: int, engine: TrainEngine) -> tuple[int, int]:
     """Sum of ``count`` over the lower ranks, and over all ranks."""
-    rank, world_size = engine.data_parallel_rank, engine.data_parallel_world_size
-    counts = engine.all_reduce_stats(
-        {str(other): float(count * (other == rank)) for other in range(world_size)}
-    )
-    return int(sum(counts[str(other)] for other in range(rank))), int(sum(counts.values()))
+    rank = engine.data_parallel_rank
+    ranks = range(engine.data_parallel_world_size)
+    own = {str(other): 0.0 for other in ranks}
+    own[str(rank)] = float(count)
+    counts = engine.all_reduce_stats(own)
+    before = sum(counts[str(other)] for other in ranks[:rank])
+    total = sum(counts.values())
+    return int(before), int(total)
 
 
 def _seed(batch: Batch, sum_over_ranks: SumOverRanks) -> int:
-    tokens = (batch["input_ids"].long() + 1) * batch["attention_mask"].long()
-    factors = torch.arange(1, tokens.shape[1] + 1, device=tokens.device) * 0x9E3779B1 % (1 << 31)
-    own = int((tokens * factors).sum()) % (1 << 32)  # an overflow keeps these bits
-    return int(sum_over_ranks({"seed": float(own)})["seed"]) % (1 << 32)
+    # A sum over tokens with a factor for each position. An overflow keeps the lower 32 bits.
+    tokens = batch["input_ids"].long() + 1
+    tokens = tokens * batch["attention_mask"].long()
+    n_columns = tokens.shape[1]
+    positions = torch.arange(1, n_columns + 1, device=tokens.device)
+    factors = positions * 0x9E3779B1 % (1 << 31)
+    own = int((tokens * factors).sum()) % (1 << 32)
+    total = sum_over_ranks({"seed": float(own)})["seed"]
+    return int(total) % (1 << 32)
