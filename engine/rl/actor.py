@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, TrainEngine
@@ -68,18 +68,20 @@ class PPOActor:
             self.kl_ctl = AdaptiveKLController(config.kl_ctl, config.kl_target, config.kl_horizon)
             engine.register_state("kl_ctl", self.kl_ctl)
 
-    def compute_logp(self, batch: Batch) -> torch.Tensor:
+    def compute_logp(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights: ``[B, S]`` float32.
 
         Aligned with the token (0 at the first token and at padding), at the temperature of the
         configuration.
         """
-        self.engine.eval()
-        return self.engine.forward_batch(
-            batch, lambda output, micro_batch: self._logprobs(output, micro_batch)[0]
-        )
 
-    def compute_ref_logp(self, batch: Batch) -> torch.Tensor:
+        def logprobs(output: Any, micro_batch: Batch) -> Tensor:
+            return self._logprobs(output, micro_batch)[0]
+
+        self.engine.eval()
+        return self.engine.forward_batch(batch, logprobs)
+
+    def compute_ref_logp(self, batch: Batch) -> Tensor:
         """`compute_logp` of the base under the adapters: ``ref_logp`` for a LoRA policy, without a
         second model.
 
@@ -108,54 +110,88 @@ class PPOActor:
         """
         with all_ranks_accept(self.engine):
             self._validate_rewards(batch)
-        result, config, loss_mask = {**batch}, self.config, loss_mask_of(batch)
-        rewards, sum_over_ranks = batch["rewards"].float(), self.engine.all_reduce_stats
-        if config.overlong_reward_penalty:
-            assert (
-                config.max_new_tokens
-                and config.overlong_tokens
-                and config.overlong_penalty_factor is not None
-            )
-            sizes = (config.max_new_tokens, config.overlong_tokens, config.overlong_penalty_factor)
-            rewards = rewards + overlong_penalty(loss_mask, *sizes)
-        rewards = self._scale(rewards)
-        gae = partial(
-            gae_advantages,
-            loss_mask=loss_mask,
-            discount=config.discount,
-            gae_lambda=config.gae_lambda,
-        )
-        kl_rewards: torch.Tensor | None = None
+        config = self.config
+        result = {**batch}
+        loss_mask = loss_mask_of(batch)
+        rewards = self._shaped_rewards(batch, loss_mask)
+
+        # The penalty for the distance from the reference policy, for each token.
+        kl_rewards: Tensor | None = None
         if config.kl_ctl:
-            kl_rewards = torch.where(
-                loss_mask, -self.kl_ctl.value * self._kl_of_rewards(batch), 0.0
-            )
+            penalties = -self.kl_ctl.value * self._kl_of_rewards(batch)
+            kl_rewards = torch.where(loss_mask, penalties, 0.0)
             result["kl_rewards"] = kl_rewards
+
         if "values" in batch:
-            if (reward_norm := self._norm(config.reward_norm)) is not None:
-                rewards = normalise(rewards, reward_norm, sum_over_ranks=sum_over_ranks)
-            token_rewards = rewards_at_last_token(rewards, loss_mask)
-            if kl_rewards is not None:
-                token_rewards = token_rewards + kl_rewards
-            last_values = None
-            if config.bootstrap_truncated:
-                last_values = torch.where(
-                    batch["truncated"].bool(), batch["last_values"].float(), 0.0
-                )
-            advantages, result["returns"] = gae(
-                token_rewards, batch["values"], last_values=last_values
-            )
+            advantages, result["returns"] = self._gae(batch, rewards, kl_rewards, loss_mask)
         else:
             advantages = self._answer_advantages(batch, rewards, loss_mask)
             if kl_rewards is not None:
-                advantages = advantages + gae(kl_rewards, torch.zeros_like(kl_rewards))[0]
+                no_values = torch.zeros_like(kl_rewards)
+                of_kl, _ = self._discounted(kl_rewards, no_values, loss_mask)
+                advantages = advantages + of_kl
+
+        # Truncated answers count in means of rewards, but not in those of advantages.
         if config.mask_truncated_completions:
             loss_mask = loss_mask & ~batch["truncated"].bool()[:, None]
             advantages = torch.where(loss_mask, advantages, 0.0)
         result["loss_mask"] = loss_mask
-        if (adv_norm := self._norm(config.adv_norm)) is not None:
-            advantages = normalise(advantages, adv_norm, loss_mask, sum_over_ranks)
-        return {**result, "advantages": advantages}
+
+        adv_norm = self._norm(config.adv_norm)
+        if adv_norm is not None:
+            advantages = normalise(advantages, adv_norm, loss_mask, self.engine.all_reduce_stats)
+        result["advantages"] = advantages
+        return result
+
+    def _shaped_rewards(self, batch: Batch, loss_mask: Tensor) -> Tensor:
+        """``[B]`` rewards with the overlong penalty, then bias, scale and clip."""
+        config = self.config
+        rewards = batch["rewards"].float()
+        if config.overlong_reward_penalty:
+            assert config.max_new_tokens
+            assert config.overlong_tokens
+            assert config.overlong_penalty_factor is not None
+            rewards = rewards + overlong_penalty(
+                loss_mask,
+                config.max_new_tokens,
+                config.overlong_tokens,
+                config.overlong_penalty_factor,
+            )
+        return self._scale(rewards)
+
+    def _gae(
+        self,
+        batch: Batch,
+        rewards: Tensor,
+        kl_rewards: Tensor | None,
+        loss_mask: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and returns of a batch with ``values``."""
+        reward_norm = self._norm(self.config.reward_norm)
+        if reward_norm is not None:
+            sum_over_ranks = self.engine.all_reduce_stats
+            rewards = normalise(rewards, reward_norm, sum_over_ranks=sum_over_ranks)
+        token_rewards = rewards_at_last_token(rewards, loss_mask)
+        if kl_rewards is not None:
+            token_rewards = token_rewards + kl_rewards
+
+        # A complete answer has no value after its last token.
+        last_values = None
+        if self.config.bootstrap_truncated:
+            truncated = batch["truncated"].bool()
+            last_values = torch.where(truncated, batch["last_values"].float(), 0.0)
+        return self._discounted(token_rewards, batch["values"], loss_mask, last_values)
+
+    def _discounted(
+        self,
+        rewards: Tensor,
+        values: Tensor,
+        loss_mask: Tensor,
+        last_values: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        discount = self.config.discount
+        gae_lambda = self.config.gae_lambda
+        return gae_advantages(rewards, values, loss_mask, discount, gae_lambda, last_values)
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Take ``ppo_n_minibatches`` optimizer steps on a batch from `compute_advantages`.
@@ -186,72 +222,89 @@ class PPOActor:
         stats = TokenStats()
         if "kl_rewards" in batch:
             stats.add({"kl_reward": batch["kl_rewards"]}, share["loss_mask"])
+
         self.engine.train()
-        n_minibatches, loss_fn = self.config.ppo_n_minibatches, self._loss_fn(stats)
         result = train_minibatches(
-            self.engine, share, n_minibatches, loss_fn, count_losses, self._preparation()
+            self.engine,
+            share,
+            self.config.ppo_n_minibatches,
+            self._loss_fn(stats),
+            count_losses,
+            self._preparation(),
         )
+
+        # Each line is a collective.
         reward = mean_over_ranks(self.engine, batch.get("rewards"))
-        return {
-            "reward": reward,
-            **self._update_kl_ctl(batch),
-            **stats.reduce(self.engine, _TOKEN_STATS),
-            **result,
-        }
+        of_kl_ctl = self._update_kl_ctl(batch)
+        of_tokens = stats.reduce(self.engine, _TOKEN_STATS)
+        return {"reward": reward, **of_kl_ctl, **of_tokens, **result}
 
     def _share_of(self, batch: Batch) -> Batch:
+        # Only what the loss needs travels through the cuts.
         needed = (*INPUTS, "advantages", "ref_logp")
         share = {key: batch[key] for key in needed if key in batch}
         share["loss_mask"] = loss_mask_of(batch)
         if "logprobs" in batch:
             share["behave_logp"] = batch["logprobs"]
+
+        # The proximal policy: its place between sampler and trainer, or its log-probabilities.
         method = self.config.prox_logp_method
         if method == "reuse_train_logp":
             share["prox_alpha"] = torch.ones_like(batch["logprobs"], dtype=torch.float32)
         elif method != "recompute":
             share["prox_alpha"] = prox_alpha(batch["versions"], self.engine.get_version())
-        if self._recomputes and ("prox_logp" in batch or method in ("recompute", "metrics")):
-            share["prox_logp"] = (
-                batch["prox_logp"] if "prox_logp" in batch else self.compute_logp(batch)
-            )
+        if self._recomputes:
+            if "prox_logp" in batch:
+                share["prox_logp"] = batch["prox_logp"]
+            elif method in ("recompute", "metrics"):
+                share["prox_logp"] = self.compute_logp(batch)
         return with_loss_weights(share, self.config.agg_mode, self.config.loss_scale_factor)
 
     def _loss_fn(self, stats: TokenStats) -> LossFn:
         config = self.config
         policy_loss = POLICY_LOSSES[config.policy_loss]
 
-        def loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
-            mask, advantages, cu_seqlens = (
-                micro_batch[key] for key in ("loss_mask", "advantages", "cu_seqlens")
-            )
+        def loss_fn(output: Any, micro_batch: Batch) -> Tensor:
+            mask = micro_batch["loss_mask"]
             logprobs, entropy = self._logprobs(output, micro_batch)
             old_logprobs = _old_logprobs(micro_batch, logprobs)
-            of_sequences, picked = (cu_seqlens, config.ratio_level), micro_batch.get("picked")
-            inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, *of_sequences, picked)
+            inputs = policy_inputs(
+                logprobs,
+                old_logprobs,
+                micro_batch["advantages"],
+                mask,
+                micro_batch["cu_seqlens"],
+                config.ratio_level,
+                micro_batch.get("picked"),
+            )
             losses, seen = policy_loss(inputs, config)
+
+            # Decoupled: each token is weighed by p_prox / p_behave.
             if config.use_decoupled_loss:
-                bounds = (cu_seqlens, config.rejection_sampling)
                 weights, of_weights = behave_weights(
-                    old_logprobs, micro_batch["behave_logp"], mask, *bounds
+                    old_logprobs,
+                    micro_batch["behave_logp"],
+                    mask,
+                    inputs.cu_seqlens,
+                    config.rejection_sampling,
                 )
-                losses, seen = losses * weights, {**seen, **of_weights}
-            seen = {
-                **seen,
-                "ratio": inputs.log_ratio.exp(),
-                "entropy": entropy,
-                "advantage": advantages,
-            }
+                losses = losses * weights
+                seen |= of_weights
+            seen["ratio"] = inputs.log_ratio.exp()
+            seen["entropy"] = entropy
+            seen["advantage"] = micro_batch["advantages"]
             seen |= kl_stats("kl", old_logprobs, logprobs, mask)
+
+            # KL to the reference policy, and the entropy bonus.
             if "ref_logp" in micro_batch:
                 ref_logp = torch.where(inputs.mask, micro_batch["ref_logp"], 0.0)
                 seen |= kl_stats("kl_ref", logprobs, ref_logp, mask)
                 if config.kl_loss_coef:
-                    estimator = config.kl_estimator or "k3"
-                    losses = losses + config.kl_loss_coef * kl_estimate(
-                        inputs.logprobs, ref_logp, estimator
-                    )
+                    kl = kl_estimate(inputs.logprobs, ref_logp, config.kl_estimator or "k3")
+                    losses = losses + config.kl_loss_coef * kl
             if config.entropy_coeff:
                 losses = losses - config.entropy_coeff * entropy
+
             stats.add(seen, mask)
             _add_mismatch(stats, micro_batch, logprobs, old_logprobs)
             return aggregate(losses, micro_batch)
@@ -263,56 +316,66 @@ class PPOActor:
 
         def prepare(minibatch: Batch) -> Batch:
             minibatch = {**minibatch}
+            # The policy is the one before the update only in the first step.
             if next(steps) == 0:
                 minibatch["before_update"] = minibatch["loss_mask"]
             if self.config.policy_loss in OF_PICKED_TOKENS:
                 logprobs = self.compute_logp(minibatch)
                 old_logprobs = _old_logprobs(minibatch, logprobs)
                 minibatch["picked"] = picked_tokens(
-                    minibatch, logprobs, old_logprobs, self.config, self.engine
+                    minibatch,
+                    logprobs,
+                    old_logprobs,
+                    self.config,
+                    self.engine,
                 )
             return minibatch
 
         return prepare
 
-    def _logprobs(self, output: Any, micro_batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        input_ids, cu_seqlens = micro_batch["input_ids"], micro_batch["cu_seqlens"]
+    def _logprobs(self, output: Any, micro_batch: Batch) -> tuple[Tensor, Tensor]:
+        input_ids = micro_batch["input_ids"]
+        cu_seqlens = micro_batch["cu_seqlens"]
         return token_logprobs(output, input_ids, cu_seqlens, self.config.temperature)
 
     @property
     def _recomputes(self) -> bool:
         return self.config.recompute_logprob or self.config.use_decoupled_loss
 
-    def _scale(self, rewards: torch.Tensor) -> torch.Tensor:
-        limit = self.config.reward_clip
-        return ((rewards.float() + self.config.reward_bias) * self.config.reward_scaling).clamp(
-            -limit, limit
-        )
+    def _scale(self, rewards: Tensor) -> Tensor:
+        config = self.config
+        scaled = (rewards.float() + config.reward_bias) * config.reward_scaling
+        return scaled.clamp(-config.reward_clip, config.reward_clip)
 
     def _answer_advantages(
-        self, batch: Batch, rewards: torch.Tensor, loss_mask: torch.Tensor
-    ) -> torch.Tensor:
-        estimator, sum_over_ranks = (
-            ADV_ESTIMATORS[self.config.adv_estimator],
-            self.engine.all_reduce_stats,
-        )
+        self,
+        batch: Batch,
+        rewards: Tensor,
+        loss_mask: Tensor,
+    ) -> Tensor:
+        sum_over_ranks = self.engine.all_reduce_stats
+        estimator = ADV_ESTIMATORS[self.config.adv_estimator]
         if estimator is None:
-            return grpo_advantages(
-                rewards, loss_mask, self._norm(self.config.reward_norm), sum_over_ranks
-            )
-        baselines = (
-            self._scale(batch["reward_baselines"]).double() if "reward_baselines" in batch else None
-        )
-        lengths = loss_mask.sum(1)
-        scores = estimator(
-            Outcomes(rewards.double(), lengths, self.config.group_size, baselines, sum_over_ranks)
-        )
-        return torch.where(loss_mask, scores.float()[:, None], 0.0)
+            norm = self._norm(self.config.reward_norm)
+            return grpo_advantages(rewards, loss_mask, norm, sum_over_ranks)
 
-    def _kl_of_rewards(self, batch: Batch) -> torch.Tensor:
-        return kl_estimate(
-            batch[self._sampled(batch)], batch["ref_logp"], self.config.kl_estimator or "k1"
+        baselines = None
+        if "reward_baselines" in batch:
+            baselines = self._scale(batch["reward_baselines"]).double()
+        outcomes = Outcomes(
+            rewards=rewards.double(),
+            lengths=loss_mask.sum(1),
+            group_size=self.config.group_size,
+            baselines=baselines,
+            sum_over_ranks=sum_over_ranks,
         )
+        scores = estimator(outcomes).float()
+        return torch.where(loss_mask, scores[:, None], 0.0)
+
+    def _kl_of_rewards(self, batch: Batch) -> Tensor:
+        logprobs = batch[self._sampled(batch)]
+        estimator = self.config.kl_estimator or "k1"
+        return kl_estimate(logprobs, batch["ref_logp"], estimator)
 
     def _update_kl_ctl(self, batch: Batch) -> dict[str, float]:
         """Adapt the coefficient to the KL of the batch: the mean over sequences of their mean KL,
@@ -320,52 +383,66 @@ class PPOActor:
         """
         if "kl_rewards" not in batch:
             return {}
-        mask, used = loss_mask_of(batch), self.kl_ctl.value
-        if self.config.kl_target is not None:
-            kl, tokens = self._kl_of_rewards(batch), mask.sum(1)
-            means = torch.where(mask, kl, 0.0).sum(1, dtype=torch.float64) / tokens.clamp(min=1)
-            own = {"kl": means.sum().item(), "sequences": float((tokens > 0).sum())}
-            sums = self.engine.all_reduce_stats(own)
-            self.kl_ctl.update(sums["kl"] / sums["sequences"], int(sums["sequences"]))
+        used = self.kl_ctl.value
+        if self.config.kl_target is None:
+            return {"kl_ctl": used}
+
+        mask = loss_mask_of(batch)
+        kl = torch.where(mask, self._kl_of_rewards(batch), 0.0)
+        n_tokens = mask.sum(1)
+        means = kl.sum(1, dtype=torch.float64) / n_tokens.clamp(min=1)
+        own = {
+            "kl": means.sum().item(),
+            "sequences": float((n_tokens > 0).sum()),
+        }
+        sums = self.engine.all_reduce_stats(own)
+        n_sequences = sums["sequences"]
+        self.kl_ctl.update(sums["kl"] / n_sequences, int(n_sequences))
         return {"kl_ctl": used}
 
     def _sampled(self, batch: Batch) -> str:
         """Key of the log-probabilities of the policy that the rewards belong to."""
-        return "prox_logp" if self.config.recompute_logprob and "prox_logp" in batch else "logprobs"
+        if self.config.recompute_logprob and "prox_logp" in batch:
+            return "prox_logp"
+        return "logprobs"
 
     def _norm(self, norm: NormConfig | None) -> NormConfig | None:
-        return norm and replace(norm, group_size=norm.group_size or self.config.group_size)
+        if norm is None:
+            return None
+        return replace(norm, group_size=norm.group_size or self.config.group_size)
 
     def _validate_rewards(self, batch: Batch) -> None:
         validate_batch(batch)
         if "rewards" not in batch or batch["rewards"].dim() != 1:
             raise BatchError(f"the batch has no 'rewards' of shape [batch]; it has {sorted(batch)}")
-        if not bool(torch.isfinite(batch["rewards"].float()).all()):
-            rows = (~torch.isfinite(batch["rewards"].float())).nonzero().flatten().tolist()
+        rewards = batch["rewards"]
+        is_finite = torch.isfinite(rewards.float())
+        if not bool(is_finite.all()):
+            rows = (~is_finite).nonzero().flatten().tolist()
             raise BatchError(f"batch['rewards'] is NaN or infinite in row(s) {rows[:8]}")
-        for norm in (self._norm(self.config.reward_norm), self._norm(self.config.adv_norm)):
+
+        for norm in (self.config.reward_norm, self.config.adv_norm):
             if norm is not None and "group" in (norm.mean_level, norm.std_level):
-                check_groups(len(batch["rewards"]), norm.group_size or 1)
+                check_groups(len(rewards), norm.group_size or self.config.group_size)
         self._validate_estimator(batch)
         if "values" in batch:
             require_per_token(batch, "values", loss_mask_of(batch), "")
         if self.config.kl_ctl:
+            hint = "kl_ctl is not 0, so rewards need it"
             for key in (self._sampled(batch), "ref_logp"):
-                require_per_token(
-                    batch, key, loss_mask_of(batch), "kl_ctl is not 0, so rewards need it"
-                )
+                require_per_token(batch, key, loss_mask_of(batch), hint)
         self._validate_truncated(batch)
 
     def _validate_truncated(self, batch: Batch) -> None:
-        shape, bootstraps = batch["rewards"].shape, self.config.bootstrap_truncated
+        bootstraps = self.config.bootstrap_truncated
         key = "bootstrap_truncated" if bootstraps else "mask_truncated_completions"
-        if getattr(self.config, key) and (
-            "truncated" not in batch or batch["truncated"].shape != shape
-        ):
-            raise BatchError(
-                f"the batch has no 'truncated' of shape [batch], which {key} needs: whether each "
-                "answer was cut off"
-            )
+        if getattr(self.config, key):
+            truncated = batch.get("truncated")
+            if truncated is None or truncated.shape != batch["rewards"].shape:
+                raise BatchError(
+                    f"the batch has no 'truncated' of shape [batch], which {key} needs: whether "
+                    "each answer was cut off"
+                )
         if bootstraps and "values" not in batch:
             raise BatchError(
                 "bootstrap_truncated is for GAE, but the batch has no 'values'; leave the key out"
@@ -392,61 +469,70 @@ class PPOActor:
             )
 
     def _validate_update(self, batch: Batch) -> None:
+        config = self.config
         mask = loss_mask_of(batch)
-        require_per_token(
-            batch, "advantages", mask, "give the batch that compute_advantages returns"
-        )
-        if not self.config.recompute_logprob or self.config.use_decoupled_loss:
-            require_per_token(
-                batch, "logprobs", mask, "the rollout must give them, or set recompute_logprob"
-            )
+        hint = "give the batch that compute_advantages returns"
+        require_per_token(batch, "advantages", mask, hint)
+
+        # Log-probabilities of the sampling policy, and of the proximal one.
+        if not config.recompute_logprob or config.use_decoupled_loss:
+            hint = "the rollout must give them, or set recompute_logprob"
+            require_per_token(batch, "logprobs", mask, hint)
         if self._recomputes and "prox_logp" in batch:
             require_per_token(batch, "prox_logp", mask, "")
-        if self.config.prox_logp_method in ("loglinear", "metrics"):
+        if config.prox_logp_method in ("loglinear", "metrics"):
             hint = "prox_logp_method needs the version that sampled each token, as rollouts give it"
             require_per_token(batch, "versions", mask, hint)
-        if self.config.kl_loss_coef or self.config.kl_target is not None or "ref_logp" in batch:
+
+        # Those of the reference policy.
+        if config.kl_loss_coef or config.kl_target is not None or "ref_logp" in batch:
             hint = (
                 "with kl_loss_coef or kl_target, the reference policy's compute_logp must give it"
             )
             require_per_token(batch, "ref_logp", mask, hint)
 
 
-def _is_finite(batch: Batch, key: str, rows: torch.Tensor | None = None) -> bool:
-    """Whether the batch has ``[B]`` numbers under ``key``, finite in ``rows`` (by default in all)."""
+def _is_finite(
+    batch: Batch,
+    key: str,
+    rows: Tensor | None = None,
+) -> bool:
+    """Whether the batch has ``[B]`` numbers under ``key``, finite in ``rows`` (None: all)."""
     if key not in batch or batch[key].shape != batch["rewards"].shape:
         return False
-    return bool(
-        torch.isfinite(
-            batch[key].float() if rows is None else batch[key].float()[rows.bool()]
-        ).all()
-    )
+    values = batch[key].float()
+    if rows is not None:
+        values = values[rows.bool()]
+    return bool(torch.isfinite(values).all())
 
 
-def _old_logprobs(batch: Batch, logprobs: torch.Tensor) -> torch.Tensor:
+def _old_logprobs(batch: Batch, logprobs: Tensor) -> Tensor:
     if "prox_logp" in batch:
         return batch["prox_logp"]
-    if "prox_alpha" in batch:
-        return interpolate_prox_logp(
-            batch["behave_logp"], logprobs, batch["prox_alpha"], batch["loss_mask"]
-        )
-    return batch["behave_logp"]
+    behave_logp = batch["behave_logp"]
+    if "prox_alpha" not in batch:
+        return behave_logp
+    return interpolate_prox_logp(behave_logp, logprobs, batch["prox_alpha"], batch["loss_mask"])
 
 
 def _add_mismatch(
-    stats: TokenStats, micro_batch: Batch, logprobs: torch.Tensor, old_logprobs: torch.Tensor
+    stats: TokenStats,
+    micro_batch: Batch,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
 ) -> None:
     """Distance from the sampling policy to the trainer's before the update. Without a forward pass
     for the latter, it covers only the first mini-batch.
     """
-    of_prox = "prox_logp" in micro_batch
-    if "behave_logp" not in micro_batch or not (of_prox or "before_update" in micro_batch):
+    has_prox = "prox_logp" in micro_batch
+    is_known = has_prox or "before_update" in micro_batch
+    if "behave_logp" not in micro_batch or not is_known:
         return
     behave_logp = micro_batch["behave_logp"]
-    known = micro_batch["loss_mask"].bool() & torch.isfinite(behave_logp)
-    seen = kl_stats("behave_kl", behave_logp, old_logprobs if of_prox else logprobs, known)
-    if of_prox and "prox_alpha" in micro_batch:
-        seen |= approximation_errors(
-            old_logprobs, behave_logp, logprobs, micro_batch["prox_alpha"], known
-        )
-    stats.add(seen, known)
+    before_update = old_logprobs if has_prox else logprobs
+    mask = micro_batch["loss_mask"].bool() & torch.isfinite(behave_logp)
+    seen = kl_stats("behave_kl", behave_logp, before_update, mask)
+    if has_prox and "prox_alpha" in micro_batch:
+        alpha = micro_batch["prox_alpha"]
+        seen |= approximation_errors(old_logprobs, behave_logp, logprobs, alpha, mask)
+    stats.add(seen, mask)

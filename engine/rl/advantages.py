@@ -285,7 +285,7 @@ def _sum_later(x: Tensor, decay: Tensor) -> Tensor:
     for block in reversed(range(n_blocks - 1)):
         following = x[:, block + 1, :1]
         x[:, block].addcmul_(decay[:, block], following)
-    rows = x.reshape(n_rows, -1)
+    rows = x.flatten(1)
     return rows[:, :n_columns]
 
 

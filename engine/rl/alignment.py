@@ -11,11 +11,12 @@ trajectory) describe token t, as here.
 """
 
 import torch
+from torch import Tensor
 
 from ...utils.errors import BatchError
 
 
-def from_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+def from_areal_alignment(values: Tensor, attention_mask: Tensor) -> Tensor:
     """Move ``[B, S]`` values of any dtype that describe token t + 1 to that token.
 
     The result is 0 at first tokens and at padding. ``attention_mask`` ``[B, S]`` is ones, then
@@ -25,12 +26,13 @@ def from_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> 
         BatchError: the shapes differ, or are not ``[B, S]``.
     """
     _check(values, attention_mask)
+    is_padding = ~attention_mask.bool()
     moved = torch.roll(values, 1, dims=1)
     moved[:, 0] = 0
-    return moved.masked_fill(~attention_mask.bool(), 0)
+    return moved.masked_fill(is_padding, 0)
 
 
-def to_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+def to_areal_alignment(values: Tensor, attention_mask: Tensor) -> Tensor:
     """Move ``[B, S]`` values of any dtype that describe token t to the position before, where the
     token was predicted.
 
@@ -41,12 +43,14 @@ def to_areal_alignment(values: torch.Tensor, attention_mask: torch.Tensor) -> to
         BatchError: the shapes differ, or are not ``[B, S]``.
     """
     _check(values, attention_mask)
-    moved = torch.roll(values.masked_fill(~attention_mask.bool(), 0), -1, dims=1)
+    is_padding = ~attention_mask.bool()
+    values = values.masked_fill(is_padding, 0)
+    moved = torch.roll(values, -1, dims=1)
     moved[:, -1] = 0
     return moved
 
 
-def _check(values: torch.Tensor, attention_mask: torch.Tensor) -> None:
+def _check(values: Tensor, attention_mask: Tensor) -> None:
     if values.dim() != 2 or values.shape != attention_mask.shape:
         raise BatchError(
             f"values of shape {list(values.shape)} with an attention mask of "

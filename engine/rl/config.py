@@ -219,27 +219,28 @@ class PPOActorConfig(TrainEngineConfig):
         )
         require_choice("loss_agg_mode", self.loss_agg_mode, (None, *LOSS_AGG_MODES))
         require_choice("prox_logp_method", self.prox_logp_method, PROX_LOGP_METHODS)
+
+        # verl's keys first: the checks see what they set.
         self._read_rollout_keys()
         self._check_loss()
         self._check_off_policy()
         self._check_advantages()
 
     def _check_advantages(self) -> None:
-        needed, norm = (
-            ("max_new_tokens", "overlong_tokens", "overlong_penalty_factor"),
-            self.reward_norm,
-        )
-        if self.overlong_reward_penalty and (
-            missing := [key for key in needed if getattr(self, key) is None]
-        ):
-            raise ConfigError(
-                f"config key 'overlong_reward_penalty' is True, but {missing[0]!r} is null; set it"
-            )
+        if self.overlong_reward_penalty:
+            for key in ("max_new_tokens", "overlong_tokens", "overlong_penalty_factor"):
+                if getattr(self, key) is None:
+                    raise ConfigError(
+                        f"config key 'overlong_reward_penalty' is True, but {key!r} is null; set it"
+                    )
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_ctl > 0):
             raise ConfigError(
                 f"config keys 'kl_target' and 'kl_ctl' are {self.kl_target} and {self.kl_ctl}; an "
                 "adaptive coefficient is multiplied, expected both to be more than 0"
             )
+
+        # Estimators have a baseline of their own.
+        norm = self.reward_norm
         if self.adv_estimator != "grpo" and norm is not None:
             raise ConfigError(
                 f"config key 'adv_estimator' is {self.adv_estimator!r}, which has a baseline of "
@@ -255,15 +256,13 @@ class PPOActorConfig(TrainEngineConfig):
                 "config keys 'bootstrap_truncated' and 'mask_truncated_completions' are both "
                 "True, but answers without a loss token need no advantage; leave one out"
             )
-        if (
-            norm is not None
-            and norm.mean_level == "group"
-            and (norm.group_size or self.group_size) == 1
-        ):
-            raise ConfigError(
-                "config key 'reward_norm.mean_level' is 'group' but 'group_size' is 1: every "
-                "reward would become 0; set group_size to the number of samples of a prompt"
-            )
+        if norm is not None and norm.mean_level == "group":
+            group_size = norm.group_size or self.group_size
+            if group_size == 1:
+                raise ConfigError(
+                    "config key 'reward_norm.mean_level' is 'group' but 'group_size' is 1: every "
+                    "reward would become 0; set group_size to the number of samples of a prompt"
+                )
 
     @property
     def ratio_level(self) -> str:
@@ -273,9 +272,9 @@ class PPOActorConfig(TrainEngineConfig):
     @property
     def agg_mode(self) -> str:
         """``loss_agg_mode``, or the default for null."""
-        return self.loss_agg_mode or (
-            "seq-mean-token-mean" if self.policy_loss == "gmpo" else "token-mean"
-        )
+        if self.loss_agg_mode is not None:
+            return self.loss_agg_mode
+        return "seq-mean-token-mean" if self.policy_loss == "gmpo" else "token-mean"
 
     def _check_loss(self) -> None:
         _check_scale_factor(self.agg_mode, self.loss_scale_factor)
@@ -284,18 +283,21 @@ class PPOActorConfig(TrainEngineConfig):
                 f"config key 'loss_agg_mode' is {self.loss_agg_mode!r}, but policy_loss 'gmpo' "
                 "has one loss for each sequence, whatever its length; leave 'loss_agg_mode' out"
             )
+
+        # Settings of single losses.
         for key in ("sapo_tau_pos", "sapo_tau_neg"):
-            if not (value := getattr(self, key)) > 0:
+            value = getattr(self, key)
+            if not value > 0:
                 raise ConfigError(f"config key {key!r} is {value}; expected more than 0")
         if self.clip_cov_lb >= self.clip_cov_ub:
             raise ConfigError(
                 f"config key 'clip_cov_lb' is {self.clip_cov_lb}, not below 'clip_cov_ub', "
                 f"{self.clip_cov_ub}: no token lies between them"
             )
-        if (
-            self.importance_sampling_level == "sequence"
-            and self.policy_loss not in WITH_SEQUENCE_RATIOS
-        ):
+
+        # Settings that not every loss supports.
+        of_sequences = self.importance_sampling_level == "sequence"
+        if of_sequences and self.policy_loss not in WITH_SEQUENCE_RATIOS:
             raise ConfigError(
                 "config key 'importance_sampling_level' is 'sequence', but policy_loss "
                 f"{self.policy_loss!r} has no ratio of sequences; expected policy_loss to be one "
@@ -335,13 +337,12 @@ class PPOActorConfig(TrainEngineConfig):
         """Convert verl's keys to ``use_decoupled_loss`` and ``rejection_sampling``, and reset them
         to null.
         """
-        keys = (
+        found = rejection_from_rollout_keys(
             self.rollout_is,
             self.rollout_is_threshold,
             self.rollout_rs,
             self.rollout_rs_threshold,
         )
-        found = rejection_from_rollout_keys(*keys)
         if found is None:
             return
         if self.rejection_sampling is not None:
@@ -349,8 +350,13 @@ class PPOActorConfig(TrainEngineConfig):
                 "config keys 'rollout_is' and 'rollout_rs' (verl's) say what 'rejection_sampling' "
                 "(AReaL's) does, which is set too; leave one of them out"
             )
-        self.use_decoupled_loss, self.rejection_sampling = True, found
-        self.rollout_is = self.rollout_rs = self.rollout_rs_threshold = None
+        self.use_decoupled_loss = True
+        self.rejection_sampling = found
+
+        # A copy of this config would convert them again.
+        self.rollout_is = None
+        self.rollout_rs = None
+        self.rollout_rs_threshold = None
 
 
 @dataclass

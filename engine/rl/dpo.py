@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ...utils.config import require_choice, require_range
 from ...utils.errors import ConfigError
@@ -61,7 +62,7 @@ class DPO:
         self.config = config
         self.engine = engine
 
-    def compute_logp(self, batch: Batch) -> torch.Tensor:
+    def compute_logp(self, batch: Batch) -> Tensor:
         """Log-probability of every token under the current weights, ``[B, S]`` float32.
 
         From the engine with the reference policy, this is the ``ref_logp`` of the batch.
@@ -83,25 +84,26 @@ class DPO:
         Raises:
             BatchError: see `require_pairs`. Or no pair counts on any rank.
         """
+        pairs = self._checked(batch)
         stats = PairStats()
-        return train_pairs(
-            self.engine, self._checked(batch), dpo_loss_fn(self.config, stats), stats
-        )
+        return train_pairs(self.engine, pairs, dpo_loss_fn(self.config, stats), stats)
 
     def evaluate_dpo(self, batch: Batch) -> dict[str, float]:
         """``loss`` and the statistics of `train_dpo`, without a step."""
+        pairs = self._checked(batch)
         stats = PairStats()
-        return evaluate_pairs(
-            self.engine, self._checked(batch), dpo_loss_fn(self.config, stats), stats
-        )
+        return evaluate_pairs(self.engine, pairs, dpo_loss_fn(self.config, stats), stats)
 
     def _checked(self, batch: Batch) -> Batch:
-        return require_pairs(
-            self.engine, batch, [("ref_logp", "compute_logp of the reference policy must give it")]
-        )
+        hint = "compute_logp of the reference policy must give it"
+        return require_pairs(self.engine, batch, [("ref_logp", hint)])
 
 
-def dpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, config: DPOConfig) -> torch.Tensor:
+def dpo_losses(
+    chosen: Tensor,
+    rejected: Tensor,
+    config: DPOConfig,
+) -> Tensor:
     """``[n]`` losses from ``[n]`` log-ratios of policy to reference, with ``d = chosen -
     rejected``.
 
@@ -112,13 +114,16 @@ def dpo_losses(chosen: torch.Tensor, rejected: torch.Tensor, config: DPOConfig) 
       Azar et al., "A General Theoretical Paradigm to Understand Learning from Human Preferences",
       2023, eq. 17.
     """
+    beta = config.beta
     difference = chosen - rejected
     if config.loss_type == "ipo":
-        return (difference - 1.0 / (2.0 * config.beta)).square()
-    margin = config.beta * difference
-    return -(1.0 - config.label_smoothing) * F.logsigmoid(
-        margin
-    ) - config.label_smoothing * F.logsigmoid(-margin)
+        return (difference - 1.0 / (2.0 * beta)).square()
+
+    smoothing = config.label_smoothing
+    margin = beta * difference
+    as_labelled = -(1.0 - smoothing) * F.logsigmoid(margin)
+    as_swapped = smoothing * F.logsigmoid(-margin)
+    return as_labelled - as_swapped
 
 
 def dpo_loss_fn(config: DPOConfig, stats: PairStats) -> LossFn:
@@ -126,16 +131,29 @@ def dpo_loss_fn(config: DPOConfig, stats: PairStats) -> LossFn:
     `require_pairs`.
     """
 
-    def loss_fn(output: Any, micro_batch: Batch) -> torch.Tensor:
+    def loss_fn(output: Any, micro_batch: Batch) -> Tensor:
+        # The log-ratio of policy to reference of each sequence.
         mask = micro_batch["loss_mask"].bool()
-        input_ids, cu_seqlens = micro_batch["input_ids"], micro_batch["cu_seqlens"]
-        logprobs, _ = token_logprobs(output, input_ids, cu_seqlens, config.temperature)
-        log_ratios = torch.where(mask, logprobs - micro_batch["ref_logp"].float(), 0.0)
+        logprobs, _ = token_logprobs(
+            output,
+            micro_batch["input_ids"],
+            micro_batch["cu_seqlens"],
+            config.temperature,
+        )
+        log_ratios = logprobs - micro_batch["ref_logp"].float()
+        log_ratios = torch.where(mask, log_ratios, 0.0)
         sums = sum_of_tokens(log_ratios, micro_batch)
-        chosen, rejected = of_pairs(config.beta * sums.detach(), micro_batch)
+
+        # Implied rewards are of whole sequences, whatever the loss.
+        rewards = config.beta * sums.detach()
+        chosen, rejected = of_pairs(rewards, micro_batch)
         stats.add_pairs(chosen, rejected, micro_batch)
+
         if config.loss_type == "ipo":
-            sums = sums / sum_of_tokens(mask.float(), micro_batch).clamp(min=1)
-        return mean_over_pairs(dpo_losses(*of_pairs(sums, micro_batch), config), micro_batch)
+            n_tokens = sum_of_tokens(mask.float(), micro_batch)
+            sums = sums / n_tokens.clamp(min=1)
+        chosen, rejected = of_pairs(sums, micro_batch)
+        losses = dpo_losses(chosen, rejected, config)
+        return mean_over_pairs(losses, micro_batch)
 
     return loss_fn

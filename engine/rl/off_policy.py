@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ...utils.config import require_choice, require_numbers, require_range
 from ...utils.errors import ConfigError
@@ -64,9 +65,10 @@ class RejectionSamplingConfig:
     @property
     def weighs(self) -> str:
         """``weight``, or the default for null."""
-        return self.weight or (
-            "sequence_mean" if (self.level, self.metric) == ("sequence", "ratio") else "token"
-        )
+        if self.weight is not None:
+            return self.weight
+        of_sequence = self.level == "sequence" and self.metric == "ratio"
+        return "sequence_mean" if of_sequence else "token"
 
     def __post_init__(self) -> None:
         require_numbers(self, "rejection_sampling.")
@@ -76,6 +78,8 @@ class RejectionSamplingConfig:
         require_choice("rejection_sampling.action", self.action, ("mask", "clamp"))
         require_choice("rejection_sampling.metric", self.metric, ("ratio", *_KL_METRICS))
         require_choice("rejection_sampling.agg", self.agg, ("mean", "sum", "max"))
+
+        # Bounds that fit the metric, and something that the action can act on.
         if self.metric == "ratio":
             require_range("rejection_sampling.lower", self.lower, low=0.0)
             if self.upper <= 1:
@@ -102,12 +106,12 @@ class RejectionSamplingConfig:
 
 
 def behave_weights(
-    prox_logp: torch.Tensor,
-    behave_logp: torch.Tensor,
-    loss_mask: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    prox_logp: Tensor,
+    behave_logp: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
     rejection: RejectionSamplingConfig | None,
-) -> tuple[torch.Tensor, Stats]:
+) -> tuple[Tensor, Stats]:
     """Weight of every token from its ``[T]`` log-probabilities under the proximal and the sampling
     policy.
 
@@ -117,95 +121,122 @@ def behave_weights(
         ``rejected``: 1 where the weight was changed.
     """
     mask = loss_mask.bool()
-    log_ratio = torch.where(mask, prox_logp.float() - behave_logp.float(), 0.0).clamp(
-        -MAX_LOG_RATIO, MAX_LOG_RATIO
-    )
+    log_ratio = prox_logp.float() - behave_logp.float()
+    log_ratio = torch.where(mask, log_ratio, 0.0)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    # The token's own ratio, that of its sequence, or 1.
+    weighs = "token" if rejection is None else rejection.weighs
+    agg = _WEIGHTS[weighs]
     log_weights = log_ratio
-    if rejection is not None and rejection.weighs == "one":
+    if weighs == "one":
         log_weights = torch.zeros_like(log_ratio)
-    elif rejection is not None and (agg := _WEIGHTS[rejection.weighs]) is not None:
-        log_weights = by_sequence(log_ratio, mask, cu_seqlens, agg).clamp(
-            -MAX_LOG_RATIO, MAX_LOG_RATIO
-        )
+    elif agg is not None:
+        log_weights = by_sequence(log_ratio, mask, cu_seqlens, agg)
+        log_weights = log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     plain = torch.where(mask, log_weights.exp(), 0.0)
-    weights = (
-        plain if rejection is None else _bounded(plain, log_ratio, mask, cu_seqlens, rejection)
-    )
-    return weights, {"behave_weight": weights, "rejected": (weights != plain).float()}
+
+    weights = plain
+    if rejection is not None:
+        weights = _bounded(plain, log_ratio, mask, cu_seqlens, rejection)
+    is_changed = weights != plain
+    return weights, {
+        "behave_weight": weights,
+        "rejected": is_changed.float(),
+    }
 
 
 def _bounded(
-    weights: torch.Tensor,
-    log_ratio: torch.Tensor,
-    mask: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    weights: Tensor,
+    log_ratio: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
     rejection: RejectionSamplingConfig,
-) -> torch.Tensor:
-    values, zeros = log_ratio, torch.zeros_like(log_ratio)
+) -> Tensor:
+    # The distance from the sampling policy. Estimates are of KL(prox || behave), as AReaL has them.
+    metric = log_ratio
+    zeros = torch.zeros_like(log_ratio)
     if rejection.metric == "kl_k3_behave":
-        values = kl_estimate(zeros, log_ratio, "k3")
-    elif rejection.metric != "ratio":  # estimates of KL(prox || behave), as AReaL has them
-        values = kl_estimate(log_ratio, zeros, _KL_METRICS[rejection.metric])
+        metric = kl_estimate(zeros, log_ratio, "k3")
+    elif rejection.metric != "ratio":
+        metric = kl_estimate(log_ratio, zeros, _KL_METRICS[rejection.metric])
     if rejection.level == "sequence":
-        values = by_sequence(values, mask, cu_seqlens, rejection.agg)
-    metric = values.clamp(max=MAX_LOG_RATIO).exp() if rejection.metric == "ratio" else values
+        metric = by_sequence(metric, mask, cu_seqlens, rejection.agg)
+    if rejection.metric == "ratio":
+        metric = metric.clamp(max=MAX_LOG_RATIO).exp()
+
+    # What lies outside of the bounds is masked, or clamped to them.
     lower = -torch.inf if rejection.lower is None else rejection.lower
-    inside = (metric >= lower) & (metric <= rejection.upper)
-    outside = zeros if rejection.action == "mask" else weights.clamp(lower, rejection.upper)
-    weights = torch.where(mask & ~inside, outside, weights)
-    return weights if rejection.weight_upper is None else weights.clamp(max=rejection.weight_upper)
+    is_inside = (metric >= lower) & (metric <= rejection.upper)
+    outside = zeros
+    if rejection.action == "clamp":
+        outside = weights.clamp(lower, rejection.upper)
+    weights = torch.where(mask & ~is_inside, outside, weights)
+
+    if rejection.weight_upper is not None:
+        weights = weights.clamp(max=rejection.weight_upper)
+    return weights
 
 
 PROX_LOGP_METHODS = ("recompute", "loglinear", "metrics", "reuse_train_logp")
 
 
-def prox_alpha(versions: torch.Tensor, version: int) -> torch.Tensor:
+def prox_alpha(versions: Tensor, version: int) -> Tensor:
     """Position of the proximal policy between the sampling and the current one: float32 from 0 to
     1.
 
     ``versions``, in any shape, are the weights that sampled each token (negative if none did),
     ``version`` those that are updated.
     """
-    behind = version - versions.float()
-    alpha = ((behind - 1.0) / behind.clamp(min=1.0)).clamp(0.0, 1.0)
+    n_behind = version - versions.float()
+    alpha = (n_behind - 1.0) / n_behind.clamp(min=1.0)
+    alpha = alpha.clamp(0.0, 1.0)
     return torch.where(versions >= 0, alpha, 0.0)
 
 
 def interpolate_prox_logp(
-    behave_logp: torch.Tensor, logprobs: torch.Tensor, alpha: torch.Tensor, loss_mask: torch.Tensor
-) -> torch.Tensor:
+    behave_logp: Tensor,
+    logprobs: Tensor,
+    alpha: Tensor,
+    loss_mask: Tensor,
+) -> Tensor:
     """Approximate the log-probabilities of the proximal policy: ``behave_logp + alpha * (logprobs -
     behave_logp)``.
 
     Detached float32, and 0 outside ``loss_mask``. All arguments have one shape.
     """
     mask = loss_mask.bool()
-    behave_logp, logprobs = (
-        torch.where(mask, x.detach().float(), 0.0) for x in (behave_logp, logprobs)
-    )
-    return torch.lerp(behave_logp, logprobs, alpha)  # exactly ``logprobs`` where alpha is 1
+    behave_logp = torch.where(mask, behave_logp.detach().float(), 0.0)
+    logprobs = torch.where(mask, logprobs.detach().float(), 0.0)
+    # lerp gives exactly ``logprobs`` where alpha is 1.
+    return torch.lerp(behave_logp, logprobs, alpha)
 
 
 def approximation_errors(
-    prox_logp: torch.Tensor,
-    behave_logp: torch.Tensor,
-    logprobs: torch.Tensor,
-    alpha: torch.Tensor,
-    mask: torch.Tensor,
+    prox_logp: Tensor,
+    behave_logp: Tensor,
+    logprobs: Tensor,
+    alpha: Tensor,
+    mask: Tensor,
 ) -> Stats:
     """Absolute error of approximations of the recomputed ``prox_logp``, in its shape.
 
     ``loglinear_error`` is the error of `interpolate_prox_logp`, ``linear_error`` of a line between
     the probabilities of sampler and trainer, ``rollout_error`` of the sampler's log-probabilities.
     """
-    all_logprobs = (prox_logp, behave_logp, logprobs)
-    prox_logp, behave_logp, logprobs = (
-        torch.where(mask.bool(), x.detach().float(), 0.0) for x in all_logprobs
-    )
-    linear = ((1.0 - alpha) * behave_logp.exp() + alpha * logprobs.exp()).clamp(min=1e-10).log()
+    mask = mask.bool()
+    prox_logp = torch.where(mask, prox_logp.detach().float(), 0.0)
+    behave_logp = torch.where(mask, behave_logp.detach().float(), 0.0)
+    logprobs = torch.where(mask, logprobs.detach().float(), 0.0)
+
     loglinear = interpolate_prox_logp(behave_logp, logprobs, alpha, mask)
-    approximations = {"loglinear": loglinear, "linear": linear, "rollout": behave_logp}
-    return {f"{name}_error": (prox_logp - each).abs() for name, each in approximations.items()}
+    linear = (1.0 - alpha) * behave_logp.exp() + alpha * logprobs.exp()
+    linear = linear.clamp(min=1e-10).log()
+    return {
+        "loglinear_error": (prox_logp - loglinear).abs(),
+        "linear_error": (prox_logp - linear).abs(),
+        "rollout_error": (prox_logp - behave_logp).abs(),
+    }
 
 
 _ROLLOUT_METRICS = {"k1": "ratio", "k2": "kl_k2", "k3": "kl_k3_behave"}
@@ -213,12 +244,13 @@ _ROLLOUT_LEVELS = {
     "token": ("token", "mean"),
     "seq_sum": ("sequence", "sum"),
     "seq_mean": ("sequence", "mean"),
+    "seq_max": ("sequence", "max"),
 }
 ROLLOUT_RS = {
-    f"{level}_{k}": (*found, metric)
-    for level, found in (_ROLLOUT_LEVELS | {"seq_max": ("sequence", "max")}).items()
+    f"{name}_{k}": (level, agg, metric)
+    for name, (level, agg) in _ROLLOUT_LEVELS.items()
     for k, metric in _ROLLOUT_METRICS.items()
-    if (level, k) != ("seq_max", "k1")
+    if f"{name}_{k}" != "seq_max_k1"  # which verl does not have
 }
 """Name in ``rollout_rs`` -> level, agg and metric."""
 _ROLLOUT_WEIGHTS = {None: "one", "token": "token", "sequence": "sequence_product"}
@@ -252,30 +284,59 @@ def rejection_from_rollout_keys(
         return None
     if upper is not None and not upper > 0:
         raise ConfigError(f"config key 'rollout_is_threshold' is {upper}; expected more than 0")
-    if rollout_rs is None:  # nothing is rejected, weights are limited
-        return RejectionSamplingConfig(upper=float("inf"), weight=weight, weight_upper=upper)
+
+    # Without ``rollout_rs`` nothing is rejected, and weights are limited.
+    if rollout_rs is None:
+        return RejectionSamplingConfig(
+            upper=float("inf"),
+            weight=weight,
+            weight_upper=upper,
+        )
+
     if rollout_rs not in ROLLOUT_RS:
         raise ConfigError(
             f"config key 'rollout_rs' is {rollout_rs!r}; expected one of {', '.join(ROLLOUT_RS)}"
         )
     level, agg, metric = ROLLOUT_RS[rollout_rs]
     low, high = _bounds(rs_threshold, metric == "ratio")
-    return RejectionSamplingConfig(level, "mask", metric, agg, high, low, weight, upper)
+    return RejectionSamplingConfig(
+        level=level,
+        action="mask",
+        metric=metric,
+        agg=agg,
+        upper=high,
+        lower=low,
+        weight=weight,
+        weight_upper=upper,
+    )
 
 
-def _bounds(threshold: str | float | None, of_ratio: bool) -> tuple[float | None, float]:
+def _bounds(
+    threshold: str | float | None,
+    of_ratio: bool,
+) -> tuple[float | None, float]:
     lower, _, upper = str(threshold).rpartition("_")
     try:
-        low, high = float(lower or "nan"), float(upper)
+        low = float(lower or "nan")
+        high = float(upper)
     except ValueError:
         low = high = math.nan
-    fits = (low > 0 if lower else high > 1) if of_ratio else not lower
+
+    if not of_ratio:
+        fits = not lower
+    elif lower:
+        fits = low > 0
+    else:
+        fits = high > 1
     if not (high > 0 and fits):
         raise ConfigError(
             f"config key 'rollout_rs_threshold' is {threshold!r}; expected a number above 0, or, "
             "with k1, one above 1 or 'lower_upper', with a point in both (0.5_2.0; YAML reads "
             "0.5_2 as 0.52)"
         )
+
     if not of_ratio:
         return None, high
-    return 1.0 / high, 1.0 / low if lower else high  # verl's k1 is -log r
+    # verl's k1 is -log r, so these are bounds of 1 / r.
+    most = 1.0 / low if lower else high
+    return 1.0 / high, most

@@ -61,15 +61,15 @@ class RewardModel:
         Raises:
             BatchError: see `require_pairs`. Or no pair counts on any rank.
         """
+        pairs = require_pairs(self.engine, batch)
         stats = PairStats()
-        return train_pairs(self.engine, require_pairs(self.engine, batch), rw_loss_fn(stats), stats)
+        return train_pairs(self.engine, pairs, rw_loss_fn(stats), stats)
 
     def evaluate_rw(self, batch: Batch) -> dict[str, float]:
         """``loss`` and the statistics of `train_rw`, without a step."""
+        pairs = require_pairs(self.engine, batch)
         stats = PairStats()
-        return evaluate_pairs(
-            self.engine, require_pairs(self.engine, batch), rw_loss_fn(stats), stats
-        )
+        return evaluate_pairs(self.engine, pairs, rw_loss_fn(stats), stats)
 
 
 def rw_loss_fn(stats: PairStats) -> LossFn:
@@ -78,8 +78,11 @@ def rw_loss_fn(stats: PairStats) -> LossFn:
     """
 
     def loss_fn(output: torch.Tensor, micro_batch: Batch) -> torch.Tensor:
-        chosen, rejected = of_pairs(at_last_token(output.float(), micro_batch), micro_batch)
+        # The output at the last token scores the sequence.
+        scores = at_last_token(output.float(), micro_batch)
+        chosen, rejected = of_pairs(scores, micro_batch)
         stats.add_pairs(chosen, rejected, micro_batch)
-        return mean_over_pairs(-F.logsigmoid(chosen - rejected), micro_batch)
+        losses = -F.logsigmoid(chosen - rejected)
+        return mean_over_pairs(losses, micro_batch)
 
     return loss_fn

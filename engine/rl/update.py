@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from ...utils.distributed import any_rank
 from ...utils.errors import BatchError
@@ -28,29 +29,34 @@ class TokenStats:
     """
 
     def __init__(self) -> None:
-        self._sums: defaultdict[str, torch.Tensor | float] = defaultdict(float)
-        self._tokens: defaultdict[str, torch.Tensor | float] = defaultdict(float)
+        self._sums: defaultdict[str, Tensor | float] = defaultdict(float)
+        self._tokens: defaultdict[str, Tensor | float] = defaultdict(float)
 
-    def add(self, stats: Stats, loss_mask: torch.Tensor) -> None:
+    def add(self, stats: Stats, loss_mask: Tensor) -> None:
         """Add one micro-batch: tensors in the shape of ``loss_mask``. Entries outside the mask are
         ignored.
         """
         mask = loss_mask.bool()
-        tokens = mask.sum().double()
+        n_tokens = mask.sum().double()
         for name, values in stats.items():
-            self._sums[name] += torch.where(mask, values.detach(), 0.0).sum(dtype=torch.float64)
-            self._tokens[name] += tokens
+            counted = torch.where(mask, values.detach(), 0.0)
+            self._sums[name] += counted.sum(dtype=torch.float64)
+            self._tokens[name] += n_tokens
 
     def reduce(self, engine: TrainEngine, names: tuple[str, ...]) -> dict[str, float]:
         """Means of ``names`` over the loss tokens of all ranks that added them. Others are left
         out. Collective.
         """
         own = {f"sum {name}": float(self._sums[name]) for name in names}
-        reduced = engine.all_reduce_stats(
-            own | {f"tokens {name}": float(self._tokens[name]) for name in names}
-        )
-        counts = {name: reduced[f"tokens {name}"] for name in names}
-        return {name: reduced[f"sum {name}"] / count for name, count in counts.items() if count}
+        own |= {f"tokens {name}": float(self._tokens[name]) for name in names}
+        reduced = engine.all_reduce_stats(own)
+
+        means = {}
+        for name in names:
+            n_tokens = reduced[f"tokens {name}"]
+            if n_tokens:
+                means[name] = reduced[f"sum {name}"] / n_tokens
+        return means
 
 
 @contextmanager
@@ -63,10 +69,15 @@ def all_ranks_accept(engine: TrainEngine) -> Iterator[None]:
         yield
     except BatchError as caught:
         error = caught
+
+    # Ranks with the same data count as one below, although they may have been given other batches.
     refuses = error is not None
-    if (peers := getattr(engine, "context_and_model_parallel_group", None)) is not None:
-        refuses = any_rank(refuses, peers)  # they may have been given other batches
-    refused = engine.all_reduce_stats({"refused": float(refuses)})["refused"]
+    peers = getattr(engine, "context_and_model_parallel_group", None)
+    if peers is not None:
+        refuses = any_rank(refuses, peers)
+
+    stats = engine.all_reduce_stats({"refused": float(refuses)})
+    refused = stats["refused"]
     if error is not None:
         raise error
     if refused:
@@ -79,33 +90,37 @@ INPUTS = ("input_ids", "attention_mask", IMAGES, TOKEN_TYPES)
 """Entries of a batch that the model reads."""
 
 
-def loss_mask_of(batch: Batch) -> torch.Tensor:
+def loss_mask_of(batch: Batch) -> Tensor:
     """``[B, S]`` bool: the loss mask (else the attention mask) without padding and without first
     tokens.
     """
-    mask = batch.get("loss_mask", batch["attention_mask"]).bool() & batch["attention_mask"].bool()
+    attended = batch["attention_mask"].bool()
+    mask = batch.get("loss_mask", attended).bool() & attended
     mask[:, 0] = False
     return mask
 
 
-def require_per_token(batch: Batch, key: str, loss_mask: torch.Tensor, hint: str) -> None:
+def require_per_token(
+    batch: Batch,
+    key: str,
+    loss_mask: Tensor,
+    hint: str,
+) -> None:
     """Raise `BatchError` unless the entry ``key`` is ``[B, S]`` and finite at loss tokens.
 
     If it is missing, the message ends with ``hint``.
     """
     if key not in batch:
         raise BatchError(f"the batch has no {key!r}; {hint}")
-    if (shape := batch[key].shape) != loss_mask.shape:
+    values = batch[key]
+    if values.shape != loss_mask.shape:
         raise BatchError(
-            f"batch[{key!r}] has shape {list(shape)}; expected {list(loss_mask.shape)}, per token"
+            f"batch[{key!r}] has shape {list(values.shape)}; expected {list(loss_mask.shape)}, "
+            "per token"
         )
-    if (
-        rows := (~torch.isfinite(batch[key].float()) & loss_mask)
-        .any(1)
-        .nonzero()
-        .flatten()
-        .tolist()
-    ):
+    is_bad = ~torch.isfinite(values.float()) & loss_mask
+    rows = is_bad.any(1).nonzero().flatten().tolist()
+    if rows:
         raise BatchError(f"batch[{key!r}] is NaN or infinite at loss tokens of row(s) {rows[:8]}")
 
 
@@ -117,22 +132,28 @@ def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
     0, with loss mask 0.
     """
     lengths = sequence_lengths(batch)
-    parts = partition(lengths, min(n_minibatches, len(lengths)), "kk")
+    n_parts = min(n_minibatches, len(lengths))
+    parts = partition(lengths, n_parts, "kk")
     parts.sort(key=lambda rows: rows[0])
     minibatches = [select_rows(batch, rows) for rows in parts]
-    plain = with_images(batch, None)
-    filler = {
-        key: tensor[:1, :1] if tensor.dim() >= 2 else tensor[:1] for key, tensor in plain.items()
-    }
+    return minibatches + [_filler(batch)] * (n_minibatches - n_parts)
+
+
+def _filler(batch: Batch) -> Batch:
+    """The first token of row 0, with loss mask 0."""
+    filler = {}
+    for key, tensor in with_images(batch, None).items():
+        first_row = tensor[:1]
+        filler[key] = first_row[:, :1] if tensor.dim() >= 2 else first_row
     filler["loss_mask"] = torch.zeros_like(filler["input_ids"])
-    if IMAGES in batch:  # the token may be an image's
-        zeros = {
-            key: torch.zeros_like(filler[key])
-            for key in ("input_ids", TOKEN_TYPES)
-            if key in filler
-        }
-        filler = with_images(filler | zeros, [{}])
-    return minibatches + [filler] * (n_minibatches - len(parts))
+    if IMAGES not in batch:
+        return filler
+
+    # The token may be an image's, which the row does not have.
+    for key in ("input_ids", TOKEN_TYPES):
+        if key in filler:
+            filler[key] = torch.zeros_like(filler[key])
+    return with_images(filler, [{}])
 
 
 def train_minibatches(
@@ -164,53 +185,66 @@ def train_minibatches(
         BatchError: no rank has a loss token.
     """
     minibatches = split_minibatches(batch, n_minibatches)
-    weights = {
-        str(i): float(loss_mask_of(minibatch).sum()) for i, minibatch in enumerate(minibatches)
-    }
+
+    # One collective for all counts over ranks: loss tokens of each mini-batch, and of the batch its
+    # tokens and sequences.
+    weights = {}
+    for i, minibatch in enumerate(minibatches):
+        weights[str(i)] = float(loss_mask_of(minibatch).sum())
     own = {
         "n_tokens": float(sum(sequence_lengths(batch))),
         "n_seqs": float(len(batch["input_ids"])),
     }
     totals = engine.all_reduce_stats({**weights, **own})
-    counts = {key: totals[key] for key in own} | {
-        "n_loss_tokens": sum(totals[key] for key in weights)
-    }
-    if not counts["n_loss_tokens"]:
+    n_loss_tokens = sum(totals[key] for key in weights)
+    if not n_loss_tokens:
         raise BatchError(
             "the batch has no loss token on any rank: loss_mask is 0 everywhere but at first tokens"
         )
 
-    results, loss = [], 0.0
+    # All ranks skip the same mini-batches, because each step is a collective.
+    results = []
+    loss = 0.0
     for i, minibatch in enumerate(minibatches):
-        if totals[str(i)]:
-            results.append(
-                engine.train_batch(
-                    prepare(minibatch) if prepare else minibatch, loss_fn, loss_weight_fn
-                )
-            )
-            loss += totals[str(i)] * results[-1]["loss"]
-    applied = [result for result in results if not result["update_skipped"]] or results[-1:]
+        weight = totals[str(i)]
+        if not weight:
+            continue
+        if prepare is not None:
+            minibatch = prepare(minibatch)
+        results.append(engine.train_batch(minibatch, loss_fn, loss_weight_fn))
+        loss += weight * results[-1]["loss"]
+
+    # The mean norm of applied steps. If there is none, that of the last step.
+    n_updates = len(results)
+    applied = [result for result in results if not result["update_skipped"]]
+    applied = applied or results[-1:]
     n_skipped = sum(float(result["update_skipped"]) for result in results)
-    return {
-        "loss": loss / counts["n_loss_tokens"],
+    stats = {
+        "loss": loss / n_loss_tokens,
         "grad_norm": sum(result["grad_norm"] for result in applied) / len(applied),
         "lr": results[-1]["lr"],
-        "n_updates": float(len(results)),
+        "n_updates": float(n_updates),
         "update_skipped": n_skipped,
-        "update_successful": 1.0 - n_skipped / len(results),
-        **{
-            name: sum(step[name] for step in results) / len(results)
-            for name in ROUTER_STATS
-            if name in results[0]
-        },
-        **counts,
+        "update_successful": 1.0 - n_skipped / n_updates,
     }
+    for name in ROUTER_STATS:
+        if name in results[0]:
+            stats[name] = sum(step[name] for step in results) / n_updates
+    for key in own:
+        stats[key] = totals[key]
+    stats["n_loss_tokens"] = n_loss_tokens
+    return stats
 
 
-def mean_over_ranks(engine: TrainEngine, values: torch.Tensor | None) -> float:
+def mean_over_ranks(engine: TrainEngine, values: Tensor | None) -> float:
     """Mean of all entries over all ranks, NaN if no rank has any. Collective."""
-    values = torch.empty(0) if values is None else values
-    reduced = engine.all_reduce_stats(
-        {"sum": values.double().sum().item(), "count": float(values.numel())}
-    )
-    return reduced["sum"] / reduced["count"] if reduced["count"] else math.nan
+    if values is None:
+        values = torch.empty(0)
+    own = {
+        "sum": values.double().sum().item(),
+        "count": float(values.numel()),
+    }
+    reduced = engine.all_reduce_stats(own)
+    if not reduced["count"]:
+        return math.nan
+    return reduced["sum"] / reduced["count"]
