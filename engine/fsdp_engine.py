@@ -61,7 +61,6 @@ from .training.meshes import Meshes
 from .training.microbatch import (
     NO_RULES,
     CutRules,
-    MicroBatch,
     WeighedBatch,
     split_and_weigh,
     split_batch,
@@ -71,6 +70,7 @@ from .training.model import describe_parameters, n_known_tokens
 from .training.model_output import ModelOutput, model_output, nothing_of, own_output, through_model
 from .training.optimizer import build_scheduler, optimizer_for
 from .training.optimizer_step import clip_and_step
+from .training.packed_batch import MicroBatch
 from .training.process_groups import close_process_groups, open_process_groups
 from .training.rotary import longest_sequence
 from .training.routers import Routers

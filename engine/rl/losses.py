@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..api import Batch
 from ..training.logprobs import token_logprobs
-from ..training.microbatch import expand_to_tokens
+from ..training.packed_batch import expand_to_tokens
 
 MAX_LOG_RATIO = 20.0
 """Limit of log-ratios. A ratio beyond e^20 carries no information, and an infinite one would make

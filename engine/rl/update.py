@@ -16,10 +16,9 @@ from torch import Tensor
 from ...utils.distributed import any_rank
 from ...utils.errors import BatchError
 from ..api import Batch, LossFn, LossWeightFn, TrainEngine
-from ..training.batch import IMAGES, select_rows, sequence_lengths, with_images
+from ..training.batch import IMAGES, TOKEN_TYPES, select_rows, sequence_lengths, with_images
 from ..training.partition import partition
 from ..training.routers import ROUTER_STATS
-from ..training.vision import TOKEN_TYPES
 from .losses import Stats
 
 

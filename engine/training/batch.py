@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ...utils.errors import BatchError
 from ..api import Batch, Trajectories
@@ -14,6 +15,12 @@ from ..api import Batch, Trajectories
 IMAGES = "multi_modal_input"
 """The one entry of a batch that is not a tensor: a list with a dict of tensors for each row, empty
 without images.
+"""
+TOKEN_TYPES = "mm_token_type_ids"
+"""Per-token entry of a batch: 1 for tokens of an image, else 0."""
+ROPE_POSITIONS = "rope_position_ids"
+"""Per-token entry ``[..., 3]``: temporal, vertical and horizontal position of a token. Only in grid
+models.
 """
 
 
@@ -32,17 +39,17 @@ def refuse_images(batch: Batch) -> None:
         )
 
 
-def map_tensors(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """Apply ``change`` to every tensor of a batch, also to its pixels."""
-    result, images = (
-        {key: change(tensor) for key, tensor in batch.items() if key != IMAGES},
-        images_of(batch),
-    )
-    changed = (
-        None
-        if images is None
-        else [{key: change(value) for key, value in own.items()} for own in images]
-    )
+    tensors = with_images(batch, None)
+    result = {key: change(tensor) for key, tensor in tensors.items()}
+    images = images_of(batch)
+    if images is None:
+        return result
+
+    changed = []
+    for own in images:
+        changed.append({key: change(value) for key, value in own.items()})
     return with_images(result, changed)
 
 
@@ -67,65 +74,87 @@ def join_trajectories(batch: Trajectories) -> Batch:
     if isinstance(batch, dict):
         return batch
     _check_alike(batch)
-    joined = {
-        key: _join([trajectory[key] for trajectory in batch]) for key in batch[0] if key != IMAGES
-    }
+    joined = {}
+    for key in with_images(batch[0], None):
+        joined[key] = _join([trajectory[key] for trajectory in batch])
     return with_images(joined, join_images(batch))
 
 
 def join_images(batch: Sequence[Batch]) -> list[Batch] | None:
     """`IMAGES` of all trajectories, in order. None if they have none."""
     given = [images_of(trajectory) for trajectory in batch]
-    return None if given[0] is None else [own for images in given for own in images or ()]
+    if given[0] is None:
+        return None
+    return [own for images in given for own in images or ()]
 
 
-def split_like(result: torch.Tensor, batch: Sequence[Batch]) -> list[torch.Tensor]:
+def join_pixels(pixels: Sequence[Batch]) -> Batch:
+    """Concatenate the pixels of rows. Empty if no row has an image."""
+    filled = [own for own in pixels if own]
+    if not filled:
+        return {}
+    return {name: torch.cat([own[name] for own in filled]) for name in filled[0]}
+
+
+def split_like(result: Tensor, batch: Sequence[Batch]) -> list[Tensor]:
     """Split ``[B, S]`` results of a joined batch into ``[b, s]`` for each trajectory."""
     parts = result.split([len(trajectory["input_ids"]) for trajectory in batch])
-    return [
-        part[:, : trajectory["input_ids"].shape[1]]
-        for part, trajectory in zip(parts, batch, strict=True)
-    ]
+    split = []
+    for part, trajectory in zip(parts, batch, strict=True):
+        seqlen = trajectory["input_ids"].shape[1]
+        split.append(part[:, :seqlen])
+    return split
 
 
 def _check_alike(batch: Sequence[Batch]) -> None:
     if not batch:
         raise BatchError("the list of trajectories is empty")
+    first = batch[0]
     for i, trajectory in enumerate(batch):
         if not isinstance(trajectory, dict):
             raise BatchError(
                 f"trajectory {i} is a {type(trajectory).__name__}; expected a dict of tensors"
             )
-        if (found := trajectory.keys()) != batch[0].keys():
+        if trajectory.keys() != first.keys():
             raise BatchError(
-                f"trajectory {i} has the keys {sorted(found)}, the first one {sorted(batch[0])}"
+                f"trajectory {i} has the keys {sorted(trajectory)}, the first one {sorted(first)}"
             )
         _validate_images(trajectory, f"trajectory {i}: {IMAGES!r}")
         for key, value in with_images(trajectory, None).items():
-            if not isinstance(value, torch.Tensor):
-                raise BatchError(
-                    f"trajectory {i}: {key!r} is a {type(value).__name__}; expected a torch.Tensor"
-                )
-            first = batch[0][key]
-            if value.dim() == 0 or (value.dim(), value.dtype) != (first.dim(), first.dtype):
-                raise BatchError(
-                    f"trajectory {i}: {key!r} is {value.dtype} of shape {list(value.shape)}, that "
-                    f"of the first one {first.dtype} of {list(first.shape)}; expected [b], or [b, "
-                    "s] and more, and one dtype"
-                )
-            if value.shape[2:] != first.shape[2:]:
-                raise BatchError(
-                    f"trajectory {i}: {key!r} is of shape {list(value.shape)}, not "
-                    f"{list(first.shape)}"
-                )
+            _check_entry(f"trajectory {i}: {key!r}", value, first[key])
 
 
-def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if tensors[0].dim() == 1:
+def _check_entry(
+    what: str,
+    value: Tensor,
+    first: Tensor,
+) -> None:
+    if not isinstance(value, Tensor):
+        raise BatchError(f"{what} is a {type(value).__name__}; expected a torch.Tensor")
+    same_kind = value.dim() == first.dim() and value.dtype == first.dtype
+    if value.dim() == 0 or not same_kind:
+        raise BatchError(
+            f"{what} is {value.dtype} of shape {list(value.shape)}, that "
+            f"of the first one {first.dtype} of {list(first.shape)}; expected [b], or [b, "
+            "s] and more, and one dtype"
+        )
+    if value.shape[2:] != first.shape[2:]:
+        raise BatchError(f"{what} is of shape {list(value.shape)}, not {list(first.shape)}")
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    if first.dim() == 1:
         return torch.cat(list(tensors))
+
+    # `F.pad` takes a pair for each dimension, the last one first.
     longest = max(tensor.shape[1] for tensor in tensors)
-    behind = (0, 0) * (tensors[0].dim() - 2)
-    return torch.cat([F.pad(tensor, (*behind, 0, longest - tensor.shape[1])) for tensor in tensors])
+    behind = (0, 0) * (first.dim() - 2)
+    padded = []
+    for tensor in tensors:
+        n_more = longest - tensor.shape[1]
+        padded.append(F.pad(tensor, (*behind, 0, n_more)))
+    return torch.cat(padded)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -146,78 +175,85 @@ def validate_batch(batch: Batch) -> None:
         if key not in batch:
             raise BatchError(f"the batch has no {key!r}; it has {sorted(batch)}")
     _validate_images(batch, f"batch[{IMAGES!r}]")
-    batch = with_images(batch, None)
-    for key, tensor in batch.items():
-        if not isinstance(tensor, torch.Tensor):
+    tensors = with_images(batch, None)
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
             raise BatchError(
                 f"batch[{key!r}] is a {type(tensor).__name__}; expected a torch.Tensor"
             )
-    input_ids, mask = batch["input_ids"], batch["attention_mask"]
+
+    input_ids = batch["input_ids"]
+    shape = input_ids.shape
     if input_ids.dim() != 2:
-        raise BatchError(
-            f"batch['input_ids'] has shape {list(input_ids.shape)}; expected [batch, seqlen]"
-        )
+        raise BatchError(f"batch['input_ids'] has shape {list(shape)}; expected [batch, seqlen]")
     if input_ids.dtype not in _INTEGERS:
         raise BatchError(
             f"batch['input_ids'] has dtype {input_ids.dtype}; expected token ids of an integer "
             "dtype"
         )
     if input_ids.numel() == 0:
+        raise BatchError(f"the batch is empty: batch['input_ids'] has shape {list(shape)}")
+
+    mask = batch["attention_mask"]
+    if mask.shape != shape:
         raise BatchError(
-            f"the batch is empty: batch['input_ids'] has shape {list(input_ids.shape)}"
+            f"batch['attention_mask'] has shape {list(mask.shape)}, input_ids {list(shape)}"
         )
-    if mask.shape != input_ids.shape:
-        raise BatchError(
-            f"batch['attention_mask'] has shape {list(mask.shape)}, input_ids "
-            f"{list(input_ids.shape)}"
-        )
-    for key, tensor in batch.items():
-        if tensor.shape != input_ids.shape[:1] and tensor.shape[:2] != input_ids.shape:
-            expected = (
-                f"{list(input_ids.shape)} (per token) or {list(input_ids.shape[:1])} (per sequence)"
-            )
+    for key, tensor in tensors.items():
+        is_per_sequence = tensor.shape == shape[:1]
+        is_per_token = tensor.shape[:2] == shape
+        if not is_per_sequence and not is_per_token:
+            expected = f"{list(shape)} (per token) or {list(shape[:1])} (per sequence)"
             raise BatchError(f"batch[{key!r}] has shape {list(tensor.shape)}; expected {expected}")
     _validate_mask(mask)
 
 
 def _validate_images(batch: Batch, what: str) -> None:
     images: Any = batch.get(IMAGES)
-    if images is None or "input_ids" not in batch:  # which is an error of its own
+    # A batch without tokens is an error of its own.
+    if images is None or "input_ids" not in batch:
         return
-    if not isinstance(images, list) or len(images) != len(batch["input_ids"]):
-        found = (
-            f"{len(images)} entries" if isinstance(images, list) else f"a {type(images).__name__}"
-        )
+    n_rows = len(batch["input_ids"])
+    is_list = isinstance(images, list)
+    if not is_list or len(images) != n_rows:
+        found = f"{len(images)} entries" if is_list else f"a {type(images).__name__}"
         raise BatchError(
-            f"{what} is {found}; expected a list with one dict for each of "
-            f"{len(batch['input_ids'])} rows"
+            f"{what} is {found}; expected a list with one dict for each of {n_rows} rows"
         )
     for row, own in enumerate(images):
-        if not isinstance(own, dict) or not all(
-            isinstance(value, torch.Tensor) for value in own.values()
-        ):
+        is_dict = isinstance(own, dict)
+        if not is_dict or not all(isinstance(value, Tensor) for value in own.values()):
             raise BatchError(
                 f"{what}[{row}] is no dict of tensors: {type(own).__name__}; expected {{}} "
                 "without images"
             )
 
 
-def _validate_mask(mask: torch.Tensor) -> None:
-    if not bool(((mask == 0) | (mask == 1)).all()):
+def _validate_mask(mask: Tensor) -> None:
+    is_known = (mask == 0) | (mask == 1)
+    if not bool(is_known.all()):
         raise BatchError("batch['attention_mask'] holds values other than 0 and 1")
     mask = mask.bool()
-    if bool((empty := ~mask.any(dim=1)).any()):
+    is_empty = ~mask.any(dim=1)
+    if bool(is_empty.any()):
         raise BatchError(
-            f"row(s) {_rows(empty)} have no token: batch['attention_mask'] is all zeros there"
+            f"row(s) {_rows(is_empty)} have no token: batch['attention_mask'] is all zeros there"
         )
-    if bool((ragged := (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)).any()):
+    # A token right after padding.
+    returns = mask[:, 1:] & ~mask[:, :-1]
+    is_ragged = returns.any(dim=1)
+    if bool(is_ragged.any()):
         raise BatchError(
-            f"row(s) {_rows(ragged)} are not right-padded: each row of batch['attention_mask'] "
+            f"row(s) {_rows(is_ragged)} are not right-padded: each row of batch['attention_mask'] "
             "must be ones, then zeros"
         )
 
 
-def refuse_unknown_tokens(batch: Batch, n_known: int, image_token: int | None = None) -> None:
+def refuse_unknown_tokens(
+    batch: Batch,
+    n_known: int,
+    image_token: int | None = None,
+) -> None:
     """Raise BatchError if a token of a valid batch is none of the first ``n_known`` and no
     ``image_token``.
 
@@ -225,23 +261,30 @@ def refuse_unknown_tokens(batch: Batch, n_known: int, image_token: int | None = 
     of several ranks take zeros without a word. Padding may have any id. Waits for the device of the
     batch, as `validate_batch` does.
     """
-    ids, mask = batch["input_ids"].long(), batch["attention_mask"].bool()
-    unknown = mask & ((ids < 0) | (ids >= n_known))
-    if image_token is not None:  # some models replace it before the embedding
-        unknown &= ids != image_token
-    if bool(unknown.any()):
-        places = unknown.nonzero().tolist()
-        row, position = places[0]
-        raise BatchError(
-            f"token {position} of row {row} of the batch has id {int(ids[row, position])} "
-            f"({len(places)} such); expected 0 to {n_known - 1}, because the model's embedding "
-            f"has {n_known} rows; tokenize with the model's own tokenizer"
-        )
+    ids = batch["input_ids"].long()
+    mask = batch["attention_mask"].bool()
+    is_outside = (ids < 0) | (ids >= n_known)
+    is_unknown = mask & is_outside
+    # Some models replace the image token before the embedding.
+    if image_token is not None:
+        is_unknown &= ids != image_token
+    if not bool(is_unknown.any()):
+        return
+    places = is_unknown.nonzero().tolist()
+    row, position = places[0]
+    raise BatchError(
+        f"token {position} of row {row} of the batch has id {int(ids[row, position])} "
+        f"({len(places)} such); expected 0 to {n_known - 1}, because the model's embedding "
+        f"has {n_known} rows; tokenize with the model's own tokenizer"
+    )
 
 
-def _rows(flags: torch.Tensor) -> str:
+def _rows(flags: Tensor) -> str:
     rows = flags.nonzero().flatten().tolist()
-    return ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+    named = ", ".join(map(str, rows[:8]))
+    if len(rows) <= 8:
+        return named
+    return f"{named} and {len(rows) - 8} more"
 
 
 def sequence_lengths(batch: Batch) -> list[int]:
@@ -252,10 +295,14 @@ def sequence_lengths(batch: Batch) -> list[int]:
 def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """Select rows of a padded batch, cut to the longest selected row."""
     index = torch.tensor(rows, dtype=torch.int64, device=batch["input_ids"].device)
-    longest = max(int(batch["attention_mask"][index].bool().sum(dim=1).max()), 1)
-    picked = {key: tensor[index] for key, tensor in with_images(batch, None).items()}
-    picked = {
-        key: tensor[:, :longest] if tensor.dim() >= 2 else tensor for key, tensor in picked.items()
-    }
+    lengths = batch["attention_mask"][index].bool().sum(dim=1)
+    longest = max(int(lengths.max()), 1)
+    picked = {}
+    for key, tensor in with_images(batch, None).items():
+        own = tensor[index]
+        picked[key] = own[:, :longest] if own.dim() >= 2 else own
+
     images = images_of(batch)
-    return with_images(picked, None if images is None else [images[row] for row in rows])
+    if images is None:
+        return picked
+    return with_images(picked, [images[row] for row in rows])

@@ -22,7 +22,7 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from .context_parallel import own_targets
 from .logprobs import Uses, score_tokens, token_logprobs
-from .microbatch import MicroBatch
+from .packed_batch import MicroBatch
 from .probe_model import (
     NOT_UNDERSTOOD,
     probe_tokens,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import linear
 from torch.special import entr
 
@@ -31,11 +32,11 @@ PASS_ELEMENTS = 1 << 23
 
 def token_logprobs(
     output: Any,
-    input_ids: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
     temperature: float = 1.0,
     chunk_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each token given the earlier ones, and the entropy of that choice.
 
     Args:
@@ -50,38 +51,40 @@ def token_logprobs(
         logprobs and entropy, both ``[T]`` float32, aligned with the token they describe, 0 at the
         first token of every sequence, and differentiable.
     """
-    if not isinstance(output, torch.Tensor):
+    if not isinstance(output, Tensor):
         return output.at(temperature)
     logprobs, entropy = score_logits(output, next_tokens(input_ids), temperature, chunk_size)
     return align_with_tokens(logprobs, cu_seqlens), align_with_tokens(entropy, cu_seqlens)
 
 
 def score_logits(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
+    logits: Tensor,
+    targets: Tensor,
     temperature: float = 1.0,
     chunk_size: int | None = None,
     uses: "Uses | None" = None,
     compiled: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """``log p(target)`` and the entropy for each row of ``logits [T, V]``, ``[T]`` float32.
     ``targets`` and ``uses`` are as in `score_tokens`.
     """
-    return _OfLogits.apply(logits, targets, temperature, chunk_size, uses or Uses(), compiled)
+    if uses is None:
+        uses = Uses()
+    return _OfLogits.apply(logits, targets, temperature, chunk_size, uses, compiled)
 
 
 def score_tokens(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
     temperature: float = 1.0,
     chunk_size: int | None = None,
     first_word: int = 0,
     group: dist.ProcessGroup | None = None,
     uses: "Uses | None" = None,
     compiled: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """``log p(target)`` and the entropy for the logits ``hidden @ weight.T + bias``, which never
     exist whole.
 
@@ -97,8 +100,19 @@ def score_tokens(
     If both results are stacked for their way through a model, give ``uses`` to this function and to
     `columns`.
     """
-    given = (temperature, chunk_size, group, uses or Uses(), compiled)
-    return _OfHead.apply(hidden, weight, bias, targets - first_word, *given)
+    if uses is None:
+        uses = Uses()
+    return _OfHead.apply(
+        hidden,
+        weight,
+        bias,
+        targets - first_word,
+        temperature,
+        chunk_size,
+        group,
+        uses,
+        compiled,
+    )
 
 
 class Uses:
@@ -109,34 +123,40 @@ class Uses:
     entropy = True
 
 
-def columns(scores: torch.Tensor, uses: Uses) -> tuple[torch.Tensor, torch.Tensor]:
+def columns(scores: Tensor, uses: Uses) -> tuple[Tensor, Tensor]:
     """Split ``scores [T, 2]`` into log-probabilities and entropies. An unused column gets a
     gradient of zeros, so that only ``uses`` shows that it costs nothing.
     """
     return _Columns.apply(scores, uses)
 
 
-def next_tokens(input_ids: torch.Tensor) -> torch.Tensor:
+def next_tokens(input_ids: Tensor) -> Tensor:
     """``[T]`` int64: the next token at each position. The value at the last token of a sequence has
     no meaning.
     """
     return torch.roll(input_ids.long(), -1)
 
 
-def align_with_tokens(per_prediction: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def align_with_tokens(per_prediction: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Move ``[T]`` values from the position that predicts a token to the token itself. The result
     is 0 at sequence starts.
     """
-    return torch.roll(per_prediction, 1).index_fill(0, cu_seqlens[:-1].long(), 0.0)
+    starts = cu_seqlens[:-1].long()
+    return torch.roll(per_prediction, 1).index_fill(0, starts, 0.0)
 
 
-def _chunks(length: int, width: int, elements: int) -> Iterator[slice]:
+def _chunks(
+    length: int,
+    width: int,
+    elements: int,
+) -> Iterator[slice]:
     """Cut ``length`` into chunks of at most ``elements`` elements (chunk x width), and at least one
     row.
     """
     size = max(1, elements // max(1, width))
     for start in range(0, length, size):
-        yield slice(start, min(start + size, length))
+        end = min(start + size, length)
+        yield slice(start, end)
 
 
 def chunk_elements(words: int, chunk_size: int | None) -> int:
@@ -146,63 +166,95 @@ def chunk_elements(words: int, chunk_size: int | None) -> int:
     return CHUNK_ELEMENTS if chunk_size is None else chunk_size * words
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = logits.float() if logits.dtype == torch.float64 else logits
-    if temperature == 1 and not torch.compiler.is_compiling():  # a graph has no other for 1
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    if logits.dtype == torch.float64:
+        logits = logits.float()
+    # A graph has no other way for 1.
+    if temperature == 1 and not torch.compiler.is_compiling():
         return logits
     return logits.to(torch.float32, copy=True).div_(temperature)
 
 
 def _score(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, compiled: bool
-) -> torch.Tensor:
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    compiled: bool,
+) -> Tensor:
     """`_score_rows`, a few rows at a time."""
-    if (
-        compiled and min(logits.shape) > 1
-    ):  # a single token (a dummy) or word would take a graph of its own
+    # A single token (a dummy) or word would take a graph of its own.
+    if compiled and min(logits.shape) > 1:
         return compiled_(_score_rows)(logits, targets, temperature)
-    blocks = _chunks(len(logits), logits.shape[1], PASS_ELEMENTS)
-    return torch.cat(
-        [_score_rows(logits[rows], targets[rows], temperature) for rows in blocks], dim=1
-    )
+    scores = []
+    for rows in _chunks(len(logits), logits.shape[1], PASS_ELEMENTS):
+        scores.append(_score_rows(logits[rows], targets[rows], temperature))
+    return torch.cat(scores, dim=1)
 
 
-def _score_rows(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """``[3, t]`` float32: log p(target), entropy and logsumexp of ``logits [t, V] / temperature``."""
+def _score_rows(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+) -> Tensor:
+    """``[3, t]`` float32: log p(target), entropy and logsumexp of ``logits [t, V] / temperature``,
+    each ``[t]``.
+    """
     z = _scaled(logits, temperature)
+    # The largest logit is subtracted, so that no exponential overflows. It may be -inf.
     highest = z.amax(dim=-1).float()
     highest = torch.where(highest > -torch.inf, highest, 0.0)
-    below = torch.sub(z, highest[:, None], out=None if z is logits else z)
+    own = None if z is logits else z
+    below = torch.sub(z, highest[:, None], out=own)
     below_target = below.gather(1, targets[:, None]).squeeze(1)
+
+    # H = log(total) + sum(-w log w) / total with w = exp(z - highest), in the memory of ``below``.
     weights = below.exp_()
     total = weights.sum(dim=-1)
     log_total = total.log()
-    entropy = log_total + entr(weights, out=weights).sum(dim=-1) / total
-    return torch.stack([below_target - log_total, entropy, highest + log_total])
+    of_weights = entr(weights, out=weights).sum(dim=-1)
+    return torch.stack(
+        [
+            below_target - log_total,
+            log_total + of_weights / total,
+            highest + log_total,
+        ]
+    )
 
 
 def _over_all_words(
-    scores: torch.Tensor, targets: torch.Tensor, words: int, group: dist.ProcessGroup
-) -> torch.Tensor:
+    scores: Tensor,
+    targets: Tensor,
+    words: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """Combine the ``[3, t]`` results of `_score` for each rank's ``words``, with targets counted
     from its first.
     """
     target_log_p, entropy, total = scores
+
+    # The weight of these words among all: exp(total - highest), relative to the largest total.
     highest = total.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     shift = total - highest
     weight = shift.exp()
-    here = (targets >= 0) & (targets < words)
-    part = torch.where(
-        weight > 0, weight * (entropy - shift), 0.0
-    )  # 0 * inf, if no word here is possible
-    target = torch.where(weight > 0, target_log_p + shift, -torch.inf)
-    sums = torch.stack([weight, part, torch.where(here, target, 0.0)])
+
+    # 0 * inf, if no word here is possible.
+    is_possible = weight > 0
+    part = torch.where(is_possible, weight * (entropy - shift), 0.0)
+    target = torch.where(is_possible, target_log_p + shift, -torch.inf)
+    is_here = (targets >= 0) & (targets < words)
+    target = torch.where(is_here, target, 0.0)
+
+    sums = torch.stack([weight, part, target])
     dist.all_reduce(sums, group=group)
-    weights, entropies, target = sums
-    log_weights = weights.log()
+    weight, part, target = sums
+    log_weight = weight.log()
     return torch.stack(
-        [target - log_weights, entropies / weights + log_weights, highest + log_weights]
+        [
+            target - log_weight,
+            part / weight + log_weight,
+            highest + log_weight,
+        ]
     )
 
 
@@ -211,87 +263,95 @@ class _Factors(NamedTuple):
     its target ``at_target``.
     """
 
-    of_p: torch.Tensor
-    of_p_log_p: torch.Tensor | None  # None: 0
-    at_target: torch.Tensor | None  # None: as at other words
+    of_p: Tensor
+    of_p_log_p: Tensor | None  # None: 0
+    at_target: Tensor | None  # None: as at other words
 
     @classmethod
     def of(
         cls,
-        scores: torch.Tensor,
-        grads: tuple[torch.Tensor | None, torch.Tensor | None],
+        scores: Tensor,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
         temperature: float,
     ) -> "_Factors":
         """From log p(target), entropy and logsumexp over all words, and the gradients of the first
         two.
         """
         target_log_p, entropy, _ = scores
-        grad_logprobs, grad_entropy = (
-            None if grad is None else grad / temperature for grad in grads
-        )
-        of_p = torch.zeros_like(entropy) if grad_logprobs is None else -grad_logprobs
-        of_p = of_p if grad_entropy is None else of_p - grad_entropy * entropy
+        of_p = torch.zeros_like(entropy)
+        if grad_logprobs is not None:
+            grad_logprobs = grad_logprobs / temperature
+            of_p = -grad_logprobs
+        if grad_entropy is not None:
+            grad_entropy = grad_entropy / temperature
+            of_p = of_p - grad_entropy * entropy
         if grad_logprobs is None:
             return cls(of_p, grad_entropy, None)
+
         p = target_log_p.exp()
         at_target = grad_logprobs + of_p * p
-        return cls(
-            of_p,
-            grad_entropy,
-            at_target if grad_entropy is None else at_target + grad_entropy * entr(p),
-        )
-
-    def at(self, rows: slice) -> "_Factors":
-        return _Factors(*(None if factor is None else factor[rows] for factor in self))  # type: ignore[arg-type]
+        if grad_entropy is not None:
+            at_target = at_target + grad_entropy * entr(p)
+        return cls(of_p, grad_entropy, at_target)
 
 
 def _grad_logits(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
+    logits: Tensor,
+    targets: Tensor,
     temperature: float,
-    total: torch.Tensor,
+    total: Tensor,
     factors: _Factors,
-    out: torch.Tensor,
+    out: Tensor,
     compiled: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Write the gradient of ``logits [t, v]``, for any words of any tokens, to ``out``, which may
     be ``logits``.
 
     ``total`` ``[t]`` is the logsumexp over all words. ``targets`` ``[t]`` lie outside ``[0, v)`` if
     the target is not among these words.
     """
+    n_words = logits.shape[1]
+    of_p = factors.of_p
+    of_p_log_p = factors.of_p_log_p
     if compiled and min(logits.shape) > 1:
-        compiled_(_write_grad)(logits, temperature, total, factors.of_p, factors.of_p_log_p, out)
+        compiled_(_write_grad)(logits, temperature, total, of_p, of_p_log_p, out)
     else:
-        for rows in _chunks(len(logits), logits.shape[1], PASS_ELEMENTS):
-            own = factors.at(rows)
-            _write_grad(logits[rows], temperature, total[rows], own.of_p, own.of_p_log_p, out[rows])
-    if factors.at_target is not None:
-        inside, places = (
-            (targets >= 0) & (targets < logits.shape[1]),
-            targets.clamp(0, logits.shape[1] - 1)[:, None],
-        )
-        at_target = factors.at_target[:, None].to(out.dtype)
-        out.scatter_(1, places, torch.where(inside[:, None], at_target, out.gather(1, places)))
-    return out
+        for rows in _chunks(len(logits), n_words, PASS_ELEMENTS):
+            own = None if of_p_log_p is None else of_p_log_p[rows]
+            _write_grad(logits[rows], temperature, total[rows], of_p[rows], own, out[rows])
+    if factors.at_target is None:
+        return out
+
+    # At a target among these words another value. Elsewhere the written one stays.
+    is_here = (targets >= 0) & (targets < n_words)
+    places = targets.clamp(0, n_words - 1)[:, None]
+    at_target = factors.at_target[:, None].to(out.dtype)
+    values = torch.where(is_here[:, None], at_target, out.gather(1, places))
+    return out.scatter_(1, places, values)
 
 
 def _write_grad(
-    logits: torch.Tensor,
+    logits: Tensor,
     temperature: float,
-    total: torch.Tensor,
-    of_p: torch.Tensor,
-    of_p_log_p: torch.Tensor | None,
-    out: torch.Tensor,
+    total: Tensor,
+    of_p: Tensor,
+    of_p_log_p: Tensor | None,
+    out: Tensor,
 ) -> None:
+    # p, in ``out`` or in the scaled copy if one of them is float32.
     z = _scaled(logits, temperature)
-    own = out if out.dtype == torch.float32 else None
-    p = torch.sub(z, total[:, None], out=own if z is logits else z).exp_()
+    own = z
+    if z is logits:
+        own = out if out.dtype == torch.float32 else None
+    p = torch.sub(z, total[:, None], out=own).exp_()
+
     if of_p_log_p is None:
         torch.mul(p, of_p[:, None], out=out)
     else:
         minus_p_log_p = entr(p)
-        out.copy_(p.mul_(of_p[:, None]).addcmul_(minus_p_log_p, of_p_log_p[:, None]))
+        grad = p.mul_(of_p[:, None])
+        out.copy_(grad.addcmul_(minus_p_log_p, of_p_log_p[:, None]))
 
 
 class _OfLogits(torch.autograd.Function):
@@ -300,17 +360,20 @@ class _OfLogits(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
+        logits: Tensor,
+        targets: Tensor,
         temperature: float,
         chunk_size: int | None,
         uses: Uses,
         compiled: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-        ctx.temperature, ctx.elements = temperature, chunk_elements(logits.shape[1], chunk_size)
-        ctx.uses, ctx.compiled = uses, compiled
-        for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
+    ) -> tuple[Tensor, Tensor]:
+        n_tokens, n_words = logits.shape
+        scores = torch.empty(3, n_tokens, dtype=torch.float32, device=logits.device)
+        ctx.temperature = temperature
+        ctx.elements = chunk_elements(n_words, chunk_size)
+        ctx.uses = uses
+        ctx.compiled = compiled
+        for rows in _chunks(n_tokens, n_words, ctx.elements):
             scores[:, rows] = _score(logits[rows], targets[rows], temperature, compiled)
         ctx.save_for_backward(logits, targets, scores)
         ctx.set_materialize_grads(False)
@@ -319,37 +382,48 @@ class _OfLogits(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         logits, targets, scores = ctx.saved_tensors
-        grads = grad_logprobs, grad_entropy if ctx.uses.entropy else None
-        factors, grad_logits = _Factors.of(scores, grads, ctx.temperature), torch.empty_like(logits)
-        for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
-            own, out = (
-                (logits[rows], targets[rows], ctx.temperature, scores[2, rows]),
+        if not ctx.uses.entropy:
+            grad_entropy = None
+        factors = _Factors.of(scores, grad_logprobs, grad_entropy, ctx.temperature)
+        grad_logits = torch.empty_like(logits)
+        for rows in _chunks(*logits.shape, ctx.elements):
+            _grad_logits(
+                logits[rows],
+                targets[rows],
+                ctx.temperature,
+                scores[2, rows],
+                factors.at(rows),
                 grad_logits[rows],
+                ctx.compiled,
             )
-            _grad_logits(*own, factors.at(rows), out, ctx.compiled)
         return grad_logits, *[None] * 5
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, uses: Uses) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        uses: Uses,
+    ) -> tuple[Tensor, Tensor]:
         ctx.uses = uses
         ctx.set_materialize_grads(False)
         return scores[:, 0].clone(), scores[:, 1].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         ctx.uses.entropy = grads[1] is not None
         given = [grad for grad in grads if grad is not None]
         if not given:
             return None, None
-        return torch.stack(
-            [torch.zeros_like(given[0]) if grad is None else grad for grad in grads], dim=-1
-        ), None
+        both = [torch.zeros_like(given[0]) if grad is None else grad for grad in grads]
+        return torch.stack(both, dim=-1), None
 
 
 class _OfHead(torch.autograd.Function):
@@ -358,26 +432,33 @@ class _OfHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
         temperature: float,
         chunk_size: int | None,
         group: dist.ProcessGroup | None,
         uses: Uses,
         compiled: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
-        ctx.temperature, ctx.elements = temperature, chunk_elements(len(weight), chunk_size)
-        ctx.group, ctx.uses, ctx.compiled = group, uses, compiled
-        own_targets = targets.clamp(0, len(weight) - 1)
-        for rows in _chunks(len(hidden), len(weight), ctx.elements):
+    ) -> tuple[Tensor, Tensor]:
+        n_tokens = len(hidden)
+        n_words = len(weight)
+        scores = torch.empty(3, n_tokens, dtype=torch.float32, device=hidden.device)
+        ctx.temperature = temperature
+        ctx.elements = chunk_elements(n_words, chunk_size)
+        ctx.group = group
+        ctx.uses = uses
+        ctx.compiled = compiled
+
+        # Scores over the words of this rank, for some tokens at a time.
+        own_targets = targets.clamp(0, n_words - 1)
+        for rows in _chunks(n_tokens, n_words, ctx.elements):
             logits = linear(hidden[rows], weight, bias)
             scores[:, rows] = _score(logits, own_targets[rows], temperature, compiled)
             del logits  # before the next ones are made
         if group is not None:
-            scores = _over_all_words(scores, targets, len(weight), group)
+            scores = _over_all_words(scores, targets, n_words, group)
         ctx.save_for_backward(hidden, weight, bias, targets, scores)
         ctx.set_materialize_grads(False)
         return scores[0].clone(), scores[1].clone()
@@ -385,21 +466,31 @@ class _OfHead(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
+        ctx: Any,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, scores = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        factors = _Factors.of(
-            scores, (grad_logprobs, grad_entropy if ctx.uses.entropy else None), ctx.temperature
-        )
+        if not ctx.uses.entropy:
+            grad_entropy = None
+        factors = _Factors.of(scores, grad_logprobs, grad_entropy, ctx.temperature)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
+
+        # Gradients for some words at a time, in the memory of their logits.
         for words in _chunks(len(weight), len(hidden), ctx.elements):
             part = None if bias is None else bias[words]
-            logits, own = linear(hidden, weight[words], part), targets - words.start
+            logits = linear(hidden, weight[words], part)
             grad = _grad_logits(
-                logits, own, ctx.temperature, scores[2], factors, logits, ctx.compiled
+                logits,
+                targets - words.start,
+                ctx.temperature,
+                scores[2],
+                factors,
+                logits,
+                ctx.compiled,
             )
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0)

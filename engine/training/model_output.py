@@ -13,7 +13,7 @@ from .attention import packed_row
 from .context_parallel import own_targets
 from .head import ScoringHead, scoring
 from .logprobs import Uses, align_with_tokens, columns, score_logits
-from .microbatch import MicroBatch
+from .packed_batch import MicroBatch
 from .rank_parts import gather_parts, own_part
 
 

@@ -27,7 +27,7 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
-from .microbatch import pack_rows
+from .packed_batch import pack_rows
 from .probe_model import (
     NOT_UNDERSTOOD,
     probe_tokens,

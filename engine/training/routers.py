@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
 from .meshes import Meshes
-from .microbatch import MicroBatch
+from .packed_batch import MicroBatch
 from .unsharded import unsharded_class
 
 ROUTER_STATS = ("expert_load_max_over_mean", "router_aux_loss")
@@ -28,20 +28,28 @@ ROUTER_STATS = ("expert_load_max_over_mean", "router_aux_loss")
 class Routers:
     """The routers of an engine's model. Does nothing for a model without experts."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainEngineConfig, meshes: Meshes) -> None:
-        self._packed, self._coef = config.pack_sequences, config.router_aux_loss_coef
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainEngineConfig,
+        meshes: Meshes,
+    ) -> None:
+        self._packed = config.pack_sequences
+        self._coef = config.router_aux_loss_coef
         self._sequence = meshes.sequence
-        self._n_experts: list[int] = []  # of each layer
-        self._layers: dict[nn.Module, int] = {}  # modules with experts -> number of the layer
-        self._places = _routers(model) if self._coef is not None else {}
+        # Modules with experts -> number of the layer, and the number of experts of each layer.
+        self._layers: dict[nn.Module, int] = {}
+        self._n_experts: list[int] = []
+        self._places = {} if self._coef is None else _routers(model)
         self._records = False
         self._top_k = 1
-        # One hook for all layers, outside of graphs: torch.compile would make a graph for each
-        # hook.
+
+        # One hook for all layers, outside of graphs: torch.compile would make a graph for each hook.
         count: Any = torch.compiler.disable(self._count_choices)
         keep: Any = torch.compiler.disable(self._keep_logits)
         for module in model.modules():
-            if n_experts := _number_of_experts(module):
+            n_experts = _number_of_experts(module)
+            if n_experts:
                 self._layers[module] = len(self._n_experts)
                 self._n_experts.append(n_experts)
                 module.register_forward_pre_hook(count)
@@ -51,26 +59,30 @@ class Routers:
 
     def start_step(self, device: torch.device) -> None:
         """Forget what was recorded."""
-        self._loads = [
-            torch.zeros(n + 1, dtype=torch.int64, device=device) for n in self._n_experts
-        ]
-        self._sums = torch.zeros(
-            2, dtype=torch.float64, device=device
-        )  # of loss x share, and of shares
-        self._logits: list[torch.Tensor] = []  # of the last forward, a layer each
-        self._mask, self._own_share = torch.empty(0), 1.0
+        # Choices of each expert, by layer. The last place counts choices of no expert.
+        self._loads = []
+        for n_experts in self._n_experts:
+            self._loads.append(torch.zeros(n_experts + 1, dtype=torch.int64, device=device))
+        # Sums of loss x share, and of shares.
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+        # Of the last forward: logits of each layer, its real tokens, and this rank's share of them.
+        self._logits: list[Tensor] = []
+        self._mask = torch.empty(0)
+        self._own_share = 1.0
 
     @contextmanager
     def recording(self, mb: MicroBatch, share: float) -> Iterator[None]:
         """Record a forward of the model on ``mb``, unless its share of the loss is 0."""
         if self._n_experts and share:
-            (self._mask, self._own_share), self._records = self._real_tokens(mb), True
+            self._mask, self._own_share = self._real_tokens(mb)
+            self._records = True
         try:
             yield
         finally:
             self._records = False
 
-    def loss(self, share: float) -> torch.Tensor | float:
+    def loss(self, share: float) -> Tensor | float:
         """The load-balancing loss of the recorded forward, weighted like its other loss. 0 without
         a coefficient.
 
@@ -81,65 +93,92 @@ class Routers:
         itself uses a sigmoid, a bias or groups. The loss is no mean over tokens, so it depends a
         little on how the batch was cut.
         """
-        logits, self._logits, share = tuple(self._logits), [], share * self._own_share
+        logits = tuple(self._logits)
+        self._logits = []
+        share *= self._own_share
         if not logits or share == 0:
             return 0.0
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        loss = load_balancing_loss_func(logits, logits[0].shape[-1], self._top_k, self._mask)  # type: ignore[arg-type]
-        assert isinstance(loss, torch.Tensor) and self._coef is not None
-        self._sums += torch.stack(
-            [loss.detach().double() * share, torch.full_like(self._sums[0], share)]
-        )
+        n_experts = logits[0].shape[-1]
+        loss = load_balancing_loss_func(logits, n_experts, self._top_k, self._mask)  # type: ignore[arg-type]
+        assert isinstance(loss, Tensor)
+        assert self._coef is not None
+        weighted = loss.detach().double() * share
+        self._sums += torch.stack([weighted, torch.full_like(weighted, share)])
         return loss * (self._coef * share)
 
-    def statistics(self) -> dict[str, torch.Tensor]:
+    def statistics(self) -> dict[str, Tensor]:
         """`ROUTER_STATS` of the step over all ranks, on the device. Collective."""
         if not self._n_experts:
             return {}
+        # All numbers travel together, in float64, which holds counts exactly.
         sums = torch.cat([*self._loads, self._sums])
         dist.all_reduce(sums)
-        layers = [load[:-1] for load in sums[:-2].split([n + 1 for n in self._n_experts])]
-        stats = {ROUTER_STATS[0]: torch.stack([load.max() / load.mean() for load in layers]).mean()}
-        return stats if self._coef is None else stats | {ROUTER_STATS[1]: sums[-2] / sums[-1]}
+        *loads, loss, share = sums.split([*(len(load) for load in self._loads), 1, 1])
 
-    def _real_tokens(self, mb: MicroBatch) -> tuple[torch.Tensor, float]:
+        imbalances = []
+        for load in loads:
+            of_experts = load[:-1]
+            imbalances.append(of_experts.max() / of_experts.mean())
+        stats = {"expert_load_max_over_mean": torch.stack(imbalances).mean()}
+        if self._coef is not None:
+            stats["router_aux_loss"] = (loss / share)[0]
+        return stats
+
+    def _real_tokens(self, mb: MicroBatch) -> tuple[Tensor, float]:
         """``[rows]`` int64 for the rows that this rank's layers see: 1 for a token of ``mb``, 0 for
         others. And the share of these tokens in ``mb``, which is below 1 if ranks share the row.
         """
         device = mb.position_ids.device
         if not self._packed:
-            real = torch.arange(max(mb.lengths), device=device) < mb.cu_seqlens.diff()[:, None]
+            columns = torch.arange(max(mb.lengths), device=device)
+            real = columns < mb.cu_seqlens.diff()[:, None]
             return real.reshape(-1).long(), 1.0
-        c, part = (
-            (1, 0) if self._sequence is None else (self._sequence.size(), self._sequence.rank())
-        )
-        size = mb.row_size(c) // c
-        n_own = min(max(mb.n_tokens - part * size, 0), size)
-        return (torch.arange(size, device=device) < n_own).long(), n_own / mb.n_tokens
+
+        # The part of the filled row of this rank. Real tokens come before the filling.
+        n_parts = 1
+        part = 0
+        if self._sequence is not None:
+            n_parts = self._sequence.size()
+            part = self._sequence.rank()
+        size = mb.row_size(n_parts) // n_parts
+        n_own = mb.n_tokens - part * size
+        n_own = min(max(n_own, 0), size)
+        real = torch.arange(size, device=device) < n_own
+        return real.long(), n_own / mb.n_tokens
 
     def _count_choices(self, module: nn.Module, args: Any) -> None:
         if not self._records:
             return
-        chosen: torch.Tensor = args[1]  # [tokens, top k]
-        layer, self._top_k = self._layers[module], chosen.shape[-1]
-        n_experts = self._n_experts[layer]  # a larger number stands for no expert
+        chosen: Tensor = args[1]  # [tokens, top k]
+        layer = self._layers[module]
+        self._top_k = chosen.shape[-1]
+        # A number above those of the experts stands for no expert.
+        experts = chosen.reshape(-1).clamp(max=self._n_experts[layer])
         counted = self._mask.repeat_interleave(self._top_k)
-        self._loads[layer].scatter_add_(0, chosen.reshape(-1).clamp(max=n_experts), counted)
+        self._loads[layer].scatter_add_(0, experts, counted)
 
-    def _keep_logits(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._records:
-            logits = output[self._places[module]] if isinstance(output, tuple) else output
-            self._logits.append(logits.reshape(-1, logits.shape[-1]))
+    def _keep_logits(
+        self,
+        module: nn.Module,
+        args: Any,
+        output: Any,
+    ) -> None:
+        if not self._records:
+            return
+        logits = output[self._places[module]] if isinstance(output, tuple) else output
+        self._logits.append(logits.reshape(-1, logits.shape[-1]))
 
 
 def require_routers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     """Raise ConfigError if ``router_aux_loss_coef`` is set, and transformers does not know the
     model's routers.
     """
-    if config.router_aux_loss_coef is None or (
-        _routers(model) and any(map(_number_of_experts, model.modules()))
-    ):
+    if config.router_aux_loss_coef is None:
+        return
+    has_experts = any(_number_of_experts(module) for module in model.modules())
+    if has_experts and _routers(model):
         return
     raise ConfigError(
         f"config key 'router_aux_loss_coef' is {config.router_aux_loss_coef}, but transformers "
@@ -151,14 +190,15 @@ def _number_of_experts(module: nn.Module) -> int:
     """Number of experts in a module that is called with (hidden states, choices, weights). 0 for
     other modules.
     """
-    takes_choices = (
-        len(inspect.signature(unsharded_class(module).forward).parameters) == 4
-    )  # with self
+    parameters = inspect.signature(unsharded_class(module).forward).parameters
+    takes_choices = len(parameters) == 4  # with self
     if not takes_choices or not isinstance(getattr(module, "num_experts", None), int):
         return 0
-    return next(
-        (param.shape[0] for param in module.parameters(recurse=False) if param.dim() == 3), 0
-    )
+    # The weights of all experts are one tensor.
+    for param in module.parameters(recurse=False):
+        if param.dim() == 3:
+            return param.shape[0]
+    return 0
 
 
 def _routers(model: PreTrainedModel) -> dict[nn.Module, int]:
@@ -167,17 +207,18 @@ def _routers(model: PreTrainedModel) -> dict[nn.Module, int]:
     """
     found: dict[nn.Module, int] = {}
     for part in model.modules():
-        recorders: Any = (
-            part.can_record_outputs.get("router_logits", [])
-            if isinstance(part, PreTrainedModel)
-            else []
-        )
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            target, layer = (
-                getattr(recorder, "target_class", recorder),
-                getattr(recorder, "layer_name", None),
-            )
+        if not isinstance(part, PreTrainedModel):
+            continue
+        recorders: Any = part.can_record_outputs.get("router_logits", [])
+        if not isinstance(recorders, list):
+            recorders = [recorders]
+
+        # A recorder is a class of modules, or describes one.
+        for recorder in recorders:
+            target = getattr(recorder, "target_class", recorder)
+            layer = getattr(recorder, "layer_name", None)
             for name, module in part.named_modules():
-                if isinstance(module, target) and (layer is None or f".{layer}." in f".{name}."):
+                is_layer = layer is None or f".{layer}." in f".{name}."
+                if is_layer and isinstance(module, target):
                     found[module] = getattr(recorder, "index", 1)
     return found

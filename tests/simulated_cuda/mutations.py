@@ -23,7 +23,7 @@ PINNED = "holdfast.engine.memory.pinned"
 HOST_BLOCKS = "holdfast.engine.memory.host_blocks"
 DCP_READER = "holdfast.engine.dcp.reader"
 HF_FILES = "holdfast.engine.hf.weight_files"
-MICROBATCH = "holdfast.engine.training.microbatch"
+PACKED_BATCH = "holdfast.engine.training.packed_batch"
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a micro-batch is on the host on return",
-        MICROBATCH,
+        PACKED_BATCH,
         'ahead = torch.device(device).type == "cuda"',
         "ahead = True",
         COPIES,

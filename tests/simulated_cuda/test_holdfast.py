@@ -28,7 +28,8 @@ from holdfast.engine.memory.weight_changes import WriteWatch
 from holdfast.engine.staging.offload import Offload
 from holdfast.engine.staging.staged_state import Staging
 from holdfast.engine.training import host_optimizer
-from holdfast.engine.training.microbatch import MicroBatch, weigh
+from holdfast.engine.training.microbatch import weigh
+from holdfast.engine.training.packed_batch import MicroBatch
 from holdfast.utils.errors import EngineOffloadedError, TornSnapshotError
 from holdfast.utils.manifest import described_digest
 from holdfast.utils.pieces import Piece, join_digests, piece_digest

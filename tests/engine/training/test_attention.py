@@ -36,8 +36,9 @@ from holdfast.engine import (
 from holdfast.engine.config import PACKED_ATTENTION
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.engine.training.attention import PackedRow, _attention, packed_row
-from holdfast.engine.training.microbatch import MicroBatch, split_batch
+from holdfast.engine.training.microbatch import split_batch
 from holdfast.engine.training.model_output import model_output
+from holdfast.engine.training.packed_batch import MicroBatch
 from holdfast.engine.training.packing import check_packing, prepare_packing
 from holdfast.utils.errors import ConfigError
 from tests.engine.hf_models import ARCHITECTURES, tiny_config

@@ -20,12 +20,12 @@ from holdfast.engine.training.batch import (
 )
 from holdfast.engine.training.microbatch import (
     CutRules,
-    expand_to_tokens,
     split_and_weigh,
     split_batch,
     unpack,
     weigh,
 )
+from holdfast.engine.training.packed_batch import expand_to_tokens
 from holdfast.engine.training.partition import partition
 from holdfast.utils.errors import BatchError, PeerError
 from tests.helpers import run_ranks
