@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -50,7 +50,7 @@ class PackedRow:
     """
 
     lengths: tuple[int, ...]
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     window: int | None = None
     group: dist.ProcessGroup | None = None
     n_tokens: int = field(init=False)
@@ -66,7 +66,9 @@ _row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
 
 @contextmanager
 def packed_row(
-    lengths: Sequence[int], cu_seqlens: torch.Tensor, group: dist.ProcessGroup | None = None
+    lengths: Sequence[int],
+    cu_seqlens: Tensor,
+    group: dist.ProcessGroup | None = None,
 ) -> Iterator[None]:
     """Tell a model with `PACKED_ATTENTION` that its input is one row of packed sequences with these
     ``lengths``.
@@ -87,29 +89,26 @@ def _mask(*, config: Any, **asked: Any) -> Any:
     ``local_size`` is the length of windows or chunks. ``use_vmap`` is set for a combination of
     masks.
     """
-    row, window = _row.get(), asked.get("local_size")
+    row = _row.get()
+    window = asked.get("local_size")
     slides = window is None or window == getattr(config, "sliding_window", None)
-    causal = "allow_is_bidirectional_skip" not in asked
-    if (
-        row is None
-        or not (causal and slides)
-        or asked.get("use_vmap")
-        or asked.get("attention_mask") is not None
-    ):
+    is_causal = "allow_is_bidirectional_skip" not in asked
+    is_plain = not asked.get("use_vmap") and asked.get("attention_mask") is None
+    if row is None or not (is_causal and slides and is_plain):
         return AttentionMaskInterface()["sdpa"](config=config, **asked)
     return replace(row, window=window)
 
 
 def _attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     **other: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend, with the signature of transformers' attention functions.
 
     ``query`` is ``[1, heads, T, dim]``, ``key`` ``[1, key heads, T, dim]`` (heads are a multiple of
@@ -122,17 +121,15 @@ def _attention(
             something other than causal self-attention. Or ranks share the row, and its mask is no
             `PackedRow`, or they cannot share its heads.
     """
-    if unknown := [name for name in ("softcap", "s_aux") if other.get(name) is not None]:
-        raise ValueError(
-            f"{PACKED_ATTENTION!r} attention has no {unknown[0]!r}"
-        )  # sdpa may ignore it without a word
+    # sdpa may ignore these without a word.
+    for name in ("softcap", "s_aux"):
+        if other.get(name) is not None:
+            raise ValueError(f"{PACKED_ATTENTION!r} attention has no {name!r}")
+
+    # The kernel runs within the graph of a compiled block, all else between two graphs.
     row = attention_mask
-    if (
-        isinstance(row, PackedRow)
-        and row.group is None
-        and dropout == 0
-        and _kernel_takes(query, value)
-    ):
+    is_alone = isinstance(row, PackedRow) and row.group is None
+    if is_alone and dropout == 0 and _kernel_takes(query, value):
         _require_one_row(query, key, row.n_tokens, other)
         return _in_one_kernel(query, key, value, row, scaling), None
     return _between_graphs(module, query, key, value, row, dropout, scaling, **other)
@@ -140,32 +137,39 @@ def _attention(
 
 def _between_graphs(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     row: Any,
     dropout: float,
     scaling: float | None,
     **other: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     if not isinstance(row, PackedRow):
-        if (shared := _row.get()) is not None and shared.group is not None:
+        shared = _row.get()
+        if shared is not None and shared.group is not None:
             raise ValueError(
                 f"a layer of {type(module).__name__} needs a mask of its own, but ranks share the "
                 "row"
             )
         sdpa = AttentionInterface()["sdpa"]
         return sdpa(module, query, key, value, row, dropout=dropout, scaling=scaling, **other)
-    _require_one_row(
-        query, key, row.n_tokens if row.group is None else row.n_tokens // row.group.size(), other
-    )
-    if row.group is not None:
-        query, key, value = tokens_to_heads(query, key, value, row.group)
+
+    # Ranks that share the row exchange their tokens for heads, and back.
+    group = row.group
+    n_tokens = row.n_tokens
+    if group is not None:
+        n_tokens = n_tokens // group.size()
+    _require_one_row(query, key, n_tokens, other)
+    if group is not None:
+        query, key, value = tokens_to_heads(query, key, value, group)
     if dropout == 0 and _kernel_takes(query, value):
         out = _in_one_kernel(query, key, value, row, scaling)
     else:
         out = _one_by_one(query, key, value, row, dropout, scaling)
-    return out if row.group is None else heads_to_tokens(out, row.group), None
+    if group is not None:
+        out = heads_to_tokens(out, group)
+    return out, None
 
 
 @cache
@@ -179,9 +183,13 @@ def keep_lengths_out_of_graphs() -> None:
 
 
 def _require_one_row(
-    query: torch.Tensor, key: torch.Tensor, n_tokens: int, other: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    n_tokens: int,
+    other: dict[str, Any],
 ) -> None:
-    if not query.shape[0] == key.shape[0] == 1 or not query.shape[2] == key.shape[2] == n_tokens:
+    is_one_row = query.shape[0] == key.shape[0] == 1
+    if not is_one_row or not query.shape[2] == key.shape[2] == n_tokens:
         raise ValueError(
             f"queries {list(query.shape)} and keys {list(key.shape)} are not one row of "
             f"{n_tokens} tokens"
@@ -199,38 +207,46 @@ AttentionMaskInterface.register(PACKED_ATTENTION, _mask)
 # One kernel for all sequences: torch's variable-length flash attention, on CUDA.
 
 
-def _kernel_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _kernel_takes(query: Tensor, value: Tensor) -> bool:
     dim = query.shape[-1]
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and dim == value.shape[-1]
-        and dim <= 256
-        and dim % 8 == 0
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    fits = dim == value.shape[-1] and dim <= 256 and dim % 8 == 0
+    if not (query.is_cuda and is_half and fits):
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 _KERNEL_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _in_one_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRow, scale: float | None
-) -> torch.Tensor:
-    options: dict[str, Any] = {}
-    if query.shape[1] != key.shape[1]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: PackedRow,
+    scale: float | None,
+) -> Tensor:
+    options: dict[str, Any] = {"scale": scale}
+    n_queries = query.shape[1] // key.shape[1]
+    if n_queries > 1:
         if _KERNEL_TAKES_GROUPS:
             options["enable_gqa"] = True
         else:
-            key, value = (
-                each.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-                for each in (key, value)
-            )
-    before = -1 if row.window is None else row.window - 1
-    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    options |= {"scale": scale, "window_size": (before, 0)}
+            key = key.repeat_interleave(n_queries, dim=1)
+            value = value.repeat_interleave(n_queries, dim=1)
+
+    # Tokens before and after a token that it sees. -1: all.
+    n_before = -1 if row.window is None else row.window - 1
+    options["window_size"] = (n_before, 0)
     out: Any = varlen_attn(
-        query, key, value, row.cu_seqlens, row.cu_seqlens, row.longest, row.longest, **options
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        row.cu_seqlens,
+        row.cu_seqlens,
+        row.longest,
+        row.longest,
+        **options,
     )
     return out[None]
 
@@ -239,20 +255,24 @@ def _in_one_kernel(
 
 
 def _one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     row: PackedRow,
     dropout: float,
     scale: float | None,
-) -> torch.Tensor:
-    groups = query.shape[1] != key.shape[1]
+) -> Tensor:
     attend = partial(
-        scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=groups
+        scaled_dot_product_attention,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
-    sequences = zip(*(each.split(row.lengths, dim=2) for each in (query, key, value)), strict=True)
+    queries = query.split(row.lengths, dim=2)
+    keys = key.split(row.lengths, dim=2)
+    values = value.split(row.lengths, dim=2)
     outs = []
-    for q, k, v in sequences:
+    for q, k, v in zip(queries, keys, values, strict=True):
         if row.window is None or q.shape[2] <= row.window:
             outs.append(attend(q, k, v, is_causal=True))
         else:
@@ -261,22 +281,35 @@ def _one_by_one(
 
 
 def _within_window(
-    attend: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
-) -> Iterator[torch.Tensor]:
+    attend: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+) -> Iterator[Tensor]:
     """Yield ``[1, heads, n, dim]`` for each chunk of queries, computed with only the keys that its
     window reaches.
     """
-    chunk = max(window, _LEAST_CHUNK)
     # Row i is query i of a chunk, column j the key that is window - 1 - j tokens before the chunk's
     # first query.
-    age = torch.arange(chunk, device=query.device)[:, None] - torch.arange(
-        1 - window, chunk, device=query.device
-    )
+    chunk = max(window, _LEAST_CHUNK)
+    queries = torch.arange(chunk, device=query.device)[:, None]
+    keys = torch.arange(1 - window, chunk, device=query.device)
+    age = queries - keys
     seen = (age >= 0) & (age < window)
-    for start in range(0, query.shape[2], chunk):
-        end, first = min(start + chunk, query.shape[2]), max(start - window + 1, 0)
-        skipped = first - (start - window + 1)
-        mask = seen[: end - start, skipped : skipped + end - first]
+
+    n_tokens = query.shape[2]
+    for start in range(0, n_tokens, chunk):
+        end = min(start + chunk, n_tokens)
+        # The first chunk has fewer keys before it.
+        first_of_window = start - window + 1
+        first = max(first_of_window, 0)
+        n_skipped = first - first_of_window
+        n_keys = end - first
+        mask = seen[: end - start, n_skipped : n_skipped + n_keys]
         yield attend(
-            query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], attn_mask=mask
+            query[:, :, start:end],
+            key[:, :, first:end],
+            value[:, :, first:end],
+            attn_mask=mask,
         )

@@ -295,6 +295,10 @@ class _Factors(NamedTuple):
             at_target = at_target + grad_entropy * entr(p)
         return cls(of_p, grad_entropy, at_target)
 
+    def at(self, rows: slice) -> "_Factors":
+        """Those of some tokens."""
+        return _Factors(*(None if factor is None else factor[rows] for factor in self))  # type: ignore[arg-type]
+
 
 def _grad_logits(
     logits: Tensor,
@@ -312,14 +316,19 @@ def _grad_logits(
     the target is not among these words.
     """
     n_words = logits.shape[1]
-    of_p = factors.of_p
-    of_p_log_p = factors.of_p_log_p
     if compiled and min(logits.shape) > 1:
-        compiled_(_write_grad)(logits, temperature, total, of_p, of_p_log_p, out)
+        compiled_(_write_grad)(logits, temperature, total, factors.of_p, factors.of_p_log_p, out)
     else:
         for rows in _chunks(len(logits), n_words, PASS_ELEMENTS):
-            own = None if of_p_log_p is None else of_p_log_p[rows]
-            _write_grad(logits[rows], temperature, total[rows], of_p[rows], own, out[rows])
+            own = factors.at(rows)
+            _write_grad(
+                logits[rows],
+                temperature,
+                total[rows],
+                own.of_p,
+                own.of_p_log_p,
+                out[rows],
+            )
     if factors.at_target is None:
         return out
 

@@ -15,10 +15,12 @@ import copy
 import re
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.transformers_private import attention_of, set_attention
@@ -27,7 +29,7 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import PACKED_ATTENTION
 from .attention import packed_row
-from .packed_batch import pack_rows
+from .packed_batch import MicroBatch, pack_rows
 from .probe_model import (
     NOT_UNDERSTOOD,
     probe_tokens,
@@ -77,64 +79,12 @@ def prepare_packing(
     Raises:
         ConfigError: see `check_packing`. Or ranks share rows, and the model does not support it.
     """
-    reason = _why_not_ours(model, attn_impl, device, group, sees)
+    trial = _Trial(model, device, group, sees=sees)
+    reason = _why_not_ours(trial, attn_impl)
     if sequence is not None:
-        _require_parts(model, reason, device, group, sequence)
+        _require_parts(replace(trial, sequence=sequence, sees=False), reason)
     elif reason is not None or attn_impl is not None:
         check_packing(model, device, group, max_row_tokens, sees)
-
-
-def _why_not_ours(
-    model: PreTrainedModel,
-    attn_impl: str | None,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    sees: bool,
-) -> str | None:
-    """Replace ``sdpa`` by our attention if possible. Return why another attention is used, or None."""
-    used = attention_of(_text(model.config))
-    if used == PACKED_ATTENTION:
-        return None
-    if attn_impl is not None:
-        return f"config key 'attn_impl' is {attn_impl!r}, and null or {PACKED_ATTENTION!r} would be needed"
-    if used != "sdpa" or not model.is_backend_compatible():
-        return f"transformers computes its attention in another way ({used!r})"
-    set_attention(model, PACKED_ATTENTION, instead_of="sdpa")
-    try:
-        if _comes_out_alike(model, _windows(model.config), device, group, sees=sees):
-            return None
-        reason = "its sequences come out otherwise than alone"
-    except ConfigError as error:
-        reason = str(error).partition(";")[0]
-    set_attention(model, "sdpa", instead_of=PACKED_ATTENTION)
-    if get_rank(group) == 0:
-        logger.info(
-            "attention %r is not for this model, which keeps 'sdpa': %s", PACKED_ATTENTION, reason
-        )
-    return reason
-
-
-def _require_parts(
-    model: PreTrainedModel,
-    reason: str | None,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    sequence: dist.ProcessGroup,
-) -> None:
-    """Raise ConfigError unless the ranks of ``sequence`` can share rows: our attention is used (no
-    ``reason``), and a twin computes the parts of a row as it computes each sequence alone.
-    """
-    if reason is None:
-        try:
-            if _comes_out_alike(model, _windows(model.config), device, group, sequence):
-                return
-            reason = "the parts of a row come out otherwise than the whole row"
-        except ConfigError as error:
-            reason = str(error.__cause__ or error)
-    raise ConfigError(
-        f"{unsharded_class(model).__name__} cannot be trained with context_parallel_size "
-        f"{dist.get_world_size(sequence)}: {reason}; leave 'c' out of config key 'backend'"
-    )
 
 
 def check_packing(
@@ -153,17 +103,21 @@ def check_packing(
     change. A model that cuts windows by positions in the row works with rows of at most its
     smallest window (``max_row_tokens``).
     """
+    trial = _Trial(model, device, group, sees=sees)
     windows = _windows(model.config)
-    if _comes_out_alike(model, windows, device, group, sees=sees):
+    if trial.passes(windows):
         return
-    name, switch = unsharded_class(model).__name__, "train_vision" if sees else "pack_sequences"
-    if not windows or not _comes_out_alike(model, (), device, group, sees=sees):
+
+    # Without shorter windows: do sequences see each other?
+    name = unsharded_class(model).__name__
+    switch = "train_vision" if sees else "pack_sequences"
+    if not windows or not trial.passes():
         raise ConfigError(
             f"{name} lets packed sequences see each other; set config key {switch!r} to false"
         )
-    cut_the_row = [
-        key for key in windows if not _comes_out_alike(model, (key,), device, group, sees=sees)
-    ]
+
+    # They do not, so some windows are cut by positions in the row. The smallest is the limit.
+    cut_the_row = [key for key in windows if not trial.passes([key])]
     key = min(cut_the_row or windows, key=windows.__getitem__)
     if max_row_tokens is None or max_row_tokens > windows[key]:
         other_way = "" if key in length_boundaries(model.config) else f", or {switch!r} to false"
@@ -174,15 +128,63 @@ def check_packing(
         )
 
 
+def _why_not_ours(trial: "_Trial", attn_impl: str | None) -> str | None:
+    """Replace ``sdpa`` by our attention if possible. Return why another one is used, or None."""
+    model = trial.model
+    used = attention_of(_text(model.config))
+    if used == PACKED_ATTENTION:
+        return None
+    if attn_impl is not None:
+        return (
+            f"config key 'attn_impl' is {attn_impl!r}, and null or {PACKED_ATTENTION!r} would be "
+            "needed"
+        )
+    if used != "sdpa" or not model.is_backend_compatible():
+        return f"transformers computes its attention in another way ({used!r})"
+
+    # Try it, and go back if it does not work.
+    set_attention(model, PACKED_ATTENTION, instead_of="sdpa")
+    try:
+        if trial.passes(_windows(model.config)):
+            return None
+        reason = "its sequences come out otherwise than alone"
+    except ConfigError as error:
+        reason = str(error).partition(";")[0]
+    set_attention(model, "sdpa", instead_of=PACKED_ATTENTION)
+    if get_rank(trial.group) == 0:
+        logger.info(
+            "attention %r is not for this model, which keeps 'sdpa': %s", PACKED_ATTENTION, reason
+        )
+    return reason
+
+
+def _require_parts(trial: "_Trial", reason: str | None) -> None:
+    """Raise ConfigError unless the ranks of the trial's ``sequence`` can share rows: our attention
+    is used (no ``reason``), and a twin computes the parts of a row as it computes each sequence
+    alone.
+    """
+    model = trial.model
+    if reason is None:
+        try:
+            if trial.passes(_windows(model.config)):
+                return
+            reason = "the parts of a row come out otherwise than the whole row"
+        except ConfigError as error:
+            reason = str(error.__cause__ or error)
+    raise ConfigError(
+        f"{unsharded_class(model).__name__} cannot be trained with context_parallel_size "
+        f"{_size(trial.sequence)}: {reason}; leave 'c' out of config key 'backend'"
+    )
+
+
 def _windows(config: PretrainedConfig) -> dict[str, int]:
     """Windows, and lengths beyond which rotary frequencies change, by config key. Only those larger
     than in a twin.
     """
-    lengths = {
-        key: value
-        for key, value in vars(_text(config)).items()
-        if _WINDOW.search(key) and type(value) is int
-    }
+    lengths = {}
+    for key, value in vars(_text(config)).items():
+        if _WINDOW.search(key) and type(value) is int:
+            lengths[key] = value
     lengths |= length_boundaries(config)
     return {key: value for key, value in lengths.items() if value > _WINDOW_TOKENS}
 
@@ -191,122 +193,155 @@ def _text(config: PretrainedConfig) -> PretrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def _comes_out_alike(
-    model: PreTrainedModel,
-    small: Collection[str],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    sequence: dist.ProcessGroup | None = None,
-    sees: bool = False,
-) -> bool:
-    """Whether a twin with the windows ``small`` shortened computes a sequence behind another one as
-    it does alone, in a row that the ranks of ``sequence`` share.
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Whether a twin of ``model`` computes a sequence behind another one as it does alone.
+
+    The ranks of ``group`` agree on the result, and those of ``sequence`` share the row. If the
+    model ``sees``, the sequences have images.
     """
-    if (few := smaller_config(model)) is not None:
-        with suppress(ConfigError):  # then all layers decide
-            if _is_alike(model, few, small, device, group, sequence, sees):
-                return True
-    return _is_alike(model, copy.deepcopy(model.config), small, device, group, sequence, sees)
+
+    model: PreTrainedModel
+    device: torch.device
+    group: dist.ProcessGroup | None
+    sequence: dist.ProcessGroup | None = None
+    sees: bool = False
+
+    def passes(self, small: Collection[str] = ()) -> bool:
+        """Try it with the windows ``small`` shortened."""
+        few_layers = smaller_config(self.model)
+        if few_layers is not None:
+            # If a few layers cannot be built or run, all layers decide.
+            with suppress(ConfigError):
+                if self._passes_with(few_layers, small):
+                    return True
+        return self._passes_with(copy.deepcopy(self.model.config), small)
+
+    def _passes_with(self, config: PretrainedConfig, small: Collection[str]) -> bool:
+        for key in small:
+            if key in length_boundaries(config):
+                move_boundary(config, key, _WINDOW_TOKENS)
+            else:
+                setattr(_text(config), key, _WINDOW_TOKENS)
+        attention = attention_of(_text(config))
+        is_alike = self._difference_is_small(config, twin_dtype(config))
+
+        # On CUDA our attention has another kernel for bfloat16.
+        if is_alike and attention == PACKED_ATTENTION and self.device.type == "cuda":
+            return self._difference_is_small(config, torch.bfloat16)
+        return is_alike
+
+    @torch.no_grad()
+    def _difference_is_small(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+    ) -> bool:
+        # Sequences within the model's limit, and single tokens that make the row divisible.
+        most = getattr(_text(self.model.config), "max_position_embeddings", None) or 0
+        lengths = list(_LENGTHS)
+        if most > 0:
+            lengths = [min(length, most) for length in lengths]
+        lengths += [1] * (-sum(lengths) % _size(self.sequence))
+        text = probe_tokens(config, sum(lengths)).split(lengths)
+
+        with twin_of(self.model, config, dtype, self.device) as twin:
+            vision = Vision(twin) if self.sees else None
+            row, alone, lengths = _probe_rows(text, self.device, vision)
+            try:
+                differences = self._differences(twin, dtype, row, alone, lengths)
+            except NOT_UNDERSTOOD as error:
+                key = "train_vision" if self.sees else "pack_sequences"
+                raise ConfigError(
+                    f"{unsharded_class(self.model).__name__} fails at a packed row "
+                    f"({reason_of(error)}); set config key {key!r} to false"
+                ) from error
+        is_small = all(difference <= _LIMITS[dtype] for difference in differences)
+        return all_agree(is_small, self.group)
+
+    def _differences(
+        self,
+        twin: PreTrainedModel,
+        dtype: torch.dtype,
+        row: dict[str, Any],
+        alone: list[dict[str, Any]],
+        lengths: Sequence[int],
+    ) -> list[float]:
+        """Relative difference (root mean square) of each sequence but the first."""
+        own = {**row}
+        for name in ("input_ids", "position_ids"):
+            own[name] = own_part(row[name], self.sequence, 1)
+        with _row_of(*lengths, device=self.device, group=self.sequence):
+            own_logits = _logits(twin, own)
+            logits = gather_parts(own_logits, self.sequence).split(lengths)
+
+        differences = []
+        for inputs, behind in zip(alone[1:], logits[1:], strict=True):
+            # In float32 ours is compared with transformers', in bfloat16 with itself, because
+            # rounding differs.
+            attention: AbstractContextManager[None] = nullcontext()
+            if dtype != torch.float32:
+                attention = _row_of(len(behind), device=self.device)
+            with attention:
+                expected = _logits(twin, inputs)  # at positions from 0
+            difference = _root_mean_square(behind - expected)
+            differences.append(float(difference / _root_mean_square(expected)))
+        return differences
 
 
-def _is_alike(
-    model: PreTrainedModel,
-    config: PretrainedConfig,
-    small: Collection[str],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    sequence: dist.ProcessGroup | None,
-    sees: bool,
-) -> bool:
-    for key in small:
-        if key in length_boundaries(config):
-            move_boundary(config, key, _WINDOW_TOKENS)
-        else:
-            setattr(_text(config), key, _WINDOW_TOKENS)
-    attention = attention_of(_text(config))
-    alike = _difference_is_small(model, config, twin_dtype(config), device, group, sequence, sees)
-    if alike and attention == PACKED_ATTENTION and device.type == "cuda":  # another kernel
-        return _difference_is_small(model, config, torch.bfloat16, device, group, sequence, sees)
-    return alike
+def _logits(twin: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+    return twin(**inputs, use_cache=False).logits[0].float()
 
 
-@torch.no_grad()
-def _difference_is_small(
-    model: PreTrainedModel,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    sequence: dist.ProcessGroup | None,
-    sees: bool,
-) -> bool:
-    most = getattr(_text(model.config), "max_position_embeddings", None) or 0
-    lengths = [min(length, most) if most > 0 else length for length in _LENGTHS]
-    lengths += [1] * (-sum(lengths) % (1 if sequence is None else dist.get_world_size(sequence)))
-    text = probe_tokens(config, sum(lengths)).split(lengths)
-    differences = []
-    with twin_of(model, config, dtype, device) as twin:
-        row, alone, lengths = _probe_rows(text, device, Vision(twin) if sees else None)
-        try:
-            own = {name: own_part(row[name], sequence, 1) for name in ("input_ids", "position_ids")}
-            with _row_of(*lengths, device=device, group=sequence):
-                logits = gather_parts(
-                    twin(**row | own, use_cache=False).logits[0].float(), sequence
-                )
-            for inputs, behind in list(zip(alone, logits.split(lengths), strict=True))[1:]:
-                # In float32 ours is compared with transformers', in bfloat16 with itself, because
-                # rounding differs.
-                with (
-                    nullcontext() if dtype == torch.float32 else _row_of(len(behind), device=device)
-                ):
-                    expected = (
-                        twin(**inputs, use_cache=False).logits[0].float()
-                    )  # at positions from 0
-                differences.append(
-                    float(
-                        (behind - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-                    )
-                )
-        except NOT_UNDERSTOOD as error:
-            raise ConfigError(
-                f"{unsharded_class(model).__name__} fails at a packed row ({reason_of(error)}); "
-                f"set config key {'train_vision' if sees else 'pack_sequences'!r} to false"
-            ) from error
-    return all_agree(all(difference <= _LIMITS[dtype] for difference in differences), group)
+def _root_mean_square(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt()
 
 
 def _probe_rows(
-    text: Sequence[torch.Tensor], device: torch.device, vision: Vision | None
+    text: Sequence[Tensor],
+    device: torch.device,
+    vision: Vision | None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[int]]:
     """Inputs of a model for sequences in one row, and for each alone without positions, and the
     lengths.
     """
     lengths = [len(ids) for ids in text]
     if vision is None:
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        positions = torch.cat([torch.arange(length) for length in lengths])
         row = {
             "input_ids": torch.cat(list(text))[None].to(device),
-            "position_ids": positions.to(device),
+            "position_ids": positions[None].to(device),
         }
         return row, [{"input_ids": ids[None].to(device)} for ids in text], lengths
+
     batch, lengths = vision.probe(text)
     batch, pixels, _ = vision.prepare(batch, lengths)
+
+    def pack(rows: Sequence[int]) -> MicroBatch:
+        return pack_rows(batch, rows, lengths, vision=vision, pixels=pixels).to(device)
+
     numbers = range(len(lengths))
-    packed, *alone = (
-        pack_rows(batch, rows, lengths, 0, vision, pixels).to(device)
-        for rows in (numbers, *([n] for n in numbers))
-    )
-    row = {"input_ids": packed.data["input_ids"][None], "position_ids": packed.position_ids[None]}
-    row |= vision.inputs(packed)
-    return (
-        row,
-        [{"input_ids": mb.data["input_ids"][None]} | vision.images(mb) for mb in alone],
-        lengths,
-    )
+    packed = pack(numbers)
+    row = {
+        "input_ids": packed.data["input_ids"][None],
+        "position_ids": packed.position_ids[None],
+        **vision.inputs(packed),
+    }
+    alone = []
+    for number in numbers:
+        mb = pack([number])
+        alone.append({"input_ids": mb.data["input_ids"][None], **vision.images(mb)})
+    return row, alone, lengths
 
 
 def _row_of(
-    *lengths: int, device: torch.device, group: dist.ProcessGroup | None = None
+    *lengths: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> AbstractContextManager[None]:
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return packed_row(lengths, boundaries.to(device), group)

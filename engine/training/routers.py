@@ -44,7 +44,7 @@ class Routers:
         self._records = False
         self._top_k = 1
 
-        # One hook for all layers, outside of graphs: torch.compile would make a graph for each hook.
+        # One hook for all layers, outside of graphs: torch.compile would make a graph for each.
         count: Any = torch.compiler.disable(self._count_choices)
         keep: Any = torch.compiler.disable(self._keep_logits)
         for module in model.modules():
@@ -119,6 +119,7 @@ class Routers:
 
         imbalances = []
         for load in loads:
+            # without the choices of no expert
             of_experts = load[:-1]
             imbalances.append(of_experts.max() / of_experts.mean())
         stats = {"expert_load_max_over_mean": torch.stack(imbalances).mean()}
@@ -132,6 +133,7 @@ class Routers:
         """
         device = mb.position_ids.device
         if not self._packed:
+            # [sequences, longest], as in `MicroBatch.padded`
             columns = torch.arange(max(mb.lengths), device=device)
             real = columns < mb.cu_seqlens.diff()[:, None]
             return real.reshape(-1).long(), 1.0
