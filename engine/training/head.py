@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.torch_private import count_forward_hooks
@@ -52,10 +52,8 @@ class ScoringHead:
 
     def is_seen(self, model: PreTrainedModel) -> bool:
         """Whether something now sees the logits: a hook, an adapter, another head."""
-        return (
-            _linear_head(model) is not self.linear
-            or count_forward_hooks(model) != self.n_model_hooks
-        )
+        has_other_head = _linear_head(model) is not self.linear
+        return has_other_head or count_forward_hooks(model) != self.n_model_hooks
 
 
 @contextmanager
@@ -77,21 +75,33 @@ def scoring(
     time (None: by their size). The ranks of ``sequence`` share the row: each scores its part of it.
     ``uses`` is for `columns`. With ``compiled`` scores are computed by torch.compile.
     """
-    targets, places = own_targets(mb, sequence), (mb.rows, mb.position_ids)
+    targets = own_targets(mb, sequence)
+    places = (mb.rows, mb.position_ids)
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
+    def forward(hidden: Tensor) -> Tensor:
         rows = hidden[0, : len(targets)] if packed else hidden[places]
         weight, bias, first_word, group = words_of(head)
-        given = (temperature, chunk_size, first_word, group, uses, compiled)
-        scores = score_tokens(rows, weight, bias, targets, *given)
-        if packed:
-            return torch.stack([score[None] for score in scores], dim=-1)  # FSDP warns about views
-        return hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32).index_put(
-            places, torch.stack(scores, -1)
+        scores = score_tokens(
+            rows,
+            weight,
+            bias,
+            targets,
+            temperature,
+            chunk_size,
+            first_word,
+            group,
+            uses,
+            compiled,
         )
+        # Not a view of the scores, about which FSDP warns.
+        if packed:
+            return torch.stack([score[None] for score in scores], dim=-1)
+        padded = hidden.new_zeros(*hidden.shape[:-1], 2, dtype=torch.float32)
+        return padded.index_put(places, torch.stack(scores, -1))
 
+    # The module's own attribute hides the method of its class.
     before = vars(head).get("forward")
-    head.forward = forward  # type: ignore[method-assign]  # hides that of the class
+    head.forward = forward  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -102,7 +112,9 @@ def scoring(
 
 
 def find_scoring_head(
-    model: PreTrainedModel, device: torch.device, group: dist.ProcessGroup | None = None
+    model: PreTrainedModel,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> ScoringHead | None:
     """Find the model's head if its output is the logits and the model does not change them. Else
     log why and return None.
@@ -111,10 +123,12 @@ def find_scoring_head(
     the float32 shard of a model with a few layers (all layers, if that does not work) for two short
     forwards. The model and torch's generators are not changed.
     """
-    problem = "its head is no plain linear layer"
-    if (head := _linear_head(model)) is not None:
+    head = _linear_head(model)
+    problem: str | None = "its head is no plain linear layer"
+    if head is not None:
         for config in (with_few_layers(model.config), model.config):
-            if (problem := _difference(model, config, device, group)) is None:
+            problem = _difference(model, config, device, group)
+            if problem is None:
                 return ScoringHead(head, count_forward_hooks(model))
     name = unsharded_class(model).__name__
     logger.info(
@@ -125,7 +139,9 @@ def find_scoring_head(
 
 def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
     head = plain_head(model)
-    return None if head is None or has_own_forward(head) or count_forward_hooks(head) else head
+    if head is None or has_own_forward(head) or count_forward_hooks(head):
+        return None
+    return head
 
 
 @torch.no_grad()
@@ -139,24 +155,37 @@ def _difference(
     rank.
     """
     mb = _one_sequence(probe_tokens(config, _TOKENS), device)
-    ids, dtype, problem = mb.data["input_ids"], twin_dtype(config), None
+    ids = mb.data["input_ids"]
+    dtype = twin_dtype(config)
+    problem = None
     try:
         with twin_of(model, config, dtype, device) as twin:
             logits = twin(input_ids=ids[None], use_cache=False).logits[0]
-            expected = torch.stack(token_logprobs(logits.float(), ids, mb.cu_seqlens), dim=-1)
+            from_logits = token_logprobs(logits.float(), ids, mb.cu_seqlens)
             with scoring(_linear_head(twin), mb, 1.0, packed=True):  # type: ignore[arg-type]
                 scores = twin(input_ids=ids[None], use_cache=False).logits[0]
-        if (
-            scores.shape != expected.shape
-            or not float((scores[:-1] - expected[1:]).abs().max()) <= _LIMITS[dtype]
-        ):
+
+        # Scores are at the position before the token. NaN is a difference, too.
+        expected = torch.stack(from_logits, dim=-1)
+        is_same = scores.shape == expected.shape
+        if is_same:
+            difference = (scores[:-1] - expected[1:]).abs().max()
+            is_same = float(difference) <= _LIMITS[dtype]
+        if not is_same:
             problem = "the model changes what its head returns"
     except (*NOT_UNDERSTOOD, ConfigError) as error:
         problem = f"it cannot do without ({reason_of(error)})"
-    return None if all_agree(problem is None, group) else problem or "other ranks say so"
+    if all_agree(problem is None, group):
+        return None
+    return problem or "other ranks say so"
 
 
-def _one_sequence(ids: torch.Tensor, device: torch.device) -> MicroBatch:
-    cu_seqlens = torch.tensor([0, len(ids)], dtype=torch.int32)
-    data = {"input_ids": ids, "position_ids": torch.arange(len(ids)), "cu_seqlens": cu_seqlens}
-    return MicroBatch(data, torch.zeros(1, dtype=torch.int64), lengths=(len(ids),)).to(device)
+def _one_sequence(ids: Tensor, device: torch.device) -> MicroBatch:
+    n_tokens = len(ids)
+    data = {
+        "input_ids": ids,
+        "position_ids": torch.arange(n_tokens),
+        "cu_seqlens": torch.tensor([0, n_tokens], dtype=torch.int32),
+    }
+    indices = torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(data, indices, lengths=(n_tokens,)).to(device)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,16 +40,14 @@ logger = get_logger(__name__)
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 UNUSABLE = (
-    *(
-        OSError,
-        ImportError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        LookupError,
-        ArithmeticError,
-        RuntimeError,
-    ),
+    OSError,
+    ImportError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
     StrictDataclassError,
 )
 """Errors of transformers and torch for a ``config.json`` that describes no model. They do not check
@@ -78,23 +76,32 @@ def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
 
 
 def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel:
-    factory, hf_config = _factory(config), read_config(config)
+    hf_config = read_config(config)
     if config.is_critic:
         for part in (hf_config, hf_config.get_text_config()):
             part.num_labels = 1
-    options = {} if config.attn_impl is None else {"attn_implementation": config.attn_impl}
+    options: dict[str, Any] = {}
+    if config.attn_impl is not None:
+        options["attn_implementation"] = config.attn_impl
+
+    # transformers' own class if there is one, else a value head on the body.
+    factory = _factory(config)
+    sees_values = config.is_critic and config.train_vision
     try:
         with torch.device("meta"):
-            if _is_made(factory, hf_config) and not (config.is_critic and config.train_vision):
+            if _is_made(factory, hf_config) and not sees_values:
                 model = factory.from_config(
-                    hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, **options
+                    hf_config,
+                    dtype=dtype,
+                    trust_remote_code=config.trust_remote_code,
+                    **options,
                 )
             else:
                 model = build_value_model(hf_config, dtype, _body_factory(config), **options)
     except UNUSABLE as error:
-        attention = (
-            "" if config.attn_impl is None else f" with config key 'attn_impl' {config.attn_impl!r}"
-        )
+        attention = ""
+        if config.attn_impl is not None:
+            attention = f" with config key 'attn_impl' {config.attn_impl!r}"
         raise ConfigError(
             f"config key 'path': transformers cannot build the {hf_config.model_type} model of "
             f"{config.path}/config.json{attention}: {describe_unusable(error)}"
@@ -104,12 +111,10 @@ def _construct(config: TrainEngineConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _factory(config: TrainEngineConfig) -> type[Any]:
-    # transformers' models for token classification see no images
-    return (
-        AutoModelForTokenClassification
-        if config.is_critic and not config.train_vision
-        else _body_factory(config)
-    )
+    # transformers' models for token classification see no images.
+    if config.is_critic and not config.train_vision:
+        return AutoModelForTokenClassification
+    return _body_factory(config)
 
 
 def _body_factory(config: TrainEngineConfig) -> type[Any]:
@@ -122,37 +127,45 @@ def read_config(config: TrainEngineConfig) -> PretrainedConfig:
     Raises:
         ConfigError: it cannot be read, or transformers has no model with the required head for it.
     """
-    folder, factory = require_model_folder(config.path), _factory(config)
+    folder = require_model_folder(config.path)
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except UNUSABLE as error:
         reason = describe_unusable(error)
         if not config.trust_remote_code and "trust_remote_code" in reason:
-            reason = "the folder has Python code of its own, which only config key 'trust_remote_code' true allows to run"
+            reason = (
+                "the folder has Python code of its own, which only config key 'trust_remote_code' "
+                "true allows to run"
+            )
         raise ConfigError(
             f"config key 'path': {folder / 'config.json'} cannot be used: {reason}"
         ) from error
     if config.train_vision:
         return _require_vision(hf_config, config)
-    if _is_made(factory, hf_config) or (
-        config.is_critic and value_model_class(hf_config) is not None
-    ):
+    if _is_made(_factory(config), hf_config):
         return hf_config
-    if config.is_critic:
+
+    # No class with the head. A value head may be put on the body.
+    if not config.is_critic:
+        other_way = ", or set train_vision to true" if _sees(hf_config) else ""
+        raise ConfigError(
+            f"config key 'path': {folder} holds a {hf_config.model_type} model, for which "
+            f"transformers has no causal language model; name another folder{other_way}"
+        )
+    if value_model_class(hf_config) is None:
         raise ConfigError(
             f"config key 'is_critic' is true, but of {hf_config.model_type} transformers has "
             "neither a model for token classification, which a value head takes, nor a causal "
             "language model on whose body one could be put; set it to false, or 'path' "
             f"({folder}) to another model"
         )
-    raise ConfigError(
-        f"config key 'path': {folder} holds a {hf_config.model_type} model, for which "
-        "transformers has no causal language model; name another "
-        f"folder{', or set train_vision to true' if _sees(hf_config) else ''}"
-    )
+    return hf_config
 
 
-def _require_vision(hf_config: PretrainedConfig, config: TrainEngineConfig) -> PretrainedConfig:
+def _require_vision(
+    hf_config: PretrainedConfig,
+    config: TrainEngineConfig,
+) -> PretrainedConfig:
     if not _sees(hf_config):
         raise ConfigError(
             f"config key 'train_vision' is true, but {config.path} holds a {hf_config.model_type} "
@@ -173,9 +186,8 @@ def _sees(hf_config: PretrainedConfig) -> bool:
 
 def _is_made(factory: type[Any], hf_config: PretrainedConfig) -> bool:
     """Whether an auto class, or code in the folder, has a model for the config."""
-    return has_head(factory, hf_config) or factory.__name__ in (
-        getattr(hf_config, "auto_map", None) or {}
-    )
+    of_folder = getattr(hf_config, "auto_map", None) or {}
+    return has_head(factory, hf_config) or factory.__name__ in of_folder
 
 
 def describe_unusable(error: Exception) -> str:
@@ -187,10 +199,9 @@ def build_causal_on_meta(config: TrainEngineConfig) -> PreTrainedModel | None:
     """Build the causal language model of a critic's ``config.path``. None if transformers has none
     for the architecture.
     """
+    # Not with replace(), because configs of critics and reward models refuse it.
     causal = copy.copy(config)
-    causal.is_critic = (
-        False  # not with replace(), because configs of critics and reward models refuse it
-    )
+    causal.is_critic = False
     try:
         return _construct(causal, torch.float32)
     except ConfigError:
@@ -209,32 +220,41 @@ def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     if dtype == model.dtype:
         return
     reference = _construct(config, dtype)
-    kept = [re.compile(pattern) for pattern in float32_patterns(reference, dtype)]
-    strict = [
-        name
-        for name, _ in reference.named_parameters()
-        if any(pattern.search(name) for pattern in kept)
-    ]
+    patterns = [re.compile(pattern) for pattern in float32_patterns(reference, dtype)]
+
+    def is_kept(name: str) -> bool:
+        return any(pattern.search(name) for pattern in patterns)
+
+    strict = [name for name, _ in reference.named_parameters() if is_kept(name)]
     if strict:
         logger.warning(
-            "transformers keeps %d parameters of %s in float32, %s for one; they are computed with in %s here",
-            len(strict), config.path, strict[0], config.dtype,
-        )  # fmt: skip
+            "transformers keeps %d parameters of %s in float32, %s for one; they are computed with "
+            "in %s here",
+            len(strict),
+            config.path,
+            strict[0],
+            config.dtype,
+        )
+
+    # Modules of one class that cast the same buffers share their subclass.
     classes: dict[Any, type[nn.Module]] = {}
     for prefix, module in model.named_modules():
-        given, cast = buffers_of(reference.get_submodule(prefix)), dict[str, torch.dtype]()
+        given = buffers_of(reference.get_submodule(prefix))
+        cast: dict[str, torch.dtype] = {}
         for name, buffer in buffers_of(module).items():
             other = given[name]
             if buffer is None or other is None or other.dtype == buffer.dtype:
                 continue
             if not is_persistent(module, name):
                 buffers_of(module)[name] = buffer.to(other.dtype)
-            elif not any(pattern.search(f"{prefix}.{name}") for pattern in kept):
+            elif not is_kept(f"{prefix}.{name}"):
                 cast[name] = other.dtype
         if cast:
             cls = type(module)
-            casting = classes.setdefault((cls, *cast.items()), casting_class(cls, cast))
-            module.__class__ = casting  # type: ignore[assignment]
+            key = (cls, *cast.items())
+            if key not in classes:
+                classes[key] = casting_class(cls, cast)
+            module.__class__ = classes[key]  # type: ignore[assignment]
 
 
 def _disable_dropout(model: PreTrainedModel) -> None:
@@ -243,17 +263,17 @@ def _disable_dropout(model: PreTrainedModel) -> None:
     Some models read probabilities from their config in the forward, so submodules get copies with
     zeros.
     """
+    # The memo of deepcopy has a copy for the id of each nested config.
     copies: dict[int, Any] = {}
-    copy.deepcopy(model.config, copies)  # fills the memo: id of each nested config -> its copy
+    copy.deepcopy(model.config, copies)
     for copied in copies.values():
         if isinstance(copied, PretrainedConfig):
             _zero_dropout_attributes(copied)
     for module in model.modules():
         if isinstance(module, Dropout):
             module.p = 0.0
-        if module is not model and isinstance(
-            config := getattr(module, "config", None), PretrainedConfig
-        ):
+        config = getattr(module, "config", None)
+        if module is not model and isinstance(config, PretrainedConfig):
             module.config = copies.get(id(config), config)
         _zero_dropout_attributes(module)
 
@@ -265,12 +285,11 @@ def _zero_dropout_attributes(thing: object) -> None:
 
 def _probabilities(thing: object) -> dict[str, float]:
     """Attributes with a dropout probability above 0."""
-    attributes = vars(thing).items()
-    return {
-        name: value
-        for name, value in attributes
-        if "drop" in name and isinstance(value, float) and value > 0
-    }
+    found = {}
+    for name, value in vars(thing).items():
+        if "drop" in name and isinstance(value, float) and value > 0:
+            found[name] = value
+    return found
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:
@@ -281,7 +300,8 @@ def refuse_dropout(model: PreTrainedModel) -> None:
         found = _probabilities(module)
         if isinstance(module, Dropout) and module.p > 0:
             found["p"] = module.p
-        if isinstance(config := getattr(module, "config", None), PretrainedConfig):
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
             found |= _probabilities(config)
         if found:
             raise ConfigError(
@@ -299,30 +319,22 @@ def untrained_by_text(model: PreTrainedModel) -> list[str]:
     """
     text = model.config.get_text_config(decoder=True)
     named = dict(model.named_modules())
-    language_models = [
-        name for name, module in named.items() if name and _is_model_of(module, text)
-    ]
+    language_models = []
+    for name, module in named.items():
+        if name and isinstance(module, PreTrainedModel) and type(module.config) is type(text):
+            language_models.append(name)
     if text is model.config or not language_models:
         return []
+
+    # All that is next to the outermost language model. The model's own children may be heads, too.
     body, _, last = min(language_models, key=len).rpartition(".")
-    if named[body] is model:  # its children may be heads, too
-        children = [
-            (key, child)
-            for key, child in model.named_children()
-            if isinstance(child, PreTrainedModel)
-        ]
-    else:
-        children = list(named[body].named_children())
-    others = [
-        (key, child)
-        for key, child in children
-        if key != last and any(True for _ in child.parameters())
-    ]
-    return [f"{body}.{key}" if body else key for key, _ in others]
-
-
-def _is_model_of(module: nn.Module, config: PretrainedConfig) -> bool:
-    return isinstance(module, PreTrainedModel) and type(module.config) is type(config)
+    others = []
+    for key, child in named[body].named_children():
+        may_be_head = named[body] is model and not isinstance(child, PreTrainedModel)
+        has_parameters = any(True for _ in child.parameters())
+        if key != last and has_parameters and not may_be_head:
+            others.append(f"{body}.{key}" if body else key)
+    return others
 
 
 def describe_parameters(model: PreTrainedModel, sees: bool) -> str:
@@ -333,32 +345,45 @@ def describe_parameters(model: PreTrainedModel, sees: bool) -> str:
     """
     if sees:
         return _describe_parts(model)
+    n_params = sum(param.numel() for param in model.parameters())
+    n_trained = _n_trained(model)
 
-    def count(module: nn.Module) -> int:
-        return sum(param.numel() for param in module.parameters() if param.requires_grad)
-
-    n_params, towers = sum(param.numel() for param in model.parameters()), untrained_by_text(model)
-    n_untouched = sum(count(model.get_submodule(name)) for name in towers)
-    text = f"{n_params} parameters, {count(model) - n_untouched} of them trained"
+    # Vision and audio towers may get gradients, but not from text.
+    towers = untrained_by_text(model)
+    n_untouched = sum(_n_trained(model.get_submodule(name)) for name in towers)
+    text = f"{n_params} parameters, {n_trained - n_untouched} of them trained"
     if n_untouched:
-        text += f"; text gives no gradient to the {n_untouched} of {', '.join(towers)}, which take memory all the same"
+        text += (
+            f"; text gives no gradient to the {n_untouched} of {', '.join(towers)}, which take "
+            "memory all the same"
+        )
     return text
 
 
+def _n_trained(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters() if param.requires_grad)
+
+
 def _describe_parts(model: PreTrainedModel) -> str:
+    # The children of the body, and its neighbours.
     body = body_name(model)
-    parts = [(f"{body}.{name}", part) for name, part in model.get_submodule(body).named_children()]
-    parts += [(name, part) for name, part in model.named_children() if name != body]
+    parts = []
+    for name, part in model.get_submodule(body).named_children():
+        parts.append((f"{body}.{name}", part))
+    for name, part in model.named_children():
+        if name != body:
+            parts.append((name, part))
+
     described = []
     for name, part in parts:
-        numels = {True: 0, False: 0}
-        for param in part.parameters():
-            numels[param.requires_grad] += param.numel()
-        described += [f"{name} {numels[True]} trained"] * (numels[True] > 0)
-        described += [f"{name} {numels[False]} frozen"] * (numels[False] > 0)
-    return (
-        f"{sum(param.numel() for param in model.parameters())} parameters: {', '.join(described)}"
-    )
+        n_params = sum(param.numel() for param in part.parameters())
+        n_trained = _n_trained(part)
+        if n_trained:
+            described.append(f"{name} {n_trained} trained")
+        if n_params > n_trained:
+            described.append(f"{name} {n_params - n_trained} frozen")
+    total = sum(param.numel() for param in model.parameters())
+    return f"{total} parameters: {', '.join(described)}"
 
 
 def casting_class(cls: type[nn.Module], dtypes: Mapping[str, torch.dtype]) -> type[nn.Module]:
@@ -370,7 +395,11 @@ def casting_class(cls: type[nn.Module], dtypes: Mapping[str, torch.dtype]) -> ty
     parameters.
     """
 
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        module: nn.Module,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         with _cast(module, dtypes):
             return cls.forward(module, *args, **kwargs)
 
@@ -380,8 +409,13 @@ def casting_class(cls: type[nn.Module], dtypes: Mapping[str, torch.dtype]) -> ty
 @contextmanager
 def _cast(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
     buffers = buffers_of(module)
-    stored = {name: buffer for name in dtypes if (buffer := buffers[name]) is not None}
-    casts = {name: buffer.to(dtypes[name], copy=True) for name, buffer in stored.items()}
+    stored = {}
+    casts = {}
+    for name, dtype in dtypes.items():
+        buffer = buffers[name]
+        if buffer is not None:
+            stored[name] = buffer
+            casts[name] = buffer.to(dtype, copy=True)
     buffers.update(casts)
     try:
         yield
@@ -392,8 +426,11 @@ def _cast(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None
 
 @torch.no_grad()
 def _after(
-    stored: torch.Tensor, cast: torch.Tensor, found: torch.Tensor | None
-) -> torch.Tensor | None:
+    stored: Tensor,
+    cast: Tensor,
+    found: Tensor | None,
+) -> Tensor | None:
+    # Another tensor, or a write into the cast one.
     if found is not cast:
         return None if found is None else found.to(stored.dtype)
     if n_writes(cast):
@@ -406,7 +443,11 @@ def n_known_tokens(model: PreTrainedModel) -> int | None:
     one.
     """
     try:
-        weight = getattr(model.get_input_embeddings(), "weight", None)
-    except NotImplementedError:  # transformers does not find it
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:
+        # transformers does not find it.
         return None
-    return len(weight) if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
+    weight = getattr(embeddings, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    return len(weight)

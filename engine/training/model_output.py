@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...utils.compat.torch_private import tree_map
@@ -39,13 +40,17 @@ class ModelOutput:
         head: ScoringHead | None,
         sequence: dist.ProcessGroup | None = None,
     ) -> None:
-        self._model, self._mb, self._config, self._sequence = model, mb, config, sequence
+        self._model = model
+        self._mb = mb
+        self._config = config
+        self._sequence = sequence
+        # A head whose logits something sees must return them.
         self._head = None if head is None or head.is_seen(model) else head.linear
-        self._logits: torch.Tensor | None = None
-        self._scores: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._computed: torch.Tensor | None = None  # what the model returned
+        self._logits: Tensor | None = None
+        self._scores: dict[float, tuple[Tensor, Tensor]] = {}
+        self._computed: Tensor | None = None  # what the model returned
 
-    def from_model(self) -> torch.Tensor:
+    def from_model(self) -> Tensor:
         """What the model returned on this rank. Runs it, if the loss function did not."""
         if self._computed is None:
             self.at(self._config.temperature)
@@ -53,21 +58,21 @@ class ModelOutput:
         return self._computed
 
     @property
-    def logprobs(self) -> torch.Tensor:
+    def logprobs(self) -> Tensor:
         """``[T]`` float32: log-probability of each token at the engine's temperature, 0 at the
         first token of a sequence.
         """
         return self.at(self._config.temperature)[0]
 
     @property
-    def entropy(self) -> torch.Tensor:
+    def entropy(self) -> Tensor:
         """``[T]`` float32, nats: entropy of each token's choice at the engine's temperature, 0 at
         the first of a sequence.
         """
         return self.at(self._config.temperature)[1]
 
     @property
-    def logits(self) -> torch.Tensor:
+    def logits(self) -> Tensor:
         """``[T, V]`` in the compute dtype. Row t predicts token t + 1.
 
         Raises:
@@ -82,16 +87,18 @@ class ModelOutput:
             )
         return self._own_logits()
 
-    def _own_logits(self) -> torch.Tensor:
+    def _own_logits(self) -> Tensor:
         if self._logits is None:
             self._refuse_second("logits")
-            self._logits = own_output(
-                self._model, self._mb, self._config.pack_sequences, self._sequence
-            )
-            self._computed = self._logits
+            self._logits = self._run()
         return self._logits
 
-    def at(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self) -> Tensor:
+        packed = self._config.pack_sequences
+        self._computed = own_output(self._model, self._mb, packed, self._sequence)
+        return self._computed
+
+    def at(self, temperature: float) -> tuple[Tensor, Tensor]:
         """`logprobs` and `entropy` with logits divided by ``temperature``.
 
         Raises:
@@ -102,28 +109,40 @@ class ModelOutput:
             self._scores[temperature] = self._score(temperature)
         return self._scores[temperature]
 
-    def _score(self, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        mb, packed, chunk_size = (
-            self._mb,
-            self._config.pack_sequences,
-            self._config.logprobs_chunk_size,
-        )
-        uses, compiled = Uses(), self._config.compile
+    def _score(self, temperature: float) -> tuple[Tensor, Tensor]:
+        mb = self._mb
+        config = self._config
+        uses = Uses()
         if self._head is not None and self._logits is None:
             self._refuse_second(f"log-probabilities at temperature {temperature}")
             with scoring(
-                self._head, mb, temperature, packed, chunk_size, self._sequence, uses, compiled
+                self._head,
+                mb,
+                temperature,
+                config.pack_sequences,
+                config.logprobs_chunk_size,
+                self._sequence,
+                uses,
+                config.compile,
             ):
-                scores = own_output(self._model, mb, packed, self._sequence)
-            self._computed = scores
+                scores = self._run()
         else:
-            targets = own_targets(mb, self._sequence)
             of_logits = score_logits(
-                self._own_logits(), targets, temperature, chunk_size, uses, compiled
+                self._own_logits(),
+                own_targets(mb, self._sequence),
+                temperature,
+                config.logprobs_chunk_size,
+                uses,
+                config.compile,
             )
             scores = torch.stack(of_logits, dim=-1)
-        logprobs, entropy = columns(gather_parts(scores, self._sequence)[: mb.n_tokens], uses)
-        return align_with_tokens(logprobs, mb.cu_seqlens), align_with_tokens(entropy, mb.cu_seqlens)
+
+        # Whole rows, without their filling.
+        scores = gather_parts(scores, self._sequence)[: mb.n_tokens]
+        logprobs, entropy = columns(scores, uses)
+        logprobs = align_with_tokens(logprobs, mb.cu_seqlens)
+        entropy = align_with_tokens(entropy, mb.cu_seqlens)
+        return logprobs, entropy
 
     def _refuse_second(self, what: str) -> None:
         # A second forward would be a collective in which ranks without a loss token do not take
@@ -141,10 +160,17 @@ class ModelOutput:
         return getattr(self.logits, name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(
-            lambda value: value.logits if isinstance(value, cls) else value, (args, kwargs or {})
-        )
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        def logits_of(value: Any) -> Any:
+            return value.logits if isinstance(value, cls) else value
+
+        args, kwargs = tree_map(logits_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -155,25 +181,27 @@ def _of_logits(name: str) -> Any:
     return operator
 
 
+# Python looks these up in the class, where `ModelOutput.__getattr__` does not find them.
 for _name in (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "matmul",
-    "neg",
-    "getitem",
-    "len",
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__matmul__",
+    "__neg__",
+    "__getitem__",
+    "__len__",
 ):
-    setattr(ModelOutput, f"__{_name}__", _of_logits(f"__{_name}__"))
+    setattr(ModelOutput, _name, _of_logits(_name))
 
 
 def through_model(
-    loss: torch.Tensor, output: "ModelOutput | torch.Tensor"
-) -> tuple[torch.Tensor, bool]:
+    loss: Tensor,
+    output: "ModelOutput | torch.Tensor",
+) -> tuple[Tensor, bool]:
     """``loss`` with a gradient of zeros if it does not depend on the ``output`` of the model, and
     whether it does.
 
@@ -189,51 +217,65 @@ def through_model(
             "the loss function took the model's output without gradients; call it outside of "
             "torch.no_grad"
         )
+
+    # Search the graph of the loss for the output.
     waiting = [loss.grad_fn]
     seen = set[Any]()
     while waiting:
         node = waiting.pop()
         if node is computed.grad_fn:
             return loss, True
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [before for before, _ in node.next_functions]
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
     return loss + nothing_of(computed), False
 
 
-def nothing_of(output: torch.Tensor) -> torch.Tensor:
+def nothing_of(output: Tensor) -> Tensor:
     """A scalar zero with a gradient of zeros, also where ``output`` is not finite."""
-    return output.masked_fill(
-        torch.ones_like(output, dtype=torch.bool), 0.0
-    ).sum()  # 0 * inf would be NaN
+    # Not a product with 0: 0 * inf would be NaN.
+    everywhere = torch.ones_like(output, dtype=torch.bool)
+    return output.masked_fill(everywhere, 0.0).sum()
 
 
 def model_output(
-    model: PreTrainedModel, mb: MicroBatch, packed: bool, sequence: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+    model: PreTrainedModel,
+    mb: MicroBatch,
+    packed: bool,
+    sequence: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Run the model: ``[tokens, vocab]`` logits (actor) or ``[tokens]`` float32 values (critic), in
     packed order.
     """
-    return gather_parts(own_output(model, mb, packed, sequence), sequence)[: mb.n_tokens]
+    own = own_output(model, mb, packed, sequence)
+    return gather_parts(own, sequence)[: mb.n_tokens]
 
 
 def own_output(
-    model: PreTrainedModel, mb: MicroBatch, packed: bool, sequence: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+    model: PreTrainedModel,
+    mb: MicroBatch,
+    packed: bool,
+    sequence: dist.ProcessGroup | None = None,
+) -> Tensor:
     """`model_output`. With a ``sequence``, whose ranks share the row: of this rank's part of the
     filled row.
     """
     if packed:
         row = mb.row(1 if sequence is None else dist.get_world_size(sequence))
-        ids, positions = (
-            own_part(each, sequence)[None] for each in (row.data["input_ids"], row.position_ids)
-        )
-        images = {} if row.vision is None else row.vision.inputs(row)
+        inputs: dict[str, Any] = {
+            "input_ids": own_part(row.data["input_ids"], sequence)[None],
+            "position_ids": own_part(row.position_ids, sequence)[None],
+        }
+        if row.vision is not None:
+            inputs |= row.vision.inputs(row)
         with packed_row(row.lengths, row.cu_seqlens, sequence):
-            logits = model(
-                **{"input_ids": ids, "position_ids": positions} | images, use_cache=False
-            ).logits[0]
-        logits = logits[: mb.n_tokens] if sequence is None else logits
+            logits = model(**inputs, use_cache=False).logits[0]
+        if sequence is None:
+            logits = logits[: mb.n_tokens]
     else:
         logits = model(**mb.padded(), use_cache=False).logits[mb.rows, mb.position_ids]
-    return logits[:, 0].float() if logits.shape[-1] == 1 else logits
+    # A value head has one column.
+    if logits.shape[-1] == 1:
+        return logits[:, 0].float()
+    return logits

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -53,8 +54,10 @@ def twin_of(
     The parameters of ``model`` are not read. Inside, matrix products use full precision. torch's
     generators are restored.
     """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), _full_precision():
-        twin = _build(model, config, dtype, device, None if whole else tensor_mesh_of(model))
+    tensor_mesh = None if whole else tensor_mesh_of(model)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _full_precision():
+        twin = _build(model, config, dtype, device, tensor_mesh)
         try:
             yield twin
         finally:
@@ -70,13 +73,15 @@ def with_few_layers(config: PretrainedConfig) -> PretrainedConfig:
     n_layers = getattr(text, "num_hidden_layers", None)
     if type(n_layers) is not int or n_layers <= 2:
         return config
-    lists = {
-        key: value
-        for key, value in vars(text).items()
-        if isinstance(value, list) and len(value) == n_layers
-    }
+    lists = {}
+    for key, value in vars(text).items():
+        if isinstance(value, list) and len(value) == n_layers:
+            lists[key] = value
+
+    # The kind of a layer are its entries in all lists. The first layer of each kind is kept.
     kinds = [repr([value[i] for value in lists.values()]) for i in range(n_layers)]
-    kept = sorted({kinds.index(kind) for kind in kinds} | {0, 1})
+    first_of_kinds = {kinds.index(kind) for kind in kinds}
+    kept = sorted(first_of_kinds | {0, 1})
     for key, value in lists.items():
         setattr(text, key, [value[i] for i in kept])
     text.num_hidden_layers = len(kept)
@@ -93,51 +98,48 @@ def smaller_config(model: PreTrainedModel) -> PretrainedConfig | None:
     if few.to_dict() == model.config.to_dict():
         return None
     try:
-        return (
-            few if _kinds_of_modules(model, few) == _kinds_of_modules(model, model.config) else None
-        )
-    except NOT_UNDERSTOOD:  # no model has so few layers
+        has_all = _kinds_of_modules(model, few) == _kinds_of_modules(model, model.config)
+    except NOT_UNDERSTOOD:
+        # No model has so few layers.
         return None
+    return few if has_all else None
 
 
-def _kinds_of_modules(model: PreTrainedModel, config: PretrainedConfig) -> set[tuple[Any, ...]]:
+def _kinds_of_modules(
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+) -> set[tuple[Any, ...]]:
     with torch.device("meta"):
         built = build_from_config(unsharded_class(model), copy.deepcopy(config), torch.float32)
     kinds = set[tuple[Any, ...]]()
     for name, module in built.named_modules():
+        # The name without the numbers of layers and experts.
         place = ".".join(part for part in name.split(".") if not part.isdigit())
-        shapes = tuple(
-            (key, tuple(param.shape)) for key, param in module.named_parameters(recurse=False)
-        )
-        plain = (
-            (key, value)
-            for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str)
-        )
-        kinds.add(
-            (place, type(module), shapes, *(item for item in plain if item[0] != "layer_idx"))
-        )
+        parameters = module.named_parameters(recurse=False)
+        shapes = tuple((key, tuple(param.shape)) for key, param in parameters)
+        plain = []
+        for key, value in vars(module).items():
+            if isinstance(value, bool | int | float | str) and key != "layer_idx":
+                plain.append((key, value))
+        kinds.add((place, type(module), shapes, *plain))
     return kinds
 
 
 def twin_dtype(config: PretrainedConfig) -> torch.dtype:
-    """Dtype of a twin: float32, or bfloat16 for flash-attention kernels, which accept nothing else."""
-    return (
-        torch.bfloat16
-        if "flash" in attention_of(config.get_text_config(decoder=True))
-        else torch.float32
-    )
+    """Dtype of a twin: float32, or bfloat16 for flash-attention kernels, which need it."""
+    attention = attention_of(config.get_text_config(decoder=True))
+    return torch.bfloat16 if "flash" in attention else torch.float32
 
 
-def probe_tokens(config: PretrainedConfig, count: int) -> torch.Tensor:
+def probe_tokens(config: PretrainedConfig, count: int) -> Tensor:
     """``[count]`` int64 token ids, the same at every call, without the first and last ids, where
     special tokens are.
     """
     vocab_size = config.get_text_config(decoder=True).vocab_size
     low = vocab_size // 4
-    return torch.randint(
-        low, max(3 * low, low + 1), (count,), generator=torch.Generator().manual_seed(0)
-    )
+    high = max(3 * low, low + 1)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(low, high, (count,), generator=generator)
 
 
 @torch.no_grad()
@@ -148,54 +150,75 @@ def _build(
     device: torch.device,
     tensor_mesh: DeviceMesh | None,
 ) -> PreTrainedModel:
+    cls = unsharded_class(model)
     with torch.device("meta"):
-        twin, skeleton = (
-            build_from_config(unsharded_class(model), copy.deepcopy(config), dtype).eval()
-            for _ in range(2)
-        )
+        twin = build_from_config(cls, copy.deepcopy(config), dtype).eval()
+        skeleton = build_from_config(cls, copy.deepcopy(config), dtype).eval()
     for each in (twin, skeleton):
         fix_frequencies(each, None)
     if tensor_mesh is not None:
         cut_over_ranks(twin, tensor_mesh)
+
+    # The twin's modules are sharded as those of the model, children first, as fully_shard requires.
     mesh = fsdp_mesh_of(model)
-    sharded = {
-        unsharded_class(module).__name__
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-    }
-    for module in reversed(list(twin.modules())):  # children first, as fully_shard requires
+    sharded = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            sharded.add(unsharded_class(module).__name__)
+    for module in reversed(list(twin.modules())):
         if type(module).__name__ in sharded:
             fully_shard(module, mesh=mesh)
     for name in give_memory(twin, skeleton, device):
         twin.get_buffer(name).fill_(1)
-    settings = vars(config.get_text_config(decoder=True)).items()
-    counts = [
-        value if isinstance(value, list | tuple) else [value]
-        for key, value in settings
-        if "expert" in key
-    ]
-    experts = {count for each in counts for count in each if type(count) is int}
+    _draw_weights(twin, config, dtype, device, tensor_mesh, mesh)
+    return twin
+
+
+def _numbers_of_experts(config: PretrainedConfig) -> set[int]:
+    numbers = set()
+    for key, value in vars(config.get_text_config(decoder=True)).items():
+        if "expert" in key:
+            counts = value if isinstance(value, list | tuple) else [value]
+            numbers |= {count for count in counts if type(count) is int}
+    return numbers
+
+
+def _draw_weights(
+    twin: PreTrainedModel,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor_mesh: DeviceMesh | None,
+    mesh: DeviceMesh | None,
+) -> None:
+    """Draw weights, the same ones on ranks that have the same shard."""
     shard = get_rank() if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
     seed = 1 + shard
-    whole, common = (torch.Generator(device).manual_seed(seed) for seed in (seed, 0))
-    part = (
-        whole
-        if tensor_mesh is None
-        else torch.Generator(device).manual_seed(seed << 16 | get_rank())
-    )
+    whole = torch.Generator(device).manual_seed(seed)
+    common = torch.Generator(device).manual_seed(0)
+    part = whole
+    if tensor_mesh is not None:
+        part = torch.Generator(device).manual_seed(seed << 16 | get_rank())
+
+    n_experts = _numbers_of_experts(config)
     for param in twin.parameters():
-        local = param.to_local() if isinstance(param, DTensor) else param
+        local = _local(param)
         own = part if is_cut(param, tensor_mesh) else whole
         if param.dim() < 2:
             local.normal_(1.0, 0.1, generator=own)
-        elif param.dim() == 2 or param.shape[0] not in experts:
-            local.normal_(0.0, param.shape[-1] ** -0.5, generator=own)
-        else:  # equal experts: rounding may change the choice of a router, but not its result
-            one = torch.empty(param.shape[1:], dtype=dtype, device=device)
-            local.copy_(
-                one.normal_(0.0, param.shape[-1] ** -0.5, generator=common).expand(local.shape)
-            )
-    return twin
+            continue
+        std = param.shape[-1] ** -0.5
+        if param.dim() == 2 or param.shape[0] not in n_experts:
+            local.normal_(0.0, std, generator=own)
+            continue
+        # Equal experts: rounding may change the choice of a router, but not its result.
+        one = torch.empty(param.shape[1:], dtype=dtype, device=device)
+        one.normal_(0.0, std, generator=common)
+        local.copy_(one.expand(local.shape))
+
+
+def _local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _free(twin: PreTrainedModel) -> None:
@@ -204,19 +227,18 @@ def _free(twin: PreTrainedModel) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
     for param in twin.parameters():
-        (param.to_local() if isinstance(param, DTensor) else param).untyped_storage().resize_(0)
+        _local(param).untyped_storage().resize_(0)
 
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
     try:
         older = torch.get_float32_matmul_precision()
-    except (
-        RuntimeError
-    ):  # precision was only set by torch.backends, which this older function cannot read
+    except RuntimeError:
+        # The precision was only set by torch.backends, which this older function cannot read.
         older = "highest"
     backends: Any = torch.backends
-    matmuls = backends.cuda.matmul, backends.mkldnn.matmul
+    matmuls = (backends.cuda.matmul, backends.mkldnn.matmul)
     before = [matmul.fp32_precision for matmul in matmuls]
     if older != "highest":
         torch.set_float32_matmul_precision("highest")
@@ -228,8 +250,7 @@ def _full_precision() -> Iterator[None]:
         if older != "highest":
             torch.set_float32_matmul_precision(older)
         for matmul, precision in zip(matmuls, before, strict=True):
-            matmul.fp32_precision = (
-                "none"  # as the setting for all products says, if that is the same
-            )
+            # As the setting for all products says, if that is the same.
+            matmul.fp32_precision = "none"
             if matmul.fp32_precision != precision:
                 matmul.fp32_precision = precision

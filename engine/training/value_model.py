@@ -22,7 +22,10 @@ from ...utils.compat.transformers_private import (
 )
 
 
-def value_model_class(config: PretrainedConfig, factory: type[Any] = AutoModelForCausalLM) -> Any:
+def value_model_class(
+    config: PretrainedConfig,
+    factory: type[Any] = AutoModelForCausalLM,
+) -> Any:
     """Model class with a ``score`` layer on the body. None if there is no causal language model
     either.
 
@@ -32,8 +35,10 @@ def value_model_class(config: PretrainedConfig, factory: type[Any] = AutoModelFo
         factory: auto class of the model with the body.
     """
     causal = class_with_head(factory, config)
-    cls = None if causal is None else _class_over(causal)
-    if cls is not None and causal is not None and factory is not AutoModelForCausalLM:
+    if causal is None:
+        return None
+    cls = _class_over(causal)
+    if cls is not None and factory is not AutoModelForCausalLM:
         convert_like(cls, causal)
     return cls
 
@@ -48,20 +53,21 @@ def build_value_model(
     to transformers.
     """
     cls: Any = value_model_class(config, factory)
-    text_only = cls.config_class is not type(config) and cls.config_class is config.sub_configs.get(
-        "text_config"
-    )
-    return build_from_config(
-        cls, config.get_text_config() if text_only else config, dtype, **options
-    )
+    # The class may be for the text part of a multimodal config.
+    if cls.config_class is not type(config):
+        if cls.config_class is config.sub_configs.get("text_config"):
+            config = config.get_text_config()
+    return build_from_config(cls, config, dtype, **options)
 
 
 def body_name(model: PreTrainedModel) -> str:
     """Attribute of the module below a model's head (``"model"``). It may differ from
     ``base_model_prefix``.
     """
-    bodies = (name for name, child in model.named_children() if isinstance(child, PreTrainedModel))
-    return next(bodies, model.base_model_prefix)
+    for name, child in model.named_children():
+        if isinstance(child, PreTrainedModel):
+            return name
+    return model.base_model_prefix
 
 
 @cache
@@ -69,10 +75,9 @@ def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
     """Create one class per causal class, so that modules of an engine and its twins have the same
     class.
     """
+    # Of LlamaForCausalLM this is LlamaPreTrainedModel: how weights are drawn and sharded.
     parents = causal.__mro__
-    parent = parents[
-        parents.index(PreTrainedModel) - 1
-    ]  # LlamaPreTrainedModel: how weights are drawn and sharded
+    parent = parents[parents.index(PreTrainedModel) - 1]
     if parent is causal:
         return None
 
@@ -81,29 +86,33 @@ def _class_over(causal: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
         whole: Any = causal(config)  # type: ignore[call-arg]
         name = body_name(whole)
         setattr(self, name, whole.get_submodule(name))
-        self.score = nn.Linear(whole.get_output_embeddings().weight.shape[-1], config.num_labels)
+        hidden_size = whole.get_output_embeddings().weight.shape[-1]
+        self.score = nn.Linear(hidden_size, config.num_labels)
         self.post_init()
 
-    def forward(self: Any, input_ids: torch.Tensor, **inputs: Any) -> TokenClassifierOutput:
+    def forward(
+        self: Any,
+        input_ids: torch.Tensor,
+        **inputs: Any,
+    ) -> TokenClassifierOutput:
         body = self.get_submodule(body_name(self))
         known = inspect.signature(body.forward).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        if not takes_any:
             # Recurrent models lack some inputs, which may be dropped unless they describe padding.
-            inputs = {
-                name: value
-                for name, value in inputs.items()
-                if name in known or name == "attention_mask"
-            }
-        return TokenClassifierOutput(
-            logits=self.score(body(input_ids=input_ids, **inputs).last_hidden_state)
-        )
+            names = {*known, "attention_mask"}
+            inputs = {name: value for name, value in inputs.items() if name in names}
+        hidden = body(input_ids=input_ids, **inputs).last_hidden_state
+        return TokenClassifierOutput(logits=self.score(hidden))
 
     # A folder is read like the causal model's, with the name rules for that class and its module.
     members = {
         **loading_rules(causal),
         "__module__": causal.__module__,
         "config_class": causal.config_class,
+        "__init__": __init__,
+        "forward": forward,
     }
     name = causal.__name__.partition("For")[0] + "ForTokenClassification"
-    cls: Any = type(name, (parent,), {**members, "__init__": __init__, "forward": forward})
+    cls: Any = type(name, (parent,), members)
     return cls
