@@ -38,10 +38,24 @@ from .update import (
 )
 
 _TOKEN_STATS = (
-    *("ratio", "clip_fraction", "dual_clip_fraction", "cov_fraction"),
-    *("kl", "kl_k1", "kl_ref", "kl_ref_k1", "entropy", "advantage"),
-    *("behave_kl", "behave_kl_k1", "behave_weight", "rejected", "kl_reward"),
-    *("loglinear_error", "linear_error", "rollout_error"),
+    "ratio",
+    "clip_fraction",
+    "dual_clip_fraction",
+    "cov_fraction",
+    "kl",
+    "kl_k1",
+    "kl_ref",
+    "kl_ref_k1",
+    "entropy",
+    "advantage",
+    "behave_kl",
+    "behave_kl_k1",
+    "behave_weight",
+    "rejected",
+    "kl_reward",
+    "loglinear_error",
+    "linear_error",
+    "rollout_error",
 )
 
 

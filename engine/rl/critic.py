@@ -12,7 +12,7 @@ from ..api import Batch, LossFn, TrainEngine
 from ..training.batch import validate_batch
 from ..training.logprobs import align_with_tokens
 from .config import PPOCriticConfig
-from .losses import Stats, aggregate, count_losses, with_loss_weights
+from .losses import Stats, aggregate, count_losses, masked, with_loss_weights
 from .update import (
     INPUTS,
     TokenStats,
@@ -131,9 +131,9 @@ def ppo_critic_loss(
         - R|``).
     """
     mask = loss_mask.bool()
-    values = torch.where(mask, values.float(), 0.0)
-    old_values = torch.where(mask, old_values.float(), 0.0)
-    returns = torch.where(mask, returns.float(), 0.0)
+    values = masked(values, mask)
+    old_values = masked(old_values, mask)
+    returns = masked(returns, mask)
 
     # clip(v, v_old - e, v_old + e)
     held = torch.minimum(values, old_values + eps_clip)

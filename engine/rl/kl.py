@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .losses import MAX_LOG_RATIO, Stats
+from .losses import MAX_LOG_RATIO, Stats, masked
 
 
 class FixedKLController:
@@ -102,8 +102,8 @@ def kl_stats(
     """``name`` and ``<name>_k1``: k3 and k1 estimates of the KL from the sampling policy
     (``logprobs``) to ``others``.
     """
-    log_ratio = (others - logprobs).detach().float()
-    log_ratio = torch.where(loss_mask.bool(), log_ratio, 0.0)
+    log_ratio = (others - logprobs).detach()
+    log_ratio = masked(log_ratio, loss_mask.bool())
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     k3 = kl_estimate(torch.zeros_like(log_ratio), log_ratio)
     return {

@@ -37,6 +37,11 @@ Stats = dict[str, Tensor]
 """Detached per-token tensors, averaged over the loss mask."""
 
 
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` in float32, 0 outside ``mask``."""
+    return torch.where(mask, values.float(), 0.0)
+
+
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of ``values`` where ``mask`` is not 0. If it is 0 everywhere: 0, still connected to the
     graph.

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...utils.config import require_choice, require_numbers, require_range
 from ...utils.errors import ConfigError
 from .kl import kl_estimate
-from .losses import MAX_LOG_RATIO, Stats, by_sequence
+from .losses import MAX_LOG_RATIO, Stats, by_sequence, masked
 
 _KL_METRICS = {"kl_k1": "k1", "kl_k2": "k2", "kl_k3": "k3", "kl_k3_behave": "k3"}
 _WEIGHTS = {"token": None, "sequence_mean": "mean", "sequence_product": "sum", "one": None}
@@ -122,7 +122,7 @@ def behave_weights(
     """
     mask = loss_mask.bool()
     log_ratio = prox_logp.float() - behave_logp.float()
-    log_ratio = torch.where(mask, log_ratio, 0.0)
+    log_ratio = masked(log_ratio, mask)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     # The token's own ratio, that of its sequence, or 1.
@@ -134,7 +134,7 @@ def behave_weights(
     elif agg is not None:
         log_weights = by_sequence(log_ratio, mask, cu_seqlens, agg)
         log_weights = log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    plain = torch.where(mask, log_weights.exp(), 0.0)
+    plain = masked(log_weights.exp(), mask)
 
     weights = plain
     if rejection is not None:
@@ -206,8 +206,8 @@ def interpolate_prox_logp(
     Detached float32, and 0 outside ``loss_mask``. All arguments have one shape.
     """
     mask = loss_mask.bool()
-    behave_logp = torch.where(mask, behave_logp.detach().float(), 0.0)
-    logprobs = torch.where(mask, logprobs.detach().float(), 0.0)
+    behave_logp = masked(behave_logp.detach(), mask)
+    logprobs = masked(logprobs.detach(), mask)
     # lerp gives exactly ``logprobs`` where alpha is 1.
     return torch.lerp(behave_logp, logprobs, alpha)
 
@@ -225,9 +225,9 @@ def approximation_errors(
     the probabilities of sampler and trainer, ``rollout_error`` of the sampler's log-probabilities.
     """
     mask = mask.bool()
-    prox_logp = torch.where(mask, prox_logp.detach().float(), 0.0)
-    behave_logp = torch.where(mask, behave_logp.detach().float(), 0.0)
-    logprobs = torch.where(mask, logprobs.detach().float(), 0.0)
+    prox_logp = masked(prox_logp.detach(), mask)
+    behave_logp = masked(behave_logp.detach(), mask)
+    logprobs = masked(logprobs.detach(), mask)
 
     loglinear = interpolate_prox_logp(behave_logp, logprobs, alpha, mask)
     linear = (1.0 - alpha) * behave_logp.exp() + alpha * logprobs.exp()

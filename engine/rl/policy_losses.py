@@ -26,7 +26,7 @@ from torch import Tensor
 from ..api import Batch, TrainEngine
 from .advantages import SumOverRanks
 from .config import PPOActorConfig
-from .losses import MAX_LOG_RATIO, Stats, by_sequence
+from .losses import MAX_LOG_RATIO, Stats, by_sequence, masked
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def policy_inputs(
     """
     # Numbers outside the mask may be NaN. As zeros they have ratio 1 and advantage 0.
     mask = loss_mask.bool()
-    logprobs = torch.where(mask, logprobs.float(), 0.0)
-    old_logprobs = torch.where(mask, old_logprobs.float(), 0.0)
-    advantages = torch.where(mask, advantages.float(), 0.0)
+    logprobs = masked(logprobs, mask)
+    old_logprobs = masked(old_logprobs, mask)
+    advantages = masked(advantages, mask)
 
     log_ratio = logprobs - old_logprobs
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -70,7 +70,7 @@ def policy_inputs(
         # log s_t = sg(mean(log r)) + log p_t - sg(log p_t)
         mean = by_sequence(log_ratio.detach(), mask, cu_seqlens)
         log_ratio = mean + logprobs - logprobs.detach()
-    log_ratio = torch.where(mask, log_ratio, 0.0)
+    log_ratio = masked(log_ratio, mask)
     return PolicyInputs(logprobs, log_ratio, advantages, mask, cu_seqlens, picked)
 
 

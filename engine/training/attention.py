@@ -23,7 +23,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
@@ -31,6 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import PACKED_ATTENTION
 from .context_parallel import heads_to_tokens, tokens_to_heads
+from .rank_parts import Group
 
 _LEAST_CHUNK = 256
 """Queries that attend together if the sliding window is smaller."""
@@ -52,7 +52,7 @@ class PackedRow:
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     window: int | None = None
-    group: dist.ProcessGroup | None = None
+    group: Group = None
     n_tokens: int = field(init=False)
     longest: int = field(init=False)
 
@@ -68,7 +68,7 @@ _row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
 def packed_row(
     lengths: Sequence[int],
     cu_seqlens: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> Iterator[None]:
     """Tell a model with `PACKED_ATTENTION` that its input is one row of packed sequences with these
     ``lengths``.

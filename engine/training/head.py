@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -31,6 +30,7 @@ from .probe_model import (
     twin_of,
     with_few_layers,
 )
+from .rank_parts import Group
 from .tensor_parallel import has_own_forward, plain_head, words_of
 from .unsharded import unsharded_class
 
@@ -63,7 +63,7 @@ def scoring(
     temperature: float,
     packed: bool,
     chunk_size: int | None = None,
-    sequence: dist.ProcessGroup | None = None,
+    sequence: Group = None,
     uses: Uses | None = None,
     compiled: bool = False,
 ) -> Iterator[None]:
@@ -114,7 +114,7 @@ def scoring(
 def find_scoring_head(
     model: PreTrainedModel,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> ScoringHead | None:
     """Find the model's head if its output is the logits and the model does not change them. Else
     log why and return None.
@@ -149,7 +149,7 @@ def _difference(
     model: PreTrainedModel,
     config: PretrainedConfig,
     device: torch.device,
-    group: dist.ProcessGroup | None,
+    group: Group,
 ) -> str | None:
     """Describe how a twin's scores differ from those of its logits. None if they agree on every
     rank.

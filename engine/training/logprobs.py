@@ -23,11 +23,15 @@ from torch.nn.functional import linear
 from torch.special import entr
 
 from .compilation import compiled as compiled_
+from .rank_parts import Group
 
 CHUNK_ELEMENTS = 1 << 26
 """Number of logits in a product of matrices: 128 MiB in bfloat16."""
 PASS_ELEMENTS = 1 << 23
 """Number of logits in a pass over them: 32 MiB for each copy in float32."""
+
+Scores = tuple[Tensor, Tensor]
+"""Log-probabilities and entropies, ``[T]`` float32."""
 
 
 def token_logprobs(
@@ -36,7 +40,7 @@ def token_logprobs(
     cu_seqlens: Tensor,
     temperature: float = 1.0,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Scores:
     """Log-probability of each token given the earlier ones, and the entropy of that choice.
 
     Args:
@@ -64,13 +68,12 @@ def score_logits(
     chunk_size: int | None = None,
     uses: "Uses | None" = None,
     compiled: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Scores:
     """``log p(target)`` and the entropy for each row of ``logits [T, V]``, ``[T]`` float32.
     ``targets`` and ``uses`` are as in `score_tokens`.
     """
-    if uses is None:
-        uses = Uses()
-    return _OfLogits.apply(logits, targets, temperature, chunk_size, uses, compiled)
+    rules = _Rules(temperature, chunk_size, compiled, uses or Uses())
+    return _OfLogits.apply(logits, targets, rules)
 
 
 def score_tokens(
@@ -81,10 +84,10 @@ def score_tokens(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     first_word: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     uses: "Uses | None" = None,
     compiled: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Scores:
     """``log p(target)`` and the entropy for the logits ``hidden @ weight.T + bias``, which never
     exist whole.
 
@@ -100,19 +103,8 @@ def score_tokens(
     If both results are stacked for their way through a model, give ``uses`` to this function and to
     `columns`.
     """
-    if uses is None:
-        uses = Uses()
-    return _OfHead.apply(
-        hidden,
-        weight,
-        bias,
-        targets - first_word,
-        temperature,
-        chunk_size,
-        group,
-        uses,
-        compiled,
-    )
+    rules = _Rules(temperature, chunk_size, compiled, uses or Uses())
+    return _OfHead.apply(hidden, weight, bias, targets - first_word, group, rules)
 
 
 class Uses:
@@ -123,7 +115,14 @@ class Uses:
     entropy = True
 
 
-def columns(scores: Tensor, uses: Uses) -> tuple[Tensor, Tensor]:
+class _Rules(NamedTuple):
+    temperature: float
+    chunk_size: int | None
+    compiled: bool
+    uses: Uses
+
+
+def columns(scores: Tensor, uses: Uses) -> Scores:
     """Split ``scores [T, 2]`` into log-probabilities and entropies. An unused column gets a
     gradient of zeros, so that only ``uses`` shows that it costs nothing.
     """
@@ -175,19 +174,14 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(torch.float32, copy=True).div_(temperature)
 
 
-def _score(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    compiled: bool,
-) -> Tensor:
+def _score(logits: Tensor, targets: Tensor, rules: _Rules) -> Tensor:
     """`_score_rows`, a few rows at a time."""
     # A single token (a dummy) or word would take a graph of its own.
-    if compiled and min(logits.shape) > 1:
-        return compiled_(_score_rows)(logits, targets, temperature)
+    if rules.compiled and min(logits.shape) > 1:
+        return compiled_(_score_rows)(logits, targets, rules.temperature)
     scores = []
-    for rows in _chunks(len(logits), logits.shape[1], PASS_ELEMENTS):
-        scores.append(_score_rows(logits[rows], targets[rows], temperature))
+    for rows in _chunks(*logits.shape, PASS_ELEMENTS):
+        scores.append(_score_rows(logits[rows], targets[rows], rules.temperature))
     return torch.cat(scores, dim=1)
 
 
@@ -273,18 +267,20 @@ class _Factors(NamedTuple):
         scores: Tensor,
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
-        temperature: float,
+        rules: _Rules,
     ) -> "_Factors":
         """From log p(target), entropy and logsumexp over all words, and the gradients of the first
         two.
         """
         target_log_p, entropy, _ = scores
+        if not rules.uses.entropy:
+            grad_entropy = None
         of_p = torch.zeros_like(entropy)
         if grad_logprobs is not None:
-            grad_logprobs = grad_logprobs / temperature
+            grad_logprobs = grad_logprobs / rules.temperature
             of_p = -grad_logprobs
         if grad_entropy is not None:
-            grad_entropy = grad_entropy / temperature
+            grad_entropy = grad_entropy / rules.temperature
             of_p = of_p - grad_entropy * entropy
         if grad_logprobs is None:
             return cls(of_p, grad_entropy, None)
@@ -303,11 +299,10 @@ class _Factors(NamedTuple):
 def _grad_logits(
     logits: Tensor,
     targets: Tensor,
-    temperature: float,
+    rules: _Rules,
     total: Tensor,
     factors: _Factors,
     out: Tensor,
-    compiled: bool,
 ) -> Tensor:
     """Write the gradient of ``logits [t, v]``, for any words of any tokens, to ``out``, which may
     be ``logits``.
@@ -316,10 +311,11 @@ def _grad_logits(
     the target is not among these words.
     """
     n_words = logits.shape[1]
-    if compiled and min(logits.shape) > 1:
+    temperature = rules.temperature
+    if rules.compiled and min(logits.shape) > 1:
         compiled_(_write_grad)(logits, temperature, total, factors.of_p, factors.of_p_log_p, out)
     else:
-        for rows in _chunks(len(logits), n_words, PASS_ELEMENTS):
+        for rows in _chunks(*logits.shape, PASS_ELEMENTS):
             own = factors.at(rows)
             _write_grad(
                 logits[rows],
@@ -371,19 +367,14 @@ class _OfLogits(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         targets: Tensor,
-        temperature: float,
-        chunk_size: int | None,
-        uses: Uses,
-        compiled: bool,
-    ) -> tuple[Tensor, Tensor]:
+        rules: _Rules,
+    ) -> Scores:
         n_tokens, n_words = logits.shape
         scores = torch.empty(3, n_tokens, dtype=torch.float32, device=logits.device)
-        ctx.temperature = temperature
-        ctx.elements = chunk_elements(n_words, chunk_size)
-        ctx.uses = uses
-        ctx.compiled = compiled
+        ctx.rules = rules
+        ctx.elements = chunk_elements(n_words, rules.chunk_size)
         for rows in _chunks(n_tokens, n_words, ctx.elements):
-            scores[:, rows] = _score(logits[rows], targets[rows], temperature, compiled)
+            scores[:, rows] = _score(logits[rows], targets[rows], rules)
         ctx.save_for_backward(logits, targets, scores)
         ctx.set_materialize_grads(False)
         return scores[0].clone(), scores[1].clone()
@@ -396,21 +387,18 @@ class _OfLogits(torch.autograd.Function):
         grad_entropy: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         logits, targets, scores = ctx.saved_tensors
-        if not ctx.uses.entropy:
-            grad_entropy = None
-        factors = _Factors.of(scores, grad_logprobs, grad_entropy, ctx.temperature)
+        factors = _Factors.of(scores, grad_logprobs, grad_entropy, ctx.rules)
         grad_logits = torch.empty_like(logits)
         for rows in _chunks(*logits.shape, ctx.elements):
             _grad_logits(
                 logits[rows],
                 targets[rows],
-                ctx.temperature,
+                ctx.rules,
                 scores[2, rows],
                 factors.at(rows),
                 grad_logits[rows],
-                ctx.compiled,
             )
-        return grad_logits, *[None] * 5
+        return grad_logits, None, None
 
 
 class _Columns(torch.autograd.Function):
@@ -419,7 +407,7 @@ class _Columns(torch.autograd.Function):
         ctx: Any,
         scores: Tensor,
         uses: Uses,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Scores:
         ctx.uses = uses
         ctx.set_materialize_grads(False)
         return scores[:, 0].clone(), scores[:, 1].clone()
@@ -445,26 +433,21 @@ class _OfHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        chunk_size: int | None,
-        group: dist.ProcessGroup | None,
-        uses: Uses,
-        compiled: bool,
-    ) -> tuple[Tensor, Tensor]:
+        group: Group,
+        rules: _Rules,
+    ) -> Scores:
         n_tokens = len(hidden)
         n_words = len(weight)
         scores = torch.empty(3, n_tokens, dtype=torch.float32, device=hidden.device)
-        ctx.temperature = temperature
-        ctx.elements = chunk_elements(n_words, chunk_size)
+        ctx.rules = rules
+        ctx.elements = chunk_elements(n_words, rules.chunk_size)
         ctx.group = group
-        ctx.uses = uses
-        ctx.compiled = compiled
 
         # Scores over the words of this rank, for some tokens at a time.
         own_targets = targets.clamp(0, n_words - 1)
         for rows in _chunks(n_tokens, n_words, ctx.elements):
             logits = linear(hidden[rows], weight, bias)
-            scores[:, rows] = _score(logits, own_targets[rows], temperature, compiled)
+            scores[:, rows] = _score(logits, own_targets[rows], rules)
             del logits  # before the next ones are made
         if group is not None:
             scores = _over_all_words(scores, targets, n_words, group)
@@ -481,9 +464,7 @@ class _OfHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, scores = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if not ctx.uses.entropy:
-            grad_entropy = None
-        factors = _Factors.of(scores, grad_logprobs, grad_entropy, ctx.temperature)
+        factors = _Factors.of(scores, grad_logprobs, grad_entropy, ctx.rules)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
@@ -495,11 +476,10 @@ class _OfHead(torch.autograd.Function):
             grad = _grad_logits(
                 logits,
                 targets - words.start,
-                ctx.temperature,
+                ctx.rules,
                 scores[2],
                 factors,
                 logits,
-                ctx.compiled,
             )
             if grad_bias is not None:
                 grad_bias[words] = grad.sum(0)
@@ -512,4 +492,4 @@ class _OfHead(torch.autograd.Function):
             if ctx.group is not None:
                 dist.all_reduce(grad_hidden, group=ctx.group)
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, *[None] * 6
+        return grad_hidden, grad_weight, grad_bias, None, None, None

@@ -14,7 +14,6 @@ from math import isclose
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from .batch import (
 )
 from .packed_batch import MicroBatch, expand_to_tokens, pack_rows
 from .partition import partition_within, split_until, warn_of_long_rows
+from .rank_parts import Group
 from .vision import Vision
 
 _ROUNDING = 1e-3
@@ -85,7 +85,7 @@ NO_RULES = CutRules()
 def split_batch(
     batch: Trajectories,
     spec: MicroBatchSpec,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     rules: CutRules = NO_RULES,
 ) -> list[MicroBatch]:
     """Cut this rank's ``batch`` into packed micro-batches, the same number on every rank of
@@ -121,7 +121,7 @@ def split_and_weigh(
     batch: Trajectories,
     spec: MicroBatchSpec,
     loss_weight_fn: LossWeightFn,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     rules: CutRules = NO_RULES,
 ) -> WeighedBatch:
     """`split_batch`, and the weight of each micro-batch, in the same collective.
@@ -151,7 +151,7 @@ class _Announced(NamedTuple):
     magnitude: float
 
 
-def _cut_together(cutter: "_Cutter", group: dist.ProcessGroup | None) -> WeighedBatch:
+def _cut_together(cutter: "_Cutter", group: Group) -> WeighedBatch:
     n_alike = cutter.rules.ranks_with_same_data
 
     def cut() -> _Announced:

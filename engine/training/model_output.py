@@ -13,9 +13,9 @@ from ..config import TrainEngineConfig
 from .attention import packed_row
 from .context_parallel import own_targets
 from .head import ScoringHead, scoring
-from .logprobs import Uses, align_with_tokens, columns, score_logits
+from .logprobs import Scores, Uses, align_with_tokens, columns, score_logits
 from .packed_batch import MicroBatch
-from .rank_parts import gather_parts, own_part
+from .rank_parts import Group, gather_parts, own_part
 
 
 class ModelOutput:
@@ -38,7 +38,7 @@ class ModelOutput:
         mb: MicroBatch,
         config: TrainEngineConfig,
         head: ScoringHead | None,
-        sequence: dist.ProcessGroup | None = None,
+        sequence: Group = None,
     ) -> None:
         self._model = model
         self._mb = mb
@@ -47,7 +47,7 @@ class ModelOutput:
         # A head whose logits something sees must return them.
         self._head = None if head is None or head.is_seen(model) else head.linear
         self._logits: Tensor | None = None
-        self._scores: dict[float, tuple[Tensor, Tensor]] = {}
+        self._scores: dict[float, Scores] = {}
         self._computed: Tensor | None = None  # what the model returned
 
     def from_model(self) -> Tensor:
@@ -98,7 +98,7 @@ class ModelOutput:
         self._computed = own_output(self._model, self._mb, packed, self._sequence)
         return self._computed
 
-    def at(self, temperature: float) -> tuple[Tensor, Tensor]:
+    def at(self, temperature: float) -> Scores:
         """`logprobs` and `entropy` with logits divided by ``temperature``.
 
         Raises:
@@ -109,7 +109,7 @@ class ModelOutput:
             self._scores[temperature] = self._score(temperature)
         return self._scores[temperature]
 
-    def _score(self, temperature: float) -> tuple[Tensor, Tensor]:
+    def _score(self, temperature: float) -> Scores:
         mb = self._mb
         config = self._config
         uses = Uses()
@@ -243,7 +243,7 @@ def model_output(
     model: PreTrainedModel,
     mb: MicroBatch,
     packed: bool,
-    sequence: dist.ProcessGroup | None = None,
+    sequence: Group = None,
 ) -> Tensor:
     """Run the model: ``[tokens, vocab]`` logits (actor) or ``[tokens]`` float32 values (critic), in
     packed order.
@@ -256,7 +256,7 @@ def own_output(
     model: PreTrainedModel,
     mb: MicroBatch,
     packed: bool,
-    sequence: dist.ProcessGroup | None = None,
+    sequence: Group = None,
 ) -> Tensor:
     """`model_output`. With a ``sequence``, whose ranks share the row: of this rank's part of the
     filled row.

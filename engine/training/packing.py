@@ -38,7 +38,7 @@ from .probe_model import (
     twin_dtype,
     twin_of,
 )
-from .rank_parts import gather_parts, own_part
+from .rank_parts import Group, gather_parts, own_part
 from .rotary import length_boundaries, move_boundary
 from .unsharded import unsharded_class
 from .vision import Vision
@@ -53,6 +53,8 @@ _WINDOW = re.compile(
 )
 """Config keys for the number of tokens that an attention sees, or into which it cuts the row."""
 _WINDOW_TOKENS = 8
+Inputs = dict[str, Any]
+"""Arguments of a model."""
 _LENGTHS = (11, 24, 6)
 """Tokens of the sequences in a row: the first is no multiple of a window, the second has several
 windows, the last less than one. The last two are compared with themselves alone.
@@ -63,9 +65,9 @@ def prepare_packing(
     model: PreTrainedModel,
     attn_impl: str | None,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     max_row_tokens: int | None = None,
-    sequence: dist.ProcessGroup | None = None,
+    sequence: Group = None,
     sees: bool = False,
 ) -> None:
     """Replace ``sdpa`` by our attention if the model supports it and ``attn_impl`` is None, then
@@ -90,7 +92,7 @@ def prepare_packing(
 def check_packing(
     model: PreTrainedModel,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     max_row_tokens: int | None = None,
     sees: bool = False,
 ) -> None:
@@ -193,7 +195,7 @@ def _text(config: PretrainedConfig) -> PretrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
+def _size(group: Group) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -207,8 +209,8 @@ class _Trial:
 
     model: PreTrainedModel
     device: torch.device
-    group: dist.ProcessGroup | None
-    sequence: dist.ProcessGroup | None = None
+    group: Group
+    sequence: Group = None
     sees: bool = False
 
     def passes(self, small: Collection[str] = ()) -> bool:
@@ -267,8 +269,8 @@ class _Trial:
         self,
         twin: PreTrainedModel,
         dtype: torch.dtype,
-        row: dict[str, Any],
-        alone: list[dict[str, Any]],
+        row: Inputs,
+        alone: list[Inputs],
         lengths: Sequence[int],
     ) -> list[float]:
         """Relative difference (root mean square) of each sequence but the first."""
@@ -293,7 +295,7 @@ class _Trial:
         return differences
 
 
-def _logits(twin: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
+def _logits(twin: PreTrainedModel, inputs: Inputs) -> Tensor:
     return twin(**inputs, use_cache=False).logits[0].float()
 
 
@@ -305,7 +307,7 @@ def _probe_rows(
     text: Sequence[Tensor],
     device: torch.device,
     vision: Vision | None,
-) -> tuple[dict[str, Any], list[dict[str, Any]], list[int]]:
+) -> tuple[Inputs, list[Inputs], list[int]]:
     """Inputs of a model for sequences in one row, and for each alone without positions, and the
     lengths.
     """
@@ -341,7 +343,7 @@ def _probe_rows(
 def _row_of(
     *lengths: int,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
 ) -> AbstractContextManager[None]:
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return packed_row(lengths, boundaries.to(device), group)
