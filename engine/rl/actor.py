@@ -77,6 +77,7 @@ class PPOActor:
     def __init__(self, config: PPOActorConfig, engine: TrainEngine) -> None:
         self.config = config
         self.engine = engine
+        # Only an adapted coefficient is part of the saved state.
         self.kl_ctl: FixedKLController = FixedKLController(config.kl_ctl)
         if config.kl_target is not None:
             self.kl_ctl = AdaptiveKLController(config.kl_ctl, config.kl_target, config.kl_horizon)
@@ -141,8 +142,14 @@ class PPOActor:
         else:
             advantages = self._answer_advantages(batch, rewards, loss_mask)
             if kl_rewards is not None:
-                no_values = torch.zeros_like(kl_rewards)
-                of_kl, _ = self._discounted(kl_rewards, no_values, loss_mask)
+                # Each penalty counts for the tokens up to its own.
+                of_kl, _ = gae_advantages(
+                    kl_rewards,
+                    torch.zeros_like(kl_rewards),
+                    loss_mask,
+                    config.discount,
+                    config.gae_lambda,
+                )
                 advantages = advantages + of_kl
 
         # Truncated answers count in means of rewards, but not in those of advantages.
@@ -181,31 +188,29 @@ class PPOActor:
         loss_mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Advantages and returns of a batch with ``values``."""
-        reward_norm = self._norm(self.config.reward_norm)
+        config = self.config
+        reward_norm = self._norm(config.reward_norm)
         if reward_norm is not None:
             sum_over_ranks = self.engine.all_reduce_stats
             rewards = normalise(rewards, reward_norm, sum_over_ranks=sum_over_ranks)
+        # The reward of the answer comes with its last token.
         token_rewards = rewards_at_last_token(rewards, loss_mask)
         if kl_rewards is not None:
             token_rewards = token_rewards + kl_rewards
 
         # A complete answer has no value after its last token.
         last_values = None
-        if self.config.bootstrap_truncated:
+        if config.bootstrap_truncated:
             truncated = batch["truncated"].bool()
             last_values = torch.where(truncated, batch["last_values"].float(), 0.0)
-        return self._discounted(token_rewards, batch["values"], loss_mask, last_values)
-
-    def _discounted(
-        self,
-        rewards: Tensor,
-        values: Tensor,
-        loss_mask: Tensor,
-        last_values: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        discount = self.config.discount
-        gae_lambda = self.config.gae_lambda
-        return gae_advantages(rewards, values, loss_mask, discount, gae_lambda, last_values)
+        return gae_advantages(
+            token_rewards,
+            batch["values"],
+            loss_mask,
+            config.discount,
+            config.gae_lambda,
+            last_values,
+        )
 
     def ppo_update(self, batch: Batch) -> dict[str, float]:
         """Take ``ppo_n_minibatches`` optimizer steps on a batch from `compute_advantages`.
@@ -291,6 +296,7 @@ class PPOActor:
                 config.ratio_level,
                 micro_batch.get("picked"),
             )
+            # Statistics of the loss come with it, and those of the policy below.
             losses, seen = policy_loss(inputs, config)
 
             # Decoupled: each token is weighed by p_prox / p_behave.
@@ -373,6 +379,7 @@ class PPOActor:
             norm = self._norm(self.config.reward_norm)
             return grpo_advantages(rewards, loss_mask, norm, sum_over_ranks)
 
+        # Greedy answers are scaled as the sampled ones are.
         baselines = None
         if "reward_baselines" in batch:
             baselines = self._scale(batch["reward_baselines"]).double()
@@ -404,6 +411,7 @@ class PPOActor:
         mask = loss_mask_of(batch)
         kl = torch.where(mask, self._kl_of_rewards(batch), 0.0)
         n_tokens = mask.sum(1)
+        # Mean KL of each sequence. All sequences count alike.
         means = kl.sum(1, dtype=torch.float64) / n_tokens.clamp(min=1)
         own = {
             "kl": means.sum().item(),
@@ -435,6 +443,7 @@ class PPOActor:
             rows = (~is_finite).nonzero().flatten().tolist()
             raise BatchError(f"batch['rewards'] is NaN or infinite in row(s) {rows[:8]}")
 
+        # Groups must be whole at the level that a norm or an estimator uses.
         for norm in (self.config.reward_norm, self.config.adv_norm):
             if norm is not None and "group" in (norm.mean_level, norm.std_level):
                 check_groups(len(rewards), norm.group_size or self.config.group_size)
@@ -542,6 +551,7 @@ def _add_mismatch(
     is_known = has_prox or "before_update" in micro_batch
     if "behave_logp" not in micro_batch or not is_known:
         return
+    # Other entries may be NaN, such as those of tokens that no rollout sampled.
     behave_logp = micro_batch["behave_logp"]
     before_update = old_logprobs if has_prox else logprobs
     mask = micro_batch["loss_mask"].bool() & torch.isfinite(behave_logp)

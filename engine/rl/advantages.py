@@ -51,10 +51,22 @@ def normalise(
     if "group" in levels:
         check_groups(len(x), norm.group_size or 1)
 
+    def units_of(values: Tensor, level: str) -> _Units:
+        # A group of rows has adjacent ones.
+        n_units = 1
+        if level == "group":
+            n_units = len(values) // (norm.group_size or 1)
+        rows = values.reshape(n_units, -1)
+        row_mask = mask.reshape(n_units, -1)
+        own_count = row_mask.sum(1).double()
+        own_total = rows.sum(1)
+        count, total = _sums(level, sum_over_ranks, own_count, own_total)
+        return _Units(rows, row_mask, count, total)
+
     # x - mean
     result = x
     if norm.mean_level is not None:
-        units = _units(x, mask, norm, norm.mean_level, sum_over_ranks)
+        units = units_of(x, norm.mean_level)
         means = units.means.expand_as(units.rows)
         if norm.mean_leave1out:
             n_others = units.count[:, None] - 1
@@ -66,10 +78,10 @@ def normalise(
     # / (std + eps), where the deviations are from the unit's own mean, or from what was subtracted.
     if norm.std_level is not None:
         if norm.mean_level in ("group", norm.std_level):
-            units = _units(x, mask, norm, norm.std_level, sum_over_ranks)
+            units = units_of(x, norm.std_level)
             deviations = units.rows - units.means
         else:
-            units = _units(result, mask, norm, norm.std_level, sum_over_ranks)
+            units = units_of(result, norm.std_level)
             deviations = units.rows
         deviations = torch.where(units.mask, deviations, 0.0)
         own_squares = deviations.square().sum(1)
@@ -102,24 +114,6 @@ class _Units(NamedTuple):
         return means[:, None]
 
 
-def _units(
-    x: Tensor,
-    mask: Tensor,
-    norm: NormConfig,
-    level: str,
-    sum_over_ranks: SumOverRanks,
-) -> _Units:
-    n_units = 1
-    if level == "group":
-        n_units = len(x) // (norm.group_size or 1)
-    rows = x.reshape(n_units, -1)
-    row_mask = mask.reshape(n_units, -1)
-    own_count = row_mask.sum(1).double()
-    own_total = rows.sum(1)
-    count, total = _sums(level, sum_over_ranks, own_count, own_total)
-    return _Units(rows, row_mask, count, total)
-
-
 def _sums(
     level: str,
     sum_over_ranks: SumOverRanks,
@@ -129,8 +123,8 @@ def _sums(
     if level == "group":
         return list(sums)
     own = {str(i): value.item() for i, value in enumerate(sums)}
-    reduced = sum_over_ranks(own)
     totals = []
+    reduced = sum_over_ranks(own)
     for i, value in enumerate(sums):
         total = reduced[str(i)]
         totals.append(torch.full_like(value, total))

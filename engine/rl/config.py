@@ -193,6 +193,7 @@ class PPOActorConfig(TrainEngineConfig):
             raise ConfigError(
                 "config key 'is_critic' is True; an actor has a language-model head, expected False"
             )
+        # Single keys first, then what does not go together.
         for key in ("group_size", "ppo_n_minibatches", "kl_horizon", "max_new_tokens"):
             require_range(key, getattr(self, key), low=1)
         for key in ("eps_clip", "discount", "gae_lambda", "clip_cov_ratio", "kl_cov_ratio"):
@@ -233,6 +234,7 @@ class PPOActorConfig(TrainEngineConfig):
                     raise ConfigError(
                         f"config key 'overlong_reward_penalty' is True, but {key!r} is null; set it"
                     )
+        # 0 stays 0.
         if self.kl_target is not None and not (self.kl_target > 0 and self.kl_ctl > 0):
             raise ConfigError(
                 f"config keys 'kl_target' and 'kl_ctl' are {self.kl_target} and {self.kl_ctl}; an "
@@ -251,11 +253,13 @@ class PPOActorConfig(TrainEngineConfig):
                 f"config key 'adv_estimator' is {self.adv_estimator!r}, which compares answers to "
                 "one prompt, but 'group_size' is 1"
             )
+        # Truncated answers have a value after their end, or no loss token.
         if self.bootstrap_truncated and self.mask_truncated_completions:
             raise ConfigError(
                 "config keys 'bootstrap_truncated' and 'mask_truncated_completions' are both "
                 "True, but answers without a loss token need no advantage; leave one out"
             )
+        # A group of one has itself as its mean.
         if norm is not None and norm.mean_level == "group":
             group_size = norm.group_size or self.group_size
             if group_size == 1:
@@ -315,6 +319,7 @@ class PPOActorConfig(TrainEngineConfig):
             )
 
     def _check_off_policy(self) -> None:
+        # Keys of the decoupled loss alone.
         if self.prox_logp_method != "recompute" and not self.use_decoupled_loss:
             raise ConfigError(
                 f"config key 'prox_logp_method' is {self.prox_logp_method!r}, but "

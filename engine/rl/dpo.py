@@ -50,6 +50,7 @@ class DPOConfig(TrainEngineConfig):
                 f"config key 'label_smoothing' is {self.label_smoothing}, but loss_type "
                 f"{self.loss_type!r} has none; take 'sigmoid', or 0"
             )
+        # A micro-batch holds whole pairs.
         self.mb_spec = spec_of_pairs(self.mb_spec)
 
 
@@ -121,6 +122,7 @@ def dpo_losses(
 
     smoothing = config.label_smoothing
     margin = beta * difference
+    # With the share e of swapped labels.
     as_labelled = -(1.0 - smoothing) * F.logsigmoid(margin)
     as_swapped = smoothing * F.logsigmoid(-margin)
     return as_labelled - as_swapped

@@ -103,6 +103,7 @@ def with_loss_weights(
     """
     mask = batch["loss_mask"].float()
     n_tokens = mask.sum(1, keepdim=True).clamp(min=1)
+    # 1 / n_i and 1 / L at loss tokens, else 0.
     one_over_n = mask / n_tokens
     one_over_l = mask / (loss_scale_factor or 1.0)
     # Weights and counts, as in the table above.
@@ -130,6 +131,7 @@ def aggregate(losses: Tensor, micro_batch: Batch) -> Tensor:
     losses = torch.where(mask, losses, 0.0)
     total = (losses * micro_batch["loss_weights"]).sum()
     count = micro_batch["loss_counts"].sum()
+    # Without a loss token the sum is 0, and has a graph.
     return total / torch.where(count > 0, count, 1.0)
 
 

@@ -189,6 +189,7 @@ def prox_alpha(versions: Tensor, version: int) -> Tensor:
     ``version`` those that are updated.
     """
     n_behind = version - versions.float()
+    # a = (v - 1 - b) / (v - b)
     alpha = (n_behind - 1.0) / n_behind.clamp(min=1.0)
     alpha = alpha.clamp(0.0, 1.0)
     return torch.where(versions >= 0, alpha, 0.0)
@@ -229,6 +230,7 @@ def approximation_errors(
     behave_logp = masked(behave_logp.detach(), mask)
     logprobs = masked(logprobs.detach(), mask)
 
+    # On a line between log-probabilities, and on one between probabilities.
     loglinear = interpolate_prox_logp(behave_logp, logprobs, alpha, mask)
     linear = (1.0 - alpha) * behave_logp.exp() + alpha * logprobs.exp()
     linear = linear.clamp(min=1e-10).log()

@@ -26,6 +26,7 @@ def spec_of_pairs(spec: MicroBatchSpec) -> MicroBatchSpec:
     """
     if spec.granularity == 1:
         return replace(spec, granularity=2)
+    # Rows 2i and 2i + 1 stay together in any even number of rows.
     if spec.granularity % 2:
         raise ConfigError(
             f"config key 'mb_spec.granularity' is {spec.granularity}, which tears pairs apart; "
@@ -79,6 +80,7 @@ def count_pairs(micro_batch: Batch) -> Tensor:
 def mean_over_pairs(losses: Tensor, micro_batch: Batch) -> Tensor:
     """Mean of ``[n]`` losses over the pairs that count. If none counts: 0, with a graph."""
     counts = micro_batch["pair_counts"][::2]
+    # Losses of pairs that do not count may be NaN.
     total = torch.where(counts > 0, losses, 0.0).sum()
     return total / counts.sum().clamp(min=1)
 
@@ -122,6 +124,7 @@ class PairStats(TokenStats):
         """Add the ``[n]`` scores of a micro-batch. ``accuracy`` is the share of pairs with a
         positive ``margin``.
         """
+        # [n], of pairs that do not count, too
         margin = chosen - rejected
         seen = {
             "chosen": chosen,

@@ -35,6 +35,7 @@ class RewardModelConfig(TrainEngineConfig):
             raise ConfigError(
                 "config key 'is_critic' is False; a reward model has a value head, expected True"
             )
+        # A micro-batch holds whole pairs.
         self.mb_spec = spec_of_pairs(self.mb_spec)
 
 
@@ -82,6 +83,7 @@ def rw_loss_fn(stats: PairStats) -> LossFn:
         scores = at_last_token(output.float(), micro_batch)
         chosen, rejected = of_pairs(scores, micro_batch)
         stats.add_pairs(chosen, rejected, micro_batch)
+        # -log sigmoid(s_chosen - s_rejected)
         losses = -F.logsigmoid(chosen - rejected)
         return mean_over_pairs(losses, micro_batch)
 

@@ -28,8 +28,7 @@ class TokenStats:
     """
 
     def __init__(self) -> None:
-        self._sums: defaultdict[str, Tensor | float] = defaultdict(float)
-        self._tokens: defaultdict[str, Tensor | float] = defaultdict(float)
+        self._totals: defaultdict[str, Tensor | float] = defaultdict(float)
 
     def add(self, stats: Stats, loss_mask: Tensor) -> None:
         """Add one micro-batch: tensors in the shape of ``loss_mask``. Entries outside the mask are
@@ -39,17 +38,18 @@ class TokenStats:
         n_tokens = mask.sum().double()
         for name, values in stats.items():
             counted = torch.where(mask, values.detach(), 0.0)
-            self._sums[name] += counted.sum(dtype=torch.float64)
-            self._tokens[name] += n_tokens
+            self._totals[f"sum {name}"] += counted.sum(dtype=torch.float64)
+            self._totals[f"tokens {name}"] += n_tokens
 
     def reduce(self, engine: TrainEngine, names: tuple[str, ...]) -> dict[str, float]:
         """Means of ``names`` over the loss tokens of all ranks that added them. Others are left
         out. Collective.
         """
-        own = {f"sum {name}": float(self._sums[name]) for name in names}
-        own |= {f"tokens {name}": float(self._tokens[name]) for name in names}
+        keys = [f"{what} {name}" for what in ("sum", "tokens") for name in names]
+        own = {key: float(self._totals[key]) for key in keys}
         reduced = engine.all_reduce_stats(own)
 
+        # A name that no rank added has no tokens.
         means = {}
         for name in names:
             n_tokens = reduced[f"tokens {name}"]
@@ -117,6 +117,7 @@ def require_per_token(
             f"batch[{key!r}] has shape {list(values.shape)}; expected {list(loss_mask.shape)}, "
             "per token"
         )
+    # Values of other tokens may be anything.
     is_bad = ~torch.isfinite(values.float()) & loss_mask
     rows = is_bad.any(1).nonzero().flatten().tolist()
     if rows:
@@ -133,6 +134,7 @@ def split_minibatches(batch: Batch, n_minibatches: int) -> list[Batch]:
     lengths = sequence_lengths(batch)
     n_parts = min(n_minibatches, len(lengths))
     parts = partition(lengths, n_parts, "kk")
+    # Rows keep their order.
     parts.sort(key=lambda rows: rows[0])
     minibatches = [select_rows(batch, rows) for rows in parts]
     return minibatches + [_filler(batch)] * (n_minibatches - n_parts)

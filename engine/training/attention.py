@@ -302,6 +302,7 @@ def _within_window(
     for start in range(0, n_tokens, chunk):
         end = min(start + chunk, n_tokens)
         # The first chunk has fewer keys before it.
+        # What the first query of the chunk sees.
         first_of_window = start - window + 1
         first = max(first_of_window, 0)
         n_skipped = first - first_of_window

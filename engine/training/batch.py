@@ -41,16 +41,15 @@ def refuse_images(batch: Batch) -> None:
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     """Apply ``change`` to every tensor of a batch, also to its pixels."""
-    tensors = with_images(batch, None)
-    result = {key: change(tensor) for key, tensor in tensors.items()}
+
+    def changed(tensors: Batch) -> Batch:
+        return {key: change(tensor) for key, tensor in tensors.items()}
+
+    result = changed(with_images(batch, None))
     images = images_of(batch)
     if images is None:
         return result
-
-    changed = []
-    for own in images:
-        changed.append({key: change(value) for key, value in own.items()})
-    return with_images(result, changed)
+    return with_images(result, [changed(own) for own in images])
 
 
 def with_images(batch: Batch, images: Sequence[Batch] | None) -> Batch:
@@ -73,6 +72,7 @@ def join_trajectories(batch: Trajectories) -> Batch:
     """
     if isinstance(batch, dict):
         return batch
+    # All have the keys of the first one.
     _check_alike(batch)
     joined = {}
     for key in with_images(batch[0], None):
@@ -131,6 +131,7 @@ def _check_entry(
 ) -> None:
     if not isinstance(value, Tensor):
         raise BatchError(f"{what} is a {type(value).__name__}; expected a torch.Tensor")
+    # b and s differ between trajectories, nothing else.
     same_kind = value.dim() == first.dim() and value.dtype == first.dtype
     if value.dim() == 0 or not same_kind:
         raise BatchError(
@@ -182,6 +183,7 @@ def validate_batch(batch: Batch) -> None:
                 f"batch[{key!r}] is a {type(tensor).__name__}; expected a torch.Tensor"
             )
 
+    # Tokens come first, because all other shapes are compared with theirs.
     input_ids = batch["input_ids"]
     shape = input_ids.shape
     if input_ids.dim() != 2:
@@ -200,6 +202,7 @@ def validate_batch(batch: Batch) -> None:
             f"batch['attention_mask'] has shape {list(mask.shape)}, input_ids {list(shape)}"
         )
     for key, tensor in tensors.items():
+        # More dimensions may follow those of a token.
         is_per_sequence = tensor.shape == shape[:1]
         is_per_token = tensor.shape[:2] == shape
         if not is_per_sequence and not is_per_token:
@@ -271,6 +274,7 @@ def refuse_unknown_tokens(
     if not bool(is_unknown.any()):
         return
     places = is_unknown.nonzero().tolist()
+    # The first one is named.
     row, position = places[0]
     raise BatchError(
         f"token {position} of row {row} of the batch has id {int(ids[row, position])} "
@@ -294,6 +298,7 @@ def sequence_lengths(batch: Batch) -> list[int]:
 
 def select_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     """Select rows of a padded batch, cut to the longest selected row."""
+    # Padding beyond the longest selected row is left out.
     index = torch.tensor(rows, dtype=torch.int64, device=batch["input_ids"].device)
     lengths = batch["attention_mask"][index].bool().sum(dim=1)
     longest = max(int(lengths.max()), 1)

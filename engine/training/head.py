@@ -80,6 +80,7 @@ def scoring(
 
     def forward(hidden: Tensor) -> Tensor:
         rows = hidden[0, : len(targets)] if packed else hidden[places]
+        # The whole weight, or with tensor parallelism the words of this rank.
         weight, bias, first_word, group = words_of(head)
         scores = score_tokens(
             rows,
@@ -126,6 +127,7 @@ def find_scoring_head(
     head = _linear_head(model)
     problem: str | None = "its head is no plain linear layer"
     if head is not None:
+        # A few layers show as much as all, if the model can be built with them.
         for config in (with_few_layers(model.config), model.config):
             problem = _difference(model, config, device, group)
             if problem is None:
@@ -181,6 +183,7 @@ def _difference(
 
 
 def _one_sequence(ids: Tensor, device: torch.device) -> MicroBatch:
+    # A micro-batch of one sequence.
     n_tokens = len(ids)
     data = {
         "input_ids": ids,

@@ -180,7 +180,7 @@ def _score(logits: Tensor, targets: Tensor, rules: _Rules) -> Tensor:
     if rules.compiled and min(logits.shape) > 1:
         return compiled_(_score_rows)(logits, targets, rules.temperature)
     scores = []
-    for rows in _chunks(*logits.shape, PASS_ELEMENTS):
+    for rows in _chunks(len(logits), logits.shape[1], PASS_ELEMENTS):
         scores.append(_score_rows(logits[rows], targets[rows], rules.temperature))
     return torch.cat(scores, dim=1)
 
@@ -286,6 +286,7 @@ class _Factors(NamedTuple):
             return cls(of_p, grad_entropy, None)
 
         p = target_log_p.exp()
+        # d log p / dz is 1 - p at the target.
         at_target = grad_logprobs + of_p * p
         if grad_entropy is not None:
             at_target = at_target + grad_entropy * entr(p)
@@ -315,7 +316,7 @@ def _grad_logits(
     if rules.compiled and min(logits.shape) > 1:
         compiled_(_write_grad)(logits, temperature, total, factors.of_p, factors.of_p_log_p, out)
     else:
-        for rows in _chunks(*logits.shape, PASS_ELEMENTS):
+        for rows in _chunks(len(logits), n_words, PASS_ELEMENTS):
             own = factors.at(rows)
             _write_grad(
                 logits[rows],
@@ -375,6 +376,7 @@ class _OfLogits(torch.autograd.Function):
         ctx.elements = chunk_elements(n_words, rules.chunk_size)
         for rows in _chunks(n_tokens, n_words, ctx.elements):
             scores[:, rows] = _score(logits[rows], targets[rows], rules)
+        # Logits are saved as they are given, without a copy.
         ctx.save_for_backward(logits, targets, scores)
         ctx.set_materialize_grads(False)
         return scores[0].clone(), scores[1].clone()
@@ -389,7 +391,7 @@ class _OfLogits(torch.autograd.Function):
         logits, targets, scores = ctx.saved_tensors
         factors = _Factors.of(scores, grad_logprobs, grad_entropy, ctx.rules)
         grad_logits = torch.empty_like(logits)
-        for rows in _chunks(*logits.shape, ctx.elements):
+        for rows in _chunks(len(logits), logits.shape[1], ctx.elements):
             _grad_logits(
                 logits[rows],
                 targets[rows],
@@ -444,6 +446,7 @@ class _OfHead(torch.autograd.Function):
         ctx.group = group
 
         # Scores over the words of this rank, for some tokens at a time.
+        # Targets that another rank has are any word here, and left out of the sum.
         own_targets = targets.clamp(0, n_words - 1)
         for rows in _chunks(n_tokens, n_words, ctx.elements):
             logits = linear(hidden[rows], weight, bias)
@@ -465,6 +468,7 @@ class _OfHead(torch.autograd.Function):
         hidden, weight, bias, targets, scores = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         factors = _Factors.of(scores, grad_logprobs, grad_entropy, ctx.rules)
+        # A sum over all chunks, so it is in float32.
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
@@ -489,6 +493,7 @@ class _OfHead(torch.autograd.Function):
                 grad_hidden += grad @ weight[words]
             del logits, grad  # before the next ones are made
         if grad_hidden is not None:
+            # Each rank has the part of its words.
             if ctx.group is not None:
                 dist.all_reduce(grad_hidden, group=ctx.group)
             grad_hidden = grad_hidden.to(hidden.dtype)

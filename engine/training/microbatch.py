@@ -135,6 +135,7 @@ def split_and_weigh(
     """
     cutter = _Cutter(batch, spec, loss_weight_fn, rules)
     weighed = _cut_together(cutter, group)
+    # All ranks know the total, so that all raise.
     if not weighed.total > 0:
         raise BatchError(
             f"no token of the batch counts: the loss weights of all ranks add up to {weighed.total}"
@@ -293,6 +294,7 @@ class _Cutter:
 
         micro_batches = [packed.micro_batch for packed in self._packed]
         weights = [packed.weight for packed in self._packed]
+        # Every forward is a collective, so this rank takes part without a loss.
         n_dummies = n_mbs - len(micro_batches)
         micro_batches += [micro_batches[0].first_token()] * n_dummies
         weights += [0.0] * n_dummies
@@ -380,6 +382,7 @@ def unpack(
             )
         if mb.is_dummy:
             continue
+        # The place of each token in the batch.
         rows = expand_to_tokens(mb.indices, mb.cu_seqlens).to(output.device)
         positions = mb.position_ids.to(output.device)
         result[rows, positions] = output

@@ -64,6 +64,7 @@ def build_on_meta(config: TrainEngineConfig) -> PreTrainedModel:
             no such head or attention for the architecture. Or see `fix_frequencies`,
             `checkpoint_activations` and `Vision`.
     """
+    # Nothing of this needs memory: the model is on meta.
     model = _construct(config, torch.float32)
     if config.train_vision:
         Vision(model)  # raises if its images are not understood
@@ -225,6 +226,7 @@ def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
     def is_kept(name: str) -> bool:
         return any(pattern.search(name) for pattern in patterns)
 
+    # Parameters are cast by FSDP, whatever transformers keeps.
     strict = [name for name, _ in reference.named_parameters() if is_kept(name)]
     if strict:
         logger.warning(
@@ -245,6 +247,7 @@ def cast_buffers(model: PreTrainedModel, config: TrainEngineConfig) -> None:
             other = given[name]
             if buffer is None or other is None or other.dtype == buffer.dtype:
                 continue
+            # Buffers that no checkpoint has may change for good.
             if not is_persistent(module, name):
                 buffers_of(module)[name] = buffer.to(other.dtype)
             elif not is_kept(f"{prefix}.{name}"):
@@ -317,6 +320,7 @@ def untrained_by_text(model: PreTrainedModel) -> list[str]:
 
     Everything next to the language model in a multimodal body is taken to be for other inputs.
     """
+    # Models whose config is the text part of the whole config.
     text = model.config.get_text_config(decoder=True)
     named = dict(model.named_modules())
     language_models = []

@@ -224,6 +224,7 @@ class _Trial:
         return self._passes_with(copy.deepcopy(self.model.config), small)
 
     def _passes_with(self, config: PretrainedConfig, small: Collection[str]) -> bool:
+        # Short enough to show in a row of a few tokens.
         for key in small:
             if key in length_boundaries(config):
                 move_boundary(config, key, _WINDOW_TOKENS)
@@ -278,6 +279,7 @@ class _Trial:
         for name in ("input_ids", "position_ids"):
             own[name] = own_part(row[name], self.sequence, 1)
         with _row_of(*lengths, device=self.device, group=self.sequence):
+            # This rank's part of the row. The attention exchanges it.
             own_logits = _logits(twin, own)
             logits = gather_parts(own_logits, self.sequence).split(lengths)
 
@@ -327,6 +329,7 @@ def _probe_rows(
         return pack_rows(batch, rows, lengths, vision=vision, pixels=pixels).to(device)
 
     numbers = range(len(lengths))
+    # All sequences in one row, then each in a row of its own.
     packed = pack(numbers)
     row = {
         "input_ids": packed.data["input_ids"][None],

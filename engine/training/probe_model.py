@@ -154,6 +154,7 @@ def _build(
     with torch.device("meta"):
         twin = build_from_config(cls, copy.deepcopy(config), dtype).eval()
         skeleton = build_from_config(cls, copy.deepcopy(config), dtype).eval()
+    # Frequencies and cuts as in the model.
     for each in (twin, skeleton):
         fix_frequencies(each, None)
     if tensor_mesh is not None:
@@ -168,6 +169,7 @@ def _build(
     for module in reversed(list(twin.modules())):
         if type(module).__name__ in sharded:
             fully_shard(module, mesh=mesh)
+    # Buffers that the skeleton cannot fill.
     for name in give_memory(twin, skeleton, device):
         twin.get_buffer(name).fill_(1)
     _draw_weights(twin, config, dtype, device, tensor_mesh, mesh)
@@ -192,6 +194,7 @@ def _draw_weights(
     mesh: DeviceMesh | None,
 ) -> None:
     """Draw weights, the same ones on ranks that have the same shard."""
+    # The shard is the last dimension of the mesh. Replicas have equal weights.
     shard = get_rank() if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
     seed = 1 + shard
     whole = torch.Generator(device).manual_seed(seed)
@@ -204,10 +207,12 @@ def _draw_weights(
     for param in twin.parameters():
         local = _local(param)
         own = part if is_cut(param, tensor_mesh) else whole
+        # Norms and biases are near 1, so that none of them hides anything.
         if param.dim() < 2:
             local.normal_(1.0, 0.1, generator=own)
             continue
         std = param.shape[-1] ** -0.5
+        # Matrices keep the size of what they are multiplied with.
         if param.dim() == 2 or param.shape[0] not in n_experts:
             local.normal_(0.0, std, generator=own)
             continue

@@ -54,9 +54,9 @@ def build_value_model(
     """
     cls: Any = value_model_class(config, factory)
     # The class may be for the text part of a multimodal config.
-    if cls.config_class is not type(config):
-        if cls.config_class is config.sub_configs.get("text_config"):
-            config = config.get_text_config()
+    text_class = config.sub_configs.get("text_config")
+    if cls.config_class is text_class and text_class is not type(config):
+        config = config.get_text_config()
     return build_from_config(cls, config, dtype, **options)
 
 

@@ -71,6 +71,7 @@ class Vision:
         self._text = config.get_text_config(decoder=True)
         self._has_grid = hasattr(body, "get_rope_index")
 
+        # The model must be of one of the two families.
         vision = getattr(config, "vision_config", None)
         token = getattr(config, "image_token_id", None)
         n_tokens = 1 if self._has_grid else _tokens_of_fixed(config)
@@ -94,6 +95,7 @@ class Vision:
         else:
             self._shape = (channels, *_sides(vision.image_size))
 
+        # The argument that tells the model which tokens are an image's.
         known = inspect.signature(body.forward).parameters
         self._type_argument = next((name for name in _TYPE_ARGUMENTS if name in known), None)
 
@@ -168,6 +170,7 @@ class Vision:
         most: int | None,
     ) -> None:
         sizes = self._tokens_of_images(row, pixels)
+        # The processor has put the tokens of images into the prompt.
         n_tokens = int(types.sum())
         if sum(sizes) != n_tokens:
             missing = f"; batch[{IMAGES!r}][{row}] has no pixels" if not pixels else ""

@@ -309,9 +309,8 @@ def test_a_token_that_no_embedding_has_is_named(dtype: torch.dtype) -> None:
 
 def test_trajectories_with_images_and_without_tokens_are_refused_in_words() -> None:
     with pytest.raises(BatchError, match="no 'input_ids'"):
-        validate_batch(
-            join_trajectories([{**changed(input_ids=None), "multi_modal_input": [{}, {}]}])
-        )  # type: ignore[dict-item]
+        without_tokens: Any = {**changed(input_ids=None), "multi_modal_input": [{}, {}]}
+        validate_batch(join_trajectories([without_tokens]))
 
 
 def _split_on_ranks(rank: int, world_size: int) -> dict[str, object]:
