@@ -259,7 +259,7 @@ class PPOActor:
         return {"reward": reward, **of_kl_ctl, **of_tokens, **result}
 
     def _share_of(self, batch: Batch) -> Batch:
-        # Only what the loss needs travels through the cuts.
+        # The entries that the model and the loss read.
         needed = (*INPUTS, "advantages", "ref_logp")
         share = {key: batch[key] for key in needed if key in batch}
         share["loss_mask"] = loss_mask_of(batch)
@@ -507,7 +507,7 @@ class PPOActor:
             hint = "prox_logp_method needs the version that sampled each token, as rollouts give it"
             require_per_token(batch, "versions", mask, hint)
 
-        # Those of the reference policy.
+        # Log-probabilities of the reference policy.
         if config.kl_loss_coef or config.kl_target is not None or "ref_logp" in batch:
             hint = (
                 "with kl_loss_coef or kl_target, the reference policy's compute_logp must give it"

@@ -122,6 +122,7 @@ def _sums(
     """Sums of each unit, [units], over all ranks if the whole batch is one unit."""
     if level == "group":
         return list(sums)
+    # One number each: the batch is one unit.
     own = {str(i): value.item() for i, value in enumerate(sums)}
     totals = []
     reduced = sum_over_ranks(own)

@@ -78,7 +78,7 @@ class PPOCritic:
             )
             require_per_token(batch, "returns", mask, hint)
 
-        # Only what the loss needs travels through the cuts.
+        # The entries that the model and the loss read.
         needed = (*INPUTS, "values", "returns")
         share = {key: batch[key] for key in needed if key in batch}
         share["loss_mask"] = mask

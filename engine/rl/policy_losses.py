@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ..api import Batch, TrainEngine
-from .advantages import SumOverRanks
 from .config import PPOActorConfig
 from .losses import MAX_LOG_RATIO, Stats, by_sequence, masked
 
@@ -236,7 +235,7 @@ def picked_tokens(
         mask,
         torch.tensor([0, mask.numel()]),
     )
-    covariances, n_tokens = _covariances(inputs, engine.all_reduce_stats)
+    covariances, n_tokens = _covariances(inputs, engine)
 
     # k of the candidates of all ranks are chosen.
     if config.policy_loss == "kl_cov":
@@ -250,7 +249,7 @@ def picked_tokens(
         is_above = covariances > config.clip_cov_lb
         is_below = covariances < config.clip_cov_ub
         candidates = inputs.mask & (is_above & is_below) & ~is_clipped
-        seed = _seed(batch, engine.all_reduce_stats)
+        seed = _seed(batch, engine)
         n_candidates = int(candidates.sum())
         chosen = _drawn(n_candidates, max(k, 1), seed, engine)
 
@@ -261,15 +260,12 @@ def picked_tokens(
     return picked.view_as(logprobs)
 
 
-def _covariances(
-    inputs: PolicyInputs,
-    sum_over_ranks: SumOverRanks,
-) -> tuple[Tensor, int]:
+def _covariances(inputs: PolicyInputs, engine: TrainEngine) -> tuple[Tensor, int]:
     """``[T]`` float32, meaningless outside the mask, and the number of loss tokens of all ranks."""
     # Both are 0 outside the mask.
     advantages = inputs.advantages.double()
     logprobs = inputs.logprobs.double()
-    sums = sum_over_ranks(
+    sums = engine.all_reduce_stats(
         {
             "A": advantages.sum().item(),
             "log p": logprobs.sum().item(),
@@ -353,7 +349,7 @@ def _before(count: int, engine: TrainEngine) -> tuple[int, int]:
     return int(before), int(total)
 
 
-def _seed(batch: Batch, sum_over_ranks: SumOverRanks) -> int:
+def _seed(batch: Batch, engine: TrainEngine) -> int:
     # A sum over tokens with a factor for each position. An overflow keeps the lower 32 bits.
     tokens = batch["input_ids"].long() + 1
     tokens = tokens * batch["attention_mask"].long()
@@ -361,5 +357,5 @@ def _seed(batch: Batch, sum_over_ranks: SumOverRanks) -> int:
     positions = torch.arange(1, n_columns + 1, device=tokens.device)
     factors = positions * 0x9E3779B1 % (1 << 31)
     own = int((tokens * factors).sum()) % (1 << 32)
-    total = sum_over_ranks({"seed": float(own)})["seed"]
-    return int(total) % (1 << 32)
+    stats = engine.all_reduce_stats({"seed": float(own)})
+    return int(stats["seed"]) % (1 << 32)

@@ -16,7 +16,7 @@ from .batch import ROPE_POSITIONS, TOKEN_TYPES, join_pixels
 
 
 class TakesImages(Protocol):
-    """What a micro-batch needs of `vision.Vision`."""
+    """The part of `vision.Vision` that a micro-batch needs."""
 
     image_tokens: int
 
@@ -264,7 +264,7 @@ def pack_rows(
         is_per_token = tensor.dim() >= 2
         data[key] = tensor[token_rows, position_ids] if is_per_token else tensor[indices]
 
-    # Nothing predicts the first token of a sequence.
+    # The first token of a sequence is not predicted.
     loss_mask = data.get("loss_mask", data["attention_mask"])
     is_first = position_ids == 0
     data["loss_mask"] = loss_mask.masked_fill(is_first, 0)

@@ -151,6 +151,7 @@ def _build(
     tensor_mesh: DeviceMesh | None,
 ) -> PreTrainedModel:
     cls = unsharded_class(model)
+    # On meta, and an unsharded one, whose code computes the buffers.
     with torch.device("meta"):
         twin = build_from_config(cls, copy.deepcopy(config), dtype).eval()
         skeleton = build_from_config(cls, copy.deepcopy(config), dtype).eval()
@@ -169,7 +170,7 @@ def _build(
     for module in reversed(list(twin.modules())):
         if type(module).__name__ in sharded:
             fully_shard(module, mesh=mesh)
-    # Buffers that the skeleton cannot fill.
+    # Buffers that only a checkpoint can fill.
     for name in give_memory(twin, skeleton, device):
         twin.get_buffer(name).fill_(1)
     _draw_weights(twin, config, dtype, device, tensor_mesh, mesh)
@@ -177,8 +178,9 @@ def _build(
 
 
 def _numbers_of_experts(config: PretrainedConfig) -> set[int]:
+    text = config.get_text_config(decoder=True)
     numbers = set()
-    for key, value in vars(config.get_text_config(decoder=True)).items():
+    for key, value in vars(text).items():
         if "expert" in key:
             counts = value if isinstance(value, list | tuple) else [value]
             numbers |= {count for count in counts if type(count) is int}
@@ -217,7 +219,8 @@ def _draw_weights(
             local.normal_(0.0, std, generator=own)
             continue
         # Equal experts: rounding may change the choice of a router, but not its result.
-        one = torch.empty(param.shape[1:], dtype=dtype, device=device)
+        shape = param.shape[1:]
+        one = torch.empty(shape, dtype=dtype, device=device)
         one.normal_(0.0, std, generator=common)
         local.copy_(one.expand(local.shape))
 
