@@ -174,9 +174,8 @@ class FSDPEngine(Offloadable):
             folder,
             base_of(self.config, folder, groups.control),
         )
-        state = self.dcp_state(
-            self.optimizer is not None
-        )  # records the bits of frozen weights, before they change
+        state = self.dcp_state(self.optimizer is not None)
+        state.record_frozen_base()
         self._offload = Offload(state, groups.device, groups.control, self.config.parts_on_host)
         what, seconds = (
             describe_parameters(model, self.config.train_vision),

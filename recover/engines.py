@@ -150,7 +150,7 @@ class HostEngine:
         """
         group = self.control_group
         optimizer, scheduler = (self.optimizer, self.lr_scheduler) if with_optim else (None, None)
-        return DCPState(
+        state = DCPState(
             self.model,
             optimizer,
             scheduler,
@@ -158,6 +158,8 @@ class HostEngine:
             group=group,
             ranks_with_same_data=self.ranks_with_same_data,
         )
+        state.record_frozen_base()
+        return state
 
 
 def as_engine(thing: Any) -> Any:

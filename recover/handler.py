@@ -252,7 +252,13 @@ class RecoverHandler:
         self._folder.note_start(resumed, ranks.world_size, time.monotonic() - started)
         self._snapshots.resumed_from = self._resume.resumed_from
 
-        # Allocate the buffers of snapshots and exports now: later there may be no memory for them.
+        self._prepare_saves(ranks, resumed)
+        self._position = position
+        self._triggers.step_begins()
+        return None if resumed is None else resumed.info
+
+    def _prepare_saves(self, ranks: Ranks, resumed: Choice | None) -> None:
+        """Allocate what snapshots and exports need, so that they find it later."""
         ranks.open_sessions(
             RankSession.open,
             self.config.save_timeout_s if self.config.async_save else None,
@@ -261,10 +267,6 @@ class RecoverHandler:
         )
         if self._exports.request is not None:
             self._resume_exports(ranks, resumed)
-
-        self._position = position
-        self._triggers.step_begins()
-        return None if resumed is None else resumed.info
 
     def _give_up_newer(self, resumed: Choice) -> None:
         self._resume.go_back(resumed, self._folder.mirror)

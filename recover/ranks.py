@@ -108,6 +108,10 @@ class LocalRanks:
         if session is not None:
             session.close()
 
+    def apart(self) -> "LocalRanks":
+        """Return the same ranks with sessions of another kind."""
+        return LocalRanks(self._target, self._group)
+
     def in_background(self) -> "LocalRanks":
         """Return the same ranks for another thread. They use the background group of their
         sessions.
@@ -189,6 +193,10 @@ class DrivenRanks:
             self.run_all(_close_session, self._session.key)
         except WorkerLost as loss:
             logger.warning("%s, after the last snapshot", loss)
+
+    def apart(self) -> "DrivenRanks":
+        """Return the same ranks with sessions of another kind."""
+        return DrivenRanks(self._group, SessionRef())
 
     def in_background(self) -> "DrivenRanks":
         """Return the same ranks for another thread."""

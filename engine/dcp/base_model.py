@@ -14,8 +14,7 @@ a sum over every bit (see `fingerprint`). Older folders have only the sample.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,10 @@ from ...utils.distributed import gather_objects, get_rank, get_world_size
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError
 from ...utils.logging import get_logger
 from ...utils.plain_values import pack_json, unpack_json
+from ..memory.per_model import PerModel
 from ..memory.tensors import counts_here, local_box, local_tensor, ranks_of
 from .fingerprint import bit_sum, sample_state
-from .format import PathLike
+from .format import PathLike, Tensors
 
 logger = get_logger(__name__)
 
@@ -58,8 +58,11 @@ class BaseFolder:
     @classmethod
     def of(cls, model: nn.Module) -> "BaseFolder":
         """The folder that a transformers model, or a PeftModel around one, names as its source."""
-        path = getattr(getattr(model, "config", None), "name_or_path", None)
-        return cls(path if isinstance(path, str) and path else None)
+        config = getattr(model, "config", None)
+        path = getattr(config, "name_or_path", None)
+        if isinstance(path, str) and path:
+            return cls(path)
+        return cls()
 
 
 class FrozenBase:
@@ -71,22 +74,13 @@ class FrozenBase:
             leave out.
     """
 
-    _of_models: ClassVar[WeakKeyDictionary[nn.Module, "FrozenBase"]] = WeakKeyDictionary()
-
-    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, named: Tensors) -> None:
         self.sums = sums_of(named)
 
-    @classmethod
-    def of(cls, model: nn.Module, named: Mapping[str, torch.Tensor]) -> "FrozenBase":
-        """The base of ``model``. Every call returns the object of the first call, whose parameters
-        count.
-        """
-        if model not in cls._of_models:
-            cls._of_models[model] = cls(named)
-        return cls._of_models[model]
-
     def drop_changed(
-        self, frozen: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+        self,
+        frozen: Tensors,
+        group: dist.ProcessGroup | None,
     ) -> None:
         """Forget parameters that have changed on any rank or are no longer ``frozen``, so that
         checkpoints hold them.
@@ -94,33 +88,47 @@ class FrozenBase:
         All ranks of the model call it. Cost: one pass over this rank's part of the base, and one
         small exchange.
         """
-        now = sums_of({name: frozen[name] for name in frozen.keys() & self.sums.keys()})
-        own = sorted(frozen.keys() - {name for name in now if now[name] == self.sums[name]})
-        stored = {name for names in gather_objects(own, group) for name in names}
+        # Parameters that this rank has to store: its part has changed, or was never noted.
+        watched = {name: tensor for name, tensor in frozen.items() if name in self.sums}
+        now = sums_of(watched)
+        unchanged = {name for name, bits in now.items() if bits == self.sums[name]}
+        own = sorted(frozen.keys() - unchanged)
+
+        # All ranks store a parameter that one rank has to store.
+        stored = set[str]().union(*gather_objects(own, group))
         changed = sorted(self.sums.keys() & stored)
-        self.sums = {
-            name: bits for name, bits in self.sums.items() if name in frozen and name not in stored
-        }
+        left_out = frozen.keys() - stored
+        self.sums = {name: bits for name, bits in self.sums.items() if name in left_out}
         if changed and get_rank(group) == 0:
             logger.warning(
-                "%s (%d such) is frozen, but not what it was at the start of this job: checkpoints hold it from now on",
-                changed[0], len(changed),
-            )  # fmt: skip
+                "%s (%d such) is frozen, but not what it was at the start of this job: "
+                "checkpoints hold it from now on",
+                changed[0],
+                len(changed),
+            )
 
 
-def sums_of(named: Mapping[str, torch.Tensor]) -> dict[str, int]:
+frozen_bases = PerModel[FrozenBase](
+    "frozen_base",
+    "Bits of the frozen parameters at the start of a job. Set by `DCPState.record_frozen_base`, "
+    "before anything changes them. Ends with the model.",
+)
+
+
+def sums_of(named: Tensors) -> dict[str, int]:
     """Name -> this rank's share of the `bit_sum` of a parameter. Only the first rank that holds a
     part counts it.
     """
-    counted = {name: tensor for name, tensor in named.items() if counts_here(tensor)}
-    sums = {
-        n: bit_sum(f"model.{n}", local_tensor(t), local_box(t).offsets) for n, t in counted.items()
-    }
-    return dict.fromkeys(named, 0) | sums
+    sums = dict.fromkeys(named, 0)
+    for name, tensor in named.items():
+        if counts_here(tensor):
+            offsets = local_box(tensor).offsets
+            sums[name] = bit_sum(f"model.{name}", local_tensor(tensor), offsets)
+    return sums
 
 
 def describe_base(
-    frozen: Mapping[str, torch.Tensor],
+    frozen: Tensors,
     folder: BaseFolder,
     adapters: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
@@ -130,40 +138,54 @@ def describe_base(
     ``adapters`` is the result of `describe_adapters` for the adapters trained on them, for tools
     without the model.
     """
-    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in frozen.values())
-    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in frozen.values())
-    counts = {"tensors": len(frozen), "bytes": n_bytes, "dtypes": dict(sorted(dtypes.items()))}
-    counts["ranks"] = get_world_size()
-    if cuts := _cuts_of(frozen):
-        counts["cuts"] = cuts
-    return pack_json(
-        {**counts, "path": folder.path, "index": folder.index, "adapters": adapters}, BASE
-    )
+    n_bytes = 0
+    dtypes = Counter[str]()
+    for tensor in frozen.values():
+        n_bytes += tensor.numel() * tensor.element_size()
+        dtypes[str(tensor.dtype).removeprefix("torch.")] += 1
+    described: dict[str, Any] = {
+        "tensors": len(frozen),
+        "bytes": n_bytes,
+        "dtypes": dict(sorted(dtypes.items())),
+        "ranks": get_world_size(),
+    }
+
+    # Told only if it is not the usual one.
+    cuts = _cuts_of(frozen)
+    if cuts:
+        described["cuts"] = cuts
+
+    described["path"] = folder.path
+    described["index"] = folder.index
+    described["adapters"] = adapters
+    return pack_json(described, BASE)
 
 
 def sample_base(
-    frozen: Mapping[str, torch.Tensor], sums: Mapping[str, int] | None = None
+    frozen: Tensors,
+    sums: Mapping[str, int] | None = None,
 ) -> torch.Tensor:
     """This rank's share of the fingerprint of frozen parameters (see `pack_share`). ``sums`` if
     they are known.
     """
-    sums = sums_of(frozen) if sums is None else sums
-    sample = int(
-        sample_state({f"model.{name}": tensor for name, tensor in frozen.items()})["model"]
-    )
-    return pack_share(sample, sum(sums[name] for name in frozen))
+    if sums is None:
+        sums = sums_of(frozen)
+    sampled = sample_state({f"model.{name}": tensor for name, tensor in frozen.items()})
+    total = sum(sums[name] for name in frozen)
+    return pack_share(int(sampled["model"]), total)
 
 
 def pack_share(*numbers: int) -> torch.Tensor:
-    """The sample and the sum over every bit of a rank's parameters: ``[16]`` uint8, little-endian."""
-    packed = b"".join((number % _MODULUS).to_bytes(_HALF, "little") for number in numbers)
+    """Pack sample and sum over every bit of a rank's parameters: ``[16]`` uint8, little-endian."""
+    halves = [(number % _MODULUS).to_bytes(_HALF, "little") for number in numbers]
+    packed = b"".join(halves)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def check_base(
     path: PathLike,
-    saved: Mapping[str, torch.Tensor],
-    frozen: Mapping[str, torch.Tensor],
+    saved: Tensors,
+    frozen: Tensors,
     own: torch.Tensor,
     folder: BaseFolder,
     group: dist.ProcessGroup | None,
@@ -180,13 +202,14 @@ def check_base(
     Raises:
         CheckpointMismatchError: the parameters differ. Raised on every rank.
     """
+    # One share of each rank that saved, and one of each rank that loads.
     shares = [tensor for name, tensor in saved.items() if name.startswith(f"{BASE_SAMPLE}.")]
     _compare(path, saved[BASE], shares, frozen, folder, gather_objects(own, group))
 
 
 def check_own_base(
-    saved: Mapping[str, torch.Tensor],
-    frozen: Mapping[str, torch.Tensor],
+    saved: Tensors,
+    frozen: Tensors,
     folder: BaseFolder,
     own: str,
 ) -> None:
@@ -195,33 +218,48 @@ def check_own_base(
     """
     if BASE not in saved or own not in saved:
         return
+
+    # Another cut gives a rank other parts, which have another fingerprint.
     there = unpack_json(saved[BASE], BASE)
-    if (there.get("ranks"), there.get("cuts", [])) == (get_world_size(), _cuts_of(frozen)):
-        _compare("the state", saved[BASE], [saved[own]], frozen, folder, [sample_base(frozen)])
+    same_ranks = there.get("ranks") == get_world_size()
+    if same_ranks and there.get("cuts", []) == _cuts_of(frozen):
+        shares_here = [sample_base(frozen)]
+        _compare("the state", saved[BASE], [saved[own]], frozen, folder, shares_here)
 
 
 def _compare(
     path: PathLike,
     base: torch.Tensor,
     shares: Sequence[torch.Tensor],
-    frozen: Mapping[str, torch.Tensor],
+    frozen: Tensors,
     folder: BaseFolder,
     own: Sequence[torch.Tensor],
 ) -> None:
     there: Any = unpack_json(base, BASE)
     here: Any = unpack_json(describe_base(frozen, folder), BASE)
-    if not isinstance(there, dict) or not here.keys() - {"adapters", "cuts"} <= there.keys():
+
+    # The checkpoint may come from an older version, or be damaged.
+    required = here.keys() - {"adapters", "cuts"}
+    if not isinstance(there, dict) or not required <= there.keys():
         raise CheckpointCorruptError(f"{path}: {BASE!r} does not describe frozen parameters")
-    if (sizes := {len(share) for share in shares}) not in ({_HALF}, {2 * _HALF}):
+    sizes = {len(share) for share in shares}
+    if sizes not in ({_HALF}, {2 * _HALF}):
         raise CheckpointCorruptError(
             f"{path}: {BASE_SAMPLE!r} of a rank has {sorted(sizes)} bytes; expected {2 * _HALF}, "
             f"or {_HALF} on all"
         )
-    fingerprints = base_fingerprint(shares), base_fingerprint(own)
-    if same_base(*fingerprints):
+
+    saved_bits = base_fingerprint(shares)
+    own_bits = base_fingerprint(own)
+    if same_base(saved_bits, own_bits):
         return
-    if (there["tensors"], there["bytes"]) != (here["tensors"], here["bytes"]):
-        advice = "It left out other parameters, or keeps them in another dtype; freeze and load them as that run did"
+
+    # Counts that differ are a more likely reason than another folder.
+    if there["tensors"] != here["tensors"] or there["bytes"] != here["bytes"]:
+        advice = (
+            "It left out other parameters, or keeps them in another dtype; freeze and load them as "
+            "that run did"
+        )
     elif there["index"] != here["index"]:
         advice = "The files of the folders differ, too; start from the base that the run began with"
     else:
@@ -230,30 +268,42 @@ def _compare(
         )
     raise CheckpointMismatchError(
         f"{path} holds what was trained on another base model: its "
-        f"{_told(there, fingerprints[0])}, those here {_told(here, fingerprints[1])}. {advice}"
+        f"{_told(there, saved_bits)}, those here {_told(here, own_bits)}. {advice}"
     )
 
 
-def _cuts_of(frozen: Mapping[str, torch.Tensor]) -> list[str]:
+def _cuts_of(frozen: Tensors) -> list[str]:
     """Meshes and placements of parameters that are not simply cut by rows over all ranks."""
-    sharded = [tensor for tensor in frozen.values() if isinstance(tensor, DTensor)]
-    cuts = {f"{list(ranks_of(tensor.device_mesh).shape)} {tensor.placements}" for tensor in sharded}
-    return sorted(cuts - {f"{[1, get_world_size()]} {(Shard(0),)}"})
+    cuts = set()
+    for tensor in frozen.values():
+        if isinstance(tensor, DTensor):
+            mesh_shape = list(ranks_of(tensor.device_mesh).shape)
+            cuts.add(f"{mesh_shape} {tensor.placements}")
+    usual = f"{[1, get_world_size()]} {(Shard(0),)}"
+    return sorted(cuts - {usual})
 
 
 def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:
     """The fingerprint of frozen parameters, from every rank's `sample_base`: 32 hex digits, 16 for
     an older folder.
     """
-    data = [bytes(share.tolist()) for share in shares]
-    numbers = [
-        [int.from_bytes(share[at : at + _HALF], "little") for at in range(0, len(share), _HALF)]
-        for share in data
-    ]
-    return "".join(f"{sum(halves) % _MODULUS:016x}" for halves in zip(*numbers, strict=False))
+    numbers = []
+    for share in shares:
+        data = bytes(share.tolist())
+        halves = [data[at : at + _HALF] for at in range(0, len(data), _HALF)]
+        numbers.append([int.from_bytes(half, "little") for half in halves])
+
+    # Each half is added up over the ranks. Older folders have only the first.
+    digits = ""
+    for of_ranks in zip(*numbers, strict=False):
+        digits += f"{sum(of_ranks) % _MODULUS:016x}"
+    return digits
 
 
-def same_base(saved: str, here: str) -> bool:
+def same_base(
+    saved: str,
+    here: str,
+) -> bool:
     """Whether two `base_fingerprint`s agree in the digits that both have. An empty one agrees with
     nothing.
     """
@@ -261,7 +311,12 @@ def same_base(saved: str, here: str) -> bool:
     return known > 0 and saved[:known] == here[:known]
 
 
-def _told(base: Mapping[str, Any], fingerprint: str) -> str:
-    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in base["dtypes"].items()) or "none"
-    source = f" of {base['path']}" if base["path"] else ""
-    return f"frozen parameters{source} ({dtypes}) have the fingerprint {fingerprint}"
+def _told(
+    base: Mapping[str, Any],
+    fingerprint: str,
+) -> str:
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in base["dtypes"].items())
+    source = ""
+    if base["path"]:
+        source = f" of {base['path']}"
+    return f"frozen parameters{source} ({dtypes or 'none'}) have the fingerprint {fingerprint}"

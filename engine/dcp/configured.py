@@ -24,34 +24,38 @@ from ...utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-_PROGRESS = {"last_epoch", "base_lrs", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
+_PROGRESS = {
+    "last_epoch",
+    "base_lrs",
+    "T_cur",
+    "T_i",
+    "best",
+    "num_bad_epochs",
+    "cooldown_counter",
+}
 """Public attributes of torch's schedules that are no settings, and the rates, which are compared by
 group.
 """
 _HYPERPARAMETERS = (
-    *(
-        "lr",
-        "initial_lr",
-        "weight_decay",
-        "betas",
-        "eps",
-        "momentum",
-        "dampening",
-        "nesterov",
-        "amsgrad",
-        "alpha",
-    ),
-    *(
-        "rho",
-        "lambd",
-        "t0",
-        "lr_decay",
-        "centered",
-        "max_lr",
-        "min_lr",
-        "max_momentum",
-        "base_momentum",
-    ),
+    "lr",
+    "initial_lr",
+    "weight_decay",
+    "betas",
+    "eps",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "amsgrad",
+    "alpha",
+    "rho",
+    "lambd",
+    "t0",
+    "lr_decay",
+    "centered",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
 )
 """Names in groups that are hyperparameters in every optimizer. Others may be progress:
 schedule-free AdamW counts steps there.
@@ -61,7 +65,7 @@ _CYCLED = ("beta1", "beta2", "momentum")
 
 
 class Setting(NamedTuple):
-    """A setting with two values, as text: those before and after, or those in use and configured."""
+    """A setting with two values, as text: before and after, or in use and configured."""
 
     name: str
     one: str
@@ -86,20 +90,26 @@ class Settled(NamedTuple):
 def inner_schedule(scheduler: Any) -> Any:
     """The schedule inside Accelerate's wrapper. Any other one is returned as it is."""
     inner = getattr(scheduler, "scheduler", None)
-    return scheduler if inner is None else inner
+    if inner is None:
+        return scheduler
+    return inner
 
 
-def require_own_schedule(optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
+def require_own_schedule(
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+) -> None:
     """Raise `ConfigError` if ``scheduler`` changes the rates of another optimizer. Wrappers share
     their groups.
     """
-    other = getattr(inner_schedule(scheduler), "optimizer", None)
+    schedule = inner_schedule(scheduler)
+    other = getattr(schedule, "optimizer", None)
     if optimizer is None or other is None:
         return
     own = {id(group) for group in optimizer.param_groups}
     if not any(id(group) in own for group in other.param_groups):
         raise ConfigError(
-            f"the schedule ({type(inner_schedule(scheduler)).__name__}) belongs to another "
+            f"the schedule ({type(schedule).__name__}) belongs to another "
             f"{type(other).__name__} than the optimizer that it is saved with, so it does not "
             "change the rates of that one; expected a schedule that was built with this "
             "optimizer. Build it again after the optimizer"
@@ -111,15 +121,15 @@ def describe_schedule(scheduler: Any) -> str:
     arguments of a partial.
     """
     schedule = inner_schedule(scheduler)
-    factor = schedule.lr_lambdas[0] if isinstance(schedule, LambdaLR) else None
-    if not isinstance(factor, partial):
-        return type(schedule).__name__
-    plain = {
-        name: value
-        for name, value in factor.keywords.items()
-        if isinstance(value, int | float | str)
-    }
-    return f"{factor.func.__name__}({', '.join(f'{name}={plain[name]}' for name in sorted(plain))})"
+    if isinstance(schedule, LambdaLR):
+        factor = schedule.lr_lambdas[0]
+        if isinstance(factor, partial):
+            plain = []
+            for name, value in sorted(factor.keywords.items()):
+                if isinstance(value, int | float | str):
+                    plain.append(f"{name}={value}")
+            return f"{factor.func.__name__}({', '.join(plain)})"
+    return type(schedule).__name__
 
 
 class Configured:
@@ -132,9 +142,13 @@ class Configured:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer | None, scheduler: Any, saved_schedule: bool
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+        saved_schedule: bool,
     ) -> None:
-        self._optimizer, self._schedule = optimizer, inner_schedule(scheduler)
+        self._optimizer = optimizer
+        self._schedule = inner_schedule(scheduler)
         self._saved_schedule = saved_schedule
         self._rates_are = self._find_rates()
         self._groups = list(self._read_groups())
@@ -151,21 +165,16 @@ class Configured:
         """
         if self._optimizer is None:
             return Settled([], [])
-        changed: list[Setting] = []
-        rate = str(_plain(self._optimizer.param_groups[0].get("lr")))
+        changed = []
         if self._schedule is None and self._saved_schedule:
-            changed.append(
-                Setting(
-                    "schedule", "in use", f"left out, so that the learning rate stays at {rate}"
-                )
-            )
+            rate = _plain(self._optimizer.param_groups[0].get("lr"))
+            stays = f"left out, so that the learning rate stays at {rate}"
+            changed.append(Setting("schedule", "in use", stays))
         elif self._schedule is not None and not self._saved_schedule:
-            changed.append(
-                Setting(
-                    "schedule", "none", f"{describe_schedule(self._schedule)} from its own step on"
-                )
-            )
-            changed += self._use_rates(self._schedule.get_last_lr()) if is_own else []
+            begins = f"{describe_schedule(self._schedule)} from its own step on"
+            changed.append(Setting("schedule", "none", begins))
+            if is_own:
+                changed += self._use_rates(self._schedule.get_last_lr())
         elif isinstance(self._schedule, LambdaLR):
             changed += self._follow_shape(self._schedule)
         return Settled(changed, self._kept())
@@ -173,12 +182,14 @@ class Configured:
     # Rates
 
     def _find_rates(self) -> str | None:
-        """Find where the configured rates are. None if progress cannot be told from configuration."""
+        """Find where the configured rates are. None if progress may have changed all of them."""
         if hasattr(self._schedule, "base_lrs"):
             return "base_lrs"
         if self._optimizer is None or "initial_lr" in self._optimizer.param_groups[0]:
             return "initial_lr"
-        return "lr" if self._schedule is None else None
+        if self._schedule is None:
+            return "lr"
+        return None
 
     def _follow_shape(self, schedule: LambdaLR) -> list[Setting]:
         """Compare the restored rates with those that the function of ``schedule`` has for the same
@@ -187,70 +198,87 @@ class Configured:
         factors: Sequence[Any] = schedule.lr_lambdas
         if not all(isinstance(factor, FunctionType | partial) for factor in factors):
             return []  # an object, whose attributes were restored
+
+        # Rates of the same step, as saved and as this process would have them.
         saved = [float(rate) for rate in schedule.get_last_lr()]
-        rates = [
-            float(base) * factor(schedule.last_epoch)
-            for base, factor in zip(schedule.base_lrs, factors, strict=True)
-        ]
-        if all(
-            math.isclose(one, other, rel_tol=1e-9) for one, other in zip(saved, rates, strict=True)
-        ):
+        rates = []
+        are_close = True
+        for was, base, factor in zip(saved, schedule.base_lrs, factors, strict=True):
+            rate = float(base) * factor(schedule.last_epoch)
+            rates.append(rate)
+            are_close = are_close and math.isclose(was, rate, rel_tol=1e-9)
+        if are_close:
             return []
         if all(isinstance(factor, partial) for factor in factors):
             return self._use_rates(rates)
+
         # A function of the user may depend on more than the step, so the next step keeps the saved
         # rate.
-        return [Setting("learning rate from the second step on", str(saved[0]), str(rates[0]))]
+        what = "learning rate from the second step on"
+        return [Setting(what, str(saved[0]), str(rates[0]))]
 
     def _use_rates(self, rates: Sequence[Any]) -> list[Setting]:
         assert self._optimizer is not None and self._schedule is not None
         groups = self._optimizer.param_groups
         before = [float(group["lr"]) for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(float(rate))
-            else:
-                group["lr"] = float(rate)
-        note_rates(self._schedule, [group["lr"] for group in groups])
         after = [float(rate) for rate in rates]
-        pairs = dict.fromkeys(zip(before, after, strict=True))
-        return [Setting("learning rate", str(was), str(now)) for was, now in pairs if was != now]
+        for group, rate in zip(groups, after, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        note_rates(self._schedule, [group["lr"] for group in groups])
+
+        # Several groups may have the same change.
+        changes = dict.fromkeys(zip(before, after, strict=True))
+        return [Setting("learning rate", str(was), str(now)) for was, now in changes if was != now]
 
     # Settings
 
     def _read_groups(self) -> Iterator[dict[str, Any]]:
         if self._optimizer is None:
             return
-        is_cycled = any(getattr(each, "cycle_momentum", False) for each in _each(self._schedule))
+        schedules = _each(self._schedule)
+        is_cycled = any(getattr(each, "cycle_momentum", False) for each in schedules)
         for number, group in enumerate(self._optimizer.param_groups):
             values = {name: _plain(group[name]) for name in _HYPERPARAMETERS if name in group}
             values["beta1"], values["beta2"] = values.pop("betas", None) or (None, None)
-            rates = {"lr": values.pop("lr", None), "initial_lr": values.pop("initial_lr", None)}
+
+            # The rate is the configured one, wherever that is.
+            rates = {name: values.pop(name, None) for name in ("lr", "initial_lr")}
             if self._rates_are == "base_lrs":
                 rates["base_lrs"] = _plain(self._schedule.base_lrs[number])
             if self._rates_are is not None:
                 values["lr"] = rates[self._rates_are]
+
+            # Values that change in every step are no configuration.
             if is_cycled or "max_momentum" in values:
-                values = {name: value for name, value in values.items() if name not in _CYCLED}
+                for name in _CYCLED:
+                    values.pop(name, None)
             yield values
 
     def _kept(self) -> list[Setting]:
-        found: dict[Setting, list[int]] = {}
+        # Hyperparameters that are not in use, and the groups that they are of.
+        found: dict[Setting, list[str]] = {}
         groups = list(self._read_groups())
         for number, (configured, now) in enumerate(zip(self._groups, groups, strict=True)):
             for name, value in configured.items():
                 if value is not None and not _same(now[name], value):
-                    found.setdefault(Setting(name, str(now[name]), str(value)), []).append(number)
+                    setting = Setting(name, str(now[name]), str(value))
+                    found.setdefault(setting, []).append(str(number))
         kept = []
         for setting, numbers in found.items():
-            where = (
-                "" if len(numbers) == len(groups) else f" of group {', '.join(map(str, numbers))}"
-            )
+            where = ""
+            if len(numbers) < len(groups):
+                where = f" of group {', '.join(numbers)}"
             kept.append(setting.of(where))
+
+        # Settings of the schedule.
         settings = _schedule_settings(self._schedule)
         for name, value in self._settings.items():
             if name in settings and not _same(settings[name], value):
-                kept.append(Setting(f"{name} of the schedule", str(settings[name]), str(value)))
+                now = str(settings[name])
+                kept.append(Setting(f"{name} of the schedule", now, str(value)))
         return kept
 
 
@@ -270,18 +298,23 @@ def _schedule_settings(schedule: Any) -> dict[str, Any]:
     for number, each in enumerate(_each(schedule)):
         if type(each).__module__ != "torch.optim.lr_scheduler":
             continue
-        prefix = f"{number}." if number else ""
         state = each.state_dict()
-        settings = {
-            name: value for name, value in state.items() if name[0] != "_" and name not in _PROGRESS
-        }
+        settings = {}
+        for name, value in state.items():
+            if name[0] != "_" and name not in _PROGRESS:
+                settings[name] = value
         if "_milestones" in state:
             settings["milestones"] = state["_milestones"]
+
+        # Attributes of objects that are the functions of a `LambdaLR`.
         for at, attributes in enumerate(settings.pop("lr_lambdas", ())):
-            settings |= {
-                f"lr_lambdas[{at}].{name}": value for name, value in (attributes or {}).items()
-            }
-        found |= {prefix + name: _plain(value) for name, value in settings.items()}
+            for name, value in (attributes or {}).items():
+                settings[f"lr_lambdas[{at}].{name}"] = value
+
+        # Schedules inside of a schedule have their number.
+        prefix = f"{number}." if number else ""
+        for name, value in settings.items():
+            found[prefix + name] = _plain(value)
     return found
 
 
@@ -290,28 +323,39 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) or (one != one and other != other)
+def _same(
+    one: Any,
+    other: Any,
+) -> bool:
+    are_nan = one != one and other != other
+    return bool(one == other) or are_nan
 
 
-def warn_of_settings(what: Any, changed: Sequence[Setting], kept: Sequence[Setting]) -> None:
-    """Log one warning of all settings of this process that are not those of the saved run ``what``."""
+def warn_of_settings(
+    what: Any,
+    changed: Sequence[Setting],
+    kept: Sequence[Setting],
+) -> None:
+    """Log one warning of all settings here that are not those of the saved run ``what``."""
     parts = []
     if changed:
+        changes = "; ".join(f"{name} was {was}, is {now}" for name, was, now in changed)
         parts.append(
             "In use from now on, so that the run goes on with other numbers than without the "
-            f"restart: {'; '.join(f'{name} was {was}, is {now}' for name, was, now in changed)}. "
-            "Set them before load as they were, unless the change is meant"
+            f"restart: {changes}. Set them before load as they were, unless the change is meant"
         )
     if kept:
+        differences = "; ".join(f"{name} is {now}, configured {own}" for name, now, own in kept)
         parts.append(
             "Configured here, but not in use, because the run goes on with what it saved: "
-            f"{'; '.join(f'{name} is {now}, configured {wanted}' for name, now, wanted in kept)}. "
-            "To change them, set them after load in optimizer.param_groups, and lr also in "
-            "base_lrs of the schedule: see 'Another configuration' in docs/saving-and-resuming.md"
+            f"{differences}. To change them, set them after load in optimizer.param_groups, and lr "
+            "also in base_lrs of the schedule: see 'Another configuration' in "
+            "docs/saving-and-resuming.md"
         )
     if parts:
         logger.warning("%s was saved with other settings. %s", what, ". ".join(parts))

@@ -22,7 +22,7 @@ import math
 import os
 import pickle
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -49,6 +49,8 @@ from ...utils.plain_values import DAMAGE
 from ..memory.tensors import Box
 
 PathLike = str | os.PathLike[str]
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by name."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +76,27 @@ where each writes.
 
 
 @lru_cache(maxsize=4096)
-def archive_of(shape: tuple[int, ...], dtype: torch.dtype) -> Archive:
+def archive_of(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Archive:
     """The archive of a CPU tensor of this shape and dtype, whatever torch's settings are. About 0.1
     ms.
 
     Takes no memory: the storage is never touched. `torch.empty` would fill it in deterministic
     mode.
     """
+    # The memory of the tensor is never touched: torch skips the values.
     storage = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device="cpu")
     strides = torch.empty(shape, device="meta").stride()
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    tensor.set_(storage, 0, shape, strides)
     sink = _Sink()
     with skip_data(), cast(Any, serialization_config).patch(_SETTINGS):
         torch.save(tensor, cast(IO[bytes], sink))
-    return Archive(b"".join(sink.prefix), sink.data_bytes, b"".join(sink.suffix))
+    prefix = b"".join(sink.prefix)
+    suffix = b"".join(sink.suffix)
+    return Archive(prefix, sink.data_bytes, suffix)
 
 
 class _Sink:
@@ -99,10 +108,15 @@ class _Sink:
         self.data_bytes = 0
 
     def write(self, data: bytes) -> int:
-        (self.suffix if self.data_bytes else self.prefix).append(bytes(data))
+        side = self.suffix if self.data_bytes else self.prefix
+        side.append(bytes(data))
         return len(data)
 
-    def seek(self, offset: int, whence: int) -> None:
+    def seek(
+        self,
+        offset: int,
+        whence: int,
+    ) -> None:
         self.data_bytes += offset
 
     def flush(self) -> None:
@@ -131,16 +145,28 @@ class Chunks:
         """The intersections of ``box`` with all chunks. An empty list for an empty box."""
         if 0 in box.sizes:
             return []
-        first, size = np.array(box.offsets, np.int64), np.array(box.sizes, np.int64)
+        # Begin and end of the intersection of the box with each chunk.
+        first = np.array(box.offsets, np.int64)
+        end = first + np.array(box.sizes, np.int64)
         begins = np.maximum(self.offsets, first)
-        ends = np.minimum(self.offsets + self.sizes, first + size)
+        ends = np.minimum(self.offsets + self.sizes, end)
+
+        # Chunks that the box meets in every dimension.
         found = []
         for chunk in np.flatnonzero((begins < ends).all(1)):
-            begin, sizes = begins[chunk], ends[chunk] - begins[chunk]
-            arrays = self.sizes[chunk], begin - self.offsets[chunk], sizes, begin - first
-            whole, at, common, offsets = (tuple(array.tolist()) for array in arrays)
-            found.append(Overlap(int(chunk), whole, Box(at, common), offsets))
+            begin = begins[chunk]
+            in_chunk = Box(
+                _tuple_of(begin - self.offsets[chunk]),
+                _tuple_of(ends[chunk] - begin),
+            )
+            chunk_sizes = _tuple_of(self.sizes[chunk])
+            offsets = _tuple_of(begin - first)
+            found.append(Overlap(int(chunk), chunk_sizes, in_chunk, offsets))
         return found
+
+
+def _tuple_of(row: np.ndarray) -> tuple[int, ...]:
+    return tuple(row.tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +204,11 @@ class Destination(NamedTuple):
 
     def like(self) -> "Destination":
         """The same box with fresh host memory."""
-        return Destination(
-            self.box, torch.empty(self.box.sizes, dtype=self.tensor.dtype, device="cpu")
-        )
+        memory = torch.empty(self.box.sizes, dtype=self.tensor.dtype, device="cpu")
+        return Destination(self.box, memory)
 
+
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -190,21 +217,29 @@ _ALLOWED = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch": {"Size", *_DTYPES},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }  # fmt: skip
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 calls it
+    def find_class(
+        self,
+        module: str,
+        name: str,
+    ) -> Any:
+        if module == "pathlib._local":  # what Python 3.13 calls it
+            module = "pathlib"
         if name not in _ALLOWED.get(module, ()):
             raise CheckpointCorruptError(
                 f"it asks for {module}.{name}, which no checkpoint needs; it was not run"
             )
+        # Newer versions of torch store more properties than this one reads.
         found = super().find_class(module, name)
-        return _StoredProperties if found is TensorProperties else found
+        if found is TensorProperties:
+            return _StoredProperties
+        return found
 
 
 _N_PROPERTIES = 5
@@ -232,6 +267,7 @@ def stored_properties(properties: TensorProperties) -> tuple[Any, ...]:
 def pickle_metadata(metadata: Metadata) -> bytes:
     """The bytes of ``.metadata``, which every supported version of torch reads."""
     stream = BytesIO()
+    # Only the properties of tensors are not pickled as they are.
     pickler = pickle.Pickler(stream)
     pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduce_properties}
     pickler.dump(metadata)
@@ -275,6 +311,8 @@ def read_layout(path: PathLike) -> FolderLayout:
         raise CheckpointNotFoundError(
             f"{folder} is not a DCP checkpoint: no .metadata, only {found}"
         )
+
+    # Every error of a damaged file becomes one that names it.
     data = (folder / ".metadata").read_bytes()
     try:
         layout = parse_metadata(data)
@@ -295,26 +333,12 @@ def parse_metadata(data: bytes) -> FolderLayout:
     """
     with no_collection():
         metadata = _MetadataUnpickler(BytesIO(data)).load()
-        if (
-            not isinstance(metadata, Metadata)
-            or not metadata.state_dict_metadata
-            or not metadata.storage_data
-        ):
+        is_metadata = isinstance(metadata, Metadata)
+        if not (is_metadata and metadata.state_dict_metadata and metadata.storage_data):
             raise CheckpointCorruptError("it describes no tensors")
-        ends: dict[str, int] = {}
-        for info in metadata.storage_data.values():
-            name, begin, length = info.relative_path, info.offset, info.length
-            if name not in ends and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
-                raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
-            if not (type(begin) is type(length) is int) or begin < 0 or length < 0:
-                raise CheckpointCorruptError(
-                    f"it places something at {begin} of {name}, {length} bytes long"
-                )
-            if info.transform_descriptors:
-                raise CheckpointCorruptError(
-                    f"{name} was written through {info.transform_descriptors}, unknown here"
-                )
-            ends[name] = max(ends.get(name, 0), begin + length)
+        ends = _find_ends(metadata.storage_data.values())
+
+        # Tensors that are cut alike share their chunks.
         files = {name: number for number, name in enumerate(ends)}
         chunks: dict[Any, Chunks] = {}
         tensors: dict[str, StoredTensor] = {}
@@ -335,6 +359,31 @@ def parse_metadata(data: bytes) -> FolderLayout:
         return FolderLayout(ends, tensors, objects)
 
 
+def _find_ends(places: Iterable[StorageInfo]) -> dict[str, int]:
+    """Name of each data file -> the bytes that it must have at least."""
+    ends: dict[str, int] = {}
+    # The metadata may not lead out of the folder.
+    for place in places:
+        name = place.relative_path
+        begin = place.offset
+        length = place.length
+        if name not in ends:
+            path = PurePath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise CheckpointCorruptError(f"it points outside the folder: {name!r}")
+        are_numbers = type(begin) is type(length) is int
+        if not are_numbers or begin < 0 or length < 0:
+            raise CheckpointCorruptError(
+                f"it places something at {begin} of {name}, {length} bytes long"
+            )
+        if place.transform_descriptors:
+            raise CheckpointCorruptError(
+                f"{name} was written through {place.transform_descriptors}, unknown here"
+            )
+        ends[name] = max(ends.get(name, 0), begin + length)
+    return ends
+
+
 def _stored_tensor(
     name: str,
     entry: TensorStorageMetadata,
@@ -342,22 +391,27 @@ def _stored_tensor(
     files: Mapping[str, int],
     chunks: dict[Any, Chunks],
 ) -> StoredTensor:
-    shape, dtype = entry.size, entry.properties.dtype
+    shape = entry.size
+    dtype = entry.properties.dtype
     if not isinstance(dtype, torch.dtype) or not isinstance(shape, torch.Size):
         raise CheckpointCorruptError(f"{name!r} has dtype {brief(dtype)} and size {brief(shape)}")
-    cut = shape, tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+
+    # Tensors that are cut alike are checked once.
+    boxes = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+    cut = (shape, boxes)
     if cut not in chunks:
         chunks[cut] = check_coverage(name, entry)
+
     # Each chunk has its bytes in a file, so no metadata can announce a tensor larger than the
     # folder.
-    infos = [
-        _stored_at(stored, name, c.offsets, math.prod(c.sizes) * dtype.itemsize)
-        for c in entry.chunks
-    ]
-    places = [[files[info.relative_path], info.offset, info.length] for info in infos]
-    return StoredTensor(
-        shape, dtype, chunks[cut], *np.array(places, np.int64).reshape(-1, 3).T.copy()
-    )
+    places = []
+    for chunk in entry.chunks:
+        n_bytes = math.prod(chunk.sizes) * dtype.itemsize
+        place = _stored_at(stored, name, chunk.offsets, n_bytes)
+        places.append([files[place.relative_path], place.offset, place.length])
+    rows = np.array(places, np.int64).reshape(-1, 3)
+    columns = rows.T.copy()
+    return StoredTensor(shape, dtype, chunks[cut], *columns)
 
 
 def _stored_at(
@@ -366,72 +420,101 @@ def _stored_at(
     offsets: torch.Size | None = None,
     n_bytes: int = 0,
 ) -> StorageInfo:
-    info, at = stored.get(MetadataIndex(name, offsets)), list(offsets or ())
-    if info is None:
+    place = stored.get(MetadataIndex(name, offsets))
+    at = list(offsets or ())
+    if place is None:
         raise CheckpointCorruptError(f"no file holds {name!r} at {at}")
-    if info.length < n_bytes:
+    if place.length < n_bytes:
         raise CheckpointCorruptError(
-            f"{name!r} at {at} has {info.length} bytes in a file; it needs {n_bytes}"
+            f"{name!r} at {at} has {place.length} bytes in a file; it needs {n_bytes}"
         )
-    return info
+    return place
 
 
-def check_coverage(name: str, entry: TensorStorageMetadata) -> Chunks:
+def check_coverage(
+    name: str,
+    entry: TensorStorageMetadata,
+) -> Chunks:
     """The chunks of a tensor, which must tile it: in bounds, disjoint, and with as many elements as
     the tensor.
 
     Raises CheckpointCorruptError, which names a chunk, if they do not.
     """
-    if not all(
-        isinstance(c.offsets, torch.Size) and isinstance(c.sizes, torch.Size) for c in entry.chunks
-    ):
-        raise CheckpointCorruptError(f"{name!r} has a chunk whose place is not given as torch.Size")
-    shape, cut = tuple(entry.size), (len(entry.chunks), len(entry.size))
-    begins = np.array([chunk.offsets for chunk in entry.chunks], np.int64).reshape(cut)
-    sizes = np.array([chunk.sizes for chunk in entry.chunks], np.int64).reshape(cut)
+    # Arrays: a row for each chunk.
+    for chunk in entry.chunks:
+        if not isinstance(chunk.offsets, torch.Size) or not isinstance(chunk.sizes, torch.Size):
+            raise CheckpointCorruptError(
+                f"{name!r} has a chunk whose place is not given as torch.Size"
+            )
+    rows = (len(entry.chunks), len(entry.size))
+    begins = np.array([chunk.offsets for chunk in entry.chunks], np.int64).reshape(rows)
+    sizes = np.array([chunk.sizes for chunk in entry.chunks], np.int64).reshape(rows)
     ends = begins + sizes
-    outside = ((begins < 0) | (ends < begins) | (ends > np.array(shape, np.int64))).any(1)
+
+    # All chunks are in bounds.
+    shape = tuple(entry.size)
+    is_outside = begins < 0
+    is_outside |= ends < begins
+    is_outside |= ends > np.array(shape, np.int64)
+    outside = is_outside.any(1)
     if outside.any():
         at = outside.argmax()
         raise CheckpointCorruptError(
             f"{name!r} has a chunk from {begins[at]} to {ends[at]}, outside of {list(shape)}"
         )
+
+    # The chunks have as many elements as the tensor. Numbers of Python do not overflow.
     volumes = [math.prod(chunk.sizes) for chunk in entry.chunks]
     if sum(volumes) != math.prod(shape):
         raise CheckpointCorruptError(
             f"the chunks of {name!r} do not cover it: {sum(volumes)} elements, not {shape}"
         )
-    filled = np.array(volumes) > 0
-    if shape and (clash := _overlap(begins[filled], ends[filled])):
-        raise CheckpointCorruptError(
-            f"the chunks of {name!r} that begin at {clash[0]} and {clash[1]} overlap"
-        )
+
+    # The chunks are disjoint, so they tile the tensor.
+    if shape:
+        filled = np.array(volumes) > 0
+        clash = _overlap(begins[filled], ends[filled])
+        if clash is not None:
+            raise CheckpointCorruptError(
+                f"the chunks of {name!r} that begin at {clash[0]} and {clash[1]} overlap"
+            )
     return Chunks(begins, sizes)
 
 
-def _overlap(begins: np.ndarray, ends: np.ndarray) -> tuple[list[int], list[int]] | None:
-    """First indices of two boxes (rows of ``[n, dims]``) that overlap. A sweep along one dimension."""
-    along = max(
-        range(begins.shape[1]), key=lambda dim: len(np.unique(begins[:, dim]))
-    )  # most cuts, fewest neighbours
+def _overlap(
+    begins: np.ndarray,
+    ends: np.ndarray,
+) -> tuple[list[int], list[int]] | None:
+    """First indices of two boxes (rows of ``[n, dims]``) that overlap, found in one sweep."""
+    # Along the dimension with most cuts, a box has the fewest neighbours.
+    n_cuts = [len(np.unique(begins_along)) for begins_along in begins.T]
+    along = n_cuts.index(max(n_cuts))
     order = np.argsort(begins[:, along], kind="stable")
-    begins, ends = begins[order], ends[order]
-    stops = np.searchsorted(
-        begins[:, along], ends[:, along]
-    )  # of each box: the first that begins behind it
+    begins = begins[order]
+    ends = ends[order]
+
+    # The first box that begins behind each box. Only boxes before it may overlap.
+    stops = np.searchsorted(begins[:, along], ends[:, along])
     for at in np.flatnonzero(stops > np.arange(len(stops)) + 1):
         others = slice(at + 1, stops[at])
-        common = ((begins[others] < ends[at]) & (begins[at] < ends[others])).all(1)
+        begin_before_end = begins[others] < ends[at]
+        end_after_begin = ends[others] > begins[at]
+        common = (begin_before_end & end_after_begin).all(1)
         if common.any():
-            return begins[at].tolist(), begins[others][common.argmax()].tolist()
+            other = begins[others][common.argmax()]
+            return begins[at].tolist(), other.tolist()
     return None
 
 
-def _check_files(folder: Path, layout: FolderLayout) -> None:
+def _check_files(
+    folder: Path,
+    layout: FolderLayout,
+) -> None:
     for name, end in layout.files.items():
         try:
             status = os.stat(folder / name)
         except FileNotFoundError:
             raise CheckpointCorruptError(f"the folder is incomplete: {name} is missing") from None
+        # A folder or a device under this name has no bytes to read.
         if not stat.S_ISREG(status.st_mode) or status.st_size < end:
             raise CheckpointCorruptError(f"{name} has {status.st_size} bytes; it needs {end}")

@@ -2,7 +2,7 @@
 
 A load takes five steps, and nothing in the state changes before the last one:
 
-1. Rank 0 opens the folder and sends its layout to all ranks (`_DCPFolder`).
+1. Rank 0 opens the folder and sends its layout to all ranks (`Checkpoint.open`).
 2. Every rank compares the bytes of its share of the files with their digests.
 3. Every rank finds which bytes it needs for which of its tensors. Names, shapes and dtypes must be
    those of the state.
@@ -16,6 +16,7 @@ written.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,20 +45,27 @@ from .format import (
 )
 from .reader import BLOCK_BYTES, TensorReader, read_now, visible_here
 from .root_names import choose_root, describe_roots, under_root
-from .state import ADAPTERS, GENERATORS, PACKED, ROOT, DCPState, rank_key
+from .state import ADAPTERS, GENERATORS, PACKED, ROOT, DCPState, SavedValues, rank_key
+
+_MODEL = f"{ROOT}.model."
+_STATE = f"{ROOT}.{optim.PREFIX}"
 
 
 def load_dcp(
-    path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT
+    path: PathLike,
+    state: DCPState,
+    group: dist.ProcessGroup | None = None,
+    *,
+    root: str = ROOT,
 ) -> None:
     """Load the folder ``path`` into ``state``, at any world size. All ranks of ``group`` call it.
 
     Nothing in ``state`` changes unless every rank has found the folder sound and of this model. If
     a file breaks later, while it is read, the error says that the state is half loaded.
 
-        state = DCPState(model, optimizer, scheduler) load_dcp("runs/step_100", state)
-        load_dcp("torchtitan/step-100", DCPState(model), root="")  # the model alone, of another
-        trainer
+        state = DCPState(model, optimizer, scheduler)
+        load_dcp("runs/step_100", state)
+        load_dcp("torchtitan/step-100", DCPState(model), root="")  # the model of another trainer
 
     - A state without an optimizer takes only the model from a training checkpoint.
     - The folder decides whether frozen parameters are loaded (see ``trainable_only`` of
@@ -77,28 +85,22 @@ def load_dcp(
 
     Raises:
         ConfigError: ``path`` is a URL (other than ``file://``).
-        Otherwise see `read_dcp`.
+        Otherwise see `Checkpoint.open` and `Checkpoint.read`.
     """
-    path = require_local(path, "loading", FETCH_FIRST)
-    load = read_dcp(path, state, group, root=root)
+    saved = Checkpoint.open(require_local(path, "loading", FETCH_FIRST), group)
+    load = saved.read(state, root=root)
+
+    # Every rank has found the folder good. From here on the state changes.
     with all_ranks_succeed(f"loading {path}", group):
         settled = load.apply().settle()
     if get_rank(group) == 0:
         warn_of_settings(path, *settled)
 
 
-@normal_tensors()
-def check_dcp(path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None) -> None:
-    """Compare a folder's names, shapes and dtypes with ``state``. All ranks of ``group`` call it.
-
-    No data is read, and nothing changes. Raises as `read_dcp` does.
-    """
-    folder = _DCPFolder.open_together(path, group)
-    with all_ranks_succeed(f"checking {path}", group):
-        _find_destinations(folder, _as_stored(state, folder))
-
-
-def check_loads_again(state: DCPState, values: Mapping[str, Any]) -> None:
+def check_loads_again(
+    state: DCPState,
+    values: Mapping[str, Any],
+) -> None:
     """Check that what is about to be saved can be loaded by the next start of the same job. Not
     collective.
 
@@ -119,83 +121,191 @@ def check_loads_again(state: DCPState, values: Mapping[str, Any]) -> None:
 
 
 @normal_tensors()
-def dry_load(state: DCPState, values: Mapping[str, Any]) -> None:
+def dry_load(
+    state: DCPState,
+    values: Mapping[str, Any],
+) -> None:
     """Make the checks of a load of ``values`` into ``state`` as the job starts with it, on
     descriptions alone.
 
     Nothing is read, and no tensor is allocated. Tensors may be on the meta device, except those
-    that hold JSON. Frozen parameters that are left out are not compared. Raises as `read_dcp` does.
+    that hold JSON. Frozen parameters that are left out are not compared. Raises as
+    `Checkpoint.read` does.
     """
+    # A folder that exists only as a layout.
     tensors = dict(flatten({ROOT: values}))
-    folder = _DCPFolder(Path("what would be saved"), _described(tensors), {})
-    start = _as_stored(state.at_start(), folder)
-    destinations = _find_destinations(folder, start, readable=False)
-    start.check_values({_own(name): tensors[name] for name in destinations.small})
+    saved = Checkpoint(Path("what would be saved"), _described(tensors), {}, None)
+    start = saved.as_stored(state.at_start())
+    destinations = _find_destinations(saved, start, readable=False)
+    small = {_own(name): tensors[name] for name in destinations.small}
+    start.check_values(small)
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> FolderLayout:
     """The layout of a folder that holds ``tensors``, without the places of their bytes."""
     nothing = np.empty(0, np.int64)
     chunks = Chunks(nothing[:, None], nothing[:, None])
-    stored = {
-        n: StoredTensor(t.shape, t.dtype, chunks, nothing, nothing, nothing)
-        for n, t in tensors.items()
-    }
+    stored = {}
+    for name, tensor in tensors.items():
+        places = (nothing, nothing, nothing)
+        stored[name] = StoredTensor(tensor.shape, tensor.dtype, chunks, *places)
     return FolderLayout({}, stored, {})
 
 
-@normal_tensors()
-def read_dcp(
-    path: PathLike, state: DCPState, group: dist.ProcessGroup | None = None, *, root: str = ROOT
-) -> "DCPLoad":
-    """Verify a folder and find the bytes that this rank needs. All ranks of ``group`` call it.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A DCP folder, opened once by all ranks of ``group``, which call its methods together.
 
-    When it returns, every rank has found the folder sound and of this model, and nothing in
-    ``state`` has changed. Until the result is applied, it holds only small values and tensors that
-    another version of torch has written.
+        saved = Checkpoint.open("runs/step_100", group)
+        saved.check(state)  # compares names, shapes and dtypes
+        saved.read(state).apply()
 
-    Raises:
-        CheckpointNotFoundError: there is no such folder, or it is not a DCP folder.
-        CheckpointCorruptError: files are missing, short or damaged, or do not cover a tensor.
-        CheckpointMismatchError: names, shapes or dtypes are not those of ``state``, tensors that
-            its model ties differ, or the folder leaves out other frozen parameters than those of
-            ``state``.
-        OSError: an existing file cannot be read.
-        PeerError: another rank failed.
+    ``unverified`` has the manifest entry of each data file that has not been compared with its
+    digest yet. It is empty without a manifest. A generation has one manifest for all its engine
+    folders.
     """
-    folder = _DCPFolder.open_together(path, group)
-    with all_ranks_succeed(f"checking {path}", group):
-        folder.verify_share(group)
-        if root != ROOT:
-            parameters = [
-                name.removeprefix("model.")
-                for name in state.live_tensors()
-                if name.startswith("model.")
-            ]
-            folder = folder.under_root(root, parameters)
-        state = _as_stored(state, folder)
-        destinations = _find_destinations(folder, state)
-    with all_ranks_succeed(f"reading {path}", group):
-        reader = folder.plan(destinations.live)
-        others = {
-            name: where.like()
-            for name, where in destinations.live.items()
-            if name not in reader.names
-        }
-        folder.read(destinations.small | others)
-        _check_ties(folder, destinations)
-        small = {_own(name): where.tensor for name, where in destinations.small.items()}
+
+    path: Path
+    layout: FolderLayout
+    unverified: Mapping[str, Mapping[str, Any]]
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def open(
+        cls,
+        path: PathLike,
+        group: dist.ProcessGroup | None = None,
+    ) -> Self:
+        """Open a folder on rank 0 and send its layout to all ranks of ``group``.
+
+        Raises:
+            CheckpointNotFoundError: there is no such folder, or it is not a DCP folder.
+            CheckpointCorruptError: the manifest or the metadata is damaged, a file is missing or
+                short, or the chunks of a tensor do not cover it.
+        """
+        layout, unverified = rank_zero_decides(partial(_open, path), group)
+        return cls(Path(path), layout, unverified, group)
+
+    @normal_tensors()
+    def check(self, state: DCPState) -> None:
+        """Compare names, shapes and dtypes with ``state``. Collective.
+
+        No data is read, and nothing changes. Raises as `read` does.
+        """
+        with all_ranks_succeed(f"checking {self.path}", self.group):
+            _find_destinations(self, self.as_stored(state))
+
+    @normal_tensors()
+    def read(
+        self,
+        state: DCPState,
+        *,
+        root: str = ROOT,
+    ) -> "DCPLoad":
+        """Verify the folder and find the bytes that this rank needs. Collective.
+
+        When it returns, every rank has found the folder sound and of this model, and nothing in
+        ``state`` has changed. Until the result is applied, it holds only small values and tensors
+        that another version of torch has written.
+
+        Raises:
+            CheckpointCorruptError: files are missing, short or damaged.
+            CheckpointMismatchError: names, shapes or dtypes are not those of ``state``, tensors
+                that its model ties differ, or the folder leaves out other frozen parameters than
+                those of ``state``.
+            CheckpointNotFoundError: a rank does not see a file that rank 0 sees.
+            OSError: an existing file cannot be read.
+            PeerError: another rank failed.
+        """
+        # The places of the values, and the tensors that receive them.
+        with all_ranks_succeed(f"checking {self.path}", self.group):
+            self._verify_share()
+            state.record_frozen_base()  # the load may change it
+            saved = self
+            if root != ROOT:
+                saved = self._under_root(root, state)
+            state = saved.as_stored(state)
+            destinations = _find_destinations(saved, state)
+
+        # Small values are read and checked. What cannot be read in place is read, too.
+        with all_ranks_succeed(f"reading {self.path}", self.group):
+            reader = saved.plan(destinations.live)
+            others = {}
+            for name, destination in destinations.live.items():
+                if name not in reader.names:
+                    others[name] = destination.like()
+            saved.read_now(destinations.small | others)
+            _check_ties(saved, destinations)
+            small = {_own(name): each.tensor for name, each in destinations.small.items()}
+            try:
+                values = state.check_values(small)
+            except CheckpointError as error:
+                raise type(error)(f"{self.path}: {error}") from error
+            reader.check_unchanged()
+            frozen = state.frozen_parameters()
+            share = None
+            if BASE in small:
+                share = sample_base(frozen)
+
+        # The base that the folder leaves out must be the one here.
+        if share is not None:
+            check_base(self.path, small, frozen, share, state.base, self.group)
+        copies = []
+        for name, each in others.items():
+            target = destinations.live[name].tensor
+            copies.append((target, each.tensor))
+        return DCPLoad(state, destinations.proposed, reader, copies, values)
+
+    def as_stored(self, state: DCPState) -> DCPState:
+        """``state`` with the parameters of this folder."""
+        return state.as_stored({_own(name) for name in self.layout.names()})
+
+    def plan(self, destinations: Mapping[str, Destination]) -> TensorReader:
+        """Find the bytes of stored tensors in the files, without reading them. Not collective."""
+        return TensorReader(self.path, self.layout, destinations)
+
+    def read_now(self, destinations: Mapping[str, Destination]) -> None:
+        """Read stored tensors into memory that nothing else uses yet. Not collective."""
+        read_now(self.path, self.layout, destinations)
+
+    def _verify_share(self) -> None:
+        """Compare this rank's share of the unverified files with their digests.
+
+        At the world size of the save, the share is the file that the rank reads next. Raises
+        CheckpointCorruptError, and CheckpointNotFoundError if this rank does not see a file that
+        rank 0 sees.
+        """
+        # Names of files end with the number of the rank that wrote them.
+        in_order_of_ranks = sorted(self.unverified, key=lambda name: (len(name), name))
+        for name in in_order_of_ranks[get_rank(self.group) :: get_world_size(self.group)]:
+            with visible_here(self.path / name):
+                verify_file(self.path, name, self.unverified[name])
+
+    def _under_root(
+        self,
+        root: str,
+        state: DCPState,
+    ) -> Self:
+        """The same folder with its tensors under Holdfast's names. Raises as `choose_root` does."""
+        parameters = []
+        for name in state.live_tensors():
+            if name.startswith("model."):
+                parameters.append(name.removeprefix("model."))
         try:
-            values = state.check_values(small)
-        except CheckpointError as error:
-            raise type(error)(f"{folder.path}: {error}") from error
-        reader.check_unchanged()
-        frozen = state.frozen_parameters()
-        own = sample_base(frozen) if BASE in small else None
-    if own is not None:
-        check_base(path, small, frozen, own, state.base, group)
-    copies = [(destinations.live[name].tensor, where.tensor) for name, where in others.items()]
-    return DCPLoad(state, destinations.proposed, reader, copies, small, values)
+            chosen = choose_root(self.layout.names(), root, parameters)
+        except CheckpointMismatchError as error:
+            raise CheckpointMismatchError(f"{self.path}: {error}") from error
+        return replace(self, layout=under_root(self.layout, chosen))
+
+
+def _open(path: PathLike) -> tuple[FolderLayout, dict[str, Any]]:
+    """Layout and unverified files of a folder. ``.metadata`` is verified here."""
+    unverified: dict[str, Any] = {}
+    if (Path(path) / MANIFEST_NAME).exists():
+        unverified = dict(check_listing(path)["files"])
+        if ".metadata" in unverified:
+            verify_file(path, ".metadata", unverified.pop(".metadata"))
+    return read_layout(path), unverified
 
 
 @dataclass(frozen=True)
@@ -203,24 +313,19 @@ class DCPLoad:
     """A folder that all ranks have found good, ready to be put into the live state."""
 
     state: DCPState  # the live state, with the parameters that the folder holds
-    _proposed: Mapping[
-        str, torch.Tensor
-    ]  # memory for tensors that the live state does not have yet
+    # memory for tensors that the live state does not have yet
+    _proposed: Mapping[str, torch.Tensor]
     _reader: TensorReader
-    _copies: list[
-        tuple[torch.Tensor, torch.Tensor]
-    ]  # a live tensor and its values, if not read in place
-    _small: dict[
-        str, torch.Tensor
-    ]  # dotted name -> tensor, of generators, counters and parameter groups
-    _values: dict[str, Any]  # the same values, parsed
+    # a live tensor and its values, if not read in place
+    _copies: list[tuple[torch.Tensor, torch.Tensor]]
+    _values: SavedValues
 
     @property
     def first_group(self) -> int:
         """Index of the optimizer's parameter group that is the first one in the folder. 0 without
         an optimizer.
         """
-        return self._values.get("group_order", [0]).index(0)
+        return self._values.group_order.index(0)
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointCorruptError` if a file has changed since it was checked.
@@ -245,76 +350,19 @@ class DCPLoad:
                 the model is half loaded: load again, or stop.
         """
         self.check_unchanged()
-        parse_metadata.cache_clear()  # everything is planned, and it may take tens of megabytes
+
+        # Everything is planned, and a layout may take tens of megabytes.
+        parse_metadata.cache_clear()
+
+        # The load replaces the configuration of this process.
         configured = self.state.configured(self._values)
         with half_loaded(self._reader.folder), changing_weights(self.state.model):
-            self.state.adopt_state(self._proposed, self._small)
+            self.state.adopt_state(self._proposed, self._values)
             self._reader.read()
             for target, source in self._copies:
                 target.copy_(source)
-            self.state.restore(self._values, self._small)
+            self.state.restore(self._values)
         return configured
-
-
-@dataclass(frozen=True)
-class _DCPFolder:
-    """An opened DCP folder, whose layout is known and complete.
-
-    ``unverified`` has the manifest entry of each data file that has not been compared with its
-    digest yet. It is empty without a manifest. A generation has one manifest for all its engine
-    folders.
-    """
-
-    path: Path
-    layout: FolderLayout
-    unverified: Mapping[str, Mapping[str, Any]]
-
-    @classmethod
-    def open(cls, path: PathLike) -> Self:
-        """Open a folder on this rank alone. Raises as `read_layout` does, also if the manifest is
-        damaged.
-        """
-        unverified: dict[str, Any] = {}
-        if (Path(path) / MANIFEST_NAME).exists():
-            unverified = dict(check_listing(path)["files"])
-            if ".metadata" in unverified:
-                verify_file(path, ".metadata", unverified.pop(".metadata"))
-        return cls(Path(path), read_layout(path), unverified)
-
-    @classmethod
-    def open_together(cls, path: PathLike, group: dist.ProcessGroup | None) -> Self:
-        """Open a folder on rank 0 and send the layout to all ranks of ``group``, which all call it."""
-        return replace(rank_zero_decides(lambda: cls.open(path), group), path=Path(path))
-
-    def under_root(self, root: str, parameters: Iterable[str]) -> Self:
-        """The same folder with its tensors under Holdfast's names. Raises as `choose_root` does."""
-        try:
-            return replace(
-                self,
-                layout=under_root(self.layout, choose_root(self.layout.names(), root, parameters)),
-            )
-        except CheckpointMismatchError as error:
-            raise CheckpointMismatchError(f"{self.path}: {error}") from error
-
-    def verify_share(self, group: dist.ProcessGroup | None) -> None:
-        """Compare this rank's share of the unverified files with their digests.
-
-        At the world size of the save, the share is the file that the rank reads next. Raises
-        CheckpointCorruptError, and CheckpointNotFoundError if this rank does not see a file that
-        rank 0 sees.
-        """
-        in_order_of_ranks = sorted(self.unverified, key=lambda name: (len(name), name))
-        for name in in_order_of_ranks[get_rank(group) :: get_world_size(group)]:
-            with visible_here(self.path / name):
-                verify_file(self.path, name, self.unverified[name])
-
-    def plan(self, destinations: Mapping[str, Destination]) -> TensorReader:
-        """Find the bytes of stored tensors in the files, without reading them."""
-        return TensorReader(self.path, self.layout, destinations)
-
-    def read(self, destinations: Mapping[str, Destination]) -> None:
-        """Read stored tensors now, into memory that nothing else uses yet."""
-        read_now(self.path, self.layout, destinations)
 
 
 @dataclass(frozen=True)
@@ -338,31 +386,43 @@ class _Destinations:
 
 
 def _find_destinations(
-    folder: _DCPFolder, state: DCPState, *, readable: bool = True
+    folder: Checkpoint,
+    state: DCPState,
+    *,
+    readable: bool = True,
 ) -> _Destinations:
     """Compare names, shapes and dtypes of a folder with ``state``. No data is read, and ``state``
     stays as it is.
     """
-    names, tensors = folder.layout.names(), folder.layout.tensors
+    names = folder.layout.names()
+    tensors = folder.layout.tensors
     _check_kind(folder, names, state)
-    proposed = state.propose_state(
-        {_own(name): (stored.shape, stored.dtype) for name, stored in tensors.items()}
-    )
-    live = {
-        f"{ROOT}.{name}": tensor
-        for name, tensor in (state.live_tensors(readable=readable) | proposed).items()
-    }
+
+    # The tensors of the state, and new ones where it has none that fits.
+    shapes = {_own(name): (stored.shape, stored.dtype) for name, stored in tensors.items()}
+    proposed = state.propose_state(shapes)
+    live = {}
+    tensors_here = state.live_tensors(readable=readable) | proposed
+    for name, tensor in tensors_here.items():
+        live[f"{ROOT}.{name}"] = tensor
+
+    # The folder must have the same. It may have a tied tensor under its second name, too.
     aliases = {f"{ROOT}.{alias}": f"{ROOT}.{name}" for alias, name in state.aliases().items()}
     ties = {alias: name for alias, name in aliases.items() if alias in names and name in live}
     _check_same_names(folder, live.keys(), names, aliases.keys(), state)
-    for name, tensor in (live | {alias: live[name] for alias, name in ties.items()}).items():
+    for name, tensor in live.items():
         _check_same_tensor(folder, name, tensor, state)
-    parts = {
-        name: Destination(local_box(tensor), local_tensor(tensor)) for name, tensor in live.items()
-    }
+    for alias, name in ties.items():
+        _check_same_tensor(folder, alias, live[name], state)
+
+    # Live tensors take their part where it is. Other values go to the CPU of every rank.
+    parts = {}
+    for name, tensor in live.items():
+        parts[name] = Destination(local_box(tensor), local_tensor(tensor))
     small = {}
     for name in _small_names(names, state):
-        if (stored := tensors.get(name)) is None:
+        stored = tensors.get(name)
+        if stored is None:
             raise CheckpointMismatchError(
                 f"{folder.path}: {name} is not a tensor; expected one, as Holdfast writes it"
             )
@@ -375,50 +435,53 @@ def _own(name: str) -> str:
     return name.removeprefix(f"{ROOT}.")
 
 
-def _as_stored(state: DCPState, folder: _DCPFolder) -> DCPState:
-    return state.as_stored({_own(name) for name in folder.layout.names()})
-
-
-def _check_kind(folder: _DCPFolder, names: Collection[str], state: DCPState) -> None:
-    if not any(name.startswith(f"{ROOT}.model.") for name in names):
+def _check_kind(
+    folder: Checkpoint,
+    names: Collection[str],
+    state: DCPState,
+) -> None:
+    if not any(name.startswith(_MODEL) for name in names):
         raise CheckpointMismatchError(
             f"{folder.path} holds no model under {ROOT!r}, where Holdfast and AReaL have it; "
             f"{describe_roots(names)}"
         )
-    trained = any(
-        name == f"{ROOT}.param_groups" or name.startswith(f"{ROOT}.optim.") for name in names
-    )
-    if state.optimizer is not None and not trained:  # plain SGD has groups but no state
+
+    # Plain SGD has groups, but no state.
+    if state.optimizer is None or f"{ROOT}.param_groups" in names:
+        return
+    if not any(name.startswith(f"{ROOT}.optim.") for name in names):
         raise CheckpointMismatchError(
             f"{folder.path} holds a model only, no optimizer state; load it with_optim=False"
         )
 
 
 def _check_same_names(
-    folder: _DCPFolder,
+    folder: Checkpoint,
     live: Iterable[str],
     saved: Collection[str],
     aliases: Iterable[str],
     state: DCPState,
 ) -> None:
-    prefixes = (
-        (f"{ROOT}.model.",)
-        if state.optimizer is None
-        else (f"{ROOT}.model.", f"{ROOT}.optim.state.")
-    )
-    here, there = set(live), {name for name in saved if name.startswith(prefixes)}
-    if missing := sorted(here - there):
+    prefixes = [_MODEL]
+    if state.optimizer is not None:
+        prefixes.append(_STATE)
+    here = set(live)
+    there = {name for name in saved if name.startswith(tuple(prefixes))}
+
+    # A model with other parameters frozen looks like another model.
+    missing = sorted(here - there)
+    if missing:
+        frozen = ""
+        if f"{ROOT}.{BASE}" in saved:
+            frozen = ", or of one that had other parameters frozen, which it leaves out"
         raise CheckpointMismatchError(
             f"{folder.path} lacks {missing[0]!r} ({len(missing)} missing): it is a checkpoint of "
-            "another model or optimizer"
-            + (
-                ", or of one that had other parameters frozen, which it leaves out"
-                if f"{ROOT}.{BASE}" in saved
-                else ""
-            )
-            + _name_optimizers(missing[0], folder, state)
+            f"another model or optimizer{frozen}{_name_optimizers(missing[0], folder, state)}"
         )
-    if unexpected := sorted((there - here).difference(aliases)):
+
+    # A parameter that left the optimizer may have left its state behind.
+    unexpected = sorted((there - here).difference(aliases))
+    if unexpected:
         advice = _name_optimizers(unexpected[0], folder, state)
         if state.is_kept_from_optimizer(_own(unexpected[0])):
             advice = (
@@ -430,8 +493,14 @@ def _check_same_names(
         )
 
 
-def _check_same_tensor(folder: _DCPFolder, name: str, live: torch.Tensor, state: DCPState) -> None:
-    stored, what = folder.layout.tensors.get(name), f"{folder.path}: {name}"
+def _check_same_tensor(
+    folder: Checkpoint,
+    name: str,
+    live: torch.Tensor,
+    state: DCPState,
+) -> None:
+    stored = folder.layout.tensors.get(name)
+    what = f"{folder.path}: {name}"
     if stored is None:
         raise CheckpointMismatchError(
             f"{what} is not a tensor; expected {list(live.shape)} {live.dtype}"
@@ -448,18 +517,22 @@ def _check_same_tensor(folder: _DCPFolder, name: str, live: torch.Tensor, state:
         )
 
 
-def _name_optimizers(name: str, folder: _DCPFolder, state: DCPState) -> str:
+def _name_optimizers(
+    name: str,
+    folder: Checkpoint,
+    state: DCPState,
+) -> str:
     """Describe the saved optimizer and that of ``state``, for an error about the entry ``name`` of
     one of them.
     """
-    prefix = f"{ROOT}.{optim.PREFIX}"
-    if not name.startswith(prefix):
+    if not name.startswith(_STATE):
         return ""
-    entries = {
-        f"{saved.rpartition('.')[2]} in {str(stored.dtype).removeprefix('torch.')}"
-        for saved, stored in folder.layout.tensors.items()
-        if saved.startswith(prefix)
-    }
+    # Each kind of entry once: "exp_avg in float32".
+    entries = set()
+    for saved, stored in folder.layout.tensors.items():
+        if saved.startswith(_STATE):
+            dtype = str(stored.dtype).removeprefix("torch.")
+            entries.add(f"{saved.rpartition('.')[2]} in {dtype}")
     saved_state = ", ".join(sorted(entries)) or "no state"
     return (
         f"; the saved optimizer has {saved_state}, and this one is "
@@ -468,28 +541,51 @@ def _name_optimizers(name: str, folder: _DCPFolder, state: DCPState) -> str:
     )
 
 
-def _small_names(saved: Iterable[str], state: DCPState) -> list[str]:
+def _small_names(
+    saved: Iterable[str],
+    state: DCPState,
+) -> list[str]:
     """Names of the values that come back besides live tensors. A new rank reads the values of rank
     0.
     """
     saved = sorted(saved)
-    facts = {f"{ROOT}.{name}" for name in (BASE, ADAPTERS)}
     found = _of_rank("module_state", get_rank(), saved)
-    found += [name for name in saved if name in facts or name.startswith(f"{ROOT}.{BASE_SAMPLE}.")]
-    if state.optimizer is not None:
-        found += _of_rank(GENERATORS, state.data_rank, saved) + [
-            name for key in PACKED if (name := f"{ROOT}.{key}") in saved
-        ]
+
+    # Facts about the model, and the share of every rank in the fingerprint of its base.
+    facts = {f"{ROOT}.{BASE}", f"{ROOT}.{ADAPTERS}"}
+    for name in saved:
+        if name in facts or name.startswith(f"{ROOT}.{BASE_SAMPLE}."):
+            found.append(name)
+    if state.optimizer is None:
+        return found
+
+    # The training state.
+    found += _of_rank(GENERATORS, state.data_rank, saved)
+    for key in PACKED:
+        name = f"{ROOT}.{key}"
+        if name in saved:
+            found.append(name)
     return found
 
 
-def _of_rank(key: str, rank: int, saved: Sequence[str]) -> list[str]:
-    own, first = (f"{ROOT}.{key}.{rank_key(number)}." for number in (rank, 0))
-    found = [name for name in saved if f"{name}.".startswith(own)]
-    return found or [name for name in saved if f"{name}.".startswith(first)]
+def _of_rank(
+    key: str,
+    rank: int,
+    saved: Sequence[str],
+) -> list[str]:
+    # A tensor, or a dict of tensors, may be under the key of the rank.
+    for number in (rank, 0):
+        prefix = f"{ROOT}.{key}.{rank_key(number)}."
+        found = [name for name in saved if f"{name}.".startswith(prefix)]
+        if found:
+            return found
+    return []
 
 
-def _check_ties(folder: _DCPFolder, destinations: _Destinations) -> None:
+def _check_ties(
+    folder: Checkpoint,
+    destinations: _Destinations,
+) -> None:
     """Raise unless a tied tensor that the folder holds under two names has the same values under
     both.
     """
@@ -502,12 +598,19 @@ def _check_ties(folder: _DCPFolder, destinations: _Destinations) -> None:
             )
 
 
-def _same_values(folder: _DCPFolder, names: tuple[str, str], part: Destination) -> bool:
+def _same_values(
+    folder: Checkpoint,
+    names: tuple[str, str],
+    part: Destination,
+) -> bool:
     """Compare a part of two stored tensors, a few rows at a time if they can be read so."""
-    direct = folder.plan(dict.fromkeys(names, part)).names.issuperset(names)
-    for rows in _split_rows(part) if direct else (part,):
+    # An archive that is parsed as a whole would be parsed for each block.
+    reader = folder.plan(dict.fromkeys(names, part))
+    is_direct = reader.names.issuperset(names)
+    blocks = _split_rows(part) if is_direct else [part]
+    for rows in blocks:
         copies = {name: rows.like() for name in names}
-        folder.read(copies)
+        folder.read_now(copies)
         one, other = (copy.tensor for copy in copies.values())
         if not torch.equal(one, other):
             return False
@@ -518,8 +621,12 @@ def _split_rows(part: Destination) -> Iterator[Destination]:
     if not part.tensor.ndim:
         yield part
         return
-    n_rows, offsets = len(part.tensor), part.box.offsets
+    n_rows = len(part.tensor)
+    first, *others = part.box.offsets
+
+    # Rows for one block.
     step = max(1, n_rows * BLOCK_BYTES // max(1, part.tensor.nbytes))
     for row in range(0, n_rows, step):
         rows = part.tensor[row : row + step]
-        yield Destination(Box((offsets[0] + row, *offsets[1:]), tuple(rows.shape)), rows)
+        box = Box((first + row, *others), tuple(rows.shape))
+        yield Destination(box, rows)

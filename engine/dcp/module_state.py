@@ -14,6 +14,7 @@ Parameters are never replaced, because optimizers and FSDP2 hold them.
 
 import io
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
     Raises ConfigError if a value is a DTensor, or if nothing would take it back in
     ``load_state_dict``.
     """
+    # Every saved value must come back.
     found = _added(model)
     for name, value in found.items():
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
@@ -55,7 +57,8 @@ def module_state(model: nn.Module) -> dict[str, Any]:
                 f"state of modules: {name} holds a DTensor, which can only be saved as a "
                 "parameter or a buffer; make it a buffer, or keep its local tensor"
             )
-        if (owner := _refuses(model, name)) is not None:
+        owner = _refuses(model, name)
+        if owner is not None:
             raise ConfigError(
                 f"state of modules: {name} would be saved, but nothing would take it back; give "
                 f"{owner} a set_extra_state, a _load_from_state_dict or a load_state_dict pre-hook"
@@ -73,7 +76,10 @@ def pack_module_state(state: Mapping[str, Any]) -> torch.Tensor:
     return pad_bytes(len(data).to_bytes(_LENGTH_BYTES, "little") + data, b"\0")
 
 
-def unpack_module_state(packed: torch.Tensor, model: nn.Module) -> dict[str, Any]:
+def unpack_module_state(
+    packed: torch.Tensor,
+    model: nn.Module,
+) -> dict[str, Any]:
     """Unpack the result of `pack_module_state`. Tensors that were on a GPU are put on the device of
     ``model``.
 
@@ -81,15 +87,20 @@ def unpack_module_state(packed: torch.Tensor, model: nn.Module) -> dict[str, Any
         CheckpointCorruptError: ``packed`` is damaged, or could run code.
         CheckpointMismatchError: nothing in ``model`` would take an entry.
     """
+    # The length, then the data. Zeros follow.
     data = packed.cpu().numpy().tobytes()
-    stop = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    state = load_plain(io.BytesIO(data[_LENGTH_BYTES:stop]), "state of modules", _device_of(model))
+    n_bytes = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    file = io.BytesIO(data[_LENGTH_BYTES : _LENGTH_BYTES + n_bytes])
+    state = load_plain(file, "state of modules", _device_of(model))
+
+    # Plain data may be anything.
     if not isinstance(state, dict):
         raise CheckpointCorruptError(
             f"state of modules is a {type(state).__name__}; expected a dict"
         )
     for name in state:
-        if (owner := _refuses(model, name)) is not None:
+        owner = _refuses(model, name)
+        if owner is not None:
             raise CheckpointMismatchError(
                 f"the checkpoint has state of modules that nothing here would take: {name}, by a "
                 f"{owner}; is it another model?"
@@ -97,14 +108,19 @@ def unpack_module_state(packed: torch.Tensor, model: nn.Module) -> dict[str, Any
     return state
 
 
-def restore_module_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
+def restore_module_state(
+    model: nn.Module,
+    saved: Mapping[str, Any],
+) -> None:
     """Put back the result of `unpack_module_state`. An entry that ``saved`` lacks stays as it is,
     with a warning.
 
     Raises:
         CheckpointMismatchError: nothing took an entry.
     """
-    if missing := sorted(_added(model).keys() - saved.keys()):
+    # A module may save more than it did when the folder was written.
+    missing = sorted(_added(model).keys() - saved.keys())
+    if missing:
         logger.warning(
             "the checkpoint has no state of modules for %s (%d such); it stays",
             missing[0],
@@ -112,12 +128,14 @@ def restore_module_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
         )
     if not saved:
         return
-    state = model.state_dict(
-        keep_vars=True
-    )  # parameters and buffers are copied to themselves: torch skips that
-    keys = {_locate(model, name)[0]: value for name, value in saved.items()}
+
+    # The model loads a whole state dict. Its parameters and buffers are copied to themselves,
+    # which torch skips.
+    state = model.state_dict(keep_vars=True)
+    keys = {_locate(model, name).key: value for name, value in saved.items()}
     left = model.load_state_dict({**state, **keys}, strict=False).unexpected_keys
-    if lost := sorted(keys.keys() & set(left)):
+    lost = sorted(keys.keys() & set(left))
+    if lost:
         raise CheckpointMismatchError(
             f"{type(model).__name__}.load_state_dict did not take {lost[0]}"
         )
@@ -126,41 +144,60 @@ def restore_module_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
 def _added(model: nn.Module) -> dict[str, Any]:
     if not any(map(_adds, model.modules())):
         return {}
-    state = model.state_dict(keep_vars=True)  # first: FSDP2 then has its shards for parameters
-    tensors = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    names, own = {clean_name(name) for name, _ in tensors}, {id(tensor) for _, tensor in tensors}
-    found = {clean_name(key): value for key, value in state.items() if id(value) not in own}
-    return {name: value for name, value in found.items() if name not in names}
+
+    # The state dict comes first: FSDP2 then has its shards for parameters.
+    state = model.state_dict(keep_vars=True)
+    names = set[str]()
+    known = set[int]()
+    for name, tensor in chain(
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        names.add(clean_name(name))
+        known.add(id(tensor))
+
+    added = {}
+    for key, value in state.items():
+        name = clean_name(key)
+        if name not in names and id(value) not in known:
+            added[name] = value
+    return added
 
 
 def _adds(module: nn.Module) -> bool:
+    # Torch's own layers, FSDP2 and activation checkpointing add nothing.
     method, hooks = save_method_and_hooks(module)
-    return (
-        type(module).get_extra_state is not nn.Module.get_extra_state
-        or _is_own(method)
-        or _is_own(module.state_dict)
-        or any(map(_is_users, hooks))
-    )
+    has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
+    if has_extra_state or _is_own(method) or _is_own(module.state_dict):
+        return True
+    return any(map(_is_users, hooks))
 
 
-def _refuses(model: nn.Module, name: str) -> str | None:
+def _refuses(
+    model: nn.Module,
+    name: str,
+) -> str | None:
     """Class of the module of an entry, if no module on the path to it would take it in
     ``load_state_dict``.
     """
-    _, modules, rest = _locate(model, name)
-    if (
-        rest == "_extra_state"
-        and type(modules[-1]).set_extra_state is not nn.Module.set_extra_state
-    ):
+    place = _locate(model, name)
+    owner = type(place.modules[-1])
+    takes_extra_state = owner.set_extra_state is not nn.Module.set_extra_state
+    if place.rest == "_extra_state" and takes_extra_state:
         return None
-    for module in modules:
+    for module in place.modules:
         method, hooks = load_method_and_hooks(module)
         if _is_own(method) or _is_own(module.load_state_dict) or any(map(_is_users, hooks)):
             return None
-    return type(modules[-1]).__name__
+    return owner.__name__
+
+
+class _Place(NamedTuple):
+    """The place of an entry in a state dict."""
+
+    key: str  # in the state dict
+    modules: list[nn.Module]  # on the path
+    rest: str  # its name in the last module
 
 
 def _is_own(method: Callable[..., Any]) -> bool:
@@ -175,29 +212,33 @@ def _is_users(hook: Callable[..., Any]) -> bool:
     return not getattr(hook, "__module__", "").startswith("torch.distributed.")
 
 
-def _locate(model: nn.Module, name: str) -> tuple[str, list[nn.Module], str]:
-    """Locate an entry by its clean name: its key in the state dict, the modules on the path, its
-    name in the last.
-    """
-    modules, key, rest = [model], list[str](), name.split(".")
+def _locate(
+    model: nn.Module,
+    name: str,
+) -> _Place:
+    """Locate an entry by its clean name."""
+    modules = [model]
+    key: list[str] = []
+    rest = name.split(".")
     while True:
+        # The next module on the path, which may be a wrapper that the clean name leaves out.
         children = children_of(modules[-1])
-        step = (
-            rest[0]
-            if rest[0] in children
-            else next((wrapper for wrapper in WRAPPERS if wrapper in children), None)
-        )
-        if step is None or (child := children[step]) is None:
-            return ".".join([*key, *rest]), modules, ".".join(rest)
+        steps = [step for step in (rest[0], *WRAPPERS) if step in children]
+        child = children[steps[0]] if steps else None
+        if child is None:
+            return _Place(".".join([*key, *rest]), modules, ".".join(rest))
+
         modules.append(child)
-        if step == rest[0]:
+        if steps[0] == rest[0]:
             key.append(rest.pop(0))
-        elif step == "_orig_mod":  # the others take themselves out of the keys
-            key.append(step)
+        elif steps[0] == "_orig_mod":  # the others take themselves out of the keys
+            key.append("_orig_mod")
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device("cpu")
 
 
 # Buffers
@@ -217,21 +258,25 @@ def persistent_buffers(model: nn.Module) -> Iterator[BufferSlot]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in buffers_of(module).items():
             if is_persistent(module, key):
-                yield BufferSlot(f"{prefix}.{key}" if prefix else key, module, key, buffer)
+                name = f"{prefix}.{key}" if prefix else key
+                yield BufferSlot(name, module, key, buffer)
 
 
 def propose_buffers(
-    model: nn.Module, names: Mapping[str, tuple[torch.Size, torch.dtype]]
+    model: nn.Module,
+    names: Mapping[str, tuple[torch.Size, torch.dtype]],
 ) -> dict[str, torch.Tensor]:
     """Allocate new buffers if a checkpoint cannot be copied into the old ones.
 
     Takes dotted name -> shape and dtype, and returns dotted name -> tensor, for `adopt_buffers`. A
     buffer of another dtype is not replaced.
     """
+    # A buffer that does not exist yet goes to where the parameters are.
     device = _device_of(model)
     proposed: dict[str, torch.Tensor] = {}
     for slot in persistent_buffers(model):
-        name, buffer = PREFIX + clean_name(slot.name), slot.buffer
+        name = PREFIX + clean_name(slot.name)
+        buffer = slot.buffer
         if name not in names or isinstance(buffer, DTensor):
             continue
         shape, dtype = names[name]
@@ -242,21 +287,29 @@ def propose_buffers(
     return proposed
 
 
-def adopt_buffers(model: nn.Module, proposed: Mapping[str, torch.Tensor]) -> None:
+def adopt_buffers(
+    model: nn.Module,
+    proposed: Mapping[str, torch.Tensor],
+) -> None:
     """Install the buffers that `propose_buffers` allocated, under every name of the old ones."""
-    slots = (
-        [(PREFIX + clean_name(slot.name), slot) for slot in persistent_buffers(model)]
-        if proposed
-        else []
-    )
-    new = {
-        id(slot.buffer): proposed[name]
-        for name, slot in slots
-        if name in proposed and slot.buffer is not None
-    }
-    for module in model.modules() if new else ():
-        for key, buffer in buffers_of(module).items():
-            buffers_of(module)[key] = new.get(id(buffer), buffer)
-    for name, slot in slots:
-        if slot.buffer is None and name in proposed:
-            buffers_of(slot.module)[slot.key] = proposed[name]
+    if not proposed:
+        return
+
+    # An empty slot has one name. A buffer may be in several modules, and is known by its id.
+    filled: dict[int, torch.Tensor] = {}
+    empty = []
+    for slot in persistent_buffers(model):
+        new = proposed.get(PREFIX + clean_name(slot.name))
+        if new is None:
+            continue
+        if slot.buffer is None:
+            empty.append((slot, new))
+        else:
+            filled[id(slot.buffer)] = new
+
+    for module in model.modules():
+        buffers = buffers_of(module)
+        for key, buffer in buffers.items():
+            buffers[key] = filled.get(id(buffer), buffer)
+    for slot, new in empty:
+        buffers_of(slot.module)[slot.key] = new

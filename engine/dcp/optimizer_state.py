@@ -11,8 +11,8 @@ of schedulers with one value per group follow that order. If it is not known whe
 to the groups, the load fails.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,6 @@ logger = get_logger(__name__)
 PREFIX = "optim.state."
 """Prefix of the dotted names ``optim.state.<parameter>.<entry>``."""
 
-T = TypeVar("T")
 Parameters = Mapping[str, nn.Parameter]
 Groups = Sequence[Mapping[str, Any]]
 
@@ -40,93 +39,110 @@ something in the bits.
 
 
 def tensor_entries(
-    optimizer: torch.optim.Optimizer, params: Parameters
+    optimizer: torch.optim.Optimizer,
+    params: Parameters,
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of the optimizer state: parameter name -> entry -> tensor.
 
     A plain tensor with the shape of the local shard is returned as a DTensor. Others, such as
     ``step``, stay plain.
     """
-    return _without_empty(
-        (
-            name,
-            {
-                key: _as_shard(param, value)
-                for key, value in state.items()
-                if isinstance(value, torch.Tensor)
-            },
-        )
-        for name, param, state in _states(optimizer, params)
-    )
+    found = {}
+    for name, param, state in _states(optimizer, params):
+        entries = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                entries[key] = _as_shard(param, value)
+        if entries:
+            found[name] = entries
+    return found
 
 
 def plain_entries(
-    optimizer: torch.optim.Optimizer, params: Parameters
+    optimizer: torch.optim.Optimizer,
+    params: Parameters,
 ) -> dict[str, dict[str, Any]]:
     """Return the rest of the optimizer state: parameter name -> entry -> value that is not a
     tensor.
     """
-    return _without_empty(
-        (name, {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
-        for name, _, state in _states(optimizer, params)
-    )
+    found = {}
+    for name, _, state in _states(optimizer, params):
+        entries = {}
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                entries[key] = value
+        if entries:
+            found[name] = entries
+    return found
 
 
-def local_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> dict[str, list[str]]:
+def local_entries(
+    optimizer: torch.optim.Optimizer,
+    params: Parameters,
+) -> dict[str, list[str]]:
     """Parameter name -> names of the entries of its state that are plain tensors of this rank's
     shard.
     """
-    return _without_empty(
-        (
-            name,
-            [key for key, value in state.items() if _is_plain(value) and _is_shard(param, value)],
-        )
-        for name, param, state in _states(optimizer, params)
-        if isinstance(param, DTensor)
-    )
+    found = {}
+    for name, param, state in _states(optimizer, params):
+        if not isinstance(param, DTensor):
+            continue
+        keys = [key for key, value in state.items() if _is_plain(value) and _is_shard(param, value)]
+        if keys:
+            found[name] = keys
+    return found
 
 
-def check_entries(optimizer: torch.optim.Optimizer, params: Parameters) -> None:
+def check_entries(
+    optimizer: torch.optim.Optimizer,
+    params: Parameters,
+) -> None:
     """Check that the state can be stored so that every rank gets back its own values.
 
     Raises:
         ConfigError: there is state for a tensor that is no parameter of the model, a tensor of an
             unknown class, or one that ranks could hold differently.
     """
+    # Only parameters of the model have names.
     own = {id(param) for param in params.values()}
-    if strangers := [key for key in optimizer.state if id(key) not in own]:
-        what = (
-            f"a tensor {list(key.shape)}"
-            if isinstance(key := strangers[0], torch.Tensor)
-            else repr(key)
-        )
+    strangers = [key for key in optimizer.state if id(key) not in own]
+    if strangers:
+        first = strangers[0]
+        what = repr(first)
+        if isinstance(first, torch.Tensor):
+            what = f"a tensor {list(first.shape)}"
         raise ConfigError(
             f"the optimizer has state for {what}, which is no parameter of the model "
             f"({len(strangers)} such) and would be lost; make it one, or give it an optimizer of "
             "its own"
         )
+
+    optimizer_name = type(optimizer).__name__
     for name, param, state in _states(optimizer, params):
-        if odd := [key for key in state if not isinstance(key, str)]:
+        odd = [key for key in state if not isinstance(key, str)]
+        if odd:
             raise ConfigError(
-                f"{type(optimizer).__name__} calls state of {name} {odd[0]!r}; expected a string"
+                f"{optimizer_name} calls state of {name} {odd[0]!r}; expected a string"
             )
+
+        # The bits of a tensor must be its values.
         for key, value in state.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and (kind := type(local_tensor(value))) not in _CLASSES
-            ):
+            kind = type(local_tensor(value))
+            if isinstance(value, torch.Tensor) and kind not in _CLASSES:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {key!r} of {name} as a "
+                    f"{optimizer_name} keeps {key!r} of {name} as a "
                     f"{kind.__module__}.{kind.__qualname__}, whose values a checkpoint cannot "
                     "hold; expected a torch.Tensor or a DTensor of one. Use an optimizer with "
                     "plain state: torch's own, or Holdfast's (config key 'optimizer.type')"
                 )
+
+        # A plain tensor must be the same on all ranks, or this rank's shard.
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
             continue
         for key, value in state.items():
             if _is_plain(value) and value.ndim and not _is_shard(param, value):
                 raise ConfigError(
-                    f"{type(optimizer).__name__} keeps {key!r} of {name} as a plain tensor "
+                    f"{optimizer_name} keeps {key!r} of {name} as a plain tensor "
                     f"{list(value.shape)}, which may differ by rank; expected a DTensor, a "
                     f"number, or a tensor {list(param.to_local().shape)} as this rank's shard of "
                     f"the parameter {list(param.shape)}"
@@ -151,32 +167,39 @@ def propose_state(
     entry of the parameter's shape is sharded like the parameter, any other is a plain tensor. A
     number takes the dtype of the checkpoint, because torch's numbers have the default dtype.
     """
+    # Parameters that the optimizer has, and those whose step counts are on their device.
     materialize_state(optimizer)
-    groups = optimizer.param_groups
-    held = {id(param) for group in groups for param in group["params"]}
-    on_device = {
-        id(p) for g in groups if g.get("capturable") or g.get("fused") for p in g["params"]
-    }
+    held = set()
+    counts_on_device = set()
+    for group in optimizer.param_groups:
+        ids = {id(param) for param in group["params"]}
+        held |= ids
+        if group.get("capturable") or group.get("fused"):
+            counts_on_device |= ids
+
     proposed: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in names.items():
-        fqn, _, entry = name.removeprefix(PREFIX).rpartition(".")
+        # A frozen parameter is taken: it may have been trained before, or be trained later.
+        fqn, entry = _split_name(name)
         param = params.get(fqn)
         if param is None or id(param) not in held:
-            # a frozen parameter is taken: it may have been trained before, or be trained later
             continue
+
         state = optimizer.state.get(param)
         if not state:
-            like = shape == param.shape
-            device = (
-                param.device if len(shape) or id(param) in on_device else "cpu"
-            )  # step counts, as torch does
-            zeros = (
-                torch.zeros_like(param, dtype=dtype)
-                if like
-                else torch.zeros(shape, dtype=dtype, device=device)
-            )
+            # Torch keeps step counts on the CPU.
+            device = torch.device("cpu")
+            if len(shape) or id(param) in counts_on_device:
+                device = param.device
+            if shape == param.shape:
+                zeros = torch.zeros_like(param, dtype=dtype)
+            else:
+                zeros = torch.zeros(shape, dtype=dtype, device=device)
             proposed[name] = zeros.detach()
-        elif shape == () and _is_plain(number := state.get(entry)) and not number.ndim:
+            continue
+
+        number = state.get(entry)
+        if shape == () and _is_plain(number) and not number.ndim:
             are_floats = number.is_floating_point() and dtype.is_floating_point
             if are_floats and number.dtype != dtype:
                 proposed[name] = number.to(dtype)
@@ -192,30 +215,40 @@ def adopt_state(
     """Install the tensors that `propose_state` allocated. ``local`` is the `local_entries` of the
     saved optimizer.
     """
+    # Plain tensors of a sharded parameter, for a warning.
     of_rank_0 = []
     for name, tensor in proposed.items():
-        fqn, _, entry = name.removeprefix(PREFIX).rpartition(".")
-        optimizer.state[params[fqn]][entry] = (
-            local_tensor(tensor) if entry in local.get(fqn, ()) else tensor
-        )
-        if isinstance(params[fqn], DTensor) and tensor.ndim and not isinstance(tensor, DTensor):
+        fqn, entry = _split_name(name)
+        param = params[fqn]
+        value = tensor
+        if entry in local.get(fqn, ()):
+            value = local_tensor(tensor)
+        optimizer.state[param][entry] = value
+        if isinstance(param, DTensor) and _is_plain(tensor) and tensor.ndim:
             of_rank_0.append(f"{name} {list(tensor.shape)}")
     if of_rank_0:
         logger.warning(
-            "%s (%d such) is not stored as a shard of its parameter: every rank gets what rank 0 had",
-            of_rank_0[0], len(of_rank_0),
-        )  # fmt: skip
+            "%s (%d such) is not stored as a shard of its parameter: every rank gets what rank 0 "
+            "had",
+            of_rank_0[0],
+            len(of_rank_0),
+        )
 
 
-def _without_empty(found: Iterable[tuple[str, T]]) -> dict[str, T]:
-    return {name: entries for name, entries in found if entries}
+def _split_name(name: str) -> tuple[str, str]:
+    """Names of parameter and entry."""
+    # The name of a parameter has dots, the name of an entry has none.
+    fqn, _, entry = name.removeprefix(PREFIX).rpartition(".")
+    return fqn, entry
 
 
 def _states(
-    optimizer: torch.optim.Optimizer, params: Parameters
+    optimizer: torch.optim.Optimizer,
+    params: Parameters,
 ) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Any]]]:
     for name, param in params.items():
-        if state := optimizer.state.get(param):
+        state = optimizer.state.get(param)
+        if state:
             yield name, param, state
 
 
@@ -223,11 +256,17 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
 
-def _is_shard(param: DTensor, value: torch.Tensor) -> bool:
+def _is_shard(
+    param: DTensor,
+    value: torch.Tensor,
+) -> bool:
     return value.ndim > 0 and value.shape == param.to_local().shape
 
 
-def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+def _as_shard(
+    param: nn.Parameter,
+    value: torch.Tensor,
+) -> torch.Tensor:
     """``value`` as a DTensor that is sharded like ``param``, if it is a plain tensor of this rank's
     shard.
     """
@@ -238,6 +277,7 @@ def _as_shard(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 
 # Parameter groups
 
+# Left out of checkpoints, or named there in another way.
 _OWN_OF_GROUP = {
     "params",
     "param_names",
@@ -261,14 +301,19 @@ _OTHER_LISTS = {"_milestones", "_schedule_phases"}
 _NESTED = "_schedulers"
 
 
-def describe_groups(optimizer: torch.optim.Optimizer, params: Parameters) -> list[dict[str, Any]]:
+def describe_groups(
+    optimizer: torch.optim.Optimizer,
+    params: Parameters,
+) -> list[dict[str, Any]]:
     """Hyperparameters of each group, and as ``params`` the names of its parameters."""
     names = {id(param): name for name, param in params.items()}
-    return [
-        hyperparameters(group)
-        | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
-        for group in optimizer.param_groups
-    ]
+    described = []
+    for group in optimizer.param_groups:
+        ids = [id(param) for param in group["params"]]
+        entries = hyperparameters(group)
+        entries["params"] = [names[key] for key in ids if key in names]
+        described.append(entries)
+    return described
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,16 +326,22 @@ def are_named(saved: Groups) -> bool:
     return all("params" in group for group in saved)
 
 
-def check_untrained(optimizer: torch.optim.Optimizer, params: Parameters, saved: Groups) -> None:
+def check_untrained(
+    optimizer: torch.optim.Optimizer,
+    params: Parameters,
+    saved: Groups,
+) -> None:
     """Check that ``params``, without state in a folder, are missing there because they were not
     trained.
 
     Raises CheckpointMismatchError if one has state here, and is in no group of the saved optimizer.
     """
-    there = {name for group in saved for name in group.get("params", ())}
-    if strangers := sorted(
-        name for name, param in params.items() if optimizer.state.get(param) and name not in there
-    ):
+    there = set[str]()
+    for group in saved:
+        there.update(group.get("params", ()))
+    trained = {name for name, param in params.items() if optimizer.state.get(param)}
+    strangers = sorted(trained - there)
+    if strangers:
         raise CheckpointMismatchError(
             f"the checkpoint lacks optimizer state of {strangers[0]} ({len(strangers)} such), "
             "because the optimizer of the saved run did not have it; build the optimizer over the "
@@ -298,7 +349,11 @@ def check_untrained(optimizer: torch.optim.Optimizer, params: Parameters, saved:
         )
 
 
-def match_groups(optimizer: torch.optim.Optimizer, params: Parameters, saved: Groups) -> list[int]:
+def match_groups(
+    optimizer: torch.optim.Optimizer,
+    params: Parameters,
+    saved: Groups,
+) -> list[int]:
     """For each group of ``optimizer``, the number of the saved group with the same parameters.
 
     Saved groups without names are matched by position. A parameter that is on one side only is
@@ -313,10 +368,14 @@ def match_groups(optimizer: torch.optim.Optimizer, params: Parameters, saved: Gr
         raise CheckpointMismatchError(
             f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(groups)}"
         )
-    order = _match_by_name(groups, saved) if are_named(saved) else list(range(len(groups)))
+    order = list(range(len(groups)))
+    if are_named(saved):
+        order = _match_by_name(groups, saved)
+
+    # One set of names contains the other: schedulers add names, and versions of torch differ.
     for group, number in zip(groups, order, strict=True):
-        # One set of names contains the other: schedulers add names, and versions of torch differ.
-        here, there = hyperparameters(group).keys(), hyperparameters(saved[number]).keys()
+        here = hyperparameters(group).keys()
+        there = hyperparameters(saved[number]).keys()
         if not (here <= there or there <= here):
             raise CheckpointMismatchError(
                 f"the checkpoint has an optimizer with {sorted(there - here)} and without "
@@ -325,32 +384,44 @@ def match_groups(optimizer: torch.optim.Optimizer, params: Parameters, saved: Gr
     return order
 
 
-def _match_by_name(groups: Groups, saved: Groups) -> list[int]:
+def _match_by_name(
+    groups: Groups,
+    saved: Groups,
+) -> list[int]:
     there = {name: number for number, group in enumerate(saved) for name in group["params"]}
-    first: dict[
-        int, tuple[str, int]
-    ] = {}  # number there -> one of its parameters, and the number here
+
+    # Groups with a common parameter belong together.
+    first: dict[int, _Common] = {}  # by number there
     found: dict[int, int] = {}  # number here -> number there
     for here, group in enumerate(groups):
         for name in group["params"]:
-            if (number := there.get(name)) is None:
+            number = there.get(name)
+            if number is None:
                 continue
-            other, other_here = first.setdefault(number, (name, here))
-            if other_here != here:
+            common = first.setdefault(number, _Common(name, here))
+            if common.here != here:
                 raise _cut_otherwise(
-                    other, name, f"both in group {number}", f"in groups {other_here} and {here}"
+                    common.name,
+                    name,
+                    f"both in group {number}",
+                    f"in groups {common.here} and {here}",
                 )
-            if found.setdefault(here, number) != number:
-                other, _ = first[found[here]]
+            known = found.setdefault(here, number)
+            if known != number:
                 raise _cut_otherwise(
-                    other, name, f"in groups {found[here]} and {number}", f"both in group {here}"
+                    first[known].name,
+                    name,
+                    f"in groups {known} and {number}",
+                    f"both in group {here}",
                 )
-    # Empty groups follow each other in the same order. One more group may have other parameters
-    # than before.
+
+    # Empty groups follow each other in the same order.
     empty_here = [number for number, group in enumerate(groups) if not group["params"]]
     empty_there = [number for number, group in enumerate(saved) if not group["params"]]
     if len(empty_here) == len(empty_there):
         found.update(zip(empty_here, empty_there, strict=True))
+
+    # One more group may have other parameters than before.
     rest_here = [number for number in range(len(groups)) if number not in found]
     rest_there = [number for number in range(len(saved)) if number not in found.values()]
     if len(rest_here) > 1:
@@ -363,7 +434,12 @@ def _match_by_name(groups: Groups, saved: Groups) -> list[int]:
     return [found[number] for number in range(len(groups))]
 
 
-def _cut_otherwise(one: str, other: str, there: str, here: str) -> CheckpointMismatchError:
+def _cut_otherwise(
+    one: str,
+    other: str,
+    there: str,
+    here: str,
+) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"parameters {one} and {other} are {there} of the checkpoint's parameter groups, but "
         f"{here} of the optimizer's; build the groups from the same parameters as the saved run"
@@ -371,7 +447,9 @@ def _cut_otherwise(one: str, other: str, there: str, here: str) -> CheckpointMis
 
 
 def reorder_schedule(
-    state: Mapping[str, Any], order: Sequence[int], name: str = "scheduler"
+    state: Mapping[str, Any],
+    order: Sequence[int],
+    name: str = "scheduler",
 ) -> dict[str, Any]:
     """A scheduler's ``state_dict()`` with its lists of groups in the order of this optimizer's
     groups.
@@ -381,15 +459,33 @@ def reorder_schedule(
     """
     if list(order) == sorted(order):
         return dict(state)
+    return _reorder_entries(state, order, name)
+
+
+def _reorder_entries(
+    state: Mapping[str, Any],
+    order: Sequence[int],
+    name: str,
+) -> dict[str, Any]:
     return {key: _reorder(value, key, order, f"{name}.{key}") for key, value in state.items()}
 
 
-def _reorder(value: Any, key: str, order: Sequence[int], name: str) -> Any:
+def _reorder(
+    value: Any,
+    key: str,
+    order: Sequence[int],
+    name: str,
+) -> Any:
+    # Values may be nested.
     if isinstance(value, Mapping):
-        return type(value)({k: _reorder(v, k, order, f"{name}.{k}") for k, v in value.items()})  # type: ignore[call-arg]
+        entries = _reorder_entries(value, order, name)
+        return type(value)(entries)  # type: ignore[call-arg]
     if key == _NESTED:
         return [reorder_schedule(nested, order, f"{name}[{at}]") for at, nested in enumerate(value)]
-    if not isinstance(value, list | tuple) or len(value) != len(order) or key in _OTHER_LISTS:
+
+    # A list is reordered only if it certainly has one value per group.
+    is_list = isinstance(value, list | tuple)
+    if not is_list or len(value) != len(order) or key in _OTHER_LISTS:
         return value
     if key in _LISTS_OF_GROUPS:
         return type(value)(value[number] for number in order)
@@ -398,3 +494,10 @@ def _reorder(value: Any, key: str, order: Sequence[int], name: str) -> Any:
         f"{list(order)}, and {name} is a list of {len(value)} values that may go with them; build "
         "the groups in the order of the saved run"
     )
+
+
+class _Common(NamedTuple):
+    """The first parameter that a saved group and one here have in common."""
+
+    name: str
+    here: int  # number of the group here

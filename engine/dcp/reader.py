@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from io import SEEK_CUR, SEEK_END, SEEK_SET, RawIOBase
@@ -67,27 +67,39 @@ class TensorReader:
     """
 
     def __init__(
-        self, folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]
+        self,
+        folder: PathLike,
+        layout: FolderLayout,
+        destinations: Mapping[str, Destination],
     ) -> None:
         self.folder = Path(folder)
+        self.names = set(destinations)
         self._identities: dict[str, tuple[int, ...]] = {}
         self._reads: dict[str, list[_Read]] = {}
-        self.names = set(destinations)
+
+        # Find the values in each file.
         files = list(layout.files)
-        for number, wanted in groupby(
-            _chunks_wanted(layout, destinations), key=lambda chunk: chunk.file
-        ):
+        chunks = _chunks_wanted(layout, destinations)
+        for number, chunks_of_file in groupby(chunks, key=lambda chunk: chunk.file):
             name = files[number]
+            reads = []
             with _open_checked(self.folder / name, layout.files[name]) as file:
                 self._identities[name] = _identity(os.fstat(file.fileno()))
-                found = [(chunk.name, _find(file, chunk)) for chunk in wanted]
-            self.names -= {name for name, read in found if read is None}
-            self._reads[name] = [read for _, read in found if read is not None]
-        kept = {
-            name: [read for read in reads if read.name in self.names]
-            for name, reads in self._reads.items()
-        }
-        self._reads = {name: reads for name, reads in kept.items() if reads}
+                for chunk in chunks_of_file:
+                    read = _find(file, chunk)
+                    if read is None:
+                        self.names.discard(chunk.name)
+                    else:
+                        reads.append(read)
+            self._reads[name] = reads
+
+        # A tensor is left out as a whole if one chunk is stored in another way.
+        for name, reads in list(self._reads.items()):
+            kept = [read for read in reads if read.name in self.names]
+            if kept:
+                self._reads[name] = kept
+            else:
+                del self._reads[name]
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointCorruptError` if a file has changed since the plan was made."""
@@ -100,15 +112,13 @@ class TensorReader:
         Raises CheckpointCorruptError if one has, and OSError if one cannot be read. The tensors
         cannot be trusted then.
         """
+        # File after file, so that each is checked when its last byte has been read.
         n_threads = reading_threads()
         with ThreadPoolExecutor(n_threads, thread_name_prefix="reading") as pool:
             for name, reads in self._reads.items():
                 with open(self.folder / name, "rb", buffering=0) as file:
-                    list(
-                        pool.map(
-                            partial(_read_all, file, _stream_for(reads)), _shares(reads, n_threads)
-                        )
-                    )
+                    read_share = partial(_read_all, file, _stream_for(reads))
+                    list(pool.map(read_share, _shares(reads, n_threads)))
                 self._check_identity(name)
 
     def _check_identity(self, name: str) -> None:
@@ -138,9 +148,13 @@ def visible_here(path: PathLike) -> Iterator[None]:
 
 
 @contextmanager
-def _open_checked(path: Path, n_bytes: int) -> Iterator[IO[bytes]]:
+def _open_checked(
+    path: Path,
+    n_bytes: int,
+) -> Iterator[IO[bytes]]:
     with visible_here(path), open(path, "rb", buffering=0) as file:
-        if (found := os.fstat(file.fileno()).st_size) < n_bytes:
+        found = os.fstat(file.fileno()).st_size
+        if found < n_bytes:
             raise CheckpointCorruptError(f"{path} has {found} bytes; it needs {n_bytes}")
         yield file
 
@@ -157,18 +171,21 @@ class _WantedChunk(NamedTuple):
 
 
 def _chunks_wanted(
-    layout: FolderLayout, destinations: Mapping[str, Destination]
+    layout: FolderLayout,
+    destinations: Mapping[str, Destination],
 ) -> list[_WantedChunk]:
-    found: list[_WantedChunk] = []
-    overlaps: dict[tuple[int, Box], list[Overlap]] = {}  # hundreds of tensors are cut in a few ways
+    # Hundreds of tensors are cut in a few ways.
+    overlaps = {}
+    found = []
     for name, (box, target) in destinations.items():
         stored = layout.tensors[name]
-        cut = id(stored.chunks), box
+        cut = (id(stored.chunks), box)
         if cut not in overlaps:
             overlaps[cut] = stored.chunks.overlaps(box)
         for overlap in overlaps[cut]:
-            place = int(stored.files[overlap.chunk]), int(stored.begins[overlap.chunk])
-            found.append(_WantedChunk(*place, name, stored, overlap, target))
+            file = int(stored.files[overlap.chunk])
+            begin = int(stored.begins[overlap.chunk])
+            found.append(_WantedChunk(file, begin, name, stored, overlap, target))
     return sorted(found, key=lambda chunk: (chunk.file, chunk.begin))
 
 
@@ -188,70 +205,96 @@ class _Read:
         """First byte of the target in the file, if its bytes are contiguous in file and memory.
         None otherwise.
         """
+        if self.target.is_conj() or self.target.is_neg():  # its bytes are not its values
+            return None
         before = _elements_before(self.chunk_sizes, self.box)
-        lazy = self.target.is_conj() or self.target.is_neg()  # its bytes are not its values
-        if before is None or lazy or not self.target.is_contiguous():
+        if before is None or not self.target.is_contiguous():
             return None
         return self.at + before * self.target.itemsize
 
-    def copy_rows(self, file: IO[bytes], blocks: HostBlocks) -> None:
+    def copy_rows(
+        self,
+        file: IO[bytes],
+        blocks: HostBlocks,
+    ) -> None:
         """Read whole stored rows, at least one at a time, and copy the wanted part."""
+        itemsize = self.target.itemsize
+        # A number has no rows.
         if not self.chunk_sizes:
-            value = _read_block(file, self.at, blocks.take(self.target.itemsize))
-            blocks.copy(self.target, value.view(self.target.dtype).view(()))
+            value = _read_block(file, self.at, blocks.take(itemsize))
+            number = value.view(self.target.dtype)
+            blocks.copy(self.target, number.view(()))
             return
-        first, n_rows = self.box.offsets[0], self.box.sizes[0]
-        row_bytes = math.prod(self.chunk_sizes[1:]) * self.target.itemsize
+
+        # Rows are as wide as the chunk. The target may be narrower.
+        width = self.chunk_sizes[1:]
+        row_bytes = math.prod(width) * itemsize
         step = max(1, BLOCK_BYTES // row_bytes)
-        for row in range(0, n_rows, step):
+        for row in range(0, self.box.sizes[0], step):
             target = self.target[row : row + step]
-            data = _read_block(
-                file, self.at + (first + row) * row_bytes, blocks.take(len(target) * row_bytes)
-            )
-            rows = data.view(target.dtype).view(len(target), *self.chunk_sizes[1:])
-            blocks.copy(target, _narrow(rows, Box((0, *self.box.offsets[1:]), tuple(target.shape))))
+            begin = self.at + (self.box.offsets[0] + row) * row_bytes
+            data = _read_block(file, begin, blocks.take(len(target) * row_bytes))
+            rows = data.view(target.dtype).view(len(target), *width)
+            wanted = Box((0, *self.box.offsets[1:]), tuple(target.shape))
+            blocks.copy(target, _narrow(rows, wanted))
 
 
-def _find(file: IO[bytes], chunk: _WantedChunk) -> _Read | None:
+def _find(
+    file: IO[bytes],
+    chunk: _WantedChunk,
+) -> _Read | None:
     """Where the values of a chunk lie in ``file``. None if the archive is not one that torch writes
     here.
     """
-    overlap, target = chunk.overlap, chunk.target
+    # The archive must be the one that torch writes here.
+    overlap = chunk.overlap
     archive = archive_of(overlap.chunk_sizes, chunk.stored.dtype)
     if chunk.stored.lengths[overlap.chunk] != archive.bytes:
         return None
-    if os.pread(file.fileno(), len(archive.prefix), chunk.begin) != archive.prefix:
+    found = os.pread(file.fileno(), len(archive.prefix), chunk.begin)
+    if found != archive.prefix:
         return None
+
+    # The values follow the prefix.
+    target = chunk.target
     if overlap.in_chunk.sizes != target.shape:
         target = _narrow(target, Box(overlap.offsets, overlap.in_chunk.sizes))
-    return _Read(
-        chunk.name, chunk.begin + len(archive.prefix), overlap.chunk_sizes, overlap.in_chunk, target
-    )
+    at = chunk.begin + len(archive.prefix)
+    return _Read(chunk.name, at, overlap.chunk_sizes, overlap.in_chunk, target)
 
 
-def _elements_before(shape: tuple[int, ...], box: Box) -> int | None:
+def _elements_before(
+    shape: tuple[int, ...],
+    box: Box,
+) -> int | None:
     """Number of elements stored before a box, if the elements of the box are contiguous. None
     otherwise.
     """
-    before, stride, partial_dim = 0, 1, False
-    for size, begin, length in zip(
-        reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True
-    ):
-        if partial_dim and length != 1:
+    # From the last dimension, whose elements are next to each other, to the first.
+    before = 0
+    stride = 1
+    is_partial = False  # a later dimension is not taken whole
+    for dim in reversed(range(len(shape))):
+        length = box.sizes[dim]
+        if is_partial and length != 1:
             return None
-        before, stride, partial_dim = (
-            before + begin * stride,
-            stride * size,
-            partial_dim or length != size,
-        )
+        before += box.offsets[dim] * stride
+        stride *= shape[dim]
+        is_partial = is_partial or length != shape[dim]
     return before
 
 
-def _shares(reads: list[_Read], n: int) -> list[list[_Read]]:
+def _shares(
+    reads: list[_Read],
+    n: int,
+) -> list[list[_Read]]:
+    # Neighbours in the file go to one thread, and all threads read about as much.
     shares: list[list[_Read]] = [[] for _ in range(n)]
-    total, before = sum(read.target.nbytes for read in reads), 0
+    total = max(1, sum(read.target.nbytes for read in reads))
+    before = 0
     for read in reads:
-        shares[min(before * n // max(1, total), n - 1)].append(read)
+        number = min(before * n // total, n - 1)
+        shares[number].append(read)
         before += read.target.nbytes
     return [share for share in shares if share]
 
@@ -262,53 +305,78 @@ def _stream_for(reads: list[_Read]) -> torch.cuda.Stream | None:
 
     None on the CPU.
     """
-    device = next((read.target.device for read in reads if read.target.is_cuda), None)
-    return None if device is None else torch.cuda.current_stream(device)
+    for read in reads:
+        if read.target.is_cuda:
+            return torch.cuda.current_stream(read.target.device)
+    return None
 
 
 @torch.no_grad()  # the setting is per thread
-def _read_all(file: IO[bytes], stream: torch.cuda.Stream | None, reads: list[_Read]) -> None:
-    blocks = HostBlocks(BLOCK_BYTES, torch.device("cpu") if stream is None else stream.device)
-    found = [(read, read.contiguous_at()) for read in reads]
-    _read_into(
-        file,
-        [
-            (at, bytes_of(read.target))
-            for read, at in found
-            if at is not None and read.target.is_cpu
-        ],
-    )
+def _read_all(
+    file: IO[bytes],
+    stream: torch.cuda.Stream | None,
+    reads: list[_Read],
+) -> None:
+    device = torch.device("cpu")
+    on_stream: AbstractContextManager[Any] = nullcontext()
+    if stream is not None:
+        device = stream.device
+        on_stream = torch.cuda.stream(stream)
+    blocks = HostBlocks(BLOCK_BYTES, device)
+
+    # Contiguous host memory is filled by few calls.
+    in_place = []
+    others = []
+    for read in reads:
+        at = read.contiguous_at()
+        if at is not None and read.target.is_cpu:
+            in_place.append((at, bytes_of(read.target)))
+        else:
+            others.append((at, read))
+    _read_into(file, in_place)
+
     # A new thread is on the default stream of device 0. There copies would overtake a step of
     # another stream that is still running, and pinning memory would make every rank a context.
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        for read, at in found:
+    with on_stream:
+        for at, read in others:
             if at is None:
                 read.copy_rows(file, blocks)
-            elif not read.target.is_cpu:
-                for begin, values in _blocks_of(at, bytes_of(read.target)):
-                    blocks.copy(values, _read_block(file, begin, blocks.take(len(values))))
+                continue
+            for begin, values in _blocks_of(at, bytes_of(read.target)):
+                block = blocks.take(len(values))
+                blocks.copy(values, _read_block(file, begin, block))
         blocks.drain()
 
 
-def _blocks_of(begin: int, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+def _blocks_of(
+    begin: int,
+    values: torch.Tensor,
+) -> Iterator[tuple[int, torch.Tensor]]:
     """Cut ``[n]`` uint8 into blocks, each with its first byte in the file."""
     for at in range(0, len(values), BLOCK_BYTES):
         yield begin + at, values[at : at + BLOCK_BYTES]
 
 
-def _read_into(file: IO[bytes], ranges: Iterable[tuple[int, torch.Tensor]]) -> None:
+def _read_into(
+    file: IO[bytes],
+    ranges: Iterable[tuple[int, torch.Tensor]],
+) -> None:
     """Fill host tensors (``[n]`` uint8), each from its place in the file, in the order of the file
     and in few calls.
     """
     between = memoryview(bytearray(_GAP_BYTES))  # read, but not wanted
     buffers: list[memoryview] = []
-    begin = end = 0
+    begin = 0
+    end = 0
     for at, values in (block for range_ in ranges for block in _blocks_of(*range_)):
+        # A block that is too far away, or too much, begins another call.
         gap = at - end
-        full = len(buffers) + 2 > _MAX_BUFFERS or at + len(values) - begin > BLOCK_BYTES
-        if buffers and (full or not 0 <= gap <= _GAP_BYTES):
+        is_near = 0 <= gap <= _GAP_BYTES
+        is_full = len(buffers) + 2 > _MAX_BUFFERS or at + len(values) - begin > BLOCK_BYTES
+        if buffers and (is_full or not is_near):
             _preadv(file, begin, buffers)
             buffers = []
+
         if not buffers:
             begin = at
         elif gap:
@@ -319,12 +387,20 @@ def _read_into(file: IO[bytes], ranges: Iterable[tuple[int, torch.Tensor]]) -> N
         _preadv(file, begin, buffers)
 
 
-def _read_block(file: IO[bytes], begin: int, into: torch.Tensor) -> torch.Tensor:
+def _read_block(
+    file: IO[bytes],
+    begin: int,
+    into: torch.Tensor,
+) -> torch.Tensor:
     _preadv(file, begin, [memory_of(into)])
     return into
 
 
-def _preadv(file: IO[bytes], begin: int, buffers: list[memoryview]) -> None:
+def _preadv(
+    file: IO[bytes],
+    begin: int,
+    buffers: list[memoryview],
+) -> None:
     """Fill ``buffers`` in order with the bytes from ``begin`` on. The kernel may return fewer at a
     time.
     """
@@ -335,6 +411,8 @@ def _preadv(file: IO[bytes], begin: int, buffers: list[memoryview]) -> None:
                 f"{file.name} ends at {begin}, although it was longer when it was checked"
             )
         begin += count
+
+        # Buffers that are full are dropped.
         while buffers and count >= len(buffers[0]):
             count -= len(buffers.pop(0))
         if count:
@@ -343,24 +421,30 @@ def _preadv(file: IO[bytes], begin: int, buffers: list[memoryview]) -> None:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    """Device, inode, size and time of change. They differ once a file was replaced or written to."""
+    """Device, inode, size and time of change: others once a file was replaced or written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_now(
-    folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]
+    folder: PathLike,
+    layout: FolderLayout,
+    destinations: Mapping[str, Destination],
 ) -> None:
     """Read tensors, however they are stored, into memory that nothing else uses yet. Raises as
     `TensorReader` does.
     """
+    # Directly, as far as that is possible.
     reader = TensorReader(folder, layout, destinations)
     reader.read()
-    if others := destinations.keys() - reader.names:
+    others = destinations.keys() - reader.names
+    if others:
         read_archives(folder, layout, {name: destinations[name] for name in others})
 
 
 def read_archives(
-    folder: PathLike, layout: FolderLayout, destinations: Mapping[str, Destination]
+    folder: PathLike,
+    layout: FolderLayout,
+    destinations: Mapping[str, Destination],
 ) -> None:
     """Fill tensors from archives that are parsed as a whole. Takes the memory of one archive at a
     time.
@@ -369,44 +453,59 @@ def read_archives(
     shape than ``.metadata`` says.
     """
     files = list(layout.files)
-    for name, destination in destinations.items():
-        stored, label = layout.tensors[name], f"{folder}: {name}"
-        for overlap in stored.chunks.overlaps(destination.box):
+    for name, (box, tensor) in destinations.items():
+        stored = layout.tensors[name]
+        label = f"{folder}: {name}"
+        for overlap in stored.chunks.overlaps(box):
             beat()
-            path, begin = (
-                Path(folder) / files[stored.files[overlap.chunk]],
-                int(stored.begins[overlap.chunk]),
-            )
-            value = _parse(path, begin, int(stored.lengths[overlap.chunk]), label)
-            shape, dtype = overlap.chunk_sizes, stored.dtype
-            if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype != dtype:
-                kind = type(value).__name__
-                found = (
-                    f"{list(value.shape)} {value.dtype}"
-                    if isinstance(value, torch.Tensor)
-                    else kind
-                )
+            number = overlap.chunk
+            path = Path(folder) / files[stored.files[number]]
+            begin = int(stored.begins[number])
+            length = int(stored.lengths[number])
+            value = _parse(path, begin, length, label)
+            # A damaged archive may hold anything.
+            found = _described(value)
+            announced = f"{list(overlap.chunk_sizes)} {stored.dtype}"
+            if found != announced:
                 raise CheckpointCorruptError(
-                    f"{label} holds {found}; .metadata announces {list(shape)} {dtype}"
+                    f"{label} holds {found}; .metadata announces {announced}"
                 )
-            source = _narrow(value, overlap.in_chunk)
-            _narrow(destination.tensor, Box(overlap.offsets, overlap.in_chunk.sizes)).copy_(source)
+            target = _narrow(tensor, Box(overlap.offsets, overlap.in_chunk.sizes))
+            target.copy_(_narrow(value, overlap.in_chunk))
 
 
-def read_object(folder: PathLike, layout: FolderLayout, name: str) -> Any:
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{list(value.shape)} {value.dtype}"
+    return type(value).__name__
+
+
+def read_object(
+    folder: PathLike,
+    layout: FolderLayout,
+    name: str,
+) -> Any:
     """Read a stored value that is not a tensor. Raises as `read_archives` does."""
     place = layout.objects[name]
-    return _parse(
-        Path(folder) / place.relative_path, place.offset, place.length, f"{folder}: {name}"
-    )
+    path = Path(folder) / place.relative_path
+    return _parse(path, place.offset, place.length, f"{folder}: {name}")
 
 
-def _parse(path: Path, begin: int, length: int, label: str) -> Any:
+def _parse(
+    path: Path,
+    begin: int,
+    length: int,
+    label: str,
+) -> Any:
     with open(path, "rb") as file:
-        return load_plain(cast(IO[bytes], _FileWindow(file, begin, length)), label)
+        archive = cast(IO[bytes], _FileWindow(file, begin, length))
+        return load_plain(archive, label)
 
 
-def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def _narrow(
+    tensor: torch.Tensor,
+    box: Box,
+) -> torch.Tensor:
     for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
@@ -415,8 +514,16 @@ def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 class _FileWindow(RawIOBase):
     """A range of an open file, as a file. Torch's own class for this cannot seek from its end."""
 
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
+    def __init__(
+        self,
+        file: IO[bytes],
+        start: int,
+        length: int,
+    ) -> None:
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -424,10 +531,13 @@ class _FileWindow(RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        self._at = max(
-            0, offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._length}[whence]
-        )
+    def seek(
+        self,
+        offset: int,
+        whence: int = SEEK_SET,
+    ) -> int:
+        origins = {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._length}
+        self._at = max(0, offset + origins[whence])
         return self._at
 
     def tell(self) -> int:
@@ -435,6 +545,7 @@ class _FileWindow(RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._start + self._at)
-        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
+        left = max(0, self._length - self._at)
+        count = self._file.readinto(memoryview(buffer)[:left])  # type: ignore[attr-defined]
         self._at += count
         return count

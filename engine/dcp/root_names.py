@@ -15,40 +15,38 @@ from .state import ROOT
 
 T = TypeVar("T")
 
+# Prefixes of Holdfast's own names.
+_MODEL = f"{ROOT}.model."
+_OPTIM = f"{ROOT}.optim."
+
 _OPTIMIZERS = ("optim", "optimizer")
 _BESIDE = {
     *_OPTIMIZERS,
-    *(
-        "lr_scheduler",
-        "scheduler",
-        "lr_schedulers",
-        "train_state",
-        "dataloader",
-        "data_loader",
-        "step",
-        "epoch",
-    ),
-    *(
-        "module_state",
-        "param_groups",
-        "optim_plain",
-        "optim_local",
-        "counters",
-        "rng",
-        "rng_state",
-        "extra_state",
-    ),
-    *(
-        "global_step",
-        "trainer",
-        "progress",
-        "args",
-        "config",
-        "metadata",
-        "scaler",
-        "extra",
-        "meta",
-    ),
+    "lr_scheduler",
+    "scheduler",
+    "lr_schedulers",
+    "train_state",
+    "dataloader",
+    "data_loader",
+    "step",
+    "epoch",
+    "module_state",
+    "param_groups",
+    "optim_plain",
+    "optim_local",
+    "counters",
+    "rng",
+    "rng_state",
+    "extra_state",
+    "global_step",
+    "trainer",
+    "progress",
+    "args",
+    "config",
+    "metadata",
+    "scaler",
+    "extra",
+    "meta",
 }
 """Names next to a model in the dicts that people save. Any other name is taken for a part of the
 model.
@@ -63,13 +61,17 @@ class Root(NamedTuple):
     optim: str | None  # prefix of ``state.<parameter>.<entry>``. None without optimizer state
 
     def canonical(self, name: str) -> str:
-        """Holdfast's name for ``name``. A name that is no part of the state is returned as it is."""
+        """Holdfast's name for ``name``, or ``name`` itself if that is no part of the state."""
         if self.optim is not None and name.startswith(self.optim):
-            return f"{ROOT}.optim.{name.removeprefix(self.optim)}"
-        beside = name.removeprefix(f"{self.name}." if self.name else "").partition(".")[0]
-        if name.startswith(self.model) and (self.model.endswith("model.") or beside not in _BESIDE):
-            return f"{ROOT}.model.{name.removeprefix(self.model)}"
-        return name
+            return f"{_OPTIM}{name.removeprefix(self.optim)}"
+        if not name.startswith(self.model):
+            return name
+
+        # Without a prefix of its own, the model is next to other things.
+        first = name.removeprefix(_prefix_of(self.name)).partition(".")[0]
+        if first in _BESIDE and not self.model.endswith("model."):
+            return name
+        return f"{_MODEL}{name.removeprefix(self.model)}"
 
 
 def find_roots(names: Iterable[str]) -> list[Root]:
@@ -79,7 +81,11 @@ def find_roots(names: Iterable[str]) -> list[Root]:
     return sorted(_roots_below("", sorted(names)))
 
 
-def choose_root(names: Collection[str], name: str, parameters: Iterable[str]) -> Root:
+def choose_root(
+    names: Collection[str],
+    name: str,
+    parameters: Iterable[str],
+) -> Root:
     """Find the root called ``name`` for a model with these ``parameters``.
 
     Both ``<name>.model.<parameter>`` and ``<name>.<parameter>`` are tried, because some models
@@ -87,71 +93,93 @@ def choose_root(names: Collection[str], name: str, parameters: Iterable[str]) ->
     wins. Raises CheckpointMismatchError, which lists the folder's roots, if there is no part of the
     model.
     """
-    prefix, wanted = f"{name}." if name else "", list(parameters)
-    found = {
-        model: sum(f"{model}{parameter}" in names for parameter in wanted)
-        for model in (f"{prefix}model.", prefix)
-    }
-    model = max(found, key=found.__getitem__)
-    if not found[model] and (model := f"{prefix}model.") not in {
-        root.model for root in find_roots(names)
-    }:
-        raise CheckpointMismatchError(f"no model under {name!r}; {describe_roots(names)}")
-    return Root(name, model, _optim_below(prefix, names))
+    prefix = _prefix_of(name)
+    wanted = list(parameters)
+    found = {}
+    for model in (f"{prefix}model.", prefix):
+        found[model] = sum(f"{model}{parameter}" in names for parameter in wanted)
+    best = max(found, key=found.__getitem__)
+
+    # A root without any parameter of this model is another model. Its error comes later.
+    if not found[best]:
+        best = f"{prefix}model."
+        if best not in {root.model for root in find_roots(names)}:
+            raise CheckpointMismatchError(f"no model under {name!r}; {describe_roots(names)}")
+    return Root(name, best, _optim_below(prefix, names))
 
 
 def describe_roots(names: Iterable[str]) -> str:
     """Describe the roots for a message."""
+    # Each root with a parameter as an example.
     names = sorted(names)
     roots = []
     for root in find_roots(names):
-        example = next(
-            (name for name in names if root.canonical(name).startswith(f"{ROOT}.model.")), ""
-        )
-        roots.append(f"{root.name!r} ({example})")
+        of_model = (name for name in names if root.canonical(name).startswith(_MODEL))
+        roots.append(f"{root.name!r} ({next(of_model, '')})")
     if not roots:
         return f"its keys are {names[:4]} ..., in which no model is to be seen"
     return f"it has a model under {', '.join(roots)}: give it as root"
 
 
-def under_root(layout: FolderLayout, root: Root) -> FolderLayout:
-    """``layout`` with Holdfast's names, without tensors that are no part of the model or optimizer."""
-    if root == Root(ROOT, f"{ROOT}.model.", f"{ROOT}.optim."):
+def under_root(
+    layout: FolderLayout,
+    root: Root,
+) -> FolderLayout:
+    """``layout`` with Holdfast's names, with tensors of the model and the optimizer alone."""
+    if root == Root(ROOT, _MODEL, _OPTIM):
         return layout
-    return FolderLayout(
-        layout.files, _renamed(layout.tensors, root), _renamed(layout.objects, root)
-    )
+    tensors = _renamed(layout.tensors, root)
+    objects = _renamed(layout.objects, root)
+    return FolderLayout(layout.files, tensors, objects)
 
 
-def _renamed(stored: Mapping[str, T], root: Root) -> dict[str, T]:
-    names = {name: root.canonical(name) for name in stored}
-    kept = f"{ROOT}.model.", f"{ROOT}.optim."
-    return {own: stored[name] for name, own in names.items() if own.startswith(kept)}
+def _renamed(
+    stored: Mapping[str, T],
+    root: Root,
+) -> dict[str, T]:
+    renamed = {}
+    for name, value in stored.items():
+        own = root.canonical(name)
+        if own.startswith((_MODEL, _OPTIM)):
+            renamed[own] = value
+    return renamed
 
 
-def _roots_below(prefix: str, names: list[str]) -> list[Root]:
+def _roots_below(
+    prefix: str,
+    names: list[str],
+) -> list[Root]:
+    # Parts of a state that may be a model. "base" alone may be a part of a model.
     heads = {name.removeprefix(prefix).partition(".")[0] for name in names}
-    ours = (
-        {BASE, BASE_SAMPLE} if {BASE, BASE_SAMPLE} <= heads else set()
-    )  # "base" alone may be a part of a model
-    rest, name, optim = (
-        heads - _BESIDE - ours,
-        prefix.removesuffix("."),
-        _optim_below(prefix, names),
-    )
+    rest = heads - _BESIDE
+    if {BASE, BASE_SAMPLE} <= heads:
+        rest -= {BASE, BASE_SAMPLE}
+    name = prefix.removesuffix(".")
+    optim = _optim_below(prefix, names)
     if rest == {"model"}:
         return [Root(name, f"{prefix}model.", optim)]
-    below = {head: [each for each in names if each.startswith(f"{prefix}{head}.")] for head in rest}
-    nested = [
-        head
-        for head in rest
-        if any(each.startswith(f"{prefix}{head}.model.") for each in below[head])
-    ]
-    if nested and len(nested) == len(rest):
-        return [root for head in nested for root in _roots_below(f"{prefix}{head}.", below[head])]
-    return [Root(name, prefix, optim)] if rest else []
+
+    # Parts with a model inside are roots.
+    roots = []
+    for head in rest:
+        inside = f"{prefix}{head}."
+        below = [each for each in names if each.startswith(inside)]
+        if not any(each.startswith(f"{inside}model.") for each in below):
+            return [Root(name, prefix, optim)]
+        roots += _roots_below(inside, below)
+    return roots
 
 
-def _optim_below(prefix: str, names: Iterable[str]) -> str | None:
-    found = (f"{prefix}{optim}." for optim in _OPTIMIZERS)
-    return next((optim for optim in found if any(name.startswith(optim) for name in names)), None)
+def _optim_below(
+    prefix: str,
+    names: Iterable[str],
+) -> str | None:
+    for optimizer in _OPTIMIZERS:
+        optim = f"{prefix}{optimizer}."
+        if any(name.startswith(optim) for name in names):
+            return optim
+    return None
+
+
+def _prefix_of(name: str) -> str:
+    return f"{name}." if name else ""

@@ -15,6 +15,7 @@ entries durable and the folder visible (`utils.files.commit_folder`).
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,28 +85,29 @@ def save_dcp(
         CheckpointWriteError: any rank could not write. Nothing is left behind.
     """
     advice = "save to one, and set recover.mirror_url for copies of snapshots at a URL"
-    with staged_folder(
-        require_local(path, "a DCP checkpoint", advice), group, replace=replace
-    ) as staging:
-        entries = gather_objects(write_dcp(staging, state, group), group)
+    folder = require_local(path, "a DCP checkpoint", advice)
+    with staged_folder(folder, group, replace=replace) as staging:
+        of_ranks = gather_objects(write_dcp(staging, state, group), group)
+
+        # Training may have torn the copy until its last byte was read.
         if isinstance(state, StagedState):
             with all_ranks_succeed(f"finishing {path}", group):
                 state.finish()
         if get_rank(group) == 0:
-            write_manifest(
-                staging, [entry for rank in entries for entry in rank], {"world_size": len(entries)}
-            )
+            entries = list(chain.from_iterable(of_ranks))
+            write_manifest(staging, entries, {"world_size": len(of_ranks)})
 
 
 def write_dcp(
-    folder: PathLike, state: DCPState | StagedState, group: dist.ProcessGroup | None = None
+    folder: PathLike,
+    state: DCPState | StagedState,
+    group: dist.ProcessGroup | None = None,
 ) -> list[FileEntry]:
     """Write ``state`` into the existing, empty ``folder``. Returns and raises as `DCPSaver.write`
     does.
     """
-    with all_ranks_succeed(
-        f"collecting the state for {folder}", group
-    ):  # torch would leave the other ranks waiting
+    # Torch would leave the other ranks waiting if the state of one cannot be collected.
+    with all_ranks_succeed(f"collecting the state for {folder}", group):
         values = state.state_dict()
         if isinstance(state, DCPState):
             check_loads_again(state, values)
@@ -126,7 +128,10 @@ class DCPSaver:
         self._plan: RankSavePlan | None = None
 
     def write(
-        self, folder: PathLike, values: Mapping[str, Any], group: dist.ProcessGroup | None = None
+        self,
+        folder: PathLike,
+        values: Mapping[str, Any],
+        group: dist.ProcessGroup | None = None,
     ) -> list[FileEntry]:
         """Write ``values`` into the existing, empty ``folder`` and fsync the files. All ranks of
         ``group`` call it.
@@ -148,6 +153,7 @@ class DCPSaver:
             PeerError: another rank failed for another reason. That rank raises its own error.
             RuntimeError: a rank is gone. Raised within the timeout of the group.
         """
+        # 1. Compare the structure with the last save, here and on the other ranks.
         with all_ranks_succeed(f"describing what goes to {folder}", group):
             tensors = dict(flatten({ROOT: values}))
             structure = describe_state(tensors, group, self._ranks_with_same_data)
@@ -155,30 +161,40 @@ class DCPSaver:
                 structure = self._structure  # which has its digest
             vote = vote_on(structure, tensors)
         agreed = agree_on(vote, group)
-        unchanged = (
-            self._plan is not None and structure is self._structure and agreed == self._agreed
-        )
+        is_planned = self._plan is not None
+        is_same = structure is self._structure and agreed == self._agreed
+        unchanged = is_planned and is_same
+
+        # 2. Plan, if the structure is another one. Ranks that do not agree plan together, and do so
+        # if one of them has to. The old plan is given up first, in case that planning fails.
         if not agreed and not all(gather_objects(unchanged, group)):
             self._plan = None
             self._plan = plan_together({ROOT: dict(values)}, group)
+
+        # 3. Write the data of this rank.
         with _write_together(folder, group):
             if agreed and not unchanged:
                 self._plan = None
                 self._plan = plan_alone(structure, {ROOT: dict(values)})
-            self._structure, self._agreed, plan = structure, agreed, self._plan
+            self._structure = structure
+            self._agreed = agreed
+            plan = self._plan
             assert plan is not None
-            entries = [
-                _write_data(
-                    Path(folder), plan, [local_tensor(tensors[name]) for name in plan.names]
-                )
-            ]
+            written = [local_tensor(tensors[name]) for name in plan.names]
+            entries = [_write_data(Path(folder), plan, written)]
+
+        # 4. All data is on stable storage.
         with _write_together(folder, group):
             if get_rank(group) == 0:
                 entries.append(write_entry(folder, ".metadata", plan.metadata))
         return entries
 
 
-def _write_data(folder: Path, plan: RankSavePlan, tensors: list[torch.Tensor]) -> FileEntry:
+def _write_data(
+    folder: Path,
+    plan: RankSavePlan,
+    tensors: list[torch.Tensor],
+) -> FileEntry:
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     pieces = _pieces(_archived(tensors))
     with DurableFile(folder / plan.file) as file:
@@ -187,7 +203,9 @@ def _write_data(folder: Path, plan: RankSavePlan, tensors: list[torch.Tensor]) -
         else:
             for block in HostBlocks(BLOCK_BYTES, device).pack(pieces, torch.uint8):
                 file.write(block)
-        if file.bytes != plan.n_bytes:  # .metadata would be wrong
+
+        # Else ``.metadata`` would be wrong.
+        if file.bytes != plan.n_bytes:
             raise CheckpointWriteError(
                 f"{file.path} has {file.bytes} bytes; planned were {plan.n_bytes}. Report it"
             )
@@ -198,10 +216,14 @@ def _archived(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The bytes of a data file: each tensor, from any device, inside its archive."""
     for tensor in tensors:
         archive = archive_of(tuple(tensor.shape), tensor.dtype)
-        yield torch.frombuffer(bytearray(archive.prefix), dtype=torch.uint8)
+        yield _as_uint8(archive.prefix)
         yield bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
         if archive.suffix:  # an empty tensor has no suffix
-            yield torch.frombuffer(bytearray(archive.suffix), dtype=torch.uint8)
+            yield _as_uint8(archive.suffix)
+
+
+def _as_uint8(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _pieces(file: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -210,14 +232,18 @@ def _pieces(file: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for values in file:
         while len(values) >= room:
             yield values[:room]
-            values, room = values[room:], BLOCK_BYTES
+            values = values[room:]
+            room = BLOCK_BYTES
         if len(values):
             yield values
             room -= len(values)
 
 
 @contextmanager
-def _write_together(folder: PathLike, group: dist.ProcessGroup | None) -> Iterator[None]:
+def _write_together(
+    folder: PathLike,
+    group: dist.ProcessGroup | None,
+) -> Iterator[None]:
     """`all_ranks_succeed`, but if only writing failed, all ranks raise a `CheckpointWriteError`."""
     try:
         with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
@@ -269,35 +295,50 @@ def write_entries(
     rest = iter(entries)
     following = next(rest, None)
     while following is not None:
+        # One file, which takes entries until it is large enough.
         with DurableFile(Path(folder) / f"__{len(files)}_0.distcp") as file:
             while following is not None and file.bytes < FILE_BYTES:
-                (path, value), at = following, file.bytes
-                index = MetadataIndex(name := ".".join(map(str, path)))
-                metadata.planner_data[name] = path
+                path, value = following
+                name = ".".join(map(str, path))
+                begin = file.bytes
                 if isinstance(value, LazyTensor):
-                    shape = torch.Size(value.shape)
-                    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-                    index = MetadataIndex(name, chunk.offsets, 0)
-                    entry = TensorStorageMetadata(
-                        TensorProperties(dtype=value.dtype), shape, [chunk]
-                    )
+                    index, entry = _describe(name, value)
                     for data in _framed(name, value, seen):
                         file.write(data)
                 else:
-                    entry, buffer = BytesStorageMetadata(), io.BytesIO()
+                    index = MetadataIndex(name)
+                    entry = BytesStorageMetadata()
+                    buffer = io.BytesIO()
                     torch.save(value, buffer)
                     file.write(buffer.getvalue())
+
+                metadata.planner_data[name] = path
                 metadata.state_dict_metadata[name] = entry
-                stored[index] = StorageInfo(file.path.name, at, file.bytes - at)
+                stored[index] = StorageInfo(file.path.name, begin, file.bytes - begin)
                 following = next(rest, None)
         files.append(FileEntry(file.path.name, file.bytes, file.digest))
     metadata.storage_data = stored
     return [*files, write_entry(folder, ".metadata", pickle_metadata(metadata))]
 
 
+def _describe(
+    name: str,
+    tensor: LazyTensor,
+) -> tuple[MetadataIndex, TensorStorageMetadata]:
+    """The entries of a tensor in ``.metadata``. Its only chunk is the whole tensor."""
+    shape = torch.Size(tensor.shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+    properties = TensorProperties(dtype=tensor.dtype)
+    index = MetadataIndex(name, chunk.offsets, 0)
+    return index, TensorStorageMetadata(properties, shape, [chunk])
+
+
 def _framed(
-    name: str, tensor: LazyTensor, seen: Callable[[str, int, torch.Tensor], None]
+    name: str,
+    tensor: LazyTensor,
+    seen: Callable[[str, int, torch.Tensor], None],
 ) -> Iterator[Any]:
+    # ``seen`` gets each block before it is written.
     archive = archive_of(tensor.shape, tensor.dtype)
     yield archive.prefix
     for first, values in tensor.blocks():

@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from ...utils.distributed import (
     get_world_size,
 )
 from ..memory.tensors import Box, cut_boxes, local_box, local_tensor, ranks_of
-from .format import archive_of, no_collection, pickle_metadata, stored_properties
+from .format import Tensors, archive_of, no_collection, pickle_metadata, stored_properties
 from .state import GENERATORS, RANK_KEYED, ROOT, rank_key
 
 
@@ -67,6 +67,10 @@ class TensorStructure:
         """Full name of the tensor on a rank."""
         return self.name.replace(OWN, rank_key(global_rank // self.sharing))
 
+    def bytes_of(self, box: Box) -> int:
+        """Bytes of the archive of a part of the tensor."""
+        return archive_of(box.sizes, self.properties.dtype).bytes
+
 
 OWN = "\0rank\0"
 """Stands for the `rank_key` of the rank that has the tensor. No module can have such a name."""
@@ -82,7 +86,10 @@ class Shards:
 
 
 def find_shards(
-    shape: Sequence[int], mesh: Any, placements: Sequence[Placement], ranks: Sequence[int]
+    shape: Sequence[int],
+    mesh: Any,
+    placements: Sequence[Placement],
+    ranks: Sequence[int],
 ) -> Shards | None:
     """Find the part of a tensor that each of ``ranks`` holds, without communication.
 
@@ -99,21 +106,33 @@ def find_shards(
         ConfigError: a rank holds several runs of rows (see `local_box`).
     """
     if mesh is None:
-        mesh, placements = ranks, [Replicate()]
+        mesh = ranks
+        placements = [Replicate()]
     by_coordinate = np.array(mesh, np.int64)
-    if sorted(by_coordinate.ravel().tolist()) != sorted(ranks):
+    on_mesh = by_coordinate.ravel().tolist()
+    if sorted(on_mesh) != sorted(ranks):
         return None
-    order = np.argsort(by_coordinate.ravel())[np.argsort(np.argsort(np.array(ranks)))]
-    coordinates = np.stack(np.unravel_index(order, by_coordinate.shape), 1)
+
+    # Coordinates on the mesh, of one rank after the other: [ranks, dimensions of the mesh].
+    places = {rank: place for place, rank in enumerate(on_mesh)}
+    place_of_rank = [places[rank] for rank in ranks]
+    by_dimension = np.unravel_index(place_of_rank, by_coordinate.shape)
+    coordinates = np.stack(by_dimension, 1)
     boxes = cut_boxes(shape, by_coordinate.shape, placements, coordinates)
     if boxes is None:
         return None
-    numbers: dict[tuple[int, ...], int] = {}
-    number = [numbers.setdefault(box.offsets, len(numbers)) for box in boxes]
-    holders: list[list[int]] = [[] for _ in numbers]
-    for rank, its_number in enumerate(number):
-        holders[its_number].append(rank)
-    return Shards(boxes, number, holders)
+
+    # Ranks whose shards have the same offsets hold the same shard.
+    numbers = {}
+    number_of_rank = []
+    holders: list[list[int]] = []
+    for rank, box in enumerate(boxes):
+        number = numbers.setdefault(box.offsets, len(numbers))
+        if number == len(holders):
+            holders.append([])
+        holders[number].append(rank)
+        number_of_rank.append(number)
+    return Shards(boxes, number_of_rank, holders)
 
 
 @dataclass(frozen=True)
@@ -131,14 +150,18 @@ class Structure:
 
         None if a tensor is on other ranks than these, or placed in a way that only torch knows.
         """
-        found: dict[Any, Shards | None] = {}
+        # Many tensors are cut alike.
+        by_cut: dict[Any, Shards | None] = {}
+        found = []
         for tensor in self.tensors:
-            cut = tensor.shape, tensor.mesh, tensor.placements
-            if not tensor.is_own and cut not in found:
-                found[cut] = find_shards(tensor.shape, tensor.mesh, tensor.placements, self.ranks)
-        if None in found.values():
-            return None
-        return [None if t.is_own else found[t.shape, t.mesh, t.placements] for t in self.tensors]
+            if tensor.is_own:
+                found.append(None)
+                continue
+            cut = (tensor.shape, tensor.mesh, tensor.placements)
+            if cut not in by_cut:
+                by_cut[cut] = find_shards(*cut, self.ranks)
+            found.append(by_cut[cut])
+        return None if None in by_cut.values() else found
 
     @cached_property
     def digest(self) -> bytes:
@@ -147,68 +170,96 @@ class Structure:
         """
         described = [
             (
-                t.name,
-                t.sharing,
-                t.shape,
-                repr(stored_properties(t.properties)),
-                t.mesh,
-                repr(t.placements),
+                tensor.name,
+                tensor.sharing,
+                tensor.shape,
+                repr(stored_properties(tensor.properties)),
+                tensor.mesh,
+                repr(tensor.placements),
             )
-            for t in self.tensors
+            for tensor in self.tensors
         ]
-        return xxhash.xxh3_128_digest(repr((self.ranks, described)).encode())
+        text = repr((self.ranks, described))
+        return xxhash.xxh3_128_digest(text.encode())
 
 
 def describe_state(
-    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, n_peers: int = 1
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    n_peers: int = 1,
 ) -> Structure:
     """The structure of this rank's state. ``n_peers`` is `DCPState.ranks_with_same_data`."""
     ranks = get_group_ranks(group)
-    meshes, found = dict[DeviceMesh, Any](), list[TensorStructure]()
+    meshes: dict[DeviceMesh, Any] = {}
+    found = []
     for name, tensor in tensors.items():
-        mesh, placements = None, ()
+        # The ranks that hold its parts. Hundreds of tensors share a mesh.
+        mesh = None
+        placements: tuple[Placement, ...] = ()
         if isinstance(tensor, DTensor):
-            placements = Replicate(), *tensor.placements
             if tensor.device_mesh not in meshes:
-                meshes[tensor.device_mesh] = _nested(ranks_of(tensor.device_mesh, ranks).tolist())
+                coordinates = ranks_of(tensor.device_mesh, ranks)
+                meshes[tensor.device_mesh] = _nested(coordinates.tolist())
             mesh = meshes[tensor.device_mesh]
-        sharing = n_peers if name.startswith(f"{ROOT}.{GENERATORS}.") else 1
+            placements = (Replicate(), *tensor.placements)
+
+        # The ranks that have it. Ranks with the same data have the same generators.
+        sharing = 1
+        if name.startswith(f"{ROOT}.{GENERATORS}."):
+            sharing = n_peers
         own = rank_key(get_rank() // sharing)
         if name.startswith(tuple(f"{ROOT}.{key}.{own}" for key in RANK_KEYED)):
             name = name.replace(own, OWN, 1)
+
         properties = TensorProperties.create_from_tensor(local_tensor(tensor))
-        found.append(
-            TensorStructure(name, tuple(tensor.shape), properties, mesh, placements, sharing)
+        structure = TensorStructure(
+            name, tuple(tensor.shape), properties, mesh, placements, sharing
         )
+        found.append(structure)
     return Structure(tuple(ranks), get_rank(group), tuple(found))
 
 
 def _nested(values: Any) -> Any:
-    return tuple(map(_nested, values)) if isinstance(values, list) else values
+    if isinstance(values, list):
+        return tuple(map(_nested, values))
+    return values
 
 
-def vote_on(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def vote_on(
+    structure: Structure,
+    tensors: Tensors,
+) -> torch.Tensor:
     """This rank's input for `agree_on`, ``[5]`` int64."""
-    one, other = np.frombuffer(structure.digest, np.int64).tolist()
+    # The largest of the inverted numbers is the inverse of the smallest.
+    digest = np.frombuffer(structure.digest, np.int64)
+    one, other = digest.tolist()
+    unknown = not _are_known(structure, tensors)
     return torch.tensor(
-        [one, ~one, other, ~other, not _are_known(structure, tensors)],
+        [one, ~one, other, ~other, unknown],
         dtype=torch.int64,
         device="cpu",
     )
 
 
-def agree_on(vote: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks have the same structure and know each other's shards. One small all-reduce."""
+def agree_on(
+    vote: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> bool:
+    """Whether all ranks have one structure and know each other's shards. One small all-reduce."""
     if get_world_size(group) == 1:
         return False
     dist.all_reduce(vote, dist.ReduceOp.MAX, group=control_group(group))
     one, not_one, other, not_other, unknown = vote.tolist()
-    return (
-        one == ~not_one and other == ~not_other and not unknown
-    )  # the largest is the smallest, too
+
+    # All digests are equal if the largest is the smallest, too.
+    are_equal = one == ~not_one and other == ~not_other
+    return are_equal and not unknown
 
 
-def _are_known(structure: Structure, tensors: Mapping[str, torch.Tensor]) -> bool:
+def _are_known(
+    structure: Structure,
+    tensors: Tensors,
+) -> bool:
     """Whether this rank's shards are where `find_shards` says. Every rank checks its own."""
     if structure.shards is None:
         return False
@@ -240,27 +291,37 @@ class RankSavePlan:
     metadata: bytes
 
 
-def plan_alone(structure: Structure, values: Mapping[str, Any]) -> RankSavePlan:
+def plan_alone(
+    structure: Structure,
+    values: Mapping[str, Any],
+) -> RankSavePlan:
     """Plan the file of this rank without communication. All ranks must have the same ``structure``
     (see `agree_on`).
     """
+    # The file of this rank.
+    own_rank = structure.rank
     writers = _Writers(structure)
-    names, n_bytes, metadata = [], 0, b""
-    for number in writers.written_by(structure.rank):
+    names = []
+    n_bytes = 0
+    for number in writers.written_by(own_rank):
         tensor = structure.tensors[number]
-        names.append(tensor.name_of(structure.ranks[structure.rank]))
-        n_bytes += archive_of(
-            writers.box_of(number, structure.rank)[1], tensor.properties.dtype
-        ).bytes
-    if structure.rank == 0:
+        names.append(tensor.name_of(structure.ranks[own_rank]))
+        n_bytes += tensor.bytes_of(writers.box_of(number, own_rank))
+
+    # The files of all ranks.
+    metadata = b""
+    if own_rank == 0:
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(values), is_coordinator=True)
         with no_collection():
             metadata = pickle_metadata(_metadata(structure, writers, planner.mappings))
-    return RankSavePlan(_file_of(structure.rank), tuple(names), n_bytes, metadata)
+    return RankSavePlan(_file_of(own_rank), tuple(names), n_bytes, metadata)
 
 
-def plan_together(values: Mapping[str, Any], group: dist.ProcessGroup | None) -> RankSavePlan:
+def plan_together(
+    values: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+) -> RankSavePlan:
     """Agree on a plan for nested dicts of tensors that may differ by rank. All ranks of ``group``
     call it.
 
@@ -273,6 +334,8 @@ def plan_together(values: Mapping[str, Any], group: dist.ProcessGroup | None) ->
         planner.set_up_planner(dict(values), is_coordinator=get_rank(group) == 0)
         local = planner.create_local_plan()
     everybody = _gather(local, group)
+
+    # Rank 0 plans for all.
     plans: list[RankSavePlan] = []
     with all_ranks_succeed("planning a save", group):
         if get_rank(group) == 0:
@@ -282,7 +345,17 @@ def plan_together(values: Mapping[str, Any], group: dist.ProcessGroup | None) ->
     return _scatter(plans, group)
 
 
-def choose_writers(loads: Sequence[int], shared: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+class SharedPart(NamedTuple):
+    """A part of a tensor that several ranks hold."""
+
+    n_bytes: int
+    holders: Sequence[int]
+
+
+def choose_writers(
+    loads: Sequence[int],
+    shared: Sequence[SharedPart],
+) -> list[int]:
     """Choose a rank for each part that several ranks hold, so that all write about as much. Largest
     parts first.
 
@@ -291,12 +364,16 @@ def choose_writers(loads: Sequence[int], shared: Sequence[tuple[int, Sequence[in
             with all its bytes, as in torch, because ranks hold about equal parts.
         shared: bytes and holders of each part that several ranks hold.
     """
-    bytes_of_rank, writers = list(loads), [0] * len(shared)
-    for number in sorted(range(len(shared)), key=lambda number: -shared[number][0]):
-        n_bytes, holders = shared[number]
-        candidates = holders if n_bytes >= _SPREAD_BYTES else holders[:1]
-        writers[number] = min(candidates, key=bytes_of_rank.__getitem__)
-        bytes_of_rank[writers[number]] += n_bytes
+    loads = list(loads)
+    writers = [0] * len(shared)
+    largest_first = sorted(range(len(shared)), key=lambda number: -shared[number].n_bytes)
+    for number in largest_first:
+        n_bytes, candidates = shared[number]
+        if n_bytes < _SPREAD_BYTES:
+            candidates = candidates[:1]
+        writer = min(candidates, key=loads.__getitem__)
+        loads[writer] += n_bytes
+        writers[number] = writer
     return writers
 
 
@@ -307,97 +384,116 @@ class _Writers:
 
     def __init__(self, structure: Structure) -> None:
         assert structure.shards is not None, "the ranks have agreed that the shards are known"
-        self._structure, self._shards = structure, structure.shards
-        loads = np.zeros(len(structure.ranks), np.int64)
-        shared: list[tuple[int, int, int, int, list[int]]] = []
+        self._structure = structure
+        self._shards = structure.shards
+        loads = [0] * len(structure.ranks)
+        shared = []
         for number, shards in enumerate(self._shards):
             if shards is None:  # as much on every rank
                 continue
             tensor = structure.tensors[number]
             n_bytes = math.prod(tensor.shape) * tensor.properties.dtype.itemsize
-            loads[[ranks[0] for ranks in shards.holders if len(ranks) == 1]] += n_bytes
-            held_by_several = [
-                (shard, ranks) for shard, ranks in enumerate(shards.holders) if len(ranks) > 1
-            ]
-            shared += [
-                (ranks[0], number, shard, n_bytes, ranks) for shard, ranks in held_by_several
-            ]
-        shared.sort()  # by rank and tensor, as `_deduplicate` meets them
-        chosen = choose_writers(loads.tolist(), [(n_bytes, ranks) for *_, n_bytes, ranks in shared])
-        self._chosen = {
-            (number, shard): rank
-            for (_, number, shard, *_), rank in zip(shared, chosen, strict=True)
-        }
+            for shard, holders in enumerate(shards.holders):
+                if len(holders) == 1:
+                    loads[holders[0]] += n_bytes
+                else:
+                    part = SharedPart(n_bytes, holders)
+                    shared.append((holders[0], number, shard, part))
+
+        # The order of `_deduplicate`: by rank, then by tensor.
+        shared.sort()
+        chosen = choose_writers(loads, [part for *_, part in shared])
+        self._chosen = {}
+        for (_, number, shard, _), writer in zip(shared, chosen, strict=True):
+            self._chosen[number, shard] = writer
 
     def written_by(self, rank: int) -> Iterator[int]:
+        global_rank = self._structure.ranks[rank]
         for number, shards in enumerate(self._shards):
-            is_first = self._structure.ranks[rank] % self._structure.tensors[number].sharing == 0
-            if (
-                is_first
-                if shards is None
-                else self._chosen.get((number, shards.number[rank]), rank) == rank
-            ):
+            if shards is None:
+                # The first of the ranks that share an own tensor writes it.
+                writes = global_rank % self._structure.tensors[number].sharing == 0
+            else:
+                shard = shards.number[rank]
+                writes = self._chosen.get((number, shard), rank) == rank
+            if writes:
                 yield number
 
-    def box_of(self, number: int, rank: int) -> Box:
-        shards, shape = self._shards[number], self._structure.tensors[number].shape
-        return Box((0,) * len(shape), shape) if shards is None else shards.boxes[rank]
+    def box_of(
+        self,
+        number: int,
+        rank: int,
+    ) -> Box:
+        shards = self._shards[number]
+        if shards is not None:
+            return shards.boxes[rank]
+        shape = self._structure.tensors[number].shape
+        return Box((0,) * len(shape), shape)
 
 
 def _metadata(
-    structure: Structure, writers: _Writers, paths: Mapping[str, tuple[Any, ...]]
+    structure: Structure,
+    writers: _Writers,
+    paths: Mapping[str, tuple[Any, ...]],
 ) -> Metadata:
     """The metadata that torch's planner makes from the plans of all ranks.
 
     Pickle writes an object that it meets again as a reference, so the bytes show which strings are
     one object. The strings of a rank are separate objects, as if its plan had come from that rank.
     """
-    entries: dict[str, TensorStorageMetadata] = {}
+    entries = {}
     stored: dict[MetadataIndex, StorageInfo] = {}
-    everybody = [_as_received(structure, paths, rank) for rank in range(len(structure.ranks))]
+    n_ranks = len(structure.ranks)
+    everybody = [_as_received(structure, paths, rank) for rank in range(n_ranks)]
     for rank, (names, _) in enumerate(everybody):
-        file, at = _file_of(rank), 0
+        file = _file_of(rank)
+        end = 0
         for number in writers.written_by(rank):
-            tensor, (offsets, sizes) = structure.tensors[number], writers.box_of(number, rank)
-            if (entry := entries.get(names[number])) is None:
-                entry = TensorStorageMetadata(
+            name = names[number]
+            tensor = structure.tensors[number]
+            box = writers.box_of(number, rank)
+            if name not in entries:
+                entries[name] = TensorStorageMetadata(
                     replace(tensor.properties), torch.Size(tensor.shape), []
                 )
-                entries[names[number]] = entry
-            index = MetadataIndex(names[number], offsets, len(entry.chunks))
-            entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            n_bytes = archive_of(sizes, tensor.properties.dtype).bytes
-            stored[index] = StorageInfo(file, at, n_bytes)
-            at += n_bytes
-    merged: dict[str, tuple[Any, ...]] = {}
-    for _, its_paths in reversed(
-        everybody
-    ):  # as ChainMap does: order of the last, values of the first
+
+            # One more chunk of the tensor, and the place of its archive.
+            chunks = entries[name].chunks
+            index = MetadataIndex(name, box.offsets, len(chunks))
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            chunks.append(chunk)
+            n_bytes = tensor.bytes_of(box)
+            stored[index] = StorageInfo(file, end, n_bytes)
+            end += n_bytes
+
+    # ChainMap merges so: the order of the last, the values of the first.
+    merged = {}
+    for _, its_paths in reversed(everybody):
         merged |= its_paths
     return Metadata(dict(entries), merged, stored, None, CURRENT_DCP_VERSION)
 
 
 def _as_received(
-    structure: Structure, paths: Mapping[str, tuple[Any, ...]], rank: int
+    structure: Structure,
+    paths: Mapping[str, tuple[Any, ...]],
+    rank: int,
 ) -> tuple[list[str], dict[str, tuple[Any, ...]]]:
     """Names of a rank's tensors, and the paths that come from it, as objects that no other rank
     has.
     """
-    own, its = structure.ranks[structure.rank], structure.ranks[rank]
-    names = [tensor.name_of(its) for tensor in structure.tensors]
+    own = structure.ranks[structure.rank]
+    its = structure.ranks[rank]
     keys: dict[int, str] = {}  # a key that is one object here is one there
+    names = [tensor.name_of(its) for tensor in structure.tensors]
     its_paths: dict[str, tuple[Any, ...]] = dict.fromkeys(names, ())
     for name, tensor in zip(names, structure.tensors, strict=True):
         if rank == structure.rank:
             its_paths[name] = paths[name]
         elif tensor.is_own:
+            # The path of this rank's own tensor, with the key of the other rank.
             root, kind, key, *rest = paths[tensor.name_of(own)]
-            its_paths[name] = (
-                root,
-                kind,
-                keys.setdefault(id(key), rank_key(its // tensor.sharing)),
-                *rest,
-            )
+            its_key = keys.setdefault(id(key), rank_key(its // tensor.sharing))
+            its_paths[name] = (root, kind, its_key, *rest)
     return pickle.loads(pickle.dumps((names, its_paths)))
 
 
@@ -409,51 +505,76 @@ def _deduplicate(plans: list[SavePlan]) -> list[SavePlan]:
         for item in plan.items:
             holders.setdefault(item.index, []).append(rank)
             sizes[item.index] = item.tensor_storage_size() or 0
+
+    # A part that one rank alone holds is written by that one.
     loads = [0] * len(plans)
+    writers: dict[MetadataIndex, int] = {}
+    shared: dict[MetadataIndex, SharedPart] = {}
     for index, ranks in holders.items():
-        loads[ranks[0]] += sizes[index] if len(ranks) == 1 else 0
-    shared = [index for index, ranks in holders.items() if len(ranks) > 1]
-    chosen = choose_writers(loads, [(sizes[index], holders[index]) for index in shared])
-    writers = {index: ranks[0] for index, ranks in holders.items()} | dict(
-        zip(shared, chosen, strict=True)
-    )
-    return [
-        replace(plan, items=[item for item in plan.items if writers[item.index] == rank])
-        for rank, plan in enumerate(plans)
-    ]
+        if len(ranks) == 1:
+            writers[index] = ranks[0]
+            loads[ranks[0]] += sizes[index]
+        else:
+            shared[index] = SharedPart(sizes[index], ranks)
+    chosen = choose_writers(loads, list(shared.values()))
+    writers.update(zip(shared, chosen, strict=True))
+
+    kept = []
+    for rank, plan in enumerate(plans):
+        items = [item for item in plan.items if writers[item.index] == rank]
+        kept.append(replace(plan, items=items))
+    return kept
 
 
 def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _lay_out(plans: list[SavePlan], metadata: Metadata) -> list[RankSavePlan]:
-    found: list[RankSavePlan] = []
+def _lay_out(
+    plans: list[SavePlan],
+    metadata: Metadata,
+) -> list[RankSavePlan]:
+    found = []
     stored: dict[MetadataIndex, StorageInfo] = {}
     for rank, plan in enumerate(plans):
-        file, at = _file_of(rank), 0
+        file = _file_of(rank)
+        names = []
+        end = 0
         for item in plan.items:
-            assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
-            n_bytes = archive_of(
-                tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype
-            ).bytes
-            stored[item.index] = StorageInfo(file, at, n_bytes)
-            at += n_bytes
-        found.append(RankSavePlan(file, tuple(item.index.fqn for item in plan.items), at, b""))
-    metadata.version, metadata.storage_data = CURRENT_DCP_VERSION, stored
-    found[0] = replace(found[0], metadata=pickle_metadata(metadata))
+            data = item.tensor_data
+            assert data is not None, f"{item.index.fqn} is no tensor"
+            archive = archive_of(tuple(data.chunk.sizes), data.properties.dtype)
+            n_bytes = archive.bytes
+            stored[item.index] = StorageInfo(file, end, n_bytes)
+            names.append(item.index.fqn)
+            end += n_bytes
+        found.append(RankSavePlan(file, tuple(names), end, b""))
+
+    # Rank 0 also writes ``.metadata``.
+    metadata.version = CURRENT_DCP_VERSION
+    metadata.storage_data = stored
+    data = pickle_metadata(metadata)
+    found[0] = replace(found[0], metadata=data)
     return found
 
 
-def _gather(local: SavePlan, group: dist.ProcessGroup | None) -> list[SavePlan]:
+def _gather(
+    local: SavePlan,
+    group: dist.ProcessGroup | None,
+) -> list[SavePlan]:
     if get_world_size(group) == 1:
         return [local]
-    everybody: list[Any] = [None] * get_world_size(group) if get_rank(group) == 0 else []
+    everybody: list[Any] = []
+    if get_rank(group) == 0:
+        everybody = [None] * get_world_size(group)
     dist.gather_object(local, everybody or None, group=control_group(group), group_dst=0)
     return everybody
 
 
-def _scatter(plans: list[RankSavePlan], group: dist.ProcessGroup | None) -> RankSavePlan:
+def _scatter(
+    plans: list[RankSavePlan],
+    group: dist.ProcessGroup | None,
+) -> RankSavePlan:
     if get_world_size(group) == 1:
         return plans[0]
     own: list[Any] = [None]

@@ -15,7 +15,7 @@ folders load here, and torch's own reader reads Holdfast's. Four things differ f
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -53,9 +53,11 @@ from .base_model import (
     FrozenBase,
     check_own_base,
     describe_base,
+    frozen_bases,
     sample_base,
 )
 from .configured import Configured, require_own_schedule, warn_of_settings
+from .format import Tensors
 from .module_state import (
     adopt_buffers,
     module_state,
@@ -86,12 +88,31 @@ RANK_KEYED = ("module_state", GENERATORS, BASE_SAMPLE)
 """Names of the parts that each rank has under its own `rank_key`."""
 
 
+@dataclass
+class SavedValues:
+    """Values of a folder besides live tensors, checked and parsed by `DCPState.check_values`."""
+
+    module_state: dict[str, Any]
+    adapters: dict[str, Any]  # settings. Empty without adapters
+    param_groups: list[dict[str, Any]] | None = None  # in the order of this optimizer's groups
+    # number of the saved group for each group here
+    group_order: list[int] = field(default_factory=lambda: [0])
+    optim_plain: dict[str, dict[str, Any]] = field(default_factory=dict)
+    optim_local: dict[str, list[str]] = field(default_factory=dict)
+    scheduler: dict[str, Any] | None = None  # its lists of groups in the order of the groups here
+    counters: dict[str, Any] | None = None
+    generators: RngState = field(default_factory=dict)  # of this data rank, or of the first
+    are_own_generators: bool = True  # False: of the first, because there are none of this one
+
+
 def replicated(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, also behind torch.compile. Any other module is
     returned as it is.
     """
     inner = without_compile(model)
-    return inner.module if isinstance(inner, DistributedDataParallel) else model
+    if isinstance(inner, DistributedDataParallel):
+        return inner.module
+    return model
 
 
 class DCPState(TorchStateful):
@@ -119,9 +140,9 @@ class DCPState(TorchStateful):
         trainable_only: leave out frozen parameters (``requires_grad`` false) that every start of
             the job makes again: True for all, or a collection of names. A checkpoint holds their
             digest instead, and a load on other parameters is refused (see `base_model`). A
-            parameter is stored if it has changed since the first `DCPState` of the model, or if
-            ``optimizer`` has state for it. A load takes all parameters of the folder, whatever this
-            argument says.
+            parameter is stored if it has changed since `record_frozen_base`, or if ``optimizer``
+            has state for it. A load takes all parameters of the folder, whatever this argument
+            says.
         base: source of the frozen parameters, for messages. None takes the one that a transformers
             model names.
         group: control group of the ranks that hold the model and agree on the parameters to leave
@@ -132,6 +153,7 @@ class DCPState(TorchStateful):
             snapshot fails.
         ranks_with_same_data: number of consecutive ranks with the same data, and so the same
             generators.
+        rng: generators for `state_dict`, instead of those of this process at the time.
 
     Raises:
         ConfigError: ``scheduler`` changes the rates of another optimizer.
@@ -149,35 +171,44 @@ class DCPState(TorchStateful):
         group: dist.ProcessGroup | None = None,
         changes_only_in_step: bool = False,
         ranks_with_same_data: int = 1,
+        rng: RngState | None = None,
     ) -> None:
         require_own_schedule(optimizer, scheduler)
-        self.model, self.optimizer, self.scheduler, self.counters = (
-            replicated(model),
-            optimizer,
-            scheduler,
-            counters,
-        )
-        self.group, self._base = group, base
-        self.changes_only_in_step, self.ranks_with_same_data = (
-            changes_only_in_step,
-            ranks_with_same_data,
-        )
-        self._twins: Mapping[
-            int, nn.Parameter
-        ] = {}  # parameter, by id -> the one that stands for it (see `at_start`)
-        self._frozen_base: FrozenBase | None = None
-        if trainable_only is not False:
-            frozen = {
-                n: p
-                for n, p in self._frozen().items()
-                if trainable_only is True or n in trainable_only
-            }
-            self._frozen_base = FrozenBase.of(self.model, frozen)
-        self.rng: RngState | None = (
-            None  # generators that `state_dict` returns instead of capturing its own
-        )
+        self.model = replicated(model)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.counters = counters
+        self.group = group
+        self.changes_only_in_step = changes_only_in_step
+        self.ranks_with_same_data = ranks_with_same_data
+        self._trainable_only = trainable_only
+        self._base = base
+        self._rng = rng
+
+        # Views of a state differ in these. Parameter, by id -> what stands for it (see `at_start`).
+        self._twins: Mapping[int, nn.Parameter] = {}
         self._trained_by = optimizer
         self._stored: Collection[str] | None = None  # names in the folder that is loaded
+
+    def record_frozen_base(self) -> None:
+        """Note the bits of the frozen parameters that checkpoints may leave out. Not collective.
+
+            state = DCPState(model, optimizer, trainable_only=True)
+            state.record_frozen_base()
+
+        Call it when the start of the job has made the parameters, before anything changes them. A
+        parameter that differs later is stored. Only the first call for a model notes anything, also
+        by another state. The first use of a state calls it, if nobody has.
+        """
+        if self._trainable_only is False or frozen_bases.of(self.model) is not None:
+            return
+        # Offloaded parameters have their bits in host memory.
+        left_out = self._frozen()
+        if self._trainable_only is not True:
+            chosen = set(self._trainable_only)
+            left_out = {name: param for name, param in left_out.items() if name in chosen}
+        base = FrozenBase(with_host_copies(self.model, left_out, MODEL))
+        frozen_bases.set(self.model, base)
 
     @property
     def data_rank(self) -> int:
@@ -194,7 +225,15 @@ class DCPState(TorchStateful):
     def model_only(self) -> "DCPState":
         """The same state without optimizer, scheduler and counters."""
         state = copy.copy(self)
-        state.optimizer = state.scheduler = state.counters = None
+        state.optimizer = None
+        state.scheduler = None
+        state.counters = None
+        return state
+
+    def with_rng(self, rng: RngState) -> "DCPState":
+        """The same state with captured generators, which `state_dict` returns."""
+        state = copy.copy(self)
+        state._rng = rng
         return state
 
     def as_stored(self, names: Collection[str]) -> "DCPState":
@@ -211,11 +250,11 @@ class DCPState(TorchStateful):
         Takes no memory for state, which belongs to twins of the parameters on the meta device. It
         is there to be compared with a folder, not to be loaded.
         """
+        # The twins have the shapes of the parameters and no values.
         state = copy.copy(self)
         if self.optimizer is not None:
-            state._twins = {
-                id(param): optim.on_meta(param) for param in self._parameters().values()
-            }
+            params = self._parameters().values()
+            state._twins = {id(param): optim.on_meta(param) for param in params}
             state.optimizer = UnsteppedOptimizer(self.optimizer, state._twins)
         return state
 
@@ -237,43 +276,55 @@ class DCPState(TorchStateful):
         Raises:
             ConfigError: a value cannot be saved so that it comes back unchanged.
         """
-        if self._frozen_base is not None and self._stored is None:
-            self._frozen_base.drop_changed(
-                with_host_copies(self.model, self._frozen(), MODEL), self.group
-            )
+        # Which frozen parameters are stored, all ranks decide.
+        base = None
+        if self._stored is None:
+            base = self._watched()
+        if base is not None:
+            frozen = with_host_copies(self.model, self._frozen(), MODEL)
+            base.drop_changed(frozen, self.group)
+
+        # The model.
         tensors = {name: tensor.detach() for name, tensor in self._model_tensors().items()}
         state: dict[str, Any] = {"model": with_host_copies(self.model, tensors, MODEL)}
-        if own := module_state(self.model):
+        own = module_state(self.model)
+        if own:
             state["module_state"] = {rank_key(get_rank()): pack_module_state(own)}
-        if settings := adapter_settings(self.model):
+        settings = adapter_settings(self.model)
+        if settings:
             state[ADAPTERS] = pack_json(settings, ADAPTERS)
-        if frozen := self.frozen_parameters():
-            sums = (
-                None
-                if self._frozen_base is None or self._stored is not None
-                else self._frozen_base.sums
-            )
-            state[BASE] = describe_base(frozen, self.base, describe_adapters(self.model))
-            state[BASE_SAMPLE] = {
-                rank_key(get_rank()): sample_base(with_host_copies(self.model, frozen, MODEL), sums)
-            }
-        if self.optimizer is None:
-            return state
-        materialize_state(self.optimizer)
+
+        # Its base, if that is left out.
+        left_out = self.frozen_parameters()
+        if left_out:
+            sums = None if base is None else base.sums
+            share = sample_base(with_host_copies(self.model, left_out, MODEL), sums)
+            state[BASE] = describe_base(left_out, self.base, describe_adapters(self.model))
+            state[BASE_SAMPLE] = {rank_key(get_rank()): share}
+        if self.optimizer is not None:
+            state |= self._training_state(self.optimizer)
+        return state
+
+    def _training_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The part of `state_dict` that a state with an optimizer has."""
+        # State exists before the first step, so that every folder has the same names.
+        materialize_state(optimizer)
         params = self._parameters()
-        optim.check_entries(self.optimizer, params)
-        entries = with_host_copies(
-            self.model, optim.tensor_entries(self.optimizer, params), optim.PREFIX
-        )
-        state["optim"] = {"state": entries}
-        state["param_groups"] = pack_json(
-            optim.describe_groups(self.optimizer, params), "param_groups"
-        )
-        if plain := optim.plain_entries(self.optimizer, params):
+        optim.check_entries(optimizer, params)
+        entries = optim.tensor_entries(optimizer, params)
+        state: dict[str, Any] = {
+            "optim": {"state": with_host_copies(self.model, entries, optim.PREFIX)},
+            "param_groups": pack_json(optim.describe_groups(optimizer, params), "param_groups"),
+        }
+        plain = optim.plain_entries(optimizer, params)
+        if plain:
             state["optim_plain"] = pack_json(plain, "optimizer state")
-        if local := optim.local_entries(self.optimizer, params):
+        local = optim.local_entries(optimizer, params)
+        if local:
             state["optim_local"] = pack_json(local, "optim_local")
-        state[GENERATORS] = {rank_key(self.data_rank): self.rng or capture_rng()}
+
+        # Generators, schedule and counters.
+        state[GENERATORS] = {rank_key(self.data_rank): self._rng or capture_rng()}
         if self.scheduler is not None:
             state["scheduler"] = pack_json(self.scheduler.state_dict(), "scheduler")
         if self.counters is not None:
@@ -293,40 +344,45 @@ class DCPState(TorchStateful):
                 parameters that were left out differ here (only detected at the world size of the
                 save). Nothing was changed.
         """
+        self.record_frozen_base()
+
+        # All checks come before the first change.
         given = {name: local_tensor(tensor) for name, tensor in flatten(state_dict)}
         stored = self.as_stored(given.keys())
         live = stored.live_tensors()
-        if missing := sorted(live.keys() - given.keys()):
+        missing = sorted(live.keys() - given.keys())
+        if missing:
             raise CheckpointMismatchError(
                 f"the state has no {missing[0]!r} ({len(missing)} missing)"
             )
         values = stored.check_values(given)
-        check_own_base(
-            given, stored.frozen_parameters(), self.base, f"{BASE_SAMPLE}.{rank_key(get_rank())}"
-        )
+        own_share = f"{BASE_SAMPLE}.{rank_key(get_rank())}"
+        check_own_base(given, stored.frozen_parameters(), self.base, own_share)
+
+        # A tensor that torch has read into is itself.
         for name, target in live.items():
             local = local_tensor(target)
             if local.data_ptr() != given[name].data_ptr():
                 local.copy_(given[name])
         configured = self.configured(values)
-        stored.restore(values, given)
+        stored.restore(values)
         settled = configured.settle()
         if get_rank() == 0:
             warn_of_settings("the checkpoint", *settled)
 
-    def configured(self, values: Mapping[str, Any]) -> Configured:
+    def configured(self, values: SavedValues) -> Configured:
         """Note what this process was configured with, before `restore` is given ``values``."""
-        return Configured(self.optimizer, self.scheduler, "scheduler" in values)
+        return Configured(self.optimizer, self.scheduler, values.scheduler is not None)
 
-    def restore(self, values: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
-        """Restore everything but live tensors. ``values`` is the result of `check_values` for
-        ``given``.
-        """
-        restore_module_state(self.model, values["module_state"])
-        restore_merged(self.model, values[ADAPTERS])
+    def restore(self, values: SavedValues) -> None:
+        """Restore everything but live tensors. ``values`` is the result of `check_values`."""
+        restore_module_state(self.model, values.module_state)
+        restore_merged(self.model, values.adapters)
         if self.optimizer is None:
             return
-        saved_groups = values.get("param_groups", ())
+
+        # Hyperparameters of the groups.
+        saved_groups = values.param_groups or []
         for group, saved in zip(self.optimizer.param_groups, saved_groups, strict=False):
             group.update(optim.hyperparameters(saved))
         if len(saved_groups) > 1 and not optim.are_named(saved_groups):
@@ -334,77 +390,106 @@ class DCPState(TorchStateful):
                 "the checkpoint does not name the parameters of its groups; they were matched by "
                 "position"
             )
+
+        # State of the optimizer that is not a tensor.
         params = self._parameters()
         for fqn in self._untrained_there():
             self.optimizer.state.pop(params[fqn], None)
-        for fqn, entries in values.get("optim_plain", {}).items():
+        for fqn, entries in values.optim_plain.items():
             self.optimizer.state[params[fqn]].update(entries)
-        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
-            if target is not None and name in values:
-                target.load_state_dict(values[name])
-            elif target is self.counters and target is not None:
-                logger.warning("the checkpoint has no counters; they start anew")
-        own, first = (_rng_of(given, rank) for rank in (self.data_rank, 0))
-        if (
-            own or first
-            # a data rank that the saved run did not have derives its generators from those of data rank
-            # 0
-        ):
-            restore_rng(own or derive_rng(first, self.data_rank))
 
-    def check_values(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        if self.scheduler is not None and values.scheduler is not None:
+            self.scheduler.load_state_dict(values.scheduler)
+        if self.counters is not None:
+            if values.counters is None:
+                logger.warning("the checkpoint has no counters; they start anew")
+            else:
+                self.counters.load_state_dict(values.counters)
+
+        # A new data rank has other generators than the first.
+        if values.generators:
+            rng = values.generators
+            if not values.are_own_generators:
+                rng = derive_rng(rng, self.data_rank)
+            restore_rng(rng)
+
+    def check_values(self, given: Tensors) -> SavedValues:
         """Check and parse a whole state but the live tensors, which may be missing in ``given``.
         Nothing changes.
-
-        Returns ``module_state``, ``adapters``, and the value of each name in `PACKED` that is
-        there. Groups and schedule are in the order of this optimizer's groups. ``group_order`` has
-        the number of the saved group for each.
 
         Raises:
             CheckpointMismatchError: a counter or scheduler entry is missing, the optimizer is
                 another one, or adapters were scaled differently.
             CheckpointCorruptError: a value is not the JSON that it should be.
         """
-        own = given.get(
-            f"module_state.{rank_key(get_rank())}", given.get(f"module_state.{rank_key(0)}")
-        )
-        values: dict[str, Any] = {
-            "module_state": {} if own is None else unpack_module_state(own, self.model)
-        }
-        values[ADAPTERS] = unpack_json(given[ADAPTERS], ADAPTERS) if ADAPTERS in given else {}
-        check_settings(self.model, values[ADAPTERS])
+        # A rank that the saved run did not have takes the state of rank 0.
+        modules = {}
+        for rank in (get_rank(), 0):
+            packed = given.get(f"module_state.{rank_key(rank)}")
+            if packed is not None:
+                modules = unpack_module_state(packed, self.model)
+                break
+        adapters = {}
+        if ADAPTERS in given:
+            adapters = unpack_json(given[ADAPTERS], ADAPTERS)
+        check_settings(self.model, adapters)
         if self.optimizer is None:
-            return values
-        values |= {name: unpack_json(given[name], name) for name in PACKED if name in given}
-        params, untrained = self._parameters(), self._untrained_there()
-        if (groups := values.get("param_groups")) is not None:
-            optim.check_untrained(
-                self.optimizer, {name: params[name] for name in untrained}, groups
-            )
-            order = values["group_order"] = optim.match_groups(self.optimizer, params, groups)
-            values["param_groups"] = [groups[number] for number in order]
-            if "scheduler" in values and self.scheduler is not None:
-                _check_keys("scheduler", values["scheduler"], {})
-                values["scheduler"] = optim.reorder_schedule(values["scheduler"], order)
-        plain = values.get("optim_plain", {})
+            return SavedValues(modules, adapters)
+
+        # All JSON is parsed first.
+        parts: dict[str, Any] = {}
+        for name in PACKED:
+            if name in given:
+                parts[name] = unpack_json(given[name], name)
+        values = SavedValues(modules, adapters, **parts)
+        self._check_optimizer(self.optimizer, values)
+
+        # Schedule and counters must have all entries that they have here.
+        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
+            if target is not None and name in parts:
+                optional = getattr(target, "OPTIONAL", ())
+                own = target.state_dict()
+                needed = {key: value for key, value in own.items() if key not in optional}
+                _check_keys(name, getattr(values, name), needed)
+
+        # A new data rank derives its generators from the first data rank.
+        values.generators = _rng_of(given, self.data_rank)
+        if not values.generators:
+            values.generators = _rng_of(given, 0)
+            values.are_own_generators = False
+        if values.generators:
+            check_rng(values.generators)
+        return values
+
+    def _check_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        values: SavedValues,
+    ) -> None:
+        """Check the values of the optimizer, and bring saved groups to the order of its groups."""
+        params = self._parameters()
+        untrained = self._untrained_there()
+        groups = values.param_groups
+        if groups is not None:
+            without_state = {name: params[name] for name in untrained}
+            optim.check_untrained(optimizer, without_state, groups)
+            values.group_order = optim.match_groups(optimizer, params, groups)
+            values.param_groups = [groups[number] for number in values.group_order]
+            if values.scheduler is not None and self.scheduler is not None:
+                _check_keys("scheduler", values.scheduler, {})
+                values.scheduler = optim.reorder_schedule(values.scheduler, values.group_order)
+
+        # State that is not a tensor.
+        plain = values.optim_plain
         _check_keys("optim_plain", plain, {})
-        if strangers := sorted(plain.keys() - params.keys()):
+        strangers = sorted(plain.keys() - params.keys())
+        if strangers:
             raise CheckpointMismatchError(
                 f"the checkpoint has optimizer state of {strangers[0]!r}, unknown here"
             )
-        for fqn, entries in optim.plain_entries(self.optimizer, params).items():
+        for fqn, entries in optim.plain_entries(optimizer, params).items():
             if fqn not in untrained:
                 _check_keys(f"optimizer state of {fqn}", plain.get(fqn, {}), entries)
-        for name, target in (("scheduler", self.scheduler), ("counters", self.counters)):
-            if target is not None and name in values:
-                optional = getattr(target, "OPTIONAL", ())
-                own = {
-                    key: value for key, value in target.state_dict().items() if key not in optional
-                }
-                _check_keys(name, values[name], own)
-        if rng := _rng_of(given, self.data_rank) or _rng_of(given, 0):
-            check_rng(rng)
-        return values
 
     def live_tensors(self, *, readable: bool = True) -> dict[str, torch.Tensor]:
         """Dotted name -> tensor that is loaded in place. EngineOffloadedError if it must be
@@ -413,24 +498,27 @@ class DCPState(TorchStateful):
         if readable:
             require_onloaded(self.model)
         live = {f"model.{name}": tensor for name, tensor in self._model_tensors().items()}
-        if self.optimizer is not None:
-            materialize_state(self.optimizer)
-            untrained = self._untrained_there()
-            entries = optim.tensor_entries(self.optimizer, self._parameters())
-            found = {name: tensors for name, tensors in entries.items() if name not in untrained}
-            live.update(flatten(found, optim.PREFIX))
+        if self.optimizer is None:
+            return live
+        # A parameter without state in the folder begins without state here.
+        materialize_state(self.optimizer)
+        entries = optim.tensor_entries(self.optimizer, self._parameters())
+        for name in self._untrained_there():
+            entries.pop(name, None)
+        live.update(flatten(entries, optim.PREFIX))
         return live
 
     def is_kept_from_optimizer(self, name: str) -> bool:
         """Whether a dotted name is of optimizer state for a parameter of the model that the
         optimizer does not have.
         """
-        param = self._parameters().get(name.removeprefix(optim.PREFIX).rpartition(".")[0])
+        param = self._parameters().get(_parameter_of(name))
         if self.optimizer is None or param is None or not _is_state(name):
             return False
-        return not any(
-            param is own for group in self.optimizer.param_groups for own in group["params"]
-        )
+        for group in self.optimizer.param_groups:
+            if any(param is own for own in group["params"]):
+                return False
+        return True
 
     def _untrained_there(self) -> set[str]:
         """Parameters without optimizer state in the folder that is loaded, if Holdfast wrote it:
@@ -441,14 +529,12 @@ class DCPState(TorchStateful):
         """
         if self._stored is None or "param_groups" not in self._stored:
             return set()
-        trained = {
-            name.removeprefix(optim.PREFIX).rpartition(".")[0]
-            for name in self._stored
-            if _is_state(name)
-        }
-        return self._parameters().keys() - trained if trained else set()
+        trained = {_parameter_of(name) for name in self._stored if _is_state(name)}
+        if not trained:
+            return set()
+        return self._parameters().keys() - trained
 
-    def changed_in_step(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def changed_in_step(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """The live tensors that only ``optimizer.step`` changes. Empty without the promise
         ``changes_only_in_step``.
 
@@ -457,27 +543,29 @@ class DCPState(TorchStateful):
         """
         if self.optimizer is None or not self.changes_only_in_step:
             return {}
-        params = {
-            f"model.{clean_name(name)}": param for name, param in self.model.named_parameters()
-        }
-        live = {name: params.get(name, tensor) for name, tensor in tensors.items()}
-        return {
-            name: tensor
-            for name, tensor in live.items()
-            if tensor.requires_grad or name.startswith(optim.PREFIX)
-        }
+        # The promise holds for trained parameters and the state of the optimizer.
+        params = {}
+        for name, param in self.model.named_parameters():
+            params[f"model.{clean_name(name)}"] = param
+        changed = {}
+        for name, tensor in tensors.items():
+            live = params.get(name, tensor)
+            if live.requires_grad or _is_state(name):
+                changed[name] = live
+        return changed
 
     def aliases(self) -> dict[str, str]:
         """Other dotted names of tied tensors, which a naive writer stores again -> the name in
         `live_tensors`.
         """
+        # The first name of a parameter is its own.
         first: dict[int, str] = {}
-        named = by_clean_name(self._named_parameters())
-        every = {
-            f"model.{name}": first.setdefault(id(param), f"model.{name}")
-            for name, param in named.items()
-        }
-        return {name: canonical for name, canonical in every.items() if name != canonical}
+        aliases = {}
+        for name, param in by_clean_name(self._named_parameters()).items():
+            canonical = first.setdefault(id(param), name)
+            if canonical != name:
+                aliases[f"model.{name}"] = f"model.{canonical}"
+        return aliases
 
     def propose_state(
         self, names: Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -490,37 +578,34 @@ class DCPState(TorchStateful):
         """
         proposed = propose_buffers(self.model, names)
         if self.optimizer is not None:
-            entries = {
-                name: shape for name, shape in names.items() if name.startswith(optim.PREFIX)
-            }
+            entries = {name: value for name, value in names.items() if _is_state(name)}
             proposed |= optim.propose_state(self.optimizer, self._parameters(), entries)
         return proposed
 
     def adopt_state(
-        self, proposed: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+        self,
+        proposed: Tensors,
+        values: SavedValues,
     ) -> None:
-        """Install the tensors that `propose_state` allocated. ``given`` is the argument of
+        """Install the tensors that `propose_state` allocated. ``values`` is the result of
         `check_values`.
         """
-        entries = {
-            name: tensor for name, tensor in proposed.items() if name.startswith(optim.PREFIX)
-        }
-        adopt_buffers(
-            self.model, {name: tensor for name, tensor in proposed.items() if name not in entries}
-        )
+        entries = {}
+        buffers = {}
+        for name, tensor in proposed.items():
+            part = entries if _is_state(name) else buffers
+            part[name] = tensor
+        adopt_buffers(self.model, buffers)
         if self.optimizer is not None and entries:
-            local = (
-                unpack_json(given["optim_local"], "optim_local") if "optim_local" in given else {}
-            )
-            optim.adopt_state(self.optimizer, self._parameters(), entries, local)
+            optim.adopt_state(self.optimizer, self._parameters(), entries, values.optim_local)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         params = first_names(by_clean_name(self._named_parameters()))
-        return (
-            {name: self._twins.get(id(param), param) for name, param in params.items()}
-            if self._twins
-            else params
-        )
+        if not self._twins:
+            return params
+        for name, param in params.items():
+            params[name] = self._twins.get(id(param), param)
+        return params
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for module in self.model.modules():
@@ -533,11 +618,10 @@ class DCPState(TorchStateful):
         """Parameters and persistent buffers. ``model.state_dict()`` has them too, but is slow: it
         copies every name.
         """
-        buffers = [
-            (slot.name, slot.buffer)
-            for slot in persistent_buffers(self.model)
-            if slot.buffer is not None
-        ]
+        buffers = []
+        for slot in persistent_buffers(self.model):
+            if slot.buffer is not None:
+                buffers.append((slot.name, slot.buffer))
         tensors = first_names(by_clean_name(chain(self._named_parameters(), buffers)))
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter) and is_expanded(tensor):
@@ -551,21 +635,35 @@ class DCPState(TorchStateful):
 
     def frozen_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that are left out, by the first of their names."""
-        return {
-            name: param for name, param in self._frozen().items() if self._is_left_out(name, param)
-        }
+        frozen = self._frozen()
+        return {name: param for name, param in frozen.items() if self._is_left_out(name, param)}
+
+    def _watched(self) -> FrozenBase | None:
+        """The frozen parameters that a save may leave out. None if it stores all."""
+        if self._trainable_only is False:
+            return None
+        self.record_frozen_base()
+        return frozen_bases.of(self.model)
 
     def _frozen(self) -> dict[str, nn.Parameter]:
-        return {
-            name: param for name, param in self._parameters().items() if not param.requires_grad
-        }
+        params = self._parameters()
+        return {name: param for name, param in params.items() if not param.requires_grad}
 
-    def _is_left_out(self, name: str, tensor: torch.Tensor) -> bool:
+    def _is_left_out(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+    ) -> bool:
         if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
             return False
+
+        # A load follows the folder.
         if self._stored is not None:
             return BASE in self._stored and f"model.{name}" not in self._stored
-        if self._frozen_base is None or name not in self._frozen_base.sums:
+
+        # A save leaves out unchanged parameters without state in the optimizer.
+        base = self._watched()
+        if base is None or name not in base.sums:
             return False
         return self._trained_by is None or not self._trained_by.state.get(tensor)
 
@@ -588,27 +686,41 @@ def _is_state(name: str) -> bool:
     return name.startswith(optim.PREFIX)
 
 
-def _check_keys(name: str, saved: Any, own: Mapping[str, Any]) -> None:
+def _parameter_of(name: str) -> str:
+    """The parameter that an entry of optimizer state belongs to."""
+    return name.removeprefix(optim.PREFIX).rpartition(".")[0]
+
+
+def _check_keys(
+    name: str,
+    saved: Any,
+    own: Mapping[str, Any],
+) -> None:
     if not isinstance(saved, dict):
         raise CheckpointMismatchError(
             f"{name} in the checkpoint is a {type(saved).__name__}; expected a dict"
         )
-    if missing := sorted(map(str, own.keys() - saved.keys())):
+    # It may have more entries, of a newer version.
+    missing = sorted(map(str, own.keys() - saved.keys()))
+    if missing:
         raise CheckpointMismatchError(
             f"{name} in the checkpoint has no {missing[0]!r} ({len(missing)} missing): it is "
             f"another's; it has {sorted(map(str, saved))[:8]}"
         )
+
     # Schedules inside of a schedule, which torch would match by position without a look.
-    if isinstance(own_nested := own.get("_schedulers"), list):
-        nested = saved["_schedulers"]
-        if not isinstance(nested, list) or len(nested) != len(own_nested):
-            n_saved = len(nested) if isinstance(nested, list) else 0
-            raise CheckpointMismatchError(
-                f"{name} in the checkpoint has {n_saved} schedules inside, this one has "
-                f"{len(own_nested)}; build it as the saved run did"
-            )
-        for number, (there, here) in enumerate(zip(nested, own_nested, strict=True)):
-            _check_keys(f"{name}[{number}]", there, here)
+    here = own.get("_schedulers")
+    if not isinstance(here, list):
+        return
+    there = saved["_schedulers"]
+    n_there = len(there) if isinstance(there, list) else 0
+    if not isinstance(there, list) or n_there != len(here):
+        raise CheckpointMismatchError(
+            f"{name} in the checkpoint has {n_there} schedules inside, this one has "
+            f"{len(here)}; build it as the saved run did"
+        )
+    for number, (saved_one, own_one) in enumerate(zip(there, here, strict=True)):
+        _check_keys(f"{name}[{number}]", saved_one, own_one)
 
 
 def rank_key(rank: int) -> str:
@@ -616,9 +728,13 @@ def rank_key(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-def _rng_of(given: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    return {
-        n.split(".", 2)[2]: t
-        for n, t in given.items()
-        if n.startswith(f"{GENERATORS}.{rank_key(rank)}.")
-    }
+def _rng_of(
+    given: Tensors,
+    rank: int,
+) -> RngState:
+    prefix = f"{GENERATORS}.{rank_key(rank)}."
+    found = {}
+    for name, tensor in given.items():
+        if name.startswith(prefix):
+            found[name.removeprefix(prefix)] = tensor
+    return found

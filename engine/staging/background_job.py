@@ -27,8 +27,13 @@ class Task:
     step 5".
     """
 
-    def __init__(self, name: str, run: Callable[[], Any]) -> None:
-        self.name, self.run = name, run
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[], Any],
+    ) -> None:
+        self.name = name
+        self.run = run
         self._outcome: Future[Any] = Future()
 
     @property
@@ -36,7 +41,9 @@ class Task:
         """RUNNING until the function has returned or raised."""
         if not self._outcome.done():
             return JobState.RUNNING
-        return JobState.DONE if self._outcome.exception() is None else JobState.FAILED
+        if self._outcome.exception() is not None:
+            return JobState.FAILED
+        return JobState.DONE
 
     def result(self) -> Any:
         """Wait for the function, then return its result or raise its error."""
@@ -44,7 +51,9 @@ class Task:
 
     def error(self) -> BaseException | None:
         """The exception of the function. None if it raised none, or has not ended yet."""
-        return self._outcome.exception() if self._outcome.done() else None
+        if not self._outcome.done():
+            return None
+        return self._outcome.exception()
 
     def complete(self, broken: BaseException | None) -> BaseException | None:
         """Call the function and keep its outcome. Called in the thread of the job.
@@ -59,7 +68,8 @@ class Task:
                     f"process group ({broken})"
                 )
             self._outcome.set_result(self.run())
-        except BaseException as error:  # raised by `result`
+        except BaseException as error:
+            # `result` raises it. Tasks after this one only fail if the ranks cannot agree any more.
             self._outcome.set_exception(error)
             if collective_broke(error) or isinstance(error, WorkerLost):
                 return error
@@ -73,7 +83,13 @@ class BackgroundJob:
     With ``daemon`` the process may end before the job.
     """
 
-    def __init__(self, name: str, tasks: Sequence[Task], *, daemon: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        tasks: Sequence[Task],
+        *,
+        daemon: bool,
+    ) -> None:
         self.tasks = list(tasks)
         self._n_threads = torch.get_num_threads()
         self._thread = Thread(target=self._run, name=name, daemon=daemon)
@@ -86,23 +102,26 @@ class BackgroundJob:
         """Call ``function`` in the thread of the job when the last task has ended, or now if it
         has.
         """
-        self.tasks[-1]._outcome.add_done_callback(lambda _: function())
+        last = self.tasks[-1]
+        last._outcome.add_done_callback(lambda _: function())
 
     def poll(self) -> JobState:
         """RUNNING until all tasks have ended, then FAILED if any has failed, else DONE."""
+        # A failed task does not end the job.
         states = {task.state for task in self.tasks}
-        return next(
-            (state for state in (JobState.RUNNING, JobState.FAILED) if state in states),
-            JobState.DONE,
-        )
+        for state in (JobState.RUNNING, JobState.FAILED):
+            if state in states:
+                return state
+        return JobState.DONE
 
     def wait(self, timeout_s: float | None = None) -> JobState:
         """`poll` once all tasks have ended, or after ``timeout_s``. KeyboardInterrupt here leaves
         the job unchanged.
         """
         wait([task._outcome for task in self.tasks], timeout_s)
-        if (state := self.poll()) is not JobState.RUNNING:
-            # it frees tensors at its end, and torch aborts a process that ends meanwhile
+        state = self.poll()
+        if state is not JobState.RUNNING:
+            # It frees tensors at its end, and torch aborts a process that ends meanwhile.
             self._thread.join()
         return state
 

@@ -39,14 +39,23 @@ class BackgroundSave:
     during a write.
     """
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self._model, self._group = model, group
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._group = group
         self._staging = Staging(model)
         self._background_group = new_background_group(group, timeout_s)
         self._job: BackgroundJob | None = None
 
     def begin(
-        self, meta: SaveLoadMeta, state: DCPState, base_dtype: torch.dtype | None = None
+        self,
+        meta: SaveLoadMeta,
+        state: DCPState,
+        base_dtype: torch.dtype | None = None,
     ) -> None:
         """Stage the state that `FSDPEngine.save` would write, and return. The caller must have
         waited for the last save.
@@ -59,18 +68,19 @@ class BackgroundSave:
         with all_ranks_succeed(f"staging {without_secrets(meta.path)}", self._group):
             values = self._staging.stage(state, model_only=not meta.with_optim)
             if meta.weight_format == "dcp":
-                check_loads_again(state if meta.with_optim else state.model_only(), values)
+                saved = state if meta.with_optim else state.model_only()
+                check_loads_again(saved, values)
+                # Writing waits for the rest of the copy.
                 staged = StagedState(values, self._staging.finish, state.ranks_with_same_data)
                 write = partial(save_dcp, meta.path, staged, self._background_group)
             else:
+                # Training and configuration of the live model do not reach this view.
                 model = staged_model(self._model, values["model"])
-                export, options = export_hf, meta.hf_options(base_dtype)
-                if meta.weight_format == "peft":
-                    export, options = save_adapters, meta.hf_options(None)
-                write = partial(self._export, export, model, meta.path, options)
-        self._job = BackgroundJob(
-            "background save", [Task("save", partial(_logging_failure, write))], daemon=False
-        )
+                write = self._exporter(meta, model, base_dtype)
+
+        # The end of the thread frees the buffers, also after an error.
+        task = Task("save", partial(_logging_failure, write))
+        self._job = BackgroundJob("background save", [task], daemon=False)
         self._job.call_at_end(self._staging.done)
         self._job.start()
 
@@ -79,11 +89,25 @@ class BackgroundSave:
         if self._job is None:
             return
         self._job.wait()  # KeyboardInterrupt here leaves the state unchanged
-        job, self._job = self._job, None
-        job.tasks[0].result()
+        # An error is raised once, and the next save may begin.
+        task = self._job.tasks[0]
+        self._job = None
+        task.result()
+
+    def _exporter(
+        self,
+        meta: SaveLoadMeta,
+        model: PreTrainedModel,
+        base_dtype: torch.dtype | None,
+    ) -> Callable[[], None]:
+        if meta.weight_format == "peft":
+            return partial(self._export, save_adapters, model, meta.path, meta.hf_options(None))
+        options = meta.hf_options(base_dtype)
+        return partial(self._export, export_hf, model, meta.path, options)
 
     def close(self) -> None:
         """`wait`, then give up the buffers and the group, even if `wait` raises."""
+        # The steps run from the last to the first, even if one raises.
         with ExitStack() as last:
             last.callback(drop_group, self._background_group)
             last.callback(self._staging.release)
@@ -98,13 +122,14 @@ class BackgroundSave:
     ) -> None:
         with all_ranks_succeed(f"staging {without_secrets(path)}", self._background_group):
             self._staging.finish()
+        # An offload of the frozen base waits for this.
         group = self._background_group
         with reading_base(model):
             export(model, path, options, group=group)
 
 
 def _logging_failure(write: Callable[[], None]) -> None:
-    """Call ``write`` and log an error at once, because the process may end without asking for it."""
+    """Call ``write`` and log an error at once: the process may end without asking for it."""
     try:
         write()
     except BaseException as error:

@@ -7,8 +7,7 @@ filled again rather than a new one made, because pinning memory takes seconds pe
 
 from collections.abc import Mapping
 from threading import RLock
-from typing import ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ...utils.compat.torch_private import like_sharded, same_layout
 from ..memory.offloaded import host_copies
+from ..memory.per_model import PerModel
 from ..memory.pinned import host_copies_of
 from ..memory.tensors import local_tensor
 
@@ -23,7 +23,6 @@ from ..memory.tensors import local_tensor
 class HostBuffers:
     """Buffers by the names of the tensors, in ``tensors``, each sharded like its tensor."""
 
-    _of_models: ClassVar[WeakKeyDictionary[nn.Module, "WeakSet[HostBuffers]"]] = WeakKeyDictionary()
     _lock = RLock()  # threads that write snapshots end their reading
 
     def __init__(self) -> None:
@@ -31,34 +30,50 @@ class HostBuffers:
         self._readers: WeakSet[object] = WeakSet()
 
     @classmethod
-    def take(cls, model: nn.Module, reader: object) -> "HostBuffers":
+    def take(
+        cls,
+        model: nn.Module,
+        reader: object,
+    ) -> "HostBuffers":
         """Return a set of ``model`` that nothing but ``reader`` reads, the largest or a new one.
 
         ``reader`` fills buffers that it does not read yet. A set lives as long as a caller keeps
         it.
         """
         with cls._lock:
-            known = cls._of_models.setdefault(model, WeakSet())
+            known = _host_buffers.of(model)
+            if known is None:
+                known = _host_buffers.set(model, WeakSet())
+            # ``reader`` may fill the buffers that it reads itself.
             idle = [one for one in known if not set(one._readers) - {reader}]
-            found = max(idle, key=lambda one: len(one.tensors), default=cls())
+            found = max(idle or [cls()], key=lambda one: len(one.tensors))
             known.add(found)
             found._readers.add(reader)
         return found
 
     @classmethod
-    def read_offloaded(cls, model: nn.Module, reader: object) -> None:
+    def read_offloaded(
+        cls,
+        model: nn.Module,
+        reader: object,
+    ) -> None:
         """Make ``reader`` a reader of the copies of all offloaded tensors of ``model``."""
+        # The copies of one offload may be in the sets of several snapshots.
         copies = host_copies(model)
         with cls._lock:
-            for one in cls._of_models.get(model, ()):
+            for one in _host_buffers.of(model) or ():
                 if any(one.tensors.get(name) is copy for name, copy in copies.items()):
                     one._readers.add(reader)
 
     @classmethod
-    def release(cls, model: nn.Module, reader: object) -> None:
+    def release(
+        cls,
+        model: nn.Module,
+        reader: object,
+    ) -> None:
         """End the reading of ``reader``."""
         with cls._lock:
-            for one in cls._of_models.get(model, ()):
+            for one in _host_buffers.of(model) or ():
                 one._readers.discard(reader)
 
     def read(self, reader: object) -> None:
@@ -67,22 +82,33 @@ class HostBuffers:
             self._readers.add(reader)
 
     def fit(self, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a buffer for each live tensor: the one with its name if it fits, else a new one."""
-        new = {
-            name: tensor
-            for name, tensor in live.items()
-            if not _fits(self.tensors.get(name), tensor)
-        }
-        for name, buffer in host_copies_of(
-            {name: local_tensor(tensor) for name, tensor in new.items()}
-        ).items():
-            self.tensors[name] = (
-                like_sharded(buffer, tensor) if isinstance(tensor := new[name], DTensor) else buffer
-            )
+        """Return a buffer for each live tensor: the one with its name, or a new one."""
+        shards = {}
+        for name, tensor in live.items():
+            if not _fits(self.tensors.get(name), tensor):
+                shards[name] = local_tensor(tensor)
+
+        # New buffers are allocated together.
+        for name, buffer in host_copies_of(shards).items():
+            tensor = live[name]
+            if isinstance(tensor, DTensor):
+                buffer = like_sharded(buffer, tensor)
+            self.tensors[name] = buffer
         return {name: self.tensors[name] for name in live}
 
 
-def _fits(buffer: torch.Tensor | None, live: torch.Tensor) -> bool:
+_host_buffers = PerModel["WeakSet[HostBuffers]"](
+    "host_buffers",
+    "Sets of buffers for snapshots and offload. `HostBuffers.take` adds one, which ends when "
+    "nothing keeps it.",
+)
+
+
+def _fits(
+    buffer: torch.Tensor | None,
+    live: torch.Tensor,
+) -> bool:
+    # Both sharded alike, or both plain.
     if isinstance(buffer, DTensor) and isinstance(live, DTensor):
         return same_layout(buffer, live)
     if buffer is None or isinstance(buffer, DTensor) or isinstance(live, DTensor):

@@ -38,7 +38,9 @@ from .staged_state import copy_to_host, stagings_of
 
 logger = get_logger(__name__)
 
-WEIGHTS, OPTIMIZER = TAGS = ("weights", "optimizer")
+WEIGHTS = "weights"
+OPTIMIZER = "optimizer"
+TAGS = (WEIGHTS, OPTIMIZER)
 """Parts of an engine that are offloaded together: parameters and buffers, or the state of the
 optimizer.
 """
@@ -67,14 +69,18 @@ class Offload:
         on_host: Collection[str] = (),
     ) -> None:
         self.tags = set[str]()  # the parts that are offloaded
-        self._state, self._device, self._group, self._on_host = state, device, group, on_host
+        self._state = state
+        self._device = device
+        self._group = group
+        self._on_host = on_host
         self._kept = set[HostBuffers]()
+
         # Direct calls of the model and the optimizer are refused, too.
-        state.model.register_forward_pre_hook(
-            partial(_refuse_if_away, self.tags, {WEIGHTS}), prepend=True
-        )
+        refuse_forward = partial(_refuse_if_away, self.tags, {WEIGHTS})
+        state.model.register_forward_pre_hook(refuse_forward, prepend=True)
         if state.optimizer is not None:
-            state.optimizer.register_step_pre_hook(partial(_refuse_if_away, self.tags, set(TAGS)))
+            refuse_step = partial(_refuse_if_away, self.tags, set(TAGS))
+            state.optimizer.register_step_pre_hook(refuse_step)
 
     def require_onloaded(self, *tags: str) -> None:
         """Raise EngineOffloadedError if one of these parts is offloaded."""
@@ -103,20 +109,23 @@ class Offload:
         self.tags.update(tags)
         for name, tensor in new.items():
             local = local_tensor(tensor)
-            away[name] = Away(local.data, local.untyped_storage().nbytes(), copies[name])
+            n_bytes = local.untyped_storage().nbytes()
+            away[name] = Away(local.data, n_bytes, copies[name])
         copy_of = {id(tensor): away[name].copy for name, tensor in tensors.items()}
         offload_base(copy_of, partial(HostBuffers.read_offloaded, model))
+
+        # Give back the memory.
         for tensor in tensors.values():
             local_tensor(tensor).untyped_storage().resize_(0)
-        n_bytes = sum(one.n_bytes for one in away.values())
-        logger.info(
-            "offloaded: %d bytes of %s are in host memory", n_bytes, " and ".join(sorted(self.tags))
-        )
+        total = sum(one.n_bytes for one in away.values())
+        parts = " and ".join(sorted(self.tags))
+        logger.info("offloaded: %d bytes of %s are in host memory", total, parts)
         free_cached_memory(self._device)
 
     @torch.no_grad()
     def onload(self, tags: set[str]) -> None:
         """Move parts back. See `Offloadable.onload`."""
+        # All ranks have the memory before one of them fills it.
         away = tensors_away(self._state.model)
         coming = {name: one for name, one in away.items() if _tag_of(name) in tags}
         try:
@@ -124,16 +133,19 @@ class Offload:
                 for one in coming.values():
                     one.local.untyped_storage().resize_(one.n_bytes)
         except BaseException:
-            for one in coming.values():  # the other program has not left the device yet
+            # The other program has not left the device yet.
+            for one in coming.values():
                 one.local.untyped_storage().resize_(0)
             free_cached_memory(self._device)
             raise
 
+        # When the values are here, the buffers are free for the next offload.
         for one in coming.values():
             if one.n_bytes > one.local.nbytes:  # FSDP2 fills uneven shards with zeros
-                one.local.new_empty(0).set_(one.local.untyped_storage()).zero_()
+                storage = one.local.untyped_storage()
+                one.local.new_empty(0).set_(storage).zero_()
             one.local.copy_(local_tensor(one.copy), non_blocking=True)
-        self._synchronize()  # the values are here, and the buffers are free for the next offload
+        self._synchronize()
 
         for name in coming:
             del away[name]
@@ -148,35 +160,45 @@ class Offload:
             model.named_parameters(remove_duplicate=False),
             model.named_buffers(remove_duplicate=False),
         )
-        tensors |= {
-            f"{MODEL}{name}": tensor for name, tensor in first_names(by_clean_name(named)).items()
-        }
+        for name, tensor in first_names(by_clean_name(named)).items():
+            tensors[f"{MODEL}{name}"] = tensor
+
         local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
-        users = Counter(storage_id(one) for one in local.values())
-        return {
-            name: tensors[name]
-            for name, one in local.items()
-            if _tag_of(name) in tags and _tag_of(name) not in self._on_host
-            if one.device == self._device and one.dim() and one.untyped_storage().nbytes()
-            if users[storage_id(one)] == 1
-            and one.untyped_storage().resizable()
-            and not is_expanded(one)
-        }
+        n_users = Counter(storage_id(one) for one in local.values())
+        leaving = set(tags).difference(self._on_host)
+        found = {}
+        for name, one in local.items():
+            if _tag_of(name) not in leaving or one.device != self._device:
+                continue
+
+            # Numbers stay, and what does not have a resizable storage for itself.
+            storage = one.untyped_storage()
+            is_alone = n_users[storage_id(one)] == 1 and not is_expanded(one)
+            can_leave = storage.nbytes() and storage.resizable()
+            if one.dim() and is_alone and can_leave:
+                found[name] = tensors[name]
+        return found
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy tensors to host memory, and wait. Buffers of a snapshot that equal them are taken
         without a copy.
         """
-        model = self._state.model
-        copies = dict[str, torch.Tensor]()
-        # copies of a call that was interrupted may be under way to the same buffers
+        # Copies of a call that was interrupted may be under way to the same buffers.
         self._synchronize()
+
+        # Copies of snapshots.
+        model = self._state.model
+        copies: dict[str, torch.Tensor] = {}
+        others = dict(tensors)
         for staging in stagings_of(model):
-            copies |= staging.lend(
-                {n: t for n, t in tensors.items() if n not in copies}, self, self._kept
-            )
+            lent = staging.lend(others, self, self._kept)
+            copies |= lent
+            for name in lent:
+                del others[name]
+
+        # Copies of the rest.
         wait_for_readers(model)
-        if others := {name: tensor for name, tensor in tensors.items() if name not in copies}:
+        if others:
             buffers = HostBuffers.take(model, self)
             self._kept.add(buffers)
             copies |= buffers.fit(others)
@@ -210,7 +232,9 @@ class Offloadable:
     @property
     def offloaded(self) -> frozenset[str]:
         """The parts that are offloaded now."""
-        return frozenset() if self._offload is None else frozenset(self._offload.tags)
+        if self._offload is None:
+            return frozenset()
+        return frozenset(self._offload.tags)
 
     def offload(self, tags: Collection[str] = TAGS) -> None:
         """Free the device for something else, such as an inference server. Collective.
@@ -233,10 +257,11 @@ class Offloadable:
             OSError, RuntimeError: there is no host memory on this rank. PeerError: on another.
                 Nothing was offloaded.
         """
-        parts, tags = self._parts(), _checked(tags)
-        if WEIGHTS in tags - parts.tags:
+        parts = self._parts()
+        leaving = _checked(tags)
+        if WEIGHTS in leaving - parts.tags:
             self._servers.before_offload(self)
-        parts.offload(tags)
+        parts.offload(leaving)
 
     def onload(self, tags: Collection[str] = TAGS) -> None:
         """Bring back parts that `offload` moved away. Parts that are here stay. Collective.
@@ -251,7 +276,11 @@ class Offloadable:
         """
         self._parts().onload(_checked(tags))
 
-    def publication_to(self, fleet: Any, meta: WeightUpdateMeta | None = None) -> WeightUpdateMeta:
+    def publication_to(
+        self,
+        fleet: Any,
+        meta: WeightUpdateMeta | None = None,
+    ) -> WeightUpdateMeta:
         """``meta``, or the `WeightUpdateMeta` of `connect_engine`. ConfigError if ``fleet`` is not
         connected.
         """
@@ -275,4 +304,6 @@ def _checked(tags: Collection[str]) -> set[str]:
 
 
 def _tag_of(name: str) -> str:
-    return WEIGHTS if name.startswith(MODEL) else OPTIMIZER
+    if name.startswith(MODEL):
+        return WEIGHTS
+    return OPTIMIZER

@@ -9,9 +9,9 @@ place, but never during an export that reads it.
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from threading import Lock
-from typing import TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,17 +20,24 @@ from ...utils.compat.torch_private import buffers_of, parameters_of, replace_mem
 from ..hf.dtypes import own_dtypes
 from ..lora.adapters import transformers_model
 from ..memory.offloaded import weights_on_host
+from ..memory.per_model import PerModel
 from ..memory.tensors import clean_name
 from ..training.unsharded import unsharded_view
 
 M = TypeVar("M", bound=nn.Module)
 
-_reads_base: WeakKeyDictionary[nn.Module, Lock] = WeakKeyDictionary()
-"""Views with frozen parameters of a live model. A view is locked while it is exported."""
+_base_locks = PerModel[Lock](
+    "base_lock",
+    "Lock of a view with frozen parameters of a live model, held while the view is exported. "
+    "`staged_model` sets it. It ends with the view.",
+)
 
 
 @torch.no_grad()
-def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
+def staged_model(
+    model: M,
+    weights: Mapping[str, torch.Tensor],
+) -> M:
     """A view of ``model``, of transformers or PEFT, with staged weights as its parameters and
     buffers, for an export.
 
@@ -38,24 +45,25 @@ def staged_model(model: M, weights: Mapping[str, torch.Tensor]) -> M:
     ``model`` must not have computed anything since the staging.
     """
     own_dtypes(transformers_model(model))  # learned now, not during training
-    weights, live = (
-        {**weights_on_host(model), **weights},
-        [*model.named_parameters(), *model.named_buffers()],
-    )
-    staged = {
-        id(tensor): weights[clean_name(name)]
-        for name, tensor in live
-        if clean_name(name) in weights
-    }
+    weights = {**weights_on_host(model), **weights}
+
+    # The staged tensor in place of each live one.
+    staged = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        name = clean_name(name)
+        if name in weights:
+            staged[id(tensor)] = weights[name]
     view = unsharded_view(model)
     _replace_tensors(view, staged)
     if any(id(param) not in staged for param in model.parameters()):
-        _reads_base[view] = Lock()
-    inner = transformers_model(view)
-    configs = {
-        name: copy.deepcopy(inner.__dict__.get(name)) for name in ("config", "generation_config")
-    }
-    inner.__dict__.update({name: config for name, config in configs.items() if config is not None})
+        _base_locks.set(view, Lock())
+
+    # Training may change the configuration.
+    inner = transformers_model(view).__dict__
+    for name in ("config", "generation_config"):
+        config = copy.deepcopy(inner.get(name))
+        if config is not None:
+            inner[name] = config
     return view
 
 
@@ -63,17 +71,22 @@ def exportable_model(model: M) -> M:
     """The model for an export that is written at once: a `staged_model` if ``model`` is offloaded,
     else itself.
     """
-    return staged_model(model, {}) if weights_on_host(model) else model
+    if weights_on_host(model):
+        return staged_model(model, {})
+    return model
 
 
 @contextmanager
 def reading_base(view: nn.Module) -> Iterator[None]:
     """Wrap the export of a `staged_model`. An offload of its base waits for the end."""
-    with _reads_base.get(view) or nullcontext():
+    with _base_locks.of(view) or nullcontext():
         yield
 
 
-def offload_base(copies: Mapping[int, torch.Tensor], reader: Callable[[object], None]) -> None:
+def offload_base(
+    copies: Mapping[int, torch.Tensor],
+    reader: Callable[[object], None],
+) -> None:
     """Give every view the copy of each frozen parameter of its base. Call it before the base is
     freed.
 
@@ -81,7 +94,8 @@ def offload_base(copies: Mapping[int, torch.Tensor], reader: Callable[[object], 
         copies: id of a live tensor -> copy in host memory.
         reader: called with each view, which reads the copies as long as it lives.
     """
-    for view, lock in list(_reads_base.items()):
+    for view, lock in _base_locks.items():
+        # A view of another model.
         if not any(id(param) in copies for param in view.parameters()):
             continue
         with lock:
@@ -89,10 +103,18 @@ def offload_base(copies: Mapping[int, torch.Tensor], reader: Callable[[object], 
             _replace_tensors(view, copies)
 
 
-def _replace_tensors(view: nn.Module, of_id: Mapping[int, torch.Tensor]) -> None:
+def _replace_tensors(
+    view: nn.Module,
+    of_id: Mapping[int, torch.Tensor],
+) -> None:
     for module in view.modules():
-        parameters, buffers = (
-            {name: of_id.get(id(tensor), tensor) for name, tensor in members.items()}
-            for members in (parameters_of(module), buffers_of(module))
-        )
+        parameters = _replaced(parameters_of(module), of_id)
+        buffers = _replaced(buffers_of(module), of_id)
         replace_members(module, parameters=parameters, buffers=buffers)
+
+
+def _replaced(
+    members: Mapping[str, Any],
+    of_id: Mapping[int, torch.Tensor],
+) -> dict[str, Any]:
+    return {name: of_id.get(id(tensor), tensor) for name, tensor in members.items()}

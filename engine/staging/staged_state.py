@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...utils.compat.torch_private import storage_id
 from ...utils.errors import TornSnapshotError
+from ..dcp.format import Tensors
 from ..dcp.state import DCPState
 from ..memory.offloaded import host_copies
 from ..memory.tensors import flatten, local_tensor, normal_tensors
@@ -52,28 +53,37 @@ class Staging(LiveReader):
         super().__init__(model)
         self._buffers: HostBuffers | None = None  # with what was staged last
         self._kept = set[HostBuffers]()
-        self._following = dict[
-            str, int
-        ]()  # storages of tensors that only a step changes, which the copies keep
+        # storages of tensors that only a step changes, which the copies keep
+        self._following: dict[str, int] = {}
         self._copies: list[_Copy] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._hook: RemovableHandle | None = None
 
     @normal_tensors()
-    def prepare(self, state: DCPState, *, model_only: bool = False) -> None:
+    def prepare(
+        self,
+        state: DCPState,
+        *,
+        model_only: bool = False,
+    ) -> None:
         """Allocate the buffers for `stage`, because pinning memory takes seconds per shard. Raises
         as `stage` does.
         """
+        # `stage` takes the same set, if nothing else has taken it meanwhile.
         assert self._buffers is None, "prepare comes first"
         buffers = HostBuffers.take(self.model, self)
         self.done()
         self._kept.add(buffers)
-        buffers.fit(
-            _not_offloaded(state, (state.model_only() if model_only else state).state_dict())
-        )
+        staged = state.model_only() if model_only else state
+        buffers.fit(_not_offloaded(state, staged.state_dict()))
 
     @normal_tensors()
-    def stage(self, state: DCPState, *, model_only: bool = False) -> dict[str, Any]:
+    def stage(
+        self,
+        state: DCPState,
+        *,
+        model_only: bool = False,
+    ) -> dict[str, Any]:
         """Start a copy of ``state``. Return the nested dict of `DCPState.state_dict` with buffers
         in place of tensors.
 
@@ -83,22 +93,30 @@ class Staging(LiveReader):
         """
         self.wait()
         self.done()
-        live = (state.model_only() if model_only else state).state_dict()
+        staged = state.model_only() if model_only else state
+        live = staged.state_dict()
         tensors = _not_offloaded(state, live)
+
+        # A buffer for each tensor, whose set this staging reads until `done`.
         self._buffers = HostBuffers.take(self.model, self)
         self._kept.add(self._buffers)
         HostBuffers.read_offloaded(self.model, self)
         buffers = self._buffers.fit(tensors)
-        later = {} if is_changing(state.model) else state.changed_in_step(tensors)
-        for copy in copy_to_host(
-            {n: tensor for n, tensor in tensors.items() if n not in later}, buffers
-        ):
+
+        # Tensors that other code may change are copied before this returns.
+        later = {}
+        if not is_changing(state.model):
+            later = state.changed_in_step(tensors)
+        now = {name: tensor for name, tensor in tensors.items() if name not in later}
+        for copy in copy_to_host(now, buffers):
             copy.finish()
+
+        # The rest is copied until the next step.
         if later and state.optimizer is not None:
             self._wait_before_steps_of(state.optimizer)
         self._copies = copy_to_host(later, buffers, overlapped=True)
         self.reads_live = bool(self._copies)
-        self._following = {name: storage_id(local_tensor(tensor)) for name, tensor in later.items()}
+        self._following = _storages(later)
         return _nest(live, buffers)
 
     def finish(self) -> None:
@@ -119,43 +137,43 @@ class Staging(LiveReader):
         """
         for copy in self._copies:
             copy.release_live()
-        self.reads_live, self._following = False, {}
+        self.reads_live = False
+        self._following = {}
 
     def done(self) -> None:
         """Tell that nothing reads any more what was staged last. Any thread may call this."""
         HostBuffers.release(self.model, self)
 
     def lend(
-        self, live: Mapping[str, torch.Tensor], reader: object, kept: set[HostBuffers]
+        self,
+        live: Tensors,
+        reader: object,
+        kept: set[HostBuffers],
     ) -> dict[str, torch.Tensor]:
         """Return the buffers that equal ``live`` tensors, by name, after the copy, for one more
         ``reader``.
 
         Their set is added to those that the reader has ``kept``.
         """
-        buffers, storages = (
-            self._buffers,
-            {name: storage_id(local_tensor(tensor)) for name, tensor in live.items()},
-        )
-        following = {
-            name: live[name]
-            for name, storage in self._following.items()
-            if storages.get(name) == storage
-        }
+        buffers = self._buffers
+        storages = _storages(live)
+        following = {}
+        for name, storage in self._following.items():
+            if storages.get(name) == storage:
+                following[name] = live[name]
         if not following or buffers is None:
             return {}
         try:
             self.finish()
         except Exception:  # the save reports it
             return {}
-        same = {
-            name: buffers.tensors[name]
-            for name in following.keys() - changed_since(following, buffers.tensors)
-        }
+
+        # Other code than the step may have changed some since.
+        same = following.keys() - changed_since(following, buffers.tensors)
         if same:
             buffers.read(reader)
             kept.add(buffers)
-        return same
+        return {name: buffers.tensors[name] for name in same}
 
     def release(self) -> None:
         """Give up the buffers. Nothing may read them any more."""
@@ -163,11 +181,13 @@ class Staging(LiveReader):
         for copy in self._copies:
             copy.drop()
         self.done()
-        self._copies, self._buffers = [], None
+        self._copies = []
+        self._buffers = None
         self._kept.clear()
         if self._hook is not None:
             self._hook.remove()
-            self._hook = self._optimizer = None
+            self._hook = None
+            self._optimizer = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Wait for copies from a device if `release` was not called, because the buffers may be
@@ -179,11 +199,16 @@ class Staging(LiveReader):
                     copy.drop()
 
     def _wait_before_steps_of(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._optimizer is None or self._optimizer() is not optimizer:
-            if self._hook is not None:
-                self._hook.remove()
-            self._hook = optimizer.register_step_pre_hook(lambda *_: wait_for_readers(self.model))
-            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer is not None and self._optimizer() is optimizer:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = optimizer.register_step_pre_hook(lambda *_: wait_for_readers(self.model))
+        self._optimizer = weakref.ref(optimizer)
+
+
+def _storages(tensors: Tensors) -> dict[str, int]:
+    return {name: storage_id(local_tensor(tensor)) for name, tensor in tensors.items()}
 
 
 class _Transfer(NamedTuple):
@@ -201,7 +226,12 @@ class _HostCopy:
     filled, with the error of the copy, and `drop` until nothing writes to the buffers, without it.
     """
 
-    def __init__(self, transfers: Sequence[_Transfer], *, overlapped: bool) -> None:
+    def __init__(
+        self,
+        transfers: Sequence[_Transfer],
+        *,
+        overlapped: bool,
+    ) -> None:
         self._future: Future[None] | None = None
         if not overlapped:
             _copy_all(transfers)
@@ -234,20 +264,27 @@ class _DeviceCopy:
     """
 
     def __init__(
-        self, device: torch.device, transfers: Sequence[_Transfer], *, overlapped: bool
+        self,
+        device: torch.device,
+        transfers: Sequence[_Transfer],
+        *,
+        overlapped: bool,
     ) -> None:
         # The watch keeps the live tensors until `release_live`. Without ``overlapped`` the caller
         # does, until `finish`.
+        self._device = device
         self._watch = WriteWatch(transfers) if overlapped else None
-        stream, self._event = torch.cuda.Stream(device), torch.cuda.Event()
+
+        # Copy when all work before is done.
+        stream = torch.cuda.Stream(device)
+        self._event = torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             if self._watch is not None:
                 self._watch.fetch_samples()  # first: nothing waits for copies if it raises
-            for _, live, copy in transfers:
-                copy.copy_(local_tensor(live), non_blocking=True)
+            for _, live, buffer in transfers:
+                buffer.copy_(local_tensor(live), non_blocking=True)
             self._event.record(stream)
-        self._device = device
 
     def release_live(self) -> None:
         self._event.wait(torch.cuda.current_stream(self._device))
@@ -260,9 +297,8 @@ class _DeviceCopy:
             _refuse_torn(self._watch.written())
 
     def drop(self) -> None:
-        with torch.cuda.device(
-            self._device
-        ):  # else the current device of a new thread gets a context
+        # Without this, the current device of a new thread would get a context.
+        with torch.cuda.device(self._device):
             self._event.synchronize()
 
 
@@ -275,20 +311,28 @@ def stagings_of(model: nn.Module) -> list[Staging]:
 
 
 def copy_to_host(
-    live: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
+    live: Tensors,
+    buffers: Tensors,
     *,
     overlapped: bool = False,
 ) -> list[_Copy]:
     """Start a copy of each live tensor to the buffer with its name, per device and on the host."""
-    on_host, on_device = [], defaultdict[torch.device, list[_Transfer]](list)
+    on_host = []
+    on_device = defaultdict[torch.device, list[_Transfer]](list)
     for name, tensor in live.items():
         transfer = _Transfer(name, tensor, local_tensor(buffers[name]))
-        (on_device[tensor.device] if tensor.is_cuda else on_host).append(transfer)
-    copies: list[_Copy] = [
-        _DeviceCopy(device, some, overlapped=overlapped) for device, some in on_device.items()
-    ]
-    return [*copies, _HostCopy(on_host, overlapped=overlapped)] if on_host else copies
+        if tensor.is_cuda:
+            on_device[tensor.device].append(transfer)
+        else:
+            on_host.append(transfer)
+
+    # Copies on devices begin first, because they do not hold up this thread.
+    copies: list[_Copy] = []
+    for device, transfers in on_device.items():
+        copies.append(_DeviceCopy(device, transfers, overlapped=overlapped))
+    if on_host:
+        copies.append(_HostCopy(on_host, overlapped=overlapped))
+    return copies
 
 
 def _copy_all(transfers: Iterable[_Transfer]) -> None:
@@ -297,7 +341,10 @@ def _copy_all(transfers: Iterable[_Transfer]) -> None:
 
 
 @torch.no_grad()  # grad mode is per thread
-def _copy_in_thread(transfers: Iterable[_Transfer], threads: int) -> None:
+def _copy_in_thread(
+    transfers: Iterable[_Transfer],
+    threads: int,
+) -> None:
     torch.set_num_threads(threads)  # else a new thread takes all cores
     _copy_all(transfers)
 
@@ -312,17 +359,24 @@ def _refuse_torn(written: Sequence[str]) -> None:
 
 
 def _nest(
-    live: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], prefix: str = ""
+    live: Mapping[str, Any],
+    buffers: Tensors,
+    prefix: str = "",
 ) -> dict[str, Any]:
-    return {
-        key: _nest(value, buffers, f"{prefix}{key}.")
-        if isinstance(value, Mapping)
-        else buffers.get(f"{prefix}{key}", value)
-        for key, value in live.items()
-    }
+    nested = {}
+    for key, value in live.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            nested[key] = _nest(value, buffers, f"{name}.")
+        else:
+            nested[key] = buffers.get(name, value)
+    return nested
 
 
-def _not_offloaded(state: DCPState, values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _not_offloaded(
+    state: DCPState,
+    values: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
     """Dotted name -> tensor, for the `DCPState.state_dict` of ``state``, without copies in host
     memory.
     """

@@ -2,7 +2,7 @@
 
 - Before anything is chosen: all ranks see the folder (`check_shared`).
 - Before anything changes: the bytes are sound (`check_bytes`), and the engines are of this job
-  (`check_rank`).
+  (`open_generation`).
 - Afterwards: the restored run has the facts that its generation recorded (`check_restored`, see
   `engines`).
 """
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from ...engine.dcp.configured import Setting, Settled, warn_of_settings
 from ...engine.dcp.format import read_layout
-from ...engine.dcp.load import check_dcp
+from ...engine.dcp.load import Checkpoint
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size
 from ...utils.errors import (
     CheckpointCorruptError,
@@ -165,13 +165,30 @@ def share_of(files: Mapping[str, int], rank: int, world_size: int) -> list[str]:
     return shares[rank]
 
 
-def check_rank(holder: Any, generation: str) -> None:
-    """Compare a verified generation with this rank's engines, before any engine is touched. All
-    ranks call it.
+class OpenedGeneration:
+    """The engine folders of a verified generation, opened once on each rank: a session of `Ranks`.
+
+    Attributes:
+        path: folder of the generation.
+        checkpoints: engine name -> its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints: dict[str, Checkpoint] = {}
+
+    def close(self) -> None:
+        """Forget the layouts, which may take tens of megabytes."""
+        self.checkpoints.clear()
+
+
+def open_generation(holder: Any, generation: str) -> OpenedGeneration:
+    """Open a verified generation and compare it with this rank's engines, before any engine is
+    touched. All ranks call it.
 
     Raises:
         CheckpointMismatchError: it holds other engines, or another model or optimizer (see
-            `check_dcp`).
+            `Checkpoint.check`).
     """
     target = engines_of(holder)
     path = Path(generation)
@@ -182,8 +199,11 @@ def check_rank(holder: Any, generation: str) -> None:
                 f"{path} holds engines {sorted(saved)}, this job has {sorted(target.engines)}"
             )
         states = {name: target.state(name) for name in target.engines}
+    opened = OpenedGeneration(path)
     for name, state in states.items():
-        check_dcp(path / name, state, target.group_of(name))
+        opened.checkpoints[name] = Checkpoint.open(path / name, target.group_of(name))
+        opened.checkpoints[name].check(state)
+    return opened
 
 
 def check_restored(

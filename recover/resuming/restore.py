@@ -14,7 +14,6 @@ from typing import Any
 from ...engine.api import Stateful
 from ...engine.dcp.configured import Settled
 from ...engine.dcp.fingerprint import sample_state
-from ...engine.dcp.load import read_dcp
 from ...utils.distributed import all_ranks_succeed, get_rank
 from ...utils.errors import CheckpointCorruptError
 from ...utils.files import half_loaded
@@ -25,7 +24,7 @@ from ..data.restore import RestoredEpoch, restore_data
 from ..engines import EngineSample, combine_ranks, count_engine, engines_of, numerical_switches
 from ..info import DRIVER_STATE, SHARED, RecoverInfo, rank_state_name
 from ..ranks import Ranks
-from .check import check_rank, check_restored, warn_of_configuration
+from .check import OpenedGeneration, check_restored, open_generation, warn_of_configuration
 from .choice import Choice
 
 logger = get_logger(__name__)
@@ -70,7 +69,8 @@ def restore_run(
         CheckpointCorruptError: it cannot be read, or the restored state differs from the saved one.
     """
     path, info = choice
-    ranks.run_all(check_rank, str(path))
+    opened = ranks.apart()
+    opened.open_sessions(open_generation, str(path))
 
     # The loader comes first: its iterator draws numbers, and the generators are restored later.
     loader = None if info.lacks("data") else dataloader
@@ -89,7 +89,8 @@ def restore_run(
     # Engines, user objects and generators: of a driver, then of every rank.
     driver = ProcessState.read(path, None) if ranks.is_driver else None
     is_own = not info.lacks("schedule")
-    states = ranks.run_all(read_rank, str(path), info.weight_versions, is_own)
+    states = opened.run_sessions(read_rank, info.weight_versions, is_own)
+    opened.close_sessions()
     digests = [(state.process, state.rng) for state in states]
     if driver is not None:
         digests.append((driver.own.stem, driver.restore(stateful)))
@@ -111,7 +112,9 @@ def restore_run(
     return rest_of_epoch
 
 
-def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own: bool) -> RankState:
+def read_rank(
+    opened: OpenedGeneration, holder: Any, versions: Mapping[str, int], is_own: bool
+) -> RankState:
     """Read this rank's part of a generation into its engines, user objects and generators. All
     ranks call it.
 
@@ -119,20 +122,19 @@ def read_rank(holder: Any, generation: str, versions: Mapping[str, int], is_own:
     values are read straight into the live tensors.
 
     Args:
+        opened: the result of `open_generation` on this rank.
         holder: see `engines_of`.
-        generation: verified folder that has passed `check_rank`.
         versions: engine name -> weight version, for engines whose shards hold no counters (a
             reference model).
         is_own: False if it was converted from a trainer that did not save its schedule.
     """
     target = engines_of(holder)
-    path = Path(generation)
+    path = opened.path
 
     # Step 1: look at every part. A part that is not sound fails here, on all ranks.
     states = {name: target.state(name) for name in target.engines}
-    loads = {}
-    for name, state in states.items():
-        loads[name] = read_dcp(path / name, state, target.group_of(name))
+    loads = {name: opened.checkpoints[name].read(state) for name, state in states.items()}
+    opened.close()  # everything is planned
     with all_ranks_succeed(f"reading {path}", target.group_of()):
         process = ProcessState.read(path, get_rank(), target.ranks_with_same_data)
         for load in loads.values():

@@ -330,14 +330,11 @@ class RankSession:
         values = {}
         for name, state in states.items():
             self._savers.setdefault(name, DCPSaver(state.ranks_with_same_data))
-            state.rng = rng
-            try:
-                if staged:
-                    values[name] = self.staging_of(name, state).stage(state)
-                else:
-                    values[name] = state.state_dict()
-            finally:
-                state.rng = None
+            state = state.with_rng(rng)
+            if staged:
+                values[name] = self.staging_of(name, state).stage(state)
+            else:
+                values[name] = state.state_dict()
             self.check_loads_again(name, state, values[name])
 
         # The groups and the number of the rank, because a group may be destroyed before the write.

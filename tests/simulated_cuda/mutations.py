@@ -118,8 +118,8 @@ MUTATIONS = (
     Mutation(
         "a second snapshot waits for the first",
         STAGED_STATE,
-        "        self.wait()\n        self.done()\n        live = (",
-        "        self.done()\n        live = (",
+        "        self.wait()\n        self.done()\n        staged = ",
+        "        self.done()\n        staged = ",
         COPIES,
         "a_second_snapshot_of_the_same_step_waits_for_the_first",
     ),
@@ -151,10 +151,10 @@ MUTATIONS = (
         "no copy is under way if a snapshot cannot begin",
         STAGED_STATE,
         "            if self._watch is not None:\n                self._watch.fetch_samples()  # "
-        "first: nothing waits for copies if it raises\n            for _, live, copy in "
-        "transfers:\n                copy.copy_(local_tensor(live), non_blocking=True)\n",
-        "            for _, live, copy in transfers:\n"
-        "                copy.copy_(local_tensor(live), non_blocking=True)\n"
+        "first: nothing waits for copies if it raises\n            for _, live, buffer in "
+        "transfers:\n                buffer.copy_(local_tensor(live), non_blocking=True)\n",
+        "            for _, live, buffer in transfers:\n"
+        "                buffer.copy_(local_tensor(live), non_blocking=True)\n"
         "            if self._watch is not None:\n"
         "                self._watch.fetch_samples()\n",
         COPIES,
@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "an onload waits for its copies",
         OFFLOAD,
-        "self._synchronize()  # the values are here",
-        "pass  # the values are here",
+        "        self._synchronize()\n\n        for name in coming",
+        "        for name in coming",
         COPIES,
         "an_offloaded_state_comes_back_with_the_values_of_its_step",
     ),

@@ -25,7 +25,7 @@ from torch.distributed.tensor import (
 )
 
 from holdfast.engine.dcp import reader
-from holdfast.engine.dcp.load import load_dcp, read_dcp
+from holdfast.engine.dcp.load import Checkpoint, load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.tensors import local_tensor
@@ -45,7 +45,7 @@ def test_read_values_change_nothing_until_they_are_applied(tmp_path: Path) -> No
     source, target = trained(0), trained(1)
     save_dcp(tmp_path / "a", source)
     before, rng = copies(target), torch.get_rng_state()
-    load = read_dcp(tmp_path / "a", target)
+    load = Checkpoint.open(tmp_path / "a").read(target)
     assert all(torch.equal(before[name], tensor) for name, tensor in target.live_tensors().items())
     assert torch.equal(torch.get_rng_state(), rng)
     load.apply()
@@ -78,7 +78,7 @@ def test_a_file_that_changed_since_its_check_is_refused_before_anything_changes(
 ) -> None:
     target = trained(1)
     save_dcp(tmp_path / "a", trained(0))
-    before, load = copies(target), read_dcp(tmp_path / "a", target)
+    before, load = copies(target), Checkpoint.open(tmp_path / "a").read(target)
     CHANGES[change](tmp_path / "a" / "__0_0.distcp")
     with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp changed, or was replaced"):
         load.apply()
@@ -90,7 +90,7 @@ def test_a_file_that_changes_during_its_copy_is_reported(
 ) -> None:
     target = trained(1)
     save_dcp(tmp_path / "a", trained(0))
-    load, read = read_dcp(tmp_path / "a", target), os.preadv
+    load, read = Checkpoint.open(tmp_path / "a").read(target), os.preadv
 
     def disturbed(*args: Any) -> int:
         _overwrite(tmp_path / "a" / "__0_0.distcp")
@@ -111,7 +111,7 @@ def test_each_failure_after_the_first_value_says_that_the_model_is_half_loaded(
 ) -> None:
     target = trained(1)
     save_dcp(tmp_path / "a", trained(0))
-    load = read_dcp(tmp_path / "a", target)
+    load = Checkpoint.open(tmp_path / "a").read(target)
     stats = count()
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -139,7 +139,7 @@ def test_a_disk_that_fails_while_values_are_copied_is_an_os_error(
 ) -> None:
     target = trained(1)
     save_dcp(tmp_path / "a", trained(0))
-    load = read_dcp(tmp_path / "a", target)
+    load = Checkpoint.open(tmp_path / "a").read(target)
 
     def fail(*_: Any) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -274,7 +274,7 @@ def test_a_rank_reads_with_its_cores_although_torch_may_use_one(
 ) -> None:
     source, target, read = _layers(50), _layers(50), os.preadv
     save_dcp(tmp_path / "a", source)
-    load = read_dcp(tmp_path / "a", target)
+    load = Checkpoint.open(tmp_path / "a").read(target)
     all_three, met = threading.Barrier(3), threading.local()
 
     def meet_once(*args: Any) -> int:
@@ -296,7 +296,7 @@ def test_a_read_error_in_one_of_several_threads_fails_the_load(
 ) -> None:
     target, read, calls = _layers(50), os.preadv, count()
     save_dcp(tmp_path / "a", _layers(50))
-    load = read_dcp(tmp_path / "a", target)
+    load = Checkpoint.open(tmp_path / "a").read(target)
 
     def fail_once(*args: Any) -> int:
         if next(calls) == 1:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
-from holdfast.engine.dcp.load import check_dcp, load_dcp
+from holdfast.engine.dcp.load import Checkpoint, load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState, StagedState
 from holdfast.recover import RecoverConfig, RecoverHandler
@@ -316,7 +316,7 @@ def test_bytes_that_are_no_plain_data_are_refused_before_anything_changes(
     )  # a save would refuse the state
     refusal(tmp_path / "c", Model(7), CheckpointCorruptError)
     assert not (tmp_path / "bomb_went_off").exists()
-    check_dcp(tmp_path / "c", DCPState(Model(7)))
+    Checkpoint.open(tmp_path / "c").check(DCPState(Model(7)))
 
 
 def test_entries_that_come_and_go_are_loaded_by_the_hooks_that_know_them(

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from holdfast.engine.dcp import format as format_module
 from holdfast.engine.dcp import reader
 from holdfast.engine.dcp.format import check_coverage
-from holdfast.engine.dcp.load import check_dcp, load_dcp, read_dcp
+from holdfast.engine.dcp.load import Checkpoint, load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.tensors import local_tensor
@@ -221,7 +221,7 @@ def _read_and_count(rank: int, world_size: int, folder: str) -> tuple[int, int]:
         patch.setattr(format_module, "_MetadataUnpickler", counted_unpickler)
         patch.setattr(os, "stat", counted_stat)
         (Path(folder) / "c" / "manifest.json").unlink(missing_ok=True)
-        check_dcp(f"{folder}/c", _sharded(0.0))
+        Checkpoint.open(f"{folder}/c").check(_sharded(0.0))
         load_dcp(f"{folder}/c", _sharded(0.0))
     return len(parsed), len(set(looked))
 
@@ -401,12 +401,12 @@ def test_any_damage_to_unsealed_metadata_is_an_error_of_ours_or_harmless(tmp_pat
     for length in range(0, len(original), 29):
         path.write_bytes(original[:length])
         with pytest.raises(CheckpointCorruptError):
-            read_dcp(tmp_path / "a", target)
+            Checkpoint.open(tmp_path / "a").read(target)
     for _ in range(400):
         damaged = bytearray(original)
         damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
         try:
-            read_dcp(tmp_path / "a", target)
+            Checkpoint.open(tmp_path / "a").read(target)
         except CheckpointError:
             continue

@@ -18,7 +18,13 @@ from torch.distributed.tensor import distribute_tensor
 
 from holdfast.engine import FSDPConfig, SaveLoadMeta
 from holdfast.engine.dcp import state as state_module
-from holdfast.engine.dcp.base_model import base_fingerprint, pack_share, same_base, sample_base
+from holdfast.engine.dcp.base_model import (
+    base_fingerprint,
+    frozen_bases,
+    pack_share,
+    same_base,
+    sample_base,
+)
 from holdfast.engine.dcp.format import read_layout
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
@@ -341,6 +347,25 @@ def test_a_base_that_was_loaded_over_another_is_stored_where_it_differs(tmp_path
     assert stored == {"dcp.model.model.embed_tokens.weight"}, (
         "nothing but what changed is stored besides"
     )
+
+
+@pytest.mark.parametrize("noted_by", ["record_frozen_base", "save", "load"])
+def test_a_frozen_weight_that_changes_after_it_was_noted_is_stored(
+    tmp_path: Path, noted_by: str
+) -> None:
+    save_dcp(tmp_path / "before", DCPState(partly_frozen(), trainable_only=True))
+    state = DCPState(partly_frozen(), trainable_only=True)
+    assert frozen_bases.of(state.model) is None, "a state that nobody has used notes nothing"
+    if noted_by == "record_frozen_base":
+        state.record_frozen_base()
+    elif noted_by == "save":
+        save_dcp(tmp_path / "unchanged", state)
+    else:
+        load_dcp(tmp_path / "before", state)
+    state.model.get_parameter("model.embed_tokens.weight").data.view(-1)[1] += 1e-3
+    save_dcp(tmp_path / "after", DCPState(state.model, trainable_only=True))
+    stored = read_layout(tmp_path / "after").names() - read_layout(tmp_path / "before").names()
+    assert stored == {"dcp.model.model.embed_tokens.weight"}
 
 
 def test_an_empty_fingerprint_differs_from_every_base() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine.dcp.load import DCPLoad, read_dcp
-from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.dcp.load import Checkpoint, DCPLoad
+from holdfast.engine.dcp.state import DCPState, SavedValues
 from holdfast.recover.info import INFO_NAME, RecoverInfo
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.faults.generations import reseal
@@ -144,8 +144,8 @@ class _Forgetful(DCPState):
 
     lost = ""
 
-    def restore(self, values: Any, given: Any) -> None:
-        super().restore(values, given)
+    def restore(self, values: SavedValues) -> None:
+        super().restore(values)
         assert self.optimizer is not None and self.scheduler is not None
         if self.lost == "moments":
             for entry in self.optimizer.state.values():
@@ -219,13 +219,15 @@ def test_no_engine_is_touched_when_the_data_of_another_cannot_be_read(
     critic.step()
     handler.dump({"actor": actor.state, "critic": critic.state}, step_info(0))
 
-    def fail_for_the_second(path: Path, *args: Any) -> DCPLoad:
-        load = read_dcp(path, *args)
-        if path.name == "critic":
+    read = Checkpoint.read
+
+    def fail_for_the_second(saved: Checkpoint, state: DCPState) -> DCPLoad:
+        load = read(saved, state)
+        if saved.path.name == "critic":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return load
 
-    monkeypatch.setattr("holdfast.recover.resuming.restore.read_dcp", fail_for_the_second)
+    monkeypatch.setattr(Checkpoint, "read", fail_for_the_second)
     fresh = {"actor": Tiny(), "critic": Tiny()}
     before = {name: tiny.digest() for name, tiny in fresh.items()}
     with pytest.raises(OSError, match="Input/output"):

@@ -411,7 +411,7 @@ def test_generators_are_captured_once_for_all_engines(
         handler.load({"actor": actor.state, "critic": critic.state})
         captured.clear()
         handler.dump({"actor": actor.state, "critic": critic.state}, step_info(0))
-        assert len(captured) == 1 and actor.state.rng is None
+        assert len(captured) == 1
 
 
 def test_a_signal_after_the_last_dump_does_not_cost_the_snapshot(

@@ -139,10 +139,14 @@ class _StaleState(DCPState):
     again.
     """
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._first: dict[str, Any] = {}
+
     def state_dict(self) -> dict[str, Any]:
-        if not hasattr(self, "_staged"):
-            self._staged = copy.deepcopy(super().state_dict())
-        return self._staged
+        if not self._first:
+            self._first.update(copy.deepcopy(super().state_dict()))
+        return dict(self._first)
 
 
 def test_a_snapshot_of_stale_values_is_refused(
