@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.engine import DCPState, FSDPEngine, SaveLoadMeta, StepInfo
+from holdfast.engine.api import WeightFormat
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils import files
 from holdfast.utils.files import remove_folder
@@ -78,8 +79,12 @@ class Dump:
 class EngineSave:
     """`FSDPEngine.save` and `load` with one ``weight_format`` and ``dtype`` (see `SaveLoadMeta`)."""
 
-    def __init__(self, engine: FSDPEngine, weight_format: str, dtype: str | None = None) -> None:
-        self._engine, self._format, self._dtype = engine, weight_format, dtype
+    def __init__(
+        self, engine: FSDPEngine, weight_format: WeightFormat, dtype: str | None = None
+    ) -> None:
+        self._engine = engine
+        self._format: WeightFormat = weight_format
+        self._dtype = dtype
 
     def save(self, path: Path) -> None:
         """Write, fsync, and make the folder visible."""

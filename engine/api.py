@@ -4,11 +4,11 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 
-from ..utils.config import require_choice, require_range
+from ..utils.config import require_at_least, require_choice
 from ..utils.errors import ConfigError
 from ..utils.remote import require_local
 from .parallel_strategy import ParallelStrategy as ParallelStrategy
@@ -47,7 +47,10 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 ADAPTER_FORMS = ("merged", "peft")
 """Export forms of a model with adapters: all weights with merged adapters, or a PEFT folder."""
 
-UPDATE_TYPES = ("disk", "xccl", "adapter")
+WeightFormat = Literal["dcp", "hf", "peft"]
+"""Formats of a checkpoint, see `SaveLoadMeta.weight_format`."""
+
+UpdateType = Literal["disk", "xccl", "adapter"]
 """Ways to publish weights, see `WeightUpdateMeta.type`."""
 
 
@@ -55,7 +58,9 @@ def export_dtype(name: str | None, base_dtype: torch.dtype | None) -> torch.dtyp
     """Look a dtype up in `EXPORT_DTYPES`. None: ``base_dtype``, which is None for a model without a
     base folder.
     """
-    return base_dtype if name is None else EXPORT_DTYPES[name]
+    if name is None:
+        return base_dtype
+    return EXPORT_DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ class HFExportOptions:
     staging_folder: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        require_range("max_shard_size_bytes", self.max_shard_size_bytes, low=1)
+        require_at_least(self, max_shard_size_bytes=1)
+        # Integers, as of positions, keep their dtype in any case.
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype is {self.dtype}; expected a floating-point dtype, or None")
         if self.staging_folder is not None:
@@ -124,7 +130,7 @@ class SaveLoadMeta:
     """
 
     path: str
-    weight_format: str
+    weight_format: WeightFormat
     with_optim: bool
     tokenizer: Any = None
     processor: Any = None
@@ -134,20 +140,24 @@ class SaveLoadMeta:
     staging_folder: str | None = None
 
     def __post_init__(self) -> None:
-        require_choice("weight_format", self.weight_format, ("dcp", "hf", "peft"))
+        require_choice("weight_format", self.weight_format, get_args(WeightFormat))
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
         self.hf_options(None)  # checks its fields
+
+        # Each format takes only the options that it can keep to.
         if self.weight_format != "dcp" and self.with_optim:
             raise ConfigError(
                 f"weight_format {self.weight_format!r} holds weights only; use 'dcp', or "
                 "with_optim=False"
             )
+        # The files of a PEFT folder are fixed: one of weights, one of options.
         only_files = (self.base_model_path, self.max_shard_size_bytes, self.staging_folder)
         if self.weight_format == "peft" and only_files != (None, None, None):
             raise ConfigError(
                 "base_model_path, max_shard_size_bytes and staging_folder are for weight_format "
                 "'hf'; 'peft' is one file of adapters in a local folder"
             )
+        # A checkpoint that training resumes from keeps every bit, in its own files.
         only_hf = (self.dtype, self.max_shard_size_bytes, self.staging_folder)
         if self.weight_format == "dcp" and only_hf != (None, None, None):
             raise ConfigError(
@@ -195,7 +205,7 @@ class WeightUpdateMeta:
             only when needed.
     """
 
-    type: str
+    type: UpdateType
     path: str | None = None
     version: int | None = None
     keep: int = 2
@@ -207,28 +217,28 @@ class WeightUpdateMeta:
     anchor_interval: int = 20
 
     def __post_init__(self) -> None:
+        # Configurations of older versions have this name.
         if self.type == "broadcast":
             raise ConfigError(
                 "WeightUpdateMeta type 'broadcast' is called 'xccl' now, and the backend of the "
                 "plugin for vLLM 'holdfast_gloo'. The weights are sent from the memory of the "
                 "ranks, with or without a path"
             )
-        require_choice("type", self.type, UPDATE_TYPES)
+        require_choice("type", self.type, get_args(UpdateType))
         if self.path is not None:
             advice = "give one that the servers see too; `engine.save` exports to URLs"
             folder = require_local(self.path, "publishing", advice, "WeightUpdateMeta.path")
             object.__setattr__(self, "path", os.fspath(folder))  # of a file:// URL
+        # Only weights that are sent from memory need no folder.
         elif self.type != "xccl":
             raise ConfigError(
                 f"WeightUpdateMeta type {self.type!r} needs a path, a folder that the servers see "
                 "too"
             )
-        require_range("weight_chunked_mem_mb", self.weight_chunked_mem_mb, low=1)
-        require_range("keep", self.keep, low=1)
-        require_range("version", self.version, low=0)
-        require_range("min_servers", self.min_servers, low=1)
+        require_at_least(self, weight_chunked_mem_mb=1, keep=1, version=0, min_servers=1)
         require_choice("dtype", self.dtype, (None, *EXPORT_DTYPES))
-        require_range("anchor_interval", self.anchor_interval, low=0)
+        require_at_least(self, anchor_interval=0)
+        # Changes are read from the folder, by the mirrors of the servers.
         if self.delta and self.type != "disk":
             raise ConfigError(
                 f"delta is for WeightUpdateMeta type 'disk', not {self.type!r}; leave it out"
@@ -237,7 +247,7 @@ class WeightUpdateMeta:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state can be saved and restored: a torch module, a sampler, a user's object."""
+    """An object whose state can be saved and restored: a module, a sampler, a user's object."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, made of tensors and plain values."""

@@ -7,7 +7,7 @@ bad one fails before a process group or model exists.
 import re
 from dataclasses import dataclass, field, replace
 
-from ..utils.config import require_choice, require_numbers, require_range
+from ..utils.config import require_at_least, require_choice, require_numbers, require_range
 from ..utils.errors import ConfigError
 from .parallel_strategy import ParallelStrategy
 
@@ -27,6 +27,7 @@ _IMPLEMENTATIONS = {
 DTensors.
 """
 _DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16"}
+_CHECKPOINTINGS = "selective|every_[1-9][0-9]*"
 
 
 @dataclass
@@ -75,20 +76,21 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         require_numbers(self, "optimizer.")
         require_choice("optimizer.type", self.type, tuple(_IMPLEMENTATIONS))
-        require_choice(
-            "optimizer.implementation", self.implementation, ("auto", *_IMPLEMENTATIONS["adam"])
-        )
-        if self.implementation not in ("auto", *_IMPLEMENTATIONS[self.type]):
+
+        # Adam has all implementations there are, other types some of them.
+        known = ("auto", *_IMPLEMENTATIONS["adam"])
+        require_choice("optimizer.implementation", self.implementation, known)
+        fitting = _IMPLEMENTATIONS[self.type]
+        if self.implementation not in ("auto", *fitting):
             raise ConfigError(
                 f"config key 'optimizer.implementation' is {self.implementation!r}, but sharded "
-                f"parameters have {' or '.join(map(repr, _IMPLEMENTATIONS[self.type]))} for "
+                f"parameters have {' or '.join(map(repr, fitting))} for "
                 f"optimizer.type {self.type!r}; set it to 'auto', or the type to 'adam'"
             )
-        require_choice(
-            "optimizer.lr_scheduler_type", self.lr_scheduler_type, ("constant", "linear", "cosine")
-        )
-        require_range("optimizer.lr", self.lr, low=0.0)
-        require_range("optimizer.weight_decay", self.weight_decay, low=0.0)
+
+        schedules = ("constant", "linear", "cosine")
+        require_choice("optimizer.lr_scheduler_type", self.lr_scheduler_type, schedules)
+        require_at_least(self, "optimizer.", lr=0.0, weight_decay=0.0)
         require_range("optimizer.beta1", self.beta1, low=0.0, high=0.999999)
         require_range("optimizer.beta2", self.beta2, low=0.0, high=0.999999)
         require_range("optimizer.eps", self.eps, low=0.0)
@@ -126,15 +128,17 @@ class MicroBatchSpec:
 
     def __post_init__(self) -> None:
         require_numbers(self, "mb_spec.")
-        require_range("mb_spec.n_mbs", self.n_mbs, low=1)
-        require_range("mb_spec.granularity", self.granularity, low=1)
-        require_range("mb_spec.n_mbs_divisor", self.n_mbs_divisor, low=1)
-        require_range("mb_spec.max_tokens_per_mb", self.max_tokens_per_mb, low=1)
+        require_at_least(
+            self, "mb_spec.", n_mbs=1, granularity=1, n_mbs_divisor=1, max_tokens_per_mb=1
+        )
         require_choice("mb_spec.packing_algorithm", self.packing_algorithm, ("ffd", "kk"))
 
     def rounded(self, n_mbs: int) -> int:
         """Smallest allowed number of micro-batches that is at least ``n_mbs``."""
-        return -(-max(n_mbs, self.n_mbs or 1) // self.n_mbs_divisor) * self.n_mbs_divisor
+        least = max(n_mbs, self.n_mbs or 1)
+        # rounded up
+        n_multiples = -(-least // self.n_mbs_divisor)
+        return n_multiples * self.n_mbs_divisor
 
 
 @dataclass
@@ -183,8 +187,7 @@ class FSDPConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self, "fsdp.")
-        require_range("fsdp.forward_prefetch", self.forward_prefetch, low=0)
-        require_range("fsdp.backward_prefetch", self.backward_prefetch, low=0)
+        require_at_least(self, "fsdp.", forward_prefetch=0, backward_prefetch=0)
         require_choice("fsdp.gradient_sync", self.gradient_sync, ("auto", "every", "last"))
 
 
@@ -315,6 +318,8 @@ class TrainEngineConfig:
         self.grad_reduce_dtype = _DTYPE_ALIASES.get(self.grad_reduce_dtype, self.grad_reduce_dtype)
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("device", self.device, ("auto", "cpu", "cuda"))
+
+        # Keys that need another key.
         if self.attn_impl == PACKED_ATTENTION and not self.pack_sequences:
             raise ConfigError(
                 f"config key 'attn_impl' is {PACKED_ATTENTION!r}, which is for packed sequences, "
@@ -325,17 +330,17 @@ class TrainEngineConfig:
                 "config keys 'train_vision' is true and 'pack_sequences' false, but images are "
                 "only supported in packed rows; set 'pack_sequences' to true"
             )
+        # Without vision there is no tower, so the key would do nothing.
         if self.freeze_vision_tower and not self.train_vision:
             raise ConfigError(
                 "config key 'freeze_vision_tower' is true, but 'train_vision' is false; set that "
                 "to true, or leave this out"
             )
+
+        # A text is a way to recompute, true and false are all or none.
         choice = self.gradient_checkpointing
-        if (
-            isinstance(choice, str)
-            and choice != "selective"
-            and not re.fullmatch("every_[1-9][0-9]*", choice)
-        ):
+        known = not isinstance(choice, str) or re.fullmatch(_CHECKPOINTINGS, choice)
+        if not known:
             raise ConfigError(
                 f"config key 'gradient_checkpointing' is {choice!r}; expected true, false, "
                 "'selective', or 'every_2' (or another number)"
@@ -346,30 +351,35 @@ class TrainEngineConfig:
                 "'selective' keeps are not seen in compiled blocks; set it to true, false or "
                 "'every_2'"
             )
+
         require_choice("grad_reduce_dtype", self.grad_reduce_dtype, DTYPES)
-        require_range("temperature", self.temperature, low=1e-6)
-        require_range("router_aux_loss_coef", self.router_aux_loss_coef, low=0.0)
-        require_range("logprobs_chunk_size", self.logprobs_chunk_size, low=1)
-        require_range("max_model_len", self.max_model_len, low=1)
-        require_range("timeout_s", self.timeout_s, low=1e-3)
-        require_range("lora_rank", self.lora_rank, low=1)
-        require_range("lora_alpha", self.lora_alpha, low=1)
+        require_at_least(
+            self,
+            temperature=1e-6,
+            router_aux_loss_coef=0.0,
+            logprobs_chunk_size=1,
+            max_model_len=1,
+            timeout_s=1e-3,
+            lora_rank=1,
+            lora_alpha=1,
+        )
         if self.use_lora:
             require_choice("peft_type", self.peft_type, ("lora",))
-        if self.pad_to_maximum and (
-            self.mb_spec.max_tokens_per_mb is None or not self.pack_sequences
-        ):
-            unmet = (
-                "mb_spec.max_tokens_per_mb' is null"
-                if self.pack_sequences
-                else "pack_sequences' is False"
-            )
+
+        unmet = None
+        if not self.pack_sequences:
+            unmet = "pack_sequences' is False"
+        elif self.mb_spec.max_tokens_per_mb is None:
+            unmet = "mb_spec.max_tokens_per_mb' is null"
+        # Rows have a maximum only if they are packed and the tokens are limited.
+        if self.pad_to_maximum and unmet:
             raise ConfigError(
                 f"config key 'pad_to_maximum' is True, but '{unmet}: packed rows are filled up to "
                 "max_tokens_per_mb; set that, or leave this out"
             )
 
-        if self.fsdp.offload_params and self.optimizer is not None and self.optimizer.offload:
+        # Each of the two moves the optimizer's state to the host.
+        if self.fsdp.offload_params and self._optimizer_is_offloaded:
             raise ConfigError(
                 "config keys 'fsdp.offload_params' and 'optimizer.offload' are both true, but the "
                 "first already keeps the optimizer's state in host memory and steps there; leave "
@@ -386,12 +396,14 @@ class TrainEngineConfig:
         """The mesh of ``create_process_group(argument)``. Raises ConfigError if the config has
         another one.
         """
+        # An argument may leave the number of data ranks open.
         own = self.parallel_strategy
-        if argument is None:
+        if argument is None or argument == replace(own, data_parallel_size=None):
             return own
-        if argument == replace(own, data_parallel_size=None):
-            return own
-        if own not in (argument, ParallelStrategy(), replace(argument, data_parallel_size=None)):
+
+        # The config may say the same, nothing, or the same for any number of ranks.
+        any_number = replace(argument, data_parallel_size=None)
+        if own not in (argument, ParallelStrategy(), any_number):
             raise ConfigError(
                 f"create_process_group was given {argument.sizes}, but config keys 'backend' and "
                 f"'fsdp.replicate_size' say {own.sizes}; leave out the argument, or set backend "
@@ -404,9 +416,17 @@ class TrainEngineConfig:
         """The tags of `FSDPEngine.offload` that are always in host memory."""
         if self.fsdp.offload_params:
             return ("weights", "optimizer")
-        return ("optimizer",) if self.optimizer is not None and self.optimizer.offload else ()
+        if self._optimizer_is_offloaded:
+            return ("optimizer",)
+        return ()
 
     @property
     def row_tokens(self) -> int:
         """Token count to which packed rows are filled up. 0: no filling."""
-        return (self.mb_spec.max_tokens_per_mb or 0) if self.pad_to_maximum else 0
+        if not self.pad_to_maximum:
+            return 0
+        return self.mb_spec.max_tokens_per_mb or 0
+
+    @property
+    def _optimizer_is_offloaded(self) -> bool:
+        return self.optimizer is not None and self.optimizer.offload

@@ -6,7 +6,7 @@ leaves the other ranks waiting until ``timeout_s``, or until a `WorkerGroup` end
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..utils.config import require_range
+from ..utils.config import require_choice, require_range
 from ..utils.devices import free_cached_memory
 from ..utils.distributed import all_ranks_succeed, gather_numbers, rank_zero_decides
 from ..utils.errors import BatchError, ConfigError
@@ -51,7 +51,7 @@ from .model.model_folder import find_model_folder
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights, ServerConnection
 from .staging.background_save import BackgroundSave
-from .staging.offload import TAGS, WEIGHTS, Offload, Offloadable
+from .staging.offload import TAGS, WEIGHTS, Offload
 from .staging.staged_model import exportable_model
 from .training.batch import join_trajectories, map_tensors, split_like
 from .training.counters import EngineCounters
@@ -71,22 +71,25 @@ from .training.model_output import ModelOutput, model_output, nothing_of, own_ou
 from .training.optimizer import build_scheduler, optimizer_for
 from .training.optimizer_step import clip_and_step
 from .training.packed_batch import MicroBatch
-from .training.process_groups import close_process_groups, open_process_groups
+from .training.process_groups import ProcessGroups, close_process_groups, open_process_groups
 from .training.rotary import longest_sequence
 from .training.routers import Routers
 from .training.vision import Vision
 
 logger = get_logger(__name__)
 
+_NO_MODEL = "the engine has no model; call create_process_group and initialize first"
 
-class FSDPEngine(Offloadable):
+
+class FSDPEngine:
     """An AReaL-style training engine.
 
     Example, on every rank::
 
         engine = FSDPEngine(TrainEngineConfig(path="Qwen/Qwen3-0.6B"))
         engine.create_process_group()
-        engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=7473, train_batch_size=64))
+        spec = FinetuneSpec(total_train_epochs=1, dataset_size=7473, train_batch_size=64)
+        engine.initialize(None, spec)
         stats = engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
         engine.step_lr_scheduler()
         engine.save(SaveLoadMeta("/data/step_0", weight_format="dcp", with_optim=True))
@@ -96,22 +99,24 @@ class FSDPEngine(Offloadable):
     def __init__(self, config: TrainEngineConfig) -> None:
         self.config = config
         self.counters = EngineCounters()
-        self._groups = None
-        self._model: PreTrainedModel | None = None
-        self._folder: Path | None = None
-        self._base: BaseFolder | None = None
-        self._scoring_head: ScoringHead | None = None
-        self._rules = NO_RULES
-        self._sync_last = False
-        self._routers: Routers | None = None
-        self.base_dtype: torch.dtype | None = (
-            None  # dtype of the weights in config.path, and the default for exports
-        )
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self._groups: ProcessGroups | None = None
         self._background: BackgroundSave | None = None
         self._servers = ServerConnection()
         self._train_stats = RunningMeans()
+
+        # What `initialize` builds.
+        self._model: PreTrainedModel | None = None
+        self._folder: Path | None = None
+        self._base: BaseFolder | None = None
+        # dtype of the weights in config.path, and the default for exports
+        self.base_dtype: torch.dtype | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self._scoring_head: ScoringHead | None = None
+        self._routers: Routers | None = None
+        self._rules = NO_RULES
+        self._sync_last = False
+        self._offload: Offload | None = None
 
     # Lifecycle
 
@@ -144,49 +149,58 @@ class FSDPEngine(Offloadable):
                 `build_initial_model`.
             Exception: a background save of the old model failed.
         """
-        groups, started = self._require_groups(), time.monotonic()
+        groups = self._require_groups()
+        started = time.monotonic()
+        config = self.config
+        meshes = groups.meshes
+
+        # The memory of the old model is free before the new one is built. States that were
+        # registered stay.
         self._drop_model()
         free_cached_memory(groups.device)
-        sizes = groups.meshes.strategy.sizes
-        self.counters, self._train_stats = (
-            EngineCounters(states=self.counters.states, mesh=sizes),
-            RunningMeans(),
-        )
-        folder = find_model_folder(self.config, groups.control)
-        model, self._scoring_head = build_initial_model(self.config, folder, groups)
+        sizes = meshes.strategy.sizes
+        self.counters = EngineCounters(states=self.counters.states, mesh=sizes)
+        self._train_stats = RunningMeans()
+
+        folder = find_model_folder(config, groups.control)
+        model, self._scoring_head = build_initial_model(config, folder, groups)
         with all_ranks_succeed("building the optimizer", groups.control):
-            if self.config.optimizer is not None:
-                self.optimizer = optimizer_for(model, self.config.optimizer)
+            if config.optimizer is not None:
+                self.optimizer = optimizer_for(model, config.optimizer)
                 self.lr_scheduler = build_scheduler(
-                    self.optimizer, self.config.optimizer, ft_spec.total_train_steps
+                    self.optimizer, config.optimizer, ft_spec.total_train_steps
                 )
-                self._routers = Routers(model, self.config, groups.meshes)
-        self._sync_last = self.optimizer is not None and syncs_last(model, self.config, groups)
+                self._routers = Routers(model, config, meshes)
+        has_optimizer = self.optimizer is not None
+        self._sync_last = has_optimizer and syncs_last(model, config, groups)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
-        longest = longest_sequence(model, self.config.max_model_len)
-        vision = Vision(model) if self.config.train_vision else None
-        n_sharing = groups.meshes.ranks_with_same_data
+
+        # Rules by which batches are cut: what the model and the ranks demand.
+        longest = longest_sequence(model, config.max_model_len)
+        vision = Vision(model) if config.train_vision else None
+        n_known = n_known_tokens(model)
         self._rules = CutRules(
-            self.config.row_tokens, longest, n_sharing, vision, n_known_tokens(model)
+            config.row_tokens, longest, meshes.ranks_with_same_data, vision, n_known
         )
-        self._model, self._folder, self._base = (
-            model,
-            folder,
-            base_of(self.config, folder, groups.control),
-        )
-        state = self.dcp_state(self.optimizer is not None)
+
+        self._base = base_of(config, folder, groups.control)
+        self._model = model
+        self._folder = folder
+
+        # The state notes the bits of frozen weights, before they change.
+        state = self.dcp_state(has_optimizer)
         state.record_frozen_base()
-        self._offload = Offload(state, groups.device, groups.control, self.config.parts_on_host)
-        what, seconds = (
-            describe_parameters(model, self.config.train_vision),
-            time.monotonic() - started,
-        )
-        logger.info("initialized %s in %.2f s: %s", self.config.path, seconds, what)
+        self._offload = Offload(state, groups.device, groups.control, config.parts_on_host)
+
+        what = describe_parameters(model, config.train_vision)
+        seconds = time.monotonic() - started
+        logger.info("initialized %s in %.2f s: %s", config.path, seconds, what)
 
     def destroy(self) -> None:
         """Free the model and leave the groups, also after a peer's death. Then raise the error of a
         background save.
         """
+        # Callbacks run in the opposite order, even if one of them raises.
         with ExitStack() as last:
             if self._groups is not None:
                 last.callback(close_process_groups, self._groups)
@@ -196,11 +210,19 @@ class FSDPEngine(Offloadable):
             self._drop_model()
 
     def _drop_model(self) -> None:
-        self._model = self._scoring_head = self._routers = self._offload = self.optimizer = (
-            self.lr_scheduler
-        ) = None
-        self._rules = NO_RULES  # they hold the model, too
-        background, self._background = self._background, None
+        self._model = None
+        self.optimizer = None
+        self.lr_scheduler = None
+
+        # These hold the model, too.
+        self._scoring_head = None
+        self._routers = None
+        self._rules = NO_RULES
+        self._offload = None
+
+        # Last, because it raises the error of the save.
+        background = self._background
+        self._background = None
         if background is not None:
             background.close()
 
@@ -217,9 +239,7 @@ class FSDPEngine(Offloadable):
     def model(self) -> PreTrainedModel:
         """The sharded module."""
         if self._model is None:
-            raise ConfigError(
-                "the engine has no model; call create_process_group and initialize first"
-            )
+            raise ConfigError(_NO_MODEL)
         return self._model
 
     @property
@@ -228,9 +248,7 @@ class FSDPEngine(Offloadable):
         folder in its cache.
         """
         if self._folder is None:
-            raise ConfigError(
-                "the engine has no model; call create_process_group and initialize first"
-            )
+            raise ConfigError(_NO_MODEL)
         return self._folder
 
     @property
@@ -272,18 +290,23 @@ class FSDPEngine(Offloadable):
             BatchError: the batch is malformed, no token counts on any rank, or no loss of any rank
                 depends on the model. Nothing was changed.
         """
-        optimizer, routers = self._require_optimizer(), self._routers
+        optimizer = self._require_optimizer()
+        routers = self._routers
         assert routers is not None
         self._require_onloaded(*TAGS)
         self.train()
+
         weighed = self._cut(batch, loss_weight_fn)
+        micro_batches = weighed.micro_batches
+        meshes = self._meshes
         optimizer.zero_grad()
         routers.start_step(self.device)
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+
+        # Add up the gradients of all micro-batches.
+        loss_sum = self._zero_loss()
         n_losses = 0
-        meshes = self._meshes
         with accumulating(
-            self.model, len(weighed.micro_batches), meshes, self._sync_last
+            self.model, len(micro_batches), meshes, self._sync_last
         ) as before_backward:
             for number, (mb, share) in enumerate(weighed.shares(self.device)):
                 with routers.recording(mb, share):
@@ -294,14 +317,19 @@ class FSDPEngine(Offloadable):
                 ((loss + routers.loss(share)) * meshes.fsdp.size()).backward()
                 loss_sum += loss.detach()
                 n_losses += depends
+
         stats = self._clip_and_step(
             loss_sum, weighed.total, weighed.correction, routers.statistics(), n_losses
         )
-        n_mbs = float(len(weighed.micro_batches))
-        n_tokens = float(sum(mb.n_tokens for mb in weighed.micro_batches if not mb.is_dummy))
-        stats |= {"n_mbs": n_mbs, "num_micro_batches": n_mbs, "n_tokens": n_tokens}
+        n_mbs = float(len(micro_batches))
+        stats["n_mbs"] = n_mbs
+        stats["num_micro_batches"] = n_mbs
+        stats["n_tokens"] = float(sum(mb.n_tokens for mb in micro_batches if not mb.is_dummy))
         self._train_stats.add(stats)
         return stats
+
+    def _zero_loss(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _clip_and_step(
         self,
@@ -314,8 +342,10 @@ class FSDPEngine(Offloadable):
         optimizer = self._require_optimizer()
         assert self.config.optimizer is not None
         max_norm = self.config.optimizer.gradient_clipping
+        # Ranks with the same data have the same loss, which counts once.
         if not self._meshes.is_head:
-            loss, correction = torch.zeros_like(loss), 0.0
+            loss = torch.zeros_like(loss)
+            correction = 0.0
         return clip_and_step(
             self.model, optimizer, max_norm, self.counters, loss, weight, correction, more, n_losses
         )
@@ -335,18 +365,22 @@ class FSDPEngine(Offloadable):
         self._require_onloaded(WEIGHTS)
         self.eval()
         weighed = self._cut(batch, loss_weight_fn)
-        losses = [
-            self._weighted_loss(mb, share, loss_fn)[0].double()
-            for mb, share in weighed.shares(self.device)
-        ]
-        own = [sum(torch.stack(losses).tolist()), weighed.correction]
-        loss, correction = map(sum, zip(*gather_numbers(own, self._data_group), strict=True))
+        losses = []
+        for mb, share in weighed.shares(self.device):
+            loss, _ = self._weighted_loss(mb, share, loss_fn)
+            losses.append(loss.double())
+
+        # Each rank has the sum of its weighted losses, and its part of the correction.
+        own_loss = sum(torch.stack(losses).tolist())
+        gathered = gather_numbers([own_loss, weighed.correction], self._data_group)
+        total_loss = sum(loss for loss, _ in gathered)
+        correction = sum(correction for _, correction in gathered)
         total = weighed.total + correction
         if not total > 0:
             raise BatchError(
                 f"no token of the batch counts: the loss weights of all ranks add up to {total}"
             )
-        return torch.tensor(loss * (weighed.total / total))
+        return torch.tensor(total_loss * (weighed.total / total))
 
     @overload
     def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor: ...
@@ -371,15 +405,16 @@ class FSDPEngine(Offloadable):
         """
         self._require_onloaded(WEIGHTS)
         self.eval()
-        post_fn = post_fn or (
-            lambda output, _: output if self.config.is_critic else output.logprobs
-        )
+        if post_fn is None:
+            post_fn = _values if self.config.is_critic else _logprobs
         micro_batches = split_batch(batch, self.config.mb_spec, self.control_group, self._rules)
         moved = (mb.to(self.device) for mb in micro_batches)
         outputs = [post_fn(self._output(mb), mb.data).float() for mb in moved]
         input_ids = join_trajectories(batch)["input_ids"]
         result = unpack(outputs, micro_batches, *input_ids.shape).to(input_ids.device)
-        return result if isinstance(batch, dict) else split_like(result, batch)
+        if isinstance(batch, dict):
+            return result
+        return split_like(result, batch)
 
     def _weighted_loss(
         self, mb: MicroBatch, share: float, loss_fn: LossFn
@@ -387,15 +422,14 @@ class FSDPEngine(Offloadable):
         """The loss times ``share``, and whether it depends on the model. Its gradient does in any
         case.
         """
-        if (
-            share == 0
-            # nothing counts here, but forward and backward must still take part in their collectives
-        ):
+        # Nothing counts here, but forward and backward must still take part in their collectives.
+        if share == 0:
             beat()
-            output = own_output(
-                self.model, mb.first_token(), self.config.pack_sequences, self._meshes.sequence
-            )
+            first = mb.first_token()
+            sequence = self._meshes.sequence
+            output = own_output(self.model, first, self.config.pack_sequences, sequence)
             return nothing_of(output), False
+
         output = self._output(mb)
         loss = loss_fn(output, mb.data)
         if not isinstance(loss, torch.Tensor):
@@ -404,14 +438,17 @@ class FSDPEngine(Offloadable):
                 "with one value, from which gradients can be computed (do not call .item() on it)"
             )
         loss = loss * share
-        return through_model(loss, output) if torch.is_grad_enabled() else (loss, False)
+        if torch.is_grad_enabled():
+            return through_model(loss, output)
+        return loss, False
 
     def _output(self, mb: MicroBatch) -> Any:
         """First argument of the loss functions."""
         beat()
+        sequence = self._meshes.sequence
         if self.config.is_critic:
-            return model_output(self.model, mb, self.config.pack_sequences, self._meshes.sequence)
-        return ModelOutput(self.model, mb, self.config, self._scoring_head, self._meshes.sequence)
+            return model_output(self.model, mb, self.config.pack_sequences, sequence)
+        return ModelOutput(self.model, mb, self.config, self._scoring_head, sequence)
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Inside the block the engine uses its base model. ConfigError if it trains all weights."""
@@ -420,9 +457,8 @@ class FSDPEngine(Offloadable):
 
     def step_lr_scheduler(self) -> None:
         """Advance the schedule by one, unless every update since the last call was skipped."""
-        if self.lr_scheduler is not None and self.counters.steps_since_schedule > 0:
-            self.lr_scheduler.step()
-            self.counters.steps_since_schedule = 0
+        if self.counters.steps_since_schedule > 0:
+            self.lr_scheduler_step()
 
     def all_reduce_stats(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Sum each named number over the data-parallel ranks, in float64."""
@@ -452,11 +488,10 @@ class FSDPEngine(Offloadable):
             return own
 
         own: Batch = {}
-        if self._meshes.peers is None:
+        peers = self._meshes.peers
+        if peers is None:
             return joined()
-        received = rank_zero_decides(
-            lambda: map_tensors(joined(), torch.Tensor.cpu), self._meshes.peers
-        )
+        received = rank_zero_decides(lambda: map_tensors(joined(), torch.Tensor.cpu), peers)
         return own or received
 
     # AReaL's names.
@@ -528,10 +563,9 @@ class FSDPEngine(Offloadable):
         """
         self._require_optimizer()
         self._require_onloaded(*TAGS)
-        stats = self._clip_and_step(
-            torch.zeros((), dtype=torch.float64, device=self.device), 1.0, 0.0, {}
-        )
-        return {name: value for name, value in stats.items() if name != "loss"}
+        stats = self._clip_and_step(self._zero_loss(), 1.0, 0.0, {})
+        del stats["loss"]
+        return stats
 
     def set_lr(self, lr: float) -> None:
         """Set the rate of the next step. The schedule overwrites it when it advances.
@@ -556,14 +590,25 @@ class FSDPEngine(Offloadable):
         self.counters.states[name] = thing
 
     def dcp_state(self, with_optim: bool = True) -> DCPState:
-        """The complete content of a DCP checkpoint of this engine. `RecoverHandler` snapshots it."""
-        use_lora, group = self.config.use_lora, self.control_group
-        options: dict[str, Any] = {"trainable_only": use_lora, "base": self._base, "group": group}
-        options["ranks_with_same_data"] = self._meshes.ranks_with_same_data
+        """The whole content of a DCP checkpoint of this engine. `RecoverHandler` snapshots it."""
+        groups = self._require_groups()
+        options: dict[str, Any] = {
+            "trainable_only": self.config.use_lora,
+            "base": self._base,
+            "group": groups.control,
+            "ranks_with_same_data": groups.meshes.ranks_with_same_data,
+        }
         if not with_optim:
             return DCPState(self.model, **options)
-        training = self._require_optimizer(), self.lr_scheduler, self.counters
-        return DCPState(self.model, *training, **options, changes_only_in_step=True)
+        optimizer = self._require_optimizer()
+        return DCPState(
+            self.model,
+            optimizer,
+            self.lr_scheduler,
+            self.counters,
+            **options,
+            changes_only_in_step=True,
+        )
 
     def save(self, meta: SaveLoadMeta, *, blocking: bool = True) -> None:
         """Write a checkpoint as the new folder ``meta.path``, which appears complete or not at all.
@@ -588,13 +633,15 @@ class FSDPEngine(Offloadable):
         require_adapters_for(self.config, meta)
         self.wait_for_save()
         if not blocking:
-            self._background = self._background or BackgroundSave(
-                self.model, self.control_group, self.config.timeout_s
-            )
-            self._background.begin(
-                meta, self.dcp_state(self.optimizer is not None), self.base_dtype
-            )
+            if self._background is None:
+                self._background = BackgroundSave(
+                    self.model, self.control_group, self.config.timeout_s
+                )
+            state = self.dcp_state(self.optimizer is not None)
+            self._background.begin(meta, state, self.base_dtype)
             return
+
+        # Subclasses may override the method of a format.
         match meta.weight_format:
             case "dcp":
                 self._save_to_dcp(meta)
@@ -652,6 +699,53 @@ class FSDPEngine(Offloadable):
     def _load_from_peft(self, meta: SaveLoadMeta) -> None:
         load_adapters(self.model, meta.path, group=self.control_group)
 
+    # Offload
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The parts that are offloaded now."""
+        return frozenset() if self._offload is None else frozenset(self._offload.tags)
+
+    def offload(self, tags: Collection[str] = TAGS) -> None:
+        """Free the device for something else, such as an inference server. Collective.
+
+        The values wait in host memory until `onload`, which restores every bit. Until then saves,
+        snapshots, exports and `update_weights` read them there, and what computes raises
+        `EngineOffloadedError`. Gradients are dropped. A save in the background goes on. A part that
+        is already offloaded stays so. If `connect_engine` was called, this also runs the forward
+        with which servers check what `update_weights` gives them.
+
+            engine.offload()
+            rollouts = generate()  # by servers on the same GPUs
+            engine.onload()
+
+        Args:
+            tags: ``"weights"`` (parameters and buffers), ``"optimizer"`` (its state) or both.
+
+        Raises:
+            ConfigError: there is no such tag, or no model.
+            OSError, RuntimeError: there is no host memory on this rank. PeerError: on another.
+                Nothing was offloaded.
+        """
+        parts = self._require_parts()
+        wanted = _checked(tags)
+        if WEIGHTS in wanted - parts.tags:
+            self._servers.before_offload(self)
+        parts.offload(wanted)
+
+    def onload(self, tags: Collection[str] = TAGS) -> None:
+        """Bring back parts that `offload` moved away. Parts that are here stay. Collective.
+
+        After Ctrl-C in it, or in `offload`, the parts count as offloaded until another call has
+        finished the work.
+
+        Raises:
+            ConfigError: there is no such tag, or no model.
+            RuntimeError: there is no room on the device of this rank. PeerError: on another. All
+                stays offloaded, and may be tried again.
+        """
+        self._require_parts().onload(_checked(tags))
+
     # Versions and publishing
 
     def set_version(self, version: int) -> None:
@@ -665,8 +759,14 @@ class FSDPEngine(Offloadable):
     def connect_engine(
         self, servers: Sequence[InferenceServer] | ServerFleet, meta: WeightUpdateMeta
     ) -> None:
-        """Set the servers for `update_weights`. Rank 0's are used, and monitored until `destroy`."""
+        """Set the servers for `update_weights`. Rank 0's are used and monitored until `destroy`."""
         self._servers.connect(servers, meta)
+
+    def publication_to(self, fleet: Any, meta: WeightUpdateMeta | None = None) -> WeightUpdateMeta:
+        """``meta``, or the `WeightUpdateMeta` of `connect_engine`. ConfigError if ``fleet`` is not
+        connected.
+        """
+        return self._servers.meta_for(meta, fleet)
 
     def update_weights(self, meta: WeightUpdateMeta | None = None) -> PublishedWeights:
         """Publish the weights as ``meta.version`` (or the engine's version) and wait until the
@@ -679,7 +779,15 @@ class FSDPEngine(Offloadable):
         """
         return self._servers.publish(self, exportable_model(self.model), meta)
 
-    def _require_groups(self) -> Any:
+    def _require_parts(self) -> Offload:
+        if self._offload is None:
+            raise ConfigError(_NO_MODEL)
+        return self._offload
+
+    def _require_onloaded(self, *tags: str) -> None:
+        self._require_parts().require_onloaded(*tags)
+
+    def _require_groups(self) -> ProcessGroups:
         if self._groups is None:
             raise ConfigError("the engine has no process group; call create_process_group first")
         return self._groups
@@ -699,3 +807,17 @@ class FSDPEngine(Offloadable):
                 "train nor save one"
             )
         return self.optimizer
+
+
+def _checked(tags: Collection[str]) -> set[str]:
+    for tag in tags:
+        require_choice("tags", tag, TAGS)
+    return set(tags)
+
+
+def _values(output: Any, _: Batch) -> torch.Tensor:
+    return output
+
+
+def _logprobs(output: Any, _: Batch) -> torch.Tensor:
+    return output.logprobs

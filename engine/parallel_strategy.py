@@ -18,8 +18,9 @@ _SIZE = re.compile(r"([dptce])([1-9][0-9]*)")
 class ParallelStrategy:
     """Number of ranks along each dimension of the mesh. The world has d c t ranks.
 
-        ParallelStrategy(data_parallel_size=16, replicate_size=2)  # HSDP: two copies, each sharded
-        over 8 ranks ParallelStrategy.from_backend("fsdp:d16", replicate_size=2)  # the same
+        # HSDP: two copies, each sharded over 8 ranks
+        ParallelStrategy(data_parallel_size=16, replicate_size=2)
+        ParallelStrategy.from_backend("fsdp:d16", replicate_size=2)  # the same
 
     Attributes:
         data_parallel_size: d, ranks with different data. None: as many as the other dimensions
@@ -47,7 +48,8 @@ class ParallelStrategy:
         for field in fields(self):
             require_range(field.name, getattr(self, field.name), low=1)
         for name in ("pipeline_parallel_size", "expert_tensor_parallel_size"):
-            if (size := getattr(self, name)) > 1:
+            size = getattr(self, name)
+            if size > 1:
                 raise ConfigError(
                     f"{name} is {size}; expected 1, because FSDP2 shards every layer over the ranks"
                 )
@@ -59,13 +61,18 @@ class ParallelStrategy:
             )
         if self.data_parallel_size is None:
             return
-        d, r, e = self.data_parallel_size, self.replicate_size, self.expert_parallel_size
+
+        # The copies and their experts must divide the ranks.
+        d = self.data_parallel_size
+        r = self.replicate_size
         if d % r:
             raise ConfigError(
                 f"replicate_size (config key 'fsdp.replicate_size') is {r}, with {d} "
                 f"data-parallel ranks; expected one of {divisors(d)}"
             )
-        if (replica := d // r * self.context_parallel_size * self.tensor_parallel_size) % e:
+        e = self.expert_parallel_size
+        replica = d // r * self.ranks_with_same_data
+        if replica % e:
             raise ConfigError(
                 f"expert_parallel_size is {e}, with {replica} ranks in a replica; expected one of "
                 f"{divisors(replica)}"
@@ -83,26 +90,37 @@ class ParallelStrategy:
             ConfigError: the notation is not understood, or the mesh has a pipeline, or see above.
         """
         found = f"config key 'backend' is {backend!r}"
-        if not isinstance(backend, str) or (match := _BACKEND.fullmatch(backend)) is None:
+        match = _BACKEND.fullmatch(backend) if isinstance(backend, str) else None
+        if match is None:
             raise ConfigError(
                 f"{found}; expected fsdp, megatron or archon, with sizes as in 'fsdp:d8'"
             )
-        if by_part := _BY_PART.fullmatch(match["sizes"] or ""):
+
+        # The sizes are for the whole model, or apart for attention and experts.
+        text = match["sizes"] or ""
+        by_part = _BY_PART.fullmatch(text)
+        if by_part is None:
+            sizes = _sizes_of(text, "dptce", found)
+            experts = {}
+        else:
             sizes = _sizes_of(by_part["attention"], "dptc", found)
             experts = _sizes_of(by_part["experts"], "dpte", found)
-            if (ranks := prod(sizes.values())) != (others := prod(experts.values())):
+            ranks = prod(sizes.values())
+            others = prod(experts.values())
+            if ranks != others:
                 raise ConfigError(
                     f"{found}, with {ranks} ranks for attention and {others} for experts; "
                     "expected as many"
                 )
-        else:
-            sizes, experts = _sizes_of(match["sizes"] or "", "dptce", found), {}
+
+        # Dimensions that FSDP2 replaces are named in the error, with what to set instead.
         has_pipeline = max(sizes.get("p", 1), experts.get("p", 1)) > 1
         if has_pipeline or experts.get("t", 1) > 1:
             kind = "pipeline" if has_pipeline else "expert tensor"
-            instead = (
-                f"fsdp:d{prod(sizes.get(name, 1) for name in 'dptc')}" if "d" in sizes else "fsdp"
-            )
+            instead = "fsdp"
+            if "d" in sizes:
+                n_ranks = prod(sizes.get(name, 1) for name in "dptc")
+                instead = f"fsdp:d{n_ranks}"
             raise ConfigError(
                 f"{found}, with {kind} parallelism, which is not supported; set config key "
                 f"'backend' to {instead!r}: FSDP2 alone then shards the model over the same ranks"
@@ -116,6 +134,7 @@ class ParallelStrategy:
         """Fill in ``data_parallel_size``. Raises ConfigError if the strategy is for another number
         of ranks.
         """
+        # Without d, every rank that the other dimensions leave has its own data.
         per_data_rank = self.ranks_with_same_data
         d = self.data_parallel_size or max(1, world_size // per_data_rank)
         if self.data_parallel_size is None and world_size < per_data_rank:
@@ -125,7 +144,8 @@ class ParallelStrategy:
                 f"but only {world_size} rank(s) have joined; start {per_data_rank} ranks or a "
                 f"multiple, or set config key 'backend' to 'fsdp:d{world_size}'"
             )
-        if (needed := d * per_data_rank) != world_size:
+        needed = d * per_data_rank
+        if needed != world_size:
             each = f" ({per_data_rank} for each data rank)" if per_data_rank > 1 else ""
             raise ConfigError(
                 f"data_parallel_size is {d}, but {world_size} rank(s) have joined; start {needed} "
@@ -153,14 +173,14 @@ class ParallelStrategy:
         """The sizes d, r, c, t and e under these names. Without ``data_parallel_size`` there is no
         d.
         """
-        d = {} if self.data_parallel_size is None else {"d": self.data_parallel_size}
-        return {
-            **d,
-            "r": self.replicate_size,
-            "c": self.cp_size,
-            "t": self.tp_size,
-            "e": self.ep_size,
-        }
+        sizes = {}
+        if self.data_parallel_size is not None:
+            sizes["d"] = self.data_parallel_size
+        sizes["r"] = self.replicate_size
+        sizes["c"] = self.cp_size
+        sizes["t"] = self.tp_size
+        sizes["e"] = self.ep_size
+        return sizes
 
     @property
     def dp_size(self) -> int | None:
@@ -198,14 +218,17 @@ class ParallelStrategy:
 
 
 def _sizes_of(text: str, known: str, found: str) -> dict[str, int]:
-    pairs = [(name, int(size)) for name, size in _SIZE.findall(text)]
-    names = [name for name, _ in pairs]
-    if _SIZE.sub("", text) or len(set(names)) < len(names) or not set(names) <= set(known):
+    # Whatever is left of the text without its sizes was not understood.
+    pairs = _SIZE.findall(text)
+    sizes = {name: int(size) for name, size in pairs}
+    repeated = len(sizes) < len(pairs)
+    unknown = sizes.keys() - set(known)
+    if _SIZE.sub("", text) or repeated or unknown:
         raise ConfigError(
             f"{found}; expected each of {', '.join(known)} at most once in {text!r}, with a size "
             "from 1"
         )
-    return dict(pairs)
+    return sizes
 
 
 def divisors(number: int) -> list[int]:

@@ -4,7 +4,7 @@ import operator
 from dataclasses import dataclass
 from typing import SupportsIndex, cast
 
-from ..utils.config import require_numbers, require_range
+from ..utils.config import require_at_least, require_numbers, require_range
 from ..utils.errors import ConfigError
 
 
@@ -12,16 +12,18 @@ from ..utils.errors import ConfigError
 class FinetuneSpec:
     """Length of the run, which determines the schedule and the epochs."""
 
-    total_train_epochs: int  # passes over the dataset
-    dataset_size: int  # samples in the dataset
-    train_batch_size: int  # samples per step, over all ranks
-    max_train_steps: int | None = None  # the run ends after this many steps, if that is sooner
+    # passes over the dataset
+    total_train_epochs: int
+    # samples in the dataset
+    dataset_size: int
+    # samples per step, over all ranks
+    train_batch_size: int
+    # the run ends after this many steps, if that is sooner
+    max_train_steps: int | None = None
 
     def __post_init__(self) -> None:
         require_numbers(self)
-        require_range("total_train_epochs", self.total_train_epochs, low=1)
-        require_range("train_batch_size", self.train_batch_size, low=1)
-        require_range("max_train_steps", self.max_train_steps, low=1)
+        require_at_least(self, total_train_epochs=1, train_batch_size=1, max_train_steps=1)
         if self.dataset_size < self.train_batch_size:
             raise ConfigError(
                 f"dataset_size {self.dataset_size} is smaller than train_batch_size "
@@ -37,7 +39,9 @@ class FinetuneSpec:
     def total_train_steps(self) -> int:
         """Steps of the whole run."""
         steps = self.total_train_epochs * self.steps_per_epoch
-        return steps if self.max_train_steps is None else min(steps, self.max_train_steps)
+        if self.max_train_steps is None:
+            return steps
+        return min(steps, self.max_train_steps)
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,14 @@ class StepInfo:
 
     def __post_init__(self) -> None:
         for name, value in list(vars(self).items()):
-            whole = int(value) if isinstance(value, float) and value.is_integer() else value
+            whole = value
+            if isinstance(value, float) and value.is_integer():
+                whole = int(value)
             try:
-                object.__setattr__(self, name, operator.index(cast(SupportsIndex, whole)))
+                number = operator.index(cast(SupportsIndex, whole))
             except TypeError as error:
                 raise ConfigError(f"StepInfo.{name} is {value!r}; expected an int") from error
+            object.__setattr__(self, name, number)
 
     @staticmethod
     def at(global_step: int, steps_per_epoch: int) -> "StepInfo":
@@ -71,6 +78,9 @@ class StepInfo:
 
     def next(self) -> "StepInfo":
         """The next step, from which a run that restored this one continues."""
-        last = self.epoch_step == self.steps_per_epoch - 1
-        epoch_step = 0 if last else self.epoch_step + 1
-        return StepInfo(self.epoch + last, epoch_step, self.global_step + 1, self.steps_per_epoch)
+        epoch = self.epoch
+        epoch_step = self.epoch_step + 1
+        if epoch_step == self.steps_per_epoch:
+            epoch += 1
+            epoch_step = 0
+        return StepInfo(epoch, epoch_step, self.global_step + 1, self.steps_per_epoch)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,14 @@ GRPO = Path(__file__).with_name("grpo.py")
 
 def untimed(stats: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return statistics without timings: the part that must be equal in two equal runs."""
-    clock = ("seconds", "time")
-    return [
-        {key: entry[key] for key in entry if key not in clock and not key.endswith("_s")}
-        for entry in stats
-    ]
+    kept = []
+    for entry in stats:
+        own = dict(entry)
+        for key in entry:
+            if key in ("seconds", "time") or key.endswith("_s"):
+                del own[key]
+        kept.append(own)
+    return kept
 
 
 class GrpoRun:
@@ -38,7 +41,11 @@ class GrpoRun:
     """
 
     def __init__(
-        self, fileroot: Path, *overrides: str, script: Path = GRPO, experiment: str = "grpo_copy"
+        self,
+        fileroot: Path,
+        *overrides: str,
+        script: Path = GRPO,
+        experiment: str = "grpo_copy",
     ) -> None:
         self.fileroot = fileroot
         self._command = [sys.executable, str(script), f"fileroot={fileroot}", *overrides]
@@ -46,6 +53,7 @@ class GrpoRun:
         # inherited by all processes that the driver starts
         self._mark = f"HOLDFAST_CHAOS={uuid.uuid4().hex}"
         self.trial_root = fileroot / experiment / "trial0"
+        self._stats_folder = self.trial_root / "stats"
 
     def start(self) -> None:
         """Start the command in the background. Output is appended to ``<fileroot>/output.log``."""
@@ -89,21 +97,24 @@ class GrpoRun:
 
     def log_tail(self) -> str:
         """The last lines of the output."""
-        return "\n".join(
-            (self.fileroot / "output.log").read_text(errors="replace").splitlines()[-40:]
-        )
+        log = (self.fileroot / "output.log").read_text(errors="replace")
+        return "\n".join(log.splitlines()[-40:])
+
+    def stats(self) -> Sequence[Mapping[str, Any]]:
+        """Return the logged statistics, one entry per step."""
+        path = self._stats_folder / "stats.jsonl"
+        return read_stats(path) if path.exists() else []
 
     def last_step(self) -> int:
         """Return the last step with logged statistics, or -1."""
-        path = self.trial_root / "stats" / "stats.jsonl"
-        stats = read_stats(path) if path.exists() else []
+        stats = self.stats()
         return stats[-1]["step"] if stats else -1
 
     def attempts(self) -> list[dict[str, Any]]:
         """Return the entries of `note_attempt`: one per start of training, over all starts of the
         driver.
         """
-        return read_attempts(self.trial_root / "stats")
+        return read_attempts(self._stats_folder)
 
     def pids(self) -> dict[str, list[int]]:
         """Return the process ids by rank for each role (``driver``, ``trainer``, ``rollout``), as
@@ -112,11 +123,15 @@ class GrpoRun:
         The dict has only ``driver`` while the running driver has not written the file yet.
         """
         assert self._process is not None
+        driver = self._process.pid
+        found = {}
         with contextlib.suppress(FileNotFoundError):
-            processes = json.loads((self.trial_root / "stats" / "processes.json").read_text())
-            if processes["driver"] == self._process.pid:
-                return processes | {"driver": [self._process.pid]}
-        return {"driver": [self._process.pid]}
+            file = self._stats_folder / "processes.json"
+            found = json.loads(file.read_text())
+        # An earlier driver may have written the file.
+        if found.get("driver") != driver:
+            found = {}
+        return {**found, "driver": [driver]}
 
     def kill(self, who: str, rank: int = 0) -> bool:
         """Send SIGKILL to the ``driver``, or to a rank of ``trainer`` or ``rollout``. False if it
@@ -127,8 +142,10 @@ class GrpoRun:
             self._process.kill()
             self._process.wait()
             return True
+        # A worker may be gone, or not be there yet.
         with contextlib.suppress(KeyError, ProcessLookupError):
-            os.kill(self.pids()[who][rank], signal.SIGKILL)
+            pid = self.pids()[who][rank]
+            os.kill(pid, signal.SIGKILL)
             return True
         return False
 
@@ -140,25 +157,50 @@ class GrpoRun:
     def leftovers(self) -> list[int]:
         """Return running processes that any start of the driver began, including itself (Linux)."""
         found = []
+        mark = self._mark.encode()
         for environ in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-                if self._mark.encode() in environ.read_bytes().split(b"\0"):
+                variables = environ.read_bytes().split(b"\0")
+                if mark in variables:
                     found.append(int(environ.parent.name))
         return found
 
     def final_weights(self) -> Path:
         """The safetensors file of the final export."""
-        (export,) = (self.trial_root / "hf").glob("global_step_*")
+        exports = self.trial_root / "hf"
+        (export,) = exports.glob("global_step_*")
         return export / "model.safetensors"
 
 
 def read_attempts(stats_folder: Path) -> list[dict[str, Any]]:
     """Return the entries that `note_attempt` wrote into the folder."""
     path = stats_folder / "attempts.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def sha256(path: Path) -> str:
     """Hex SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def column(entries: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """Return one number of each entry."""
+    return [entry[name] for entry in entries]
+
+
+def mark_kill(axes: Any, at: float, text: str) -> None:
+    """Draw a red line with a text at a place on the x axis."""
+    red = "tab:red"
+    axes.axvline(at, color=red, linewidth=1)
+    axes.annotate(
+        text,
+        (at, 0.03),
+        rotation=90,
+        ha="right",
+        color=red,
+        fontsize=9,
+    )

@@ -5,19 +5,16 @@ fine-tuning (`sft_sample`) and by reinforcement (`reward`). All functions are de
 two processes, or two starts of a killed job, get the same bytes.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
 import numpy as np
-import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
+import torch
 from tasks import Item
 from tiny_models import EOS_ID, SPECIAL_TOKENS, write_tiny_qwen3
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from holdfast.engine import Batch
 from holdfast.utils.errors import ConfigError
@@ -25,10 +22,6 @@ from holdfast.utils.errors import ConfigError
 VOCABULARY = (*SPECIAL_TOKENS, *"0123456789", "=")
 """15 tokens, one per character. The index is the token id."""
 N_DIGITS = 3
-PROMPT_TOKENS = N_DIGITS + 1
-"""Length of every prompt: the digits and ``=``."""
-SAMPLE_TOKENS = PROMPT_TOKENS + N_DIGITS + 1
-"""Length of every supervised sample: prompt, digits, end token. No sample needs padding."""
 MAX_NEW_TOKENS = N_DIGITS + 2
 """Room for the digits, the end token and one more, so that the model can unlearn answers that are
 too long.
@@ -60,7 +53,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_model_folder(
-    folder: str | Path, layers: int = 2, hidden: int = 64, for_vllm: bool = False
+    folder: str | Path,
+    layers: int = 2,
+    hidden: int = 64,
+    for_vllm: bool = False,
 ) -> Path:
     """Write the model folder of a tiny Qwen3 with this tokenizer. See `write_tiny_qwen3`."""
     return write_tiny_qwen3(folder, make_tokenizer(), layers, hidden, for_vllm)
@@ -69,7 +65,9 @@ def write_model_folder(
 def require_copy_tokenizer(folder: str | Path) -> None:
     """Raise ConfigError unless the model folder's tokenizer gives the token ids of this task."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    found, expected = tokenizer("123=", add_special_tokens=False).input_ids, encode("123=")
+    # Prompts are encoded here, without the tokenizer.
+    found = tokenizer("123=", add_special_tokens=False).input_ids
+    expected = encode("123=")
     if found != expected or tokenizer.eos_token_id != EOS_ID:
         raise ConfigError(
             f"the tokenizer in {folder} makes {found} of '123=' with end token "
@@ -86,7 +84,8 @@ class CopyPrompts:
     """
 
     def __init__(self, n: int, seed: int) -> None:
-        self._numbers = np.random.RandomState(seed).randint(0, 10**N_DIGITS, size=n)
+        rng = np.random.RandomState(seed)
+        self._numbers = rng.randint(0, 10**N_DIGITS, size=n)
         self.fingerprint = f"copy {N_DIGITS} digits, seed {seed}"
 
     def __len__(self) -> int:
@@ -106,10 +105,14 @@ def reward(completion_ids: Sequence[int], answer: str) -> float:
         answer: the expected digits.
     """
     expected = encode(answer)
-    right = sum(int(a == b) for a, b in zip(completion_ids, expected, strict=False)) / len(expected)
-    ended = (
-        list(completion_ids).index(EOS_ID) == len(expected) if EOS_ID in completion_ids else False
-    )
+    n_digits = len(expected)
+    # A completion may be shorter or longer than the answer.
+    pairs = zip(completion_ids, expected, strict=False)
+    n_right = sum(given == digit for given, digit in pairs)
+    right = n_right / n_digits
+
+    # The first end token must be the one after the digits.
+    ended = EOS_ID in completion_ids and list(completion_ids).index(EOS_ID) == n_digits
     return 0.8 * right + 0.2 * ended
 
 
@@ -128,24 +131,28 @@ class CopyTask:
     max_new_tokens = MAX_NEW_TOKENS
 
     def __init__(self, n: int, seed: int, tokenizer: object) -> None:
-        self._prompts = {held_out: CopyPrompts(n, seed + held_out) for held_out in (False, True)}
+        self._training = CopyPrompts(n, seed)
+        self._held_out = CopyPrompts(n, seed + 1)
 
     def item(self, number: int, held_out: bool = False) -> Item:
         """See `tasks.Task`."""
-        prompt = self._prompts[held_out][number]
+        prompts = self._held_out if held_out else self._training
+        prompt = prompts[number]
         answer = prompt["answer"]
-        data = {"task": "copy", "answer": answer}
         return {
             "prompt_ids": prompt["prompt_ids"],
             "answer_ids": [*encode(answer), EOS_ID],
-            "data": data,
+            "data": {"task": "copy", "answer": answer},
         }
 
-    def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
+    def rewards(
+        self,
+        items: Sequence[Item],
+        answers: Sequence[list[int]],
+    ) -> list[float]:
         """See `reward`."""
-        return [
-            reward(ids, item["data"]["answer"]) for item, ids in zip(items, answers, strict=True)
-        ]
+        pairs = zip(items, answers, strict=True)
+        return [reward(ids, item["data"]["answer"]) for item, ids in pairs]
 
     def stats(self) -> dict[str, float]:
         """Return no statistics."""
@@ -156,14 +163,21 @@ def sft_sample(prompt: Prompt) -> dict[str, list[int]]:
     """Return ``input_ids`` (prompt, answer, end token) and a ``loss_mask`` that is 1 on answer and
     end token.
     """
+    prompt_ids = prompt["prompt_ids"]
     answer_ids = [*encode(prompt["answer"]), EOS_ID]
     return {
-        "input_ids": prompt["prompt_ids"] + answer_ids,
-        "loss_mask": [0] * len(prompt["prompt_ids"]) + [1] * len(answer_ids),
+        "input_ids": prompt_ids + answer_ids,
+        "loss_mask": [0] * len(prompt_ids) + [1] * len(answer_ids),
     }
 
 
 def sft_collate(prompts: Sequence[Prompt]) -> Batch:
     """Collate prompts to ``[batch, 8]`` int64: ``input_ids``, ``attention_mask``, ``loss_mask``."""
-    samples = [{"attention_mask": [1] * SAMPLE_TOKENS, **sft_sample(prompt)} for prompt in prompts]
-    return {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}
+    samples = [sft_sample(prompt) for prompt in prompts]
+    input_ids = torch.tensor([sample["input_ids"] for sample in samples])
+    return {
+        # No sample is padded.
+        "attention_mask": torch.ones_like(input_ids),
+        "input_ids": input_ids,
+        "loss_mask": torch.tensor([sample["loss_mask"] for sample in samples]),
+    }

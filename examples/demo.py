@@ -12,18 +12,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from chaos import GrpoRun, column, mark_kill, sha256
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chaos import GrpoRun, sha256
-
-from holdfast.utils.metrics import read_stats
 
 OUT = Path("demo_out").absolute()
 TOTAL_STEPS = 150
@@ -68,26 +65,51 @@ def kill_twice(console: Console, run: GrpoRun) -> list[Kill]:
 
 def kill_and_watch(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
     """Kill a process, wait until training goes on, and report the times."""
-    attempts, step, killed_at = len(run.attempts()), run.last_step(), time.time()
-    assert run.kill(who, rank=1)
-    console.print(
-        f"  [red]SIGKILL {what} after step {step}[/red]; recovery takes ten to twenty seconds"
+    step = run.last_step()
+    killed_at = time.time()
+    attempt = kill_and_wait(
+        console, run, who, f"{what} after step {step}[/red]; recovery takes ten to twenty seconds"
     )
-    if who == "driver":
-        run.start()
-    run.wait_until(lambda: len(run.attempts()) > attempts or run.exit_code() is not None, TIMEOUT_S)
-    if len(run.attempts()) == attempts:
-        sys.exit(f"the run in {run.fileroot} did not come back:\n{run.log_tail()}")
-    attempt = run.attempts()[-1]
-    console.print(f"  [green]back: step {attempt['step']} is next[/green]")
-    detected_s = attempt["loss"]["detected_at"] - killed_at if attempt["loss"] else None
+    detected_s = None
+    if attempt["loss"]:
+        detected_s = attempt["loss"]["detected_at"] - killed_at
     return Kill(what, step, detected_s, attempt["time"] - killed_at, attempt["step"])
 
 
+def kill_and_wait(
+    console: Console, run: GrpoRun, who: str, note: str, timeout_s: float = TIMEOUT_S
+) -> dict[str, Any]:
+    """Kill a process, print the note, wait until training goes on, and return the new attempt."""
+    # Each start of training adds an attempt.
+    n_before = len(run.attempts())
+    assert run.kill(who, rank=1)
+    console.print(f"  [red]SIGKILL {note}")
+    # The supervisor in the driver restarts trainers, and nobody restarts the driver.
+    if who == "driver":
+        run.start()
+
+    def back_or_ended() -> bool:
+        return len(run.attempts()) > n_before or run.exit_code() is not None
+
+    run.wait_until(back_or_ended, timeout_s)
+    attempts = run.attempts()
+    if len(attempts) == n_before:
+        sys.exit(f"the run in {run.fileroot} did not come back:\n{run.log_tail()}")
+    attempt = attempts[-1]
+    console.print(f"  [green]back: step {attempt['step']} is next[/green]")
+    return attempt
+
+
 def follow(
-    console: Console, run: GrpoRun, step: int, name: str, total_steps: int = TOTAL_STEPS
+    console: Console,
+    run: GrpoRun,
+    step: int,
+    name: str,
+    total_steps: int = TOTAL_STEPS,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """Show progress until ``step`` has been trained."""
+    """Show progress until ``step`` has been trained, or the run has ended."""
+    # The condition also updates the line, because it is polled.
     with console.status(name) as status:
 
         def reached() -> bool:
@@ -95,7 +117,7 @@ def follow(
             status.update(f"{name}: step {last + 1} of {total_steps}")
             return last >= step or run.exit_code() is not None
 
-        run.wait_until(reached, TIMEOUT_S)
+        run.wait_until(reached, timeout_s)
 
 
 def finish(run: GrpoRun) -> None:
@@ -115,10 +137,17 @@ def show(console: Console, kills: list[Kill]) -> None:
         "steps\nredone",
     )
     for kill in kills:
-        detected = "[dim]restarted[/dim]" if kill.detected_s is None else f"{kill.detected_s:.2f} s"
-        rebuilt = f"{kill.rebuilt_s:.2f} s"
+        # Nobody is there to detect the death of the driver.
+        detected = "[dim]restarted[/dim]"
+        if kill.detected_s is not None:
+            detected = f"{kill.detected_s:.2f} s"
         table.add_row(
-            kill.what, str(kill.step), detected, rebuilt, str(kill.resumed_step), str(kill.redone)
+            kill.what,
+            str(kill.step),
+            detected,
+            f"{kill.rebuilt_s:.2f} s",
+            str(kill.resumed_step),
+            str(kill.redone),
         )
     console.print(table)
 
@@ -127,25 +156,14 @@ def draw(reference: GrpoRun, killed: GrpoRun, kills: list[Kill], path: Path) -> 
     """Reward over steps of both runs, with the kills marked."""
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     for run, label, style in ((reference, "left alone", "-"), (killed, "killed twice", "--")):
-        stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
-        axes.plot(
-            [s["step"] for s in stats],
-            [s["reward"] for s in stats],
-            style,
-            label=label,
-            linewidth=1.8,
-        )
+        stats = run.stats()
+        rewards = column(stats, "reward")
+        axes.plot(column(stats, "step"), rewards, style, label=label, linewidth=1.8)
+
+    # The steps of a band were trained twice.
     for kill in kills:
         axes.axvspan(kill.resumed_step, kill.step, color="tab:red", alpha=0.15)
-        axes.axvline(kill.step, color="tab:red", linewidth=1)
-        axes.annotate(
-            f"SIGKILL {kill.what}",
-            (kill.step, 0.03),
-            rotation=90,
-            ha="right",
-            color="tab:red",
-            fontsize=9,
-        )
+        mark_kill(axes, kill.step, f"SIGKILL {kill.what}")
     axes.set(
         xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title="GRPO on “copy three digits”"
     )
@@ -156,16 +174,18 @@ def draw(reference: GrpoRun, killed: GrpoRun, kills: list[Kill], path: Path) -> 
 
 def main() -> int:
     """Run the demo."""
-    console, started = Console(), time.monotonic()
+    console = Console()
+    started = time.monotonic()
     console.print(
         "Two GRPO runs of a tiny Qwen3: two Ray workers train, a third samples. About three "
         "minutes in all."
     )
+    # An earlier demo would be resumed.
     shutil.rmtree(OUT, ignore_errors=True)
     os.makedirs(OUT)
-    reference, killed = (
-        GrpoRun(OUT / name, f"total_steps={TOTAL_STEPS}") for name in ("reference", "killed")
-    )
+    length = f"total_steps={TOTAL_STEPS}"
+    reference = GrpoRun(OUT / "reference", length)
+    killed = GrpoRun(OUT / "killed", length)
     try:
         console.print(
             f"[bold]1. An undisturbed GRPO run[/bold]: {TOTAL_STEPS} steps, about a minute on two "
@@ -183,18 +203,19 @@ def main() -> int:
         "[bold]3. What happened[/bold]: the kills, the rewards, the weights; a few seconds"
     )
     show(console, kills)
-    draw(reference, killed, kills, OUT / "demo.png")
-    hashes = [sha256(run.final_weights()) for run in (reference, killed)]
-    reward = read_stats(killed.trial_root / "stats" / "stats.jsonl")[-1]["reward"]
-    console.print(
-        f"final mean reward {reward:.3f}; rewards over steps: {OUT / 'demo.png'}", soft_wrap=True
-    )
-    console.print(f"SHA-256 of the final weights, left alone   {hashes[0]}", soft_wrap=True)
-    console.print(f"SHA-256 of the final weights, killed twice {hashes[1]}", soft_wrap=True)
-    same = hashes[0] == hashes[1]
+    picture = OUT / "demo.png"
+    draw(reference, killed, kills, picture)
+    # The proof: both runs end with the same bytes.
+    expected = sha256(reference.final_weights())
+    found = sha256(killed.final_weights())
+    reward = killed.stats()[-1]["reward"]
+    console.print(f"final mean reward {reward:.3f}; rewards over steps: {picture}", soft_wrap=True)
+    console.print(f"SHA-256 of the final weights, left alone   {expected}", soft_wrap=True)
+    console.print(f"SHA-256 of the final weights, killed twice {found}", soft_wrap=True)
+    same = expected == found
     verdict = "[green]bit-identical[/green]" if same else "[red]THE WEIGHTS DIFFER[/red]"
     console.print(f"{verdict}, after {time.monotonic() - started:.0f} s")
-    console.print(f"The picture: {OUT / 'demo.png'}", soft_wrap=True)
+    console.print(f"The picture: {picture}", soft_wrap=True)
     return 0 if same else 1
 
 

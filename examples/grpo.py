@@ -16,25 +16,21 @@ the items, samples with the last published weights, and computes rewards.
 repeated steps are equal.
 """
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
-sys.path.insert(0, str(Path(__file__).parent))
 from copy_task import CopyPrompts, CopyTask, write_model_folder
 from grpo_job import (
     GRPOConfig,
     TrainWorker,
     exit_with,
     note_attempt,
+    note_processes,
     open_stats,
     read_config,
     run_job,
@@ -48,7 +44,6 @@ from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.errors import ConfigError, WorkerLost
-from holdfast.utils.files import replace_atomically
 from holdfast.utils.metrics import StatsLogger
 from holdfast.utils.timing import PhaseTimes
 
@@ -62,21 +57,32 @@ class Sampler:
     """
 
     def __init__(
-        self, config: GRPOConfig, attempt: Attempt, rollout: WorkerGroup, trainer: WorkerGroup
+        self,
+        config: GRPOConfig,
+        attempt: Attempt,
+        rollout: WorkerGroup,
+        trainer: WorkerGroup,
     ) -> None:
-        self.config, self.attempt, self.rollout, self.trainer = config, attempt, rollout, trainer
+        self.config = config
+        self.attempt = attempt
+        self.rollout = rollout
+        self.trainer = trainer
         self._times = PhaseTimes("publishing", "sampling")
         self.connect()
 
     def connect(self) -> None:
         """Name the rollout worker to the trainers, and write the process ids down for the demo."""
-        servers, weights = [self.rollout.server()], self.config.recover.trial_root / "weights"
-        self.trainer.call_all("connect", servers, str(weights))
-        pids = {group.name: group.pids() for group in (self.rollout, self.trainer)}
-        processes = json.dumps({"driver": os.getpid(), **pids})
-        replace_atomically(self.config.stats_folder / "processes.json", processes.encode())
+        weights = str(self.config.recover.trial_root / "weights")
+        self.trainer.call_all("connect", [self.rollout.server()], weights)
+        note_processes(self.config, rollout=self.rollout.pids(), trainer=self.trainer.pids())
 
-    def ask(self, method: str, *args: Any, publish: bool = True, phase: str = "sampling") -> Any:
+    def ask(
+        self,
+        method: str,
+        *args: Any,
+        publish: bool = True,
+        phase: str = "sampling",
+    ) -> Any:
         """Publish the weights and call a method of the `TaskWorker`, again after a restart if the
         worker is lost.
 
@@ -92,16 +98,17 @@ class Sampler:
                 if lost is not None:
                     self.rollout = self.attempt.restart(lost)  # raises after too many losses
                     self.connect()
+
+                # Before every sampling, also after a recovery.
                 if publish:
                     with self._times.phase("publishing"):
-                        self.trainer.call_all(
-                            "publish"
-                        )  # before every sampling, also after a recovery
+                        self.trainer.call_all("publish")
                 with self._times.phase(phase):
                     return self.rollout.call(0, method, *args)
             except WorkerLost as loss:
+                # If a trainer was lost, the supervisor restarts everything.
                 if loss.group != self.rollout.name:
-                    raise  # a trainer was lost: the supervisor restarts everything
+                    raise
                 lost = loss
 
     def take_times(self, seconds: float) -> dict[str, float]:
@@ -134,13 +141,16 @@ class StepFn(Protocol):
 
 
 def grpo_step(
-    config: GRPOConfig, sampler: Sampler, trainer: WorkerGroup, batches: Numbered, global_step: int
+    config: GRPOConfig,
+    sampler: Sampler,
+    trainer: WorkerGroup,
+    batches: Numbered,
+    global_step: int,
 ) -> dict[str, float]:
     """Sample, reward and train. Samples of a prompt are next to each other in the batch."""
     seed = config.seed * 1_000_003 + global_step
-    batch, seen = sampler.ask(
-        "sample", next(batches), config.n_samples, config.actor.temperature, seed
-    )
+    options = (config.n_samples, config.actor.temperature, seed)
+    batch, seen = sampler.ask("sample", next(batches), *options)
     shares = split_rows(batch, config, trainer.world_size, config.n_samples)
     stats = trainer.call_all("train_step", per_rank=shares)[0]
     return {**stats, **seen}
@@ -165,7 +175,8 @@ class Parts:
 
 def copy_digits(config: GRPOConfig, worker: type[TrainWorker] = TrainWorker) -> Parts:
     """Return the parts of a job on the copy task: GRPO, or the training of ``worker``."""
-    n, seed = config.n_prompts, config.seed
+    n = config.n_prompts
+    seed = config.seed
     return Parts(partial(CopyTask, n, seed), CopyPrompts(n, seed).fingerprint, worker)
 
 
@@ -186,10 +197,13 @@ def train(config: GRPOConfig, parts: Parts, attempt: Attempt) -> None:
                 f"config key 'total_steps' is {config.total_steps}, but the run has "
                 f"{step.global_step} already"
             )
+
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step, trainer.world_size)
         train_steps(config, parts.step, sampler, trainer, loader, handler, stats_logger, step)
-    if not config.final_export.exists():  # may exist already because of recover.hf_freq_steps
+
+    # It may exist already because of recover.hf_freq_steps.
+    if not config.final_export.exists():
         trainer.call_all("export", str(config.final_export))
 
 
@@ -205,24 +219,24 @@ def train_steps(
 ) -> None:
     """Train and log the remaining steps, with snapshots when they are due."""
     batches = loader.batches()
-    with show_progress() as progress:
-        task = progress.add_task(
-            "", total=config.total_steps, completed=step.global_step, seen="", seconds=0.0
-        )
+    with show_progress(config, step) as advance:
         while step.global_step < config.total_steps:
             started = time.monotonic()
             stats = one_step(config, sampler, trainer, batches, step.global_step)
             seconds = time.monotonic() - started
+
             # Log before the snapshot: a kill between the two logs the step twice. The other order
             # would lose the entry.
             times = {**sampler.take_times(seconds), "seconds": seconds, "time": time.time()}
             stats_logger.log(step.global_step, {**stats, **times})
             last = step.global_step == config.total_steps - 1
             saved = handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
-            seen = next(f"{name} {stats[name]:.3f}" for name in ("reward", "loss") if name in stats)
-            progress.update(task, advance=1, seen=seen, seconds=seconds)
-            if not progress.console.is_terminal and step.global_step % 10 == 9:
-                print(f"step {step.global_step}: {seen}, {seconds:.2f} s", flush=True)
+
+            # Supervised steps have no reward.
+            name = "reward" if "reward" in stats else "loss"
+            advance(step, f"{name} {stats[name]:.3f}", seconds)
+
+            # The cluster has room for more trainers: go on from the snapshot with them.
             if saved and not last and sampler.attempt.can_grow():
                 handler.wait()
                 sampler.attempt.start_again()
@@ -230,35 +244,44 @@ def train_steps(
 
 
 def start_workers(
-    config: GRPOConfig, parts: Parts, attempt: Attempt
+    config: GRPOConfig,
+    parts: Parts,
+    attempt: Attempt,
 ) -> tuple[WorkerGroup, WorkerGroup]:
     """Start the rollout worker and the trainers at the same time, which is most of the time of a
     recovery.
     """
     pool = ThreadPoolExecutor()
-    patience = {"hang_timeout_s": config.hang_timeout_s, "stall_timeout_s": config.stall_timeout_s}
-    start = partial(pool.submit, attempt.worker_group, **patience)
+    start = partial(
+        pool.submit,
+        attempt.worker_group,
+        hang_timeout_s=config.hang_timeout_s,
+        stall_timeout_s=config.stall_timeout_s,
+    )
     try:
-        each = WorkerResources(
-            config.cpus_per_rollout, config.gpus_per_rollout, config.resources_per_rollout
-        )
-        sampler = (parts.make_task, config.actor.path, config.log_level)
         rollout = start(
-            TaskWorker, args=sampler, name="rollout", process_group=False, resources=each
+            TaskWorker,
+            args=(parts.make_task, config.actor.path, config.log_level),
+            name="rollout",
+            process_group=False,
+            resources=WorkerResources(
+                config.cpus_per_rollout, config.gpus_per_rollout, config.resources_per_rollout
+            ),
         )
-        each = WorkerResources(
-            config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer
+        trainer = start(
+            parts.worker,
+            args=(config,),
+            name="trainer",
+            resources=config.trainer_resources,
+            world_size=config.n_trainers,
+            min_world_size=config.min_trainers,
+            multiple_of=config.actor.parallel_strategy.multiple_of,
+            strategy=config.strategy,
         )
-        sizes = {"world_size": config.n_trainers, "min_world_size": config.min_trainers}
-        ranks = {
-            **sizes,
-            "multiple_of": config.actor.parallel_strategy.multiple_of,
-            "strategy": config.strategy,
-        }
-        trainer = start(parts.worker, args=(config,), name="trainer", resources=each, **ranks)
         return rollout.result(), trainer.result()
     finally:
-        pool.shutdown(wait=False)  # if one start fails, the supervisor ends the other
+        # If one start fails, the supervisor ends the other.
+        pool.shutdown(wait=False)
 
 
 def run_parts(parts: Parts, config: GRPOConfig, supervisor: Supervisor) -> None:
@@ -269,7 +292,8 @@ def run_parts(parts: Parts, config: GRPOConfig, supervisor: Supervisor) -> None:
 def main(argv: list[str]) -> int:
     """Run the job."""
     config = read_config(GRPOConfig, "grpo_copy.yaml", __doc__, argv)
-    return run_job(config, write_model_folder, partial(run_parts, copy_digits(config)))
+    parts = copy_digits(config)
+    return run_job(config, write_model_folder, partial(run_parts, parts))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import ray
 from copy_task import require_copy_tokenizer
@@ -29,11 +29,12 @@ from holdfast.engine.api import Batch
 from holdfast.engine.model.model_folder import find_model_folder
 from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.engine.servers.publish import PublishedWeights
-from holdfast.engine.worker_group import STRATEGIES
+from holdfast.engine.worker_group import STRATEGIES, WorkerResources
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.config import load_config, require_choice, require_range
+from holdfast.utils.config import load_config, require_at_least, require_choice, require_range
 from holdfast.utils.errors import ConfigError, HoldfastError, Preempted
+from holdfast.utils.files import replace_atomically
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.metrics import StatsLogger
 from holdfast.utils.rng import seed_rng
@@ -108,41 +109,55 @@ class GRPOConfig:
     def __post_init__(self) -> None:
         require_choice("log_level", self.log_level, ("DEBUG", "INFO", "WARNING", "ERROR"))
         require_trackers(self.trackers)
-        require_range("total_steps", self.total_steps, low=1)
-        require_range("n_trainers", self.n_trainers, low=1)
+        require_at_least(
+            self,
+            total_steps=1,
+            n_trainers=1,
+            cpus_per_trainer=0.0,
+            cpus_per_rollout=0.0,
+            gpus_per_trainer=0.0,
+            gpus_per_rollout=0.0,
+            hang_timeout_s=0.1,
+            stall_timeout_s=0.1,
+            n_prompts=self.batch_size,
+        )
         require_range("min_trainers", self.min_trainers, low=1, high=self.n_trainers)
-        require_range("cpus_per_trainer", self.cpus_per_trainer, low=0.0)
-        require_range("cpus_per_rollout", self.cpus_per_rollout, low=0.0)
         require_choice("strategy", self.strategy, STRATEGIES)
+        # The driver must be on a node, to check the processes there.
         if self.ray_address.startswith("ray:"):
             raise ConfigError(
                 f"config key 'ray_address' is {self.ray_address!r}; Ray Client is not supported: "
                 "start the job on a node of the cluster, with ray_address=auto (`ray job submit` "
                 "does so from afar)"
             )
-        require_range("gpus_per_trainer", self.gpus_per_trainer, low=0.0)
-        require_range("gpus_per_rollout", self.gpus_per_rollout, low=0.0)
+        # Ray hides the GPUs from workers that did not ask for any.
         if self.actor.device == "cuda" and not self.gpus_per_trainer:
             raise ConfigError(
                 "config key 'actor.device' is 'cuda', but 'gpus_per_trainer' is 0, which hides "
                 "every GPU; set that to 1"
             )
-        require_range("hang_timeout_s", self.hang_timeout_s, low=0.1)
-        require_range("stall_timeout_s", self.stall_timeout_s, low=0.1)
-        require_range("n_prompts", self.n_prompts, low=self.batch_size)
         if self.actor.optimizer is None:
             raise ConfigError(
                 "config key 'actor.optimizer' is null; a policy that is trained needs one"
             )
-        names = {key: getattr(self, key) for key in ("experiment_name", "trial_name", "fileroot")}
+
+        # The run has one name, which the section ``recover`` takes over.
+        names = {
+            "experiment_name": self.experiment_name,
+            "trial_name": self.trial_name,
+            "fileroot": self.fileroot,
+        }
+        defaults = RecoverConfig()
         for key, own in names.items():
             given = getattr(self.recover, key)
-            if given not in (getattr(RecoverConfig(), key), own):
+            if given not in (getattr(defaults, key), own):
                 raise ConfigError(
                     f"config key 'recover.{key}' is {given!r}, but {key!r} is {own!r}; set only "
                     "the latter"
                 )
         self.recover = replace(self.recover, **names)
+
+        # The mesh must fit the trainers, also the smallest number of them, and the batch the mesh.
         if self.backend is not None:
             self.actor = replace(self.actor, backend=self.backend)
         mesh = self.actor.parallel_strategy
@@ -158,7 +173,9 @@ class GRPOConfig:
     @property
     def ft_spec(self) -> FinetuneSpec:
         """The number of epochs that ``total_steps`` take."""
-        epochs = -(-self.total_steps // (self.n_prompts // self.batch_size))
+        steps_per_epoch = self.n_prompts // self.batch_size
+        # rounded up
+        epochs = -(-self.total_steps // steps_per_epoch)
         return FinetuneSpec(
             epochs, self.n_prompts, self.batch_size, max_train_steps=self.total_steps
         )
@@ -170,8 +187,15 @@ class GRPOConfig:
 
     @property
     def stats_folder(self) -> Path:
-        """Folder of ``stats.jsonl``, TensorBoard events, ``attempts.jsonl`` and ``processes.json``."""
+        """Folder of ``stats.jsonl``, ``attempts.jsonl``, ``processes.json`` and trackers' files."""
         return self.recover.trial_root / "stats"
+
+    @property
+    def trainer_resources(self) -> WorkerResources:
+        """Resources of a trainer."""
+        return WorkerResources(
+            self.cpus_per_trainer, self.gpus_per_trainer, self.resources_per_trainer
+        )
 
     @property
     def final_export(self) -> Path:
@@ -192,11 +216,17 @@ class TrainWorker:
         self.actor = PPOActor(config.actor, self.engine)
 
     def connect(
-        self, servers: list[InferenceServer], path: str, kind: str = "disk", keep: int = 2
+        self,
+        servers: list[InferenceServer],
+        path: str,
+        kind: Literal["disk", "delta", "adapter"] = "disk",
+        keep: int = 2,
     ) -> None:
         """Set the workers that sample, and the folder through which weights reach them."""
-        meta = WeightUpdateMeta("disk" if kind == "delta" else kind, path, keep=keep)
-        meta = replace(meta, delta=True, dtype="bfloat16") if kind == "delta" else meta
+        if kind == "delta":
+            meta = WeightUpdateMeta("disk", path, keep=keep, delta=True, dtype="bfloat16")
+        else:
+            meta = WeightUpdateMeta(kind, path, keep=keep)
         self.engine.connect_engine(servers, meta)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
@@ -208,9 +238,13 @@ class TrainWorker:
         if self.config.use_lora and self.config.kl_loss_coef:
             batch["ref_logp"] = self.actor.compute_ref_logp(batch)
         stats = self.actor.ppo_update(self.actor.compute_advantages(batch))
+        self.end_step()
+        return stats
+
+    def end_step(self) -> None:
+        """Advance the schedule, and give the weights a new version."""
         self.engine.step_lr_scheduler()
         self.engine.set_version(self.engine.get_version() + 1)
-        return stats
 
     def publish(self) -> PublishedWeights:
         """Write the weights for the servers of `connect`, and wait until they serve them."""
@@ -226,9 +260,8 @@ class TrainWorker:
 
     def export(self, path: str) -> None:
         """Export the policy as a Hugging Face folder."""
-        meta = SaveLoadMeta(
-            path, "hf", with_optim=False, base_model_path=str(self.engine.model_folder)
-        )
+        base = str(self.engine.model_folder)
+        meta = SaveLoadMeta(path, "hf", with_optim=False, base_model_path=base)
         self.engine.save(meta)
 
     def destroy(self) -> None:
@@ -238,68 +271,118 @@ class TrainWorker:
 
 def open_stats(config: GRPOConfig) -> StatsLogger:
     """Open the statistics of the run."""
-    trackers, name = config.trackers, config.trial_name
-    return StatsLogger(config.stats_folder, trackers, project=config.experiment_name, name=name)
+    return StatsLogger(
+        config.stats_folder,
+        config.trackers,
+        project=config.experiment_name,
+        name=config.trial_name,
+    )
 
 
-def note_attempt(config: GRPOConfig, attempt: Attempt, step: StepInfo, world_size: int) -> None:
+def note_processes(config: GRPOConfig, **pids: list[int]) -> None:
+    """Write the process ids of the job down for the demo, by role."""
+    processes = json.dumps({"driver": os.getpid(), **pids})
+    replace_atomically(config.stats_folder / "processes.json", processes.encode())
+
+
+def note_attempt(
+    config: GRPOConfig,
+    attempt: Attempt,
+    step: StepInfo,
+    world_size: int,
+) -> None:
     """Record the start of this attempt, its number of trainers, and the reason why the previous one
     ended.
     """
-    loss = None if attempt.event is None else asdict(attempt.event)
     note = {
         "number": attempt.number,
         "time": time.time(),
         "step": step.global_step,
         "world_size": world_size,
+        "loss": None if attempt.event is None else asdict(attempt.event),
     }
     with open(config.stats_folder / "attempts.jsonl", "a") as file:
-        file.write(json.dumps({**note, "loss": loss}) + "\n")
+        file.write(json.dumps(note) + "\n")
     if step.global_step:
         print(f"resumed: step {step.global_step} is next", flush=True)
 
 
 def split_rows(
-    batch: Batch, config: GRPOConfig, n_ranks: int, n_samples: int
+    batch: Batch,
+    config: GRPOConfig,
+    n_ranks: int,
+    n_samples: int,
 ) -> list[tuple[Batch]]:
     """Split a batch evenly by prompts, into one argument tuple per rank. Ranks with the same data
     get the same rows.
     """
-    n_prompts, sharing = (
-        len(batch["input_ids"]) // n_samples,
-        config.actor.parallel_strategy.ranks_with_same_data,
-    )
+    # Samples of a prompt stay together, because GRPO compares them.
+    n_prompts = len(batch["input_ids"]) // n_samples
+    sharing = config.actor.parallel_strategy.ranks_with_same_data
     n_shares = n_ranks // sharing
     ends = [share * n_prompts // n_shares * n_samples for share in range(n_shares + 1)]
-    shares = [
-        ({key: tensor[start:end] for key, tensor in batch.items()},)
-        for start, end in pairwise(ends)
-    ]
-    return [shares[rank // sharing] for rank in range(n_ranks)]
+    shares = []
+    for rank in range(n_ranks):
+        share = rank // sharing
+        rows = slice(ends[share], ends[share + 1])
+        shares.append(({key: tensor[rows] for key, tensor in batch.items()},))
+    return shares
 
 
-def show_progress() -> Progress:
-    """Return a live progress line for a terminal."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[seen]}"))
-    timing = (TextColumn("{task.fields[seconds]:.2f} s/step"), TimeRemainingColumn())
-    return Progress(TextColumn("GRPO"), *columns, *timing)
+@contextmanager
+def show_progress(
+    config: GRPOConfig, step: StepInfo
+) -> Iterator[Callable[[StepInfo, str, float], None]]:
+    """Show a live progress line on a terminal, or else print every tenth step.
+
+    The function that it yields is called after each step, with a statistic as text and the seconds
+    of the step.
+    """
+    columns = (
+        TextColumn("GRPO"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[seen]}"),
+        TextColumn("{task.fields[seconds]:.2f} s/step"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as progress:
+        task = progress.add_task(
+            "", total=config.total_steps, completed=step.global_step, seen="", seconds=0.0
+        )
+
+        def advance(step: StepInfo, seen: str, seconds: float) -> None:
+            progress.update(task, advance=1, seen=seen, seconds=seconds)
+            number = step.global_step
+            if not progress.console.is_terminal and number % 10 == 9:
+                print(f"step {number}: {seen}, {seconds:.2f} s", flush=True)
+
+        yield advance
 
 
 C = TypeVar("C", bound=GRPOConfig)
 
 
-def read_config(kind: type[C], yaml_file: str, about: str | None, argv: list[str]) -> C:
+def read_config(
+    kind: type[C],
+    yaml_file: str,
+    about: str | None,
+    argv: list[str],
+) -> C:
     """Read the configuration from the command line. ``yaml_file`` is relative to this file."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--config", default=str(Path(__file__).with_name(yaml_file)), help="YAML file"
-    )
+    default = str(Path(__file__).with_name(yaml_file))
+    parser.add_argument("--config", default=default, help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides the file")
     args = parser.parse_args(argv)
     config = load_config(kind, args.config, args.overrides)
-    config.fileroot = config.recover.fileroot = os.path.abspath(config.recover.fileroot)
+
+    # Ray's workers have another working directory.
+    fileroot = os.path.abspath(config.recover.fileroot)
+    config.fileroot = fileroot
+    config.recover.fileroot = fileroot
     return config
 
 
@@ -308,18 +391,22 @@ def connect_ray(config: GRPOConfig) -> None:
     to this file.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    path = os.pathsep.join(
-        filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")])
-    )
-    options: dict[str, Any] = {"runtime_env": {"env_vars": {"PYTHONPATH": path}}}
+    path = str(Path(__file__).resolve().parent)
+    given = os.environ.get("PYTHONPATH")
+    if given:
+        path += os.pathsep + given
+
+    # Workers of a local Ray inherit the environment, others are told.
     if config.ray_address == "local":
         os.environ["PYTHONPATH"] = path
-        num_cpus = math.ceil(config.n_trainers * config.cpus_per_trainer + config.cpus_per_rollout)
-        options = {
-            "num_cpus": num_cpus,
+        n_cpus = config.n_trainers * config.cpus_per_trainer + config.cpus_per_rollout
+        options: dict[str, Any] = {
+            "num_cpus": math.ceil(n_cpus),
             "object_store_memory": 256 << 20,
             "include_dashboard": False,
         }
+    else:
+        options = {"runtime_env": {"env_vars": {"PYTHONPATH": path}}}
     ray.init(address=config.ray_address, logging_level=logging.WARNING, **options)
 
 
@@ -338,6 +425,7 @@ def run_job(
         check_model: raises ConfigError if the task cannot use the model in a folder.
     """
     configure_logging(config.log_level)
+    # The same command after the end of the run does nothing.
     if config.final_export.exists():
         print(f"the run is finished: {config.final_export}")
         return 0

@@ -1,7 +1,9 @@
 """GRPO on Ray with inference servers, sampling ahead of training. Any of its processes may die.
 
-    python examples/grpo_servers.py servers=[http://host:8000,http://host:8001]   # vLLM servers that run already
-    python examples/grpo_servers.py python=.venv-vllm/bin/python                  # starts its own
+    # vLLM servers that run already
+    python examples/grpo_servers.py servers=[http://host:8000,http://host:8001]
+    # starts its own
+    python examples/grpo_servers.py python=.venv-vllm/bin/python
 
 The driver publishes every version of the weights to the servers (`ServerFleet`) and hands out
 prompts as numbered tickets (`RolloutExecutor`). The ledger of tickets is saved in the same snapshot
@@ -15,25 +17,22 @@ as engine, data cursor and generators.
 In every case, each ticket is trained exactly once, in its step.
 """
 
-import json
-import os
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))
 from copy_task import EOS_ID, MAX_NEW_TOKENS, CopyPrompts, reward, write_model_folder
 from grpo_job import (
     GRPOConfig,
     TrainWorker,
     exit_with,
     note_attempt,
+    note_processes,
     open_stats,
     read_config,
     run_job,
@@ -46,12 +45,11 @@ from holdfast.engine.rollouts import RLVRWorkflow, RolloutConfig, RolloutExecuto
 from holdfast.engine.rollouts.trajectory import concat_trajectories
 from holdfast.engine.servers import ServerFleet, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters
-from holdfast.engine.worker_group import WorkerGroup, WorkerResources
+from holdfast.engine.worker_group import WorkerGroup
 from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.config import require_choice, require_range
+from holdfast.utils.config import require_at_least, require_choice
 from holdfast.utils.errors import ConfigError, RolloutError
-from holdfast.utils.files import replace_atomically
 from holdfast.utils.metrics import read_stats
 from holdfast.utils.timing import PhaseTimes
 
@@ -100,7 +98,7 @@ class GRPOServersConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_range("n_servers", self.n_servers, low=1)
+        require_at_least(self, n_servers=1)
         count = len(self.servers) or self.n_servers
         if not 1 <= self.min_servers <= count:
             raise ConfigError(
@@ -109,13 +107,16 @@ class GRPOServersConfig(GRPOConfig):
             )
         self.rollout = replace(self.rollout, seed=self.seed, total_steps=self.total_steps)
         require_choice("publish", self.publish, ("disk", "delta", "adapter"))
-        if len(self.mirrors) not in (
-            (len(self.servers),) if self.publish == "delta" else (0, len(self.servers))
-        ):
+
+        # Changes alone are of use only to a server with a mirror.
+        n_mirrors = len(self.mirrors)
+        needs_mirrors = self.publish == "delta" or n_mirrors > 0
+        if needs_mirrors and n_mirrors != len(self.servers):
             raise ConfigError(
-                f"config key 'mirrors' has {len(self.mirrors)} URLs; expected one for each of the "
+                f"config key 'mirrors' has {n_mirrors} URLs; expected one for each of the "
                 f"{len(self.servers)} 'servers', or none without publish=delta"
             )
+
         if self.publish == "adapter" and not self.actor.use_lora:
             raise ConfigError(
                 "config key 'publish' is 'adapter', but 'actor.use_lora' is false: there are no "
@@ -151,9 +152,11 @@ class GRPOServersConfig(GRPOConfig):
     @property
     def gconfig(self) -> GenerationHyperparameters:
         """Return the sampling parameters."""
-        temperature, stop = self.actor.temperature, [EOS_ID]
         return GenerationHyperparameters(
-            self.n_samples, MAX_NEW_TOKENS, temperature=temperature, stop_token_ids=stop
+            self.n_samples,
+            MAX_NEW_TOKENS,
+            temperature=self.actor.temperature,
+            stop_token_ids=[EOS_ID],
         )
 
 
@@ -161,7 +164,8 @@ class CopySamples:
     """Dataset of the copy task for `RLVRWorkflow`: ``input_ids`` and the data for the reward."""
 
     def __init__(self, prompts: CopyPrompts) -> None:
-        self._prompts, self.fingerprint = prompts, prompts.fingerprint
+        self._prompts = prompts
+        self.fingerprint = prompts.fingerprint
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -178,48 +182,45 @@ def copy_reward(
     return reward(completion_ids, data["answer"])
 
 
-class Servers:
+class Servers(NamedTuple):
     """The inference servers of a job and their fleet. The job either starts the servers or gets
     them by configuration.
 
     The servers outlive the attempts of the supervisor. Only the driver talks to them.
     """
 
-    def __init__(
-        self, clients: list[VLLMServer], processes: ServerProcesses | None, min_servers: int
-    ) -> None:
-        self.fleet, self._processes = ServerFleet(clients, min_servers), processes
-
-    def note_processes(self, config: GRPOServersConfig, trainer: WorkerGroup) -> None:
-        """Write the process ids down for the demo."""
-        servers = [] if self._processes is None else self._processes.pids()
-        pids = {"driver": os.getpid(), "trainer": trainer.pids(), "server": servers}
-        replace_atomically(config.stats_folder / "processes.json", json.dumps(pids).encode())
+    fleet: ServerFleet
+    # Returns the process ids of servers that the job has started.
+    pids: Callable[[], list[int]]
 
 
 @contextmanager
 def open_servers(config: GRPOServersConfig) -> Iterator[Servers]:
     """Start the servers, unless they run already, and wait until all of them answer."""
     with ExitStack() as stack:
-        processes = None
-        if not config.servers:
+        if config.servers:
+            processes = None
+            pids = list[int]
+            pairs = zip_longest(config.servers, config.mirrors)
+            clients = [VLLMServer(url, mirror=mirror) for url, mirror in pairs]
+        else:
             logs = config.recover.trial_root / "logs"
-            command = (config.start_command, config.python, Path(config.actor.path))
-            published = config.published if config.publish == "delta" else None
-            processes = stack.enter_context(
-                ServerProcesses(*command, config.n_servers, logs, published)
+            processes = ServerProcesses(
+                config.start_command,
+                config.python,
+                Path(config.actor.path),
+                config.n_servers,
+                logs,
+                config.published if config.publish == "delta" else None,
             )
+            stack.enter_context(processes)
+            clients = processes.servers
+            pids = processes.pids
             print(f"starting {config.n_servers} inference servers; their logs: {logs}", flush=True)
-        pairs = zip_longest(config.servers, config.mirrors)
-        clients = (
-            processes.servers
-            if processes
-            else [VLLMServer(url, mirror=mirror) for url, mirror in pairs]
-        )
         wait_for_servers(clients, config.server_start_s, processes)
-        servers = Servers(clients, processes, config.min_servers)
-        stack.callback(servers.fleet.close)
-        yield servers
+        fleet = ServerFleet(clients, config.min_servers)
+        stack.callback(fleet.close)
+        yield Servers(fleet, pids)
 
 
 def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None:
@@ -231,17 +232,16 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         args=(config,),
         name="trainer",
         world_size=config.n_trainers,
-        resources=WorkerResources(
-            config.cpus_per_trainer, config.gpus_per_trainer, config.resources_per_trainer
-        ),
+        resources=config.trainer_resources,
         strategy=config.strategy,
         hang_timeout_s=config.hang_timeout_s,
         stall_timeout_s=config.stall_timeout_s,
     )
     # A server may read adapters again while it uses them.
-    trainer.call_all(
-        "connect", [], str(config.published), config.publish, max(2, config.versions_in_flight)
-    )
+    n_kept = max(2, config.versions_in_flight)
+    trainer.call_all("connect", [], str(config.published), config.publish, n_kept)
+
+    # One loader, because the driver hands out all prompts.
     samples = CopySamples(CopyPrompts(config.n_prompts, config.seed))
     loader = ResumableDataLoader(samples, config.batch_size, seed=config.seed)
     with (
@@ -250,33 +250,24 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         RecoverHandler(config.recover, config.ft_spec, notices=[attempt.draining]) as handler,
         closing(open_stats(config)) as stats_logger,
     ):
-        servers.note_processes(config, trainer)
+        note_processes(config, trainer=trainer.pids(), server=servers.pids())
         handler.register("rollouts", rollouts)
         info = handler.load(trainer, dataloader=loader)
         step = handler.first_step(info)
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step, trainer.world_size)
-        with show_progress() as progress:
-            task = progress.add_task(
-                "", total=config.total_steps, completed=step.global_step, seen="", seconds=0.0
-            )
+        with show_progress(config, step) as advance:
             while step.global_step < config.total_steps:
                 started = time.monotonic()
                 stats = train_step(config, servers.fleet, rollouts, trainer, step.global_step)
                 seconds = time.monotonic() - started
-                stats_logger.log(
-                    step.global_step, {**stats, "seconds": seconds, "time": time.time()}
-                )
+
+                # Log before the snapshot: a kill between the two logs the step twice.
+                times = {"seconds": seconds, "time": time.time()}
+                stats_logger.log(step.global_step, {**stats, **times})
                 last = step.global_step == config.total_steps - 1
                 handler.dump(trainer, step, dataloader=loader, force=last, metrics=stats)
-                progress.update(
-                    task, advance=1, seen=f"reward {stats['reward']:.3f}", seconds=seconds
-                )
-                if not progress.console.is_terminal and step.global_step % 10 == 9:
-                    print(
-                        f"step {step.global_step}: reward {stats['reward']:.3f}, {seconds:.2f} s",
-                        flush=True,
-                    )
+                advance(step, f"reward {stats['reward']:.3f}", seconds)
                 step = step.next()
     if not config.final_export.exists():
         trainer.call_all("export", str(config.final_export))
@@ -294,6 +285,8 @@ def train_step(
     """
     turn = ("waking", "sleeping") if config.colocate else ()
     times = PhaseTimes(*turn, "publishing", "sampling", "training")
+
+    # The servers need memory for the new weights.
     if config.colocate:
         with times.phase("waking"):
             trainer.call_all("offload")
@@ -315,15 +308,14 @@ def train_step(
         batch = concat_trajectories([trajectory for _, trajectory in accepted])
         shares = split_rows(batch, config, trainer.world_size, config.n_samples)
         stats = trainer.call_all("train_step", per_rank=shares)[0]
-    numbers = [ticket.number for ticket, _ in accepted]
-    tickets = {
-        "tickets/first": numbers[0],
-        "tickets/last": numbers[-1],
-        "tickets/trained": len(numbers),
-    }
+
+    first, _ = accepted[0]
+    last, _ = accepted[-1]
     return {
         **stats,
-        **tickets,
+        "tickets/first": first.number,
+        "tickets/last": last.number,
+        "tickets/trained": len(accepted),
         **rollouts.stats(),
         **published.stats(),
         **fleet.stats(),
@@ -338,17 +330,19 @@ def account(config: GRPOServersConfig) -> str:
         RolloutError: a ticket was trained twice, or not at all.
     """
     steps = read_stats(config.stats_folder / "stats.jsonl")
-    trained = [
-        number
-        for s in steps
-        for number in range(int(s["tickets/first"]), int(s["tickets/last"]) + 1)
-    ]
-    if [s["step"] for s in steps] != list(range(config.total_steps)) or trained != list(
-        range(len(trained))
-    ):
+    numbers = [s["step"] for s in steps]
+    trained: list[int] = []
+    for s in steps:
+        trained += range(int(s["tickets/first"]), int(s["tickets/last"]) + 1)
+
+    # Steps and tickets count from 0, without gaps.
+    every_step = numbers == list(range(config.total_steps))
+    every_ticket = trained == list(range(len(trained)))
+    if not (every_step and every_ticket):
         raise RolloutError(
             f"{config.stats_folder}/stats.jsonl does not account for every ticket once"
         )
+    # Staleness of the whole run, as the bound promises.
     oldest = max(s["rollouts/staleness_max"] for s in steps)
     return (
         f"tickets 0 to {trained[-1]} were trained, each once and in its step; no token is more "

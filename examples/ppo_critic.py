@@ -8,12 +8,9 @@ several answers. GAE turns the values into advantages for the actor and returns 
 critic always come back at the same step.
 """
 
-import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from copy_task import write_model_folder
 from grpo import copy_digits, run_parts
 from grpo_job import GRPOConfig, TrainWorker, exit_with, read_config, run_job
@@ -43,15 +40,14 @@ class PPOConfig(GRPOConfig):
 
 
 class PPOWorker(TrainWorker):
-    """One rank of policy and critic. `RecoverHandler` takes snapshots of its attribute ``engines``."""
+    """One rank of policy and critic. `RecoverHandler` snapshots its attribute ``engines``."""
 
     def __init__(self, config: PPOConfig) -> None:
         super().__init__(config)
         if not config.critic.path:
-            config.critic.path, config.critic.init_from_scratch = (
-                config.actor.path,
-                config.actor.init_from_scratch,
-            )
+            config.critic.path = config.actor.path
+            config.critic.init_from_scratch = config.actor.init_from_scratch
+
         critic = FSDPEngine(config.critic)
         critic.create_process_group()
         critic.initialize(None, config.ft_spec)
@@ -62,18 +58,24 @@ class PPOWorker(TrainWorker):
         """Run one PPO step on this rank's share of the batch. Statistics of the critic begin with
         ``critic/``.
         """
-        batch = self.actor.compute_advantages(
-            {**batch, "values": self.critic.compute_values(batch)}
-        )
+        # The advantages are from the critic before its update.
+        values = self.critic.compute_values(batch)
+        batch = {**batch, "values": values}
+        batch = self.actor.compute_advantages(batch)
+
         stats = self.actor.ppo_update(batch)
         seen = self.critic.ppo_update(batch)
-        for engine in self.engines.values():
-            engine.step_lr_scheduler()
-        self.engine.set_version(self.engine.get_version() + 1)
-        return stats | {f"critic/{name}": number for name, number in seen.items()}
+        for name, number in seen.items():
+            stats[f"critic/{name}"] = number
+
+        # The critic is never published, so it needs no version.
+        self.end_step()
+        self.critic.engine.step_lr_scheduler()
+        return stats
 
     def destroy(self) -> None:
         """Leave the process groups."""
+        # In the opposite order of their creation.
         for engine in reversed(self.engines.values()):
             engine.destroy()
 
@@ -81,7 +83,9 @@ class PPOWorker(TrainWorker):
 def main(argv: list[str]) -> int:
     """Run the job."""
     config = read_config(PPOConfig, "ppo_critic.yaml", __doc__, argv)
-    return run_job(config, write_model_folder, partial(run_parts, copy_digits(config, PPOWorker)))
+    parts = copy_digits(config, PPOWorker)
+    supervise = partial(run_parts, parts)
+    return run_job(config, write_model_folder, supervise)
 
 
 if __name__ == "__main__":

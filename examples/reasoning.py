@@ -1,26 +1,25 @@
 """GRPO on tasks of reasoning-gym, evaluated on held-out items.
 
-    python examples/reasoning.py [key=value ...]                               # from scratch, five minutes on two cores
-    python examples/reasoning.py --config examples/reasoning_gpu.yaml actor.path=Qwen/Qwen3-0.6B task=gsm_symbolic
+    # from scratch, five minutes on two cores
+    python examples/reasoning.py [key=value ...]
+    python examples/reasoning.py --config examples/reasoning_gpu.yaml \\
+        actor.path=Qwen/Qwen3-0.6B task=gsm_symbolic
 
 It is `examples/grpo.py` with another task and two more kinds of step, which `warm_start.py`
 describes.
 """
 
 import string
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
 from grpo import Parts, run_parts
 from grpo_job import exit_with, read_config, run_job
 from tasks import Task
 from tiny_models import SPECIAL_TOKENS, make_tokenizer, write_tiny_qwen3
+from transformers import AutoTokenizer
 from warm_start import WarmStartConfig, WarmStartWorker, draw, warm_start_step
 
 from holdfast.recover.supervisor import Supervisor
@@ -31,12 +30,14 @@ SORT = """Your task is to sort words in ascending or descending order using ASCI
 
 Your output should be a comma-separated list of words, e.g. word_1, word_2, word_3
 
-Now, sort these words in {} order (using ASCII/Unicode ordering) and return them as a comma-separated list: """
+Now, sort these words in {} order (using ASCII/Unicode ordering) \
+and return them as a comma-separated list: """
 PALINDROME = """Your task is, given a list of letters, to form a valid palindrome.
 
 A palindrome is a phrase that reads the same forwards and backwards.
 
-If there are multiple possible answers, only respond with one of them. You must use all the letters provided.
+If there are multiple possible answers, only respond with one of them. \
+You must use all the letters provided.
 
 Your output should be a single string, with no spaces or punctuation.
 
@@ -86,16 +87,21 @@ def make_task(config: ReasoningConfig, tokenizer: Any) -> Task:
     """Make the task. Called in the rollout worker, which alone imports reasoning-gym."""
     from reasoning_task import ReasoningTask
 
-    options = {name: config.task_options.get(name, {}) for name in config.names}
-    counts = (config.n_prompts, config.n_held_out)
-    data = (config.names, options, config.seed, counts)
     return ReasoningTask(
-        *data, tokenizer, config.max_new_tokens, config.answer_tags, config.sft_wrong
+        config.names,
+        config.task_options,
+        config.seed,
+        (config.n_prompts, config.n_held_out),
+        tokenizer,
+        config.max_new_tokens,
+        config.answer_tags,
+        config.sft_wrong,
     )
 
 
 def make_model(config: ReasoningConfig, folder: Path) -> Path:
     """Make the folder of the tiny model, which has one token per character."""
+    # The prompts are longer than the default of 64 tokens.
     tokenizer = make_tokenizer(VOCABULARY, CHAT_TEMPLATE)
     return write_tiny_qwen3(
         folder, tokenizer, config.model_layers, config.model_width, max_length=256
@@ -113,11 +119,8 @@ def require_chat_template(folder: Path) -> None:
 def run(config: ReasoningConfig, supervisor: Supervisor) -> None:
     """Run the job and draw its picture."""
     fingerprint = f"reasoning-gym {config.task} {config.task_options}, seed {config.seed}"
-    run_parts(
-        Parts(partial(make_task, config), fingerprint, WarmStartWorker, warm_start_step),
-        config,
-        supervisor,
-    )
+    parts = Parts(partial(make_task, config), fingerprint, WarmStartWorker, warm_start_step)
+    run_parts(parts, config, supervisor)
     print(f"accuracy on held-out items over steps: {draw(config)}")
 
 

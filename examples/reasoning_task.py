@@ -58,41 +58,61 @@ class ReasoningTask:
         timeout_s: float = 15.0,
     ) -> None:
         known = reasoning_gym.factory.DATASETS
-        if unknown := [name for name in names if name not in known]:
-            raise ConfigError(
-                f"config key 'task' names {unknown[0]!r}, which reasoning-gym does not have; it "
-                f"has {', '.join(sorted(known))}"
-            )
-        self.max_new_tokens, self._answer_tags = max_new_tokens, answer_tags
-        self._names, self._tokenizer = list(names), tokenizer
-        self._counts, self._wrong = counts, wrong
-        # Some datasets create a list as long as their size at once, so the size must be limited.
-        size = max(
-            tries * -(-count // len(names)) for tries, count in zip(_TRIES, counts, strict=True)
-        )
-        self._datasets = {name: _open(name, seed, size, options.get(name, {})) for name in names}
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"config key 'task' names {name!r}, which reasoning-gym does not have; it "
+                    f"has {', '.join(sorted(known))}"
+                )
+        self.max_new_tokens = max_new_tokens
+        self._answer_tags = answer_tags
+        self._names = list(names)
+        self._tokenizer = tokenizer
         self._special = set(tokenizer.all_special_ids)
-        self._rewards = Rewards(
-            score, tokenizer, CallPool(n_processes=1, timeout_s=timeout_s), lost_reward=0.0
-        )
+        self._wrong = wrong
+        pool = CallPool(n_processes=1, timeout_s=timeout_s)
+        self._rewards = Rewards(score, tokenizer, pool, lost_reward=0.0)
+
+        # Training items and held-out items of each dataset, rounded up.
+        self._counts = [-(-count // len(names)) for count in counts]
+        # Some datasets create a list as long as their size at once, so the size must be limited.
+        for_training, for_held_out = _TRIES
+        n_training, n_held_out = self._counts
+        size = max(for_training * n_training, for_held_out * n_held_out)
+        self._datasets = {}
+        for name in names:
+            self._datasets[name] = _open(name, seed, size, options.get(name, {}))
 
     def item(self, number: int, held_out: bool = False) -> Item:
         """See `tasks.Task`."""
         name, entry = self._find(number, held_out)
-        data = {"task": name, "entry": {"answer": entry["answer"], "metadata": entry["metadata"]}}
-        data["answer_tags"] = self._answer_tags
+        data = {
+            "task": name,
+            # what a verifier reads
+            "entry": {"answer": entry["answer"], "metadata": entry["metadata"]},
+            "answer_tags": self._answer_tags,
+        }
         prompt_ids = self._encode(entry["question"])
-        if not held_out and _share(number) < self._wrong:
-            _, entry = self._find(number + len(self._names), held_out)
-        answer = (
-            self._tokenizer.encode(entry["answer"], add_special_tokens=False)
-            if entry["answer"]
-            else []
-        )
-        answer_ids = [*answer, self._tokenizer.eos_token_id]
-        return {"prompt_ids": prompt_ids, "answer_ids": answer_ids, "data": data}
 
-    def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
+        # A wrong answer is that of the next item of the same dataset.
+        if not held_out and _share(number) < self._wrong:
+            other = number + len(self._names)
+            _, entry = self._find(other, held_out)
+        answer = entry["answer"]
+        answer_ids = []
+        if answer:
+            answer_ids = self._tokenizer.encode(answer, add_special_tokens=False)
+        return {
+            "prompt_ids": prompt_ids,
+            "answer_ids": [*answer_ids, self._tokenizer.eos_token_id],
+            "data": data,
+        }
+
+    def rewards(
+        self,
+        items: Sequence[Item],
+        answers: Sequence[list[int]],
+    ) -> list[float]:
         """Score answers (see `tasks.Task`). If a verifier fails, the answer gets no reward and
         `stats` counts it.
         """
@@ -104,26 +124,36 @@ class ReasoningTask:
 
     def _find(self, number: int, held_out: bool) -> tuple[str, dict[str, Any]]:
         """Return dataset and entry of an item: the first of its candidates in the right set."""
-        name, kinds = self._names[number % len(self._names)], len(self._names)
+        first, which = divmod(number, len(self._names))
+        name = self._names[which]
         dataset = self._datasets[name]
-        for index in range(number // kinds, len(dataset), -(-self._counts[held_out] // kinds)):
+        stride = self._counts[held_out]
+        for index in range(first, len(dataset), stride):
             entry = dataset[index]
-            if (zlib.crc32(entry["question"].encode()) % _HELD_OUT_ONE_IN == 0) == held_out:
+            digest = zlib.crc32(entry["question"].encode())
+            if (digest % _HELD_OUT_ONE_IN == 0) == held_out:
                 return name, entry
         kind = "held-out" if held_out else "training"
         raise ConfigError(f"{name!r} has too few questions for {kind} items; give it a wider range")
 
-    async def _score_all(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
-        said = [[token for token in ids if token not in self._special] for ids in answers]
-        calls = zip(items, said, strict=True)
-        return await asyncio.gather(
-            *(self._rewards.reward(item["prompt_ids"], ids, item["data"]) for item, ids in calls)
-        )
+    async def _score_all(
+        self,
+        items: Sequence[Item],
+        answers: Sequence[list[int]],
+    ) -> list[float]:
+        # The verifiers run at the same time, in the processes of the pool.
+        calls = []
+        for item, ids in zip(items, answers, strict=True):
+            said = [token for token in ids if token not in self._special]
+            call = self._rewards.reward(item["prompt_ids"], said, item["data"])
+            calls.append(call)
+        return await asyncio.gather(*calls)
 
     def _encode(self, question: str) -> list[int]:
         messages = [{"role": "user", "content": question}]
         if self._answer_tags:
-            messages.insert(0, {"role": "system", "content": SYSTEM_PROMPTS["default"]})
+            system = SYSTEM_PROMPTS["default"]
+            messages.insert(0, {"role": "system", "content": system})
         # Only Qwen3's template reads enable_thinking.
         return self._tokenizer.apply_chat_template(
             messages,
@@ -150,12 +180,14 @@ def score(
     run with them, GRPO raised the rewards and lowered the share of right answers.
     """
     answer = extract_answer(completion) if answer_tags else completion.strip()
-    return float(_verifier(task)(answer, entry) == 1.0)
+    verify = _verifier(task)
+    return float(verify(answer, entry) == 1.0)
 
 
 def _share(number: int) -> float:
     """Return a fixed value for each number, evenly spread over 0 to 1."""
-    return zlib.crc32(number.to_bytes(8, "little")) / (1 << 32)
+    data = number.to_bytes(8, "little")
+    return zlib.crc32(data) / (1 << 32)
 
 
 @cache
@@ -163,7 +195,12 @@ def _verifier(name: str) -> Any:
     return reasoning_gym.get_score_answer_fn(name)
 
 
-def _open(name: str, seed: int, size: int, options: Mapping[str, Any]) -> Any:
+def _open(
+    name: str,
+    seed: int,
+    size: int,
+    options: Mapping[str, Any],
+) -> Any:
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=size, **options)
     except (AssertionError, TypeError) as error:  # raised by its own checks of values and keys

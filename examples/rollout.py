@@ -34,9 +34,9 @@ class RolloutWorker:
     def __init__(self, tokenizer_path: str, log_level: str = "WARNING") -> None:
         configure_logging(log_level)
         disable_progress_bar()  # otherwise there is a bar for every version
-        self.device = torch.device(
-            "cuda" if torch.cuda.is_available() else "cpu"
-        )  # a worker without GPUs of its own sees none
+        # A worker without GPUs of its own sees none.
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(kind)
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, padding_side="left")
         self.model: Any = None
         self.stop_ids: list[int] = []
@@ -50,14 +50,16 @@ class RolloutWorker:
         model = factory.from_pretrained(path, dtype=torch.float32)
         self.model = model.to(self.device).eval()
         self.stop_ids = _stop_ids(self.tokenizer, self.model.generation_config)
+
         # The folder's own generation config may cut the distribution (top_p ...), so that
         # log-probabilities would differ from the trainer's.
+        placeholders = None
+        if sees:
+            placeholders = [config.image_token_id, config.video_token_id]
         self.model.generation_config = GenerationConfig(
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_id=self.stop_ids,
-            suppress_tokens=[config.image_token_id, config.video_token_id]
-            if sees
-            else None,  # they stand for images
+            suppress_tokens=placeholders,
         )
         self.version = version
         return version
@@ -88,56 +90,89 @@ class RolloutWorker:
             raise RuntimeError("no weights were published to this rollout worker yet")
         torch.manual_seed(seed)
         rows = [prompt for prompt in prompts for _ in range(n_samples)]
-        padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.device)
-        seen = None if images is None else [each for each in images for _ in range(n_samples)]
-        if seen is not None:
-            padded["mm_token_type_ids"] = (
-                padded["input_ids"] == self.model.config.image_token_id
-            ).long()
-            padded |= {
-                name: torch.cat([each[name] for each in seen]).to(self.device) for name in seen[0]
+        padded = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+        padded = padded.to(self.device)
+        input_ids = padded["input_ids"]
+
+        # A row has the images of its prompt.
+        seen = None
+        if images is not None:
+            seen = [each for each in images for _ in range(n_samples)]
+            is_image = input_ids == self.model.config.image_token_id
+            padded["mm_token_type_ids"] = is_image.long()
+            for name in seen[0]:
+                joined = torch.cat([each[name] for each in seen])
+                padded[name] = joined.to(self.device)
+
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            sampling = {
+                "do_sample": True,
+                "temperature": temperature,
+                "top_k": 0,
             }
         out = self.model.generate(
             **padded,
-            **(
-                {"do_sample": True, "temperature": temperature, "top_k": 0}
-                if temperature
-                else {"do_sample": False}
-            ),
+            **sampling,
             max_new_tokens=max_new_tokens,
             output_scores=True,
             return_dict_in_generate=True,
         )
-        completions = out.sequences[:, padded["input_ids"].shape[1] :]
-        logprobs = torch.stack([scores.float().log_softmax(-1) for scores in out.scores], dim=1)
-        logprobs = logprobs.gather(-1, completions[..., None])[..., 0]
-        return with_images(self._pack(rows, completions.cpu(), logprobs.cpu()), seen)
+
+        # The scores are the logits of each new token, divided by the temperature.
+        completions = out.sequences[:, input_ids.shape[1] :]
+        by_token = [scores.float().log_softmax(-1) for scores in out.scores]
+        of_all = torch.stack(by_token, dim=1)
+        logprobs = of_all.gather(-1, completions[..., None])[..., 0]
+
+        batch = self._pack(rows, completions.cpu(), logprobs.cpu())
+        return with_images(batch, seen)
 
     def _pack(
-        self, rows: list[list[int]], completions: torch.Tensor, logprobs: torch.Tensor
+        self,
+        rows: list[list[int]],
+        completions: torch.Tensor,
+        logprobs: torch.Tensor,
     ) -> Batch:
-        stops = torch.isin(completions, torch.tensor(self.stop_ids)).long()
-        lengths = (stops.cumsum(1) - stops == 0).sum(1)  # includes the stop token
-        shape = (len(rows), max(len(row) for row in rows) + completions.shape[1])
+        # A completion is the tokens before which no stop token was sampled.
+        is_stop = torch.isin(completions, torch.tensor(self.stop_ids))
+        stops = is_stop.long()
+        n_stops_before = stops.cumsum(1) - stops
+        lengths = (n_stops_before == 0).sum(1)
+
+        longest = max(len(row) for row in rows)
+        shape = (len(rows), longest + completions.shape[1])
         batch = {
-            name: torch.zeros(shape, dtype=torch.int64)
-            for name in ("input_ids", "attention_mask", "loss_mask")
+            "input_ids": torch.zeros(shape, dtype=torch.int64),
+            "attention_mask": torch.zeros(shape, dtype=torch.int64),
+            "loss_mask": torch.zeros(shape, dtype=torch.int64),
+            "logprobs": torch.zeros(shape),
+            "versions": torch.full(shape, -1),
+            "truncated": ~is_stop.any(1),
         }
-        batch |= {"logprobs": torch.zeros(shape), "versions": torch.full(shape, -1)}
-        for i, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
-            end = len(row) + length
-            batch["input_ids"][i, :end] = torch.cat([torch.tensor(row), completions[i, :length]])
+
+        # Each row is its prompt, then its completion.
+        for i, length in enumerate(lengths.tolist()):
+            row = rows[i]
+            start = len(row)
+            end = start + length
+            batch["input_ids"][i, :start] = torch.tensor(row)
+            batch["input_ids"][i, start:end] = completions[i, :length]
             batch["attention_mask"][i, :end] = 1
-            batch["loss_mask"][i, len(row) : end] = 1
-            batch["logprobs"][i, len(row) : end] = logprobs[i, :length]
-            batch["versions"][i, len(row) : end] = self.version
-        return {**batch, "truncated": ~stops.bool().any(1)}
+            batch["loss_mask"][i, start:end] = 1
+            batch["logprobs"][i, start:end] = logprobs[i, :length]
+            batch["versions"][i, start:end] = self.version
+        return batch
 
 
 def _stop_ids(tokenizer: Any, generation_config: GenerationConfig) -> list[int]:
     """Return the tokenizer's end token and others of the model folder (Qwen3's end a turn or a
     text).
     """
+    ids = {tokenizer.eos_token_id}
     also: Any = generation_config.eos_token_id
-    also = [] if also is None else [also] if isinstance(also, int) else also
-    return sorted({tokenizer.eos_token_id, *also})
+    if isinstance(also, int):
+        ids.add(also)
+    elif also is not None:
+        ids.update(also)
+    return sorted(ids)

@@ -21,23 +21,21 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
+import demo
 import matplotlib.pyplot as plt
 import torch
-from rich.console import Console
-from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chaos import GrpoRun
+from chaos import GrpoRun, column, mark_kill
 from copy_task import CopyPrompts, sft_collate, write_model_folder
+from rich.console import Console
 from server_processes import VLLM_COMMAND, ServerProcesses, wait_for_servers
-
-from holdfast.utils.metrics import read_stats
+from transformers import AutoModelForCausalLM
 
 OUT = Path("serve_demo_out").absolute()
 PYTHON = Path(".venv-vllm/bin/python").absolute()
 SCRIPT = Path(__file__).with_name("grpo_servers.py")
 TOTAL_STEPS = 120
-FIRST_STEPS, FIRST_BATCH = 18, 64
+FIRST_STEPS = 18
+FIRST_BATCH = 64
 START_S = 900.0
 TIMEOUT_S = 1800.0
 
@@ -51,12 +49,11 @@ class Kill:
 
 
 def teach_a_part(folder: Path) -> None:
-    """Train the model in ``folder`` on supervised samples, until it gets about half of the reward."""
+    """Train the model in ``folder`` on supervised samples, to about half of the reward."""
     torch.manual_seed(1)
-    model, prompts = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        CopyPrompts(FIRST_STEPS * FIRST_BATCH, seed=0),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompts = CopyPrompts(FIRST_STEPS * FIRST_BATCH, seed=0)
+    # The loss is on the answer alone, as in GRPO.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for first in range(0, len(prompts), FIRST_BATCH):
         batch = sft_collate([prompts[first + row] for row in range(FIRST_BATCH)])
@@ -69,20 +66,18 @@ def teach_a_part(folder: Path) -> None:
 
 def follow(console: Console, run: GrpoRun, step: int) -> None:
     """Show progress until ``step`` has been trained. Exit if the run ends earlier."""
-    with console.status("training") as status:
-
-        def reached() -> bool:
-            last = run.last_step()
-            status.update(f"step {last + 1} of {TOTAL_STEPS}")
-            return last >= step or run.exit_code() is not None
-
-        run.wait_until(reached, TIMEOUT_S)
+    demo.follow(console, run, step, "training", TOTAL_STEPS, TIMEOUT_S)
     if run.last_step() < step:
         sys.exit(f"the run in {run.fileroot} ended:\n{run.log_tail()}")
 
 
 def kill_server(
-    console: Console, run: GrpoRun, servers: ServerProcesses, number: int, what: str, note: str
+    console: Console,
+    run: GrpoRun,
+    servers: ServerProcesses,
+    number: int,
+    what: str,
+    note: str,
 ) -> Kill:
     """Kill a server or a mirror. The run goes on with the other ones until the new process has the
     current weights.
@@ -95,64 +90,47 @@ def kill_server(
 
 def kill_process(console: Console, run: GrpoRun, who: str, what: str) -> Kill:
     """Kill a trainer or the driver, and wait until training goes on."""
-    attempts, step = len(run.attempts()), run.last_step()
-    assert run.kill(who, rank=1)
-    console.print(f"  [red]SIGKILL {what} after step {step}[/red]")
-    if who == "driver":
-        run.start()
-    run.wait_until(lambda: len(run.attempts()) > attempts or run.exit_code() is not None, TIMEOUT_S)
-    if len(run.attempts()) == attempts:
-        sys.exit(f"the run in {run.fileroot} did not come back:\n{run.log_tail()}")
-    console.print(f"  [green]back: step {run.attempts()[-1]['step']} is next[/green]")
+    step = run.last_step()
+    demo.kill_and_wait(console, run, who, f"{what} after step {step}[/red]", TIMEOUT_S)
     return Kill(what, step)
 
 
 def draw(run: GrpoRun, kills: list[Kill], path: Path) -> None:
     """Draw reward, number of serving servers, and staleness over steps."""
-    stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
-    steps = [s["step"] for s in stats]
+    stats = run.stats()
+    steps = column(stats, "step")
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(9, 6), layout="constrained", sharex=True)
-    upper.plot(steps, [s["reward"] for s in stats], linewidth=1.8)
+    upper.plot(steps, column(stats, "reward"), linewidth=1.8)
     upper.set(
         ylabel="mean reward",
         ylim=(0, 1.05),
         title="GRPO on “copy three digits” with two vLLM servers",
     )
-    lower.step(
-        steps,
-        [s["servers_serving"] for s in stats],
-        where="mid",
-        label="servers that serve the weights",
-    )
-    lower.step(
-        steps,
-        [s["rollouts/staleness_max"] for s in stats],
-        where="mid",
-        label="oldest token (steps)",
-    )
+
+    labels = {
+        "servers_serving": "servers that serve the weights",
+        "rollouts/staleness_max": "oldest token (steps)",
+    }
+    # Both are small integers, so they share an axis.
+    for name, label in labels.items():
+        lower.step(steps, column(stats, name), where="mid", label=label)
     lower.set(xlabel="step", ylim=(-0.2, 3.2))  # room for the legend
     lower.legend(loc="upper right")
     for kill in kills:
-        for axes in (upper, lower):
-            axes.axvline(kill.step, color="tab:red", linewidth=1)
-        upper.annotate(
-            f"SIGKILL {kill.what}",
-            (kill.step, 0.03),
-            rotation=90,
-            ha="right",
-            color="tab:red",
-            fontsize=9,
-        )
+        mark_kill(upper, kill.step, f"SIGKILL {kill.what}")
+        mark_kill(lower, kill.step, "")
     figure.savefig(path, dpi=130)
 
 
 def main() -> int:
     """Run the demo."""
-    console, started = Console(), time.monotonic()
+    console = Console()
+    started = time.monotonic()
     shutil.rmtree(OUT, ignore_errors=True)
     # on a CPU, vLLM needs attention heads of at least 32
     model = write_model_folder(OUT / "base_model", hidden=128, for_vllm=True)
     teach_a_part(model)
+    # The mirrors read this folder.
     published = OUT / "weights"
     console.print(
         "[bold]1. Two vLLM servers and their mirrors start[/bold]: a minute or two, ten on a busy "
@@ -160,42 +138,35 @@ def main() -> int:
     )
     with ServerProcesses(VLLM_COMMAND, str(PYTHON), model, 2, OUT / "logs", published) as servers:
         wait_for_servers(servers.servers, START_S, servers)
-        urls = (
-            ",".join(getattr(server, name) for server in servers.servers)
-            for name in ("url", "mirror")
-        )
-        overrides = [
-            f"{key}=[{value}]" for key, value in zip(("servers", "mirrors"), urls, strict=True)
-        ]
-        overrides += [
+        urls = ",".join(server.url for server in servers.servers)
+        mirrors = ",".join(str(server.mirror) for server in servers.servers)
+        # The servers are ours, so that a kill of the driver leaves them alone.
+        run = GrpoRun(
+            OUT,
+            f"servers=[{urls}]",
+            f"mirrors=[{mirrors}]",
             f"total_steps={TOTAL_STEPS}",
             f"actor.path={model}",
             "publish=delta",
             f"weights_folder={published}",
-        ]
-        overrides += [
             "actor.optimizer.lr=5e-5",
             "actor.optimizer.warmup_steps_proportion=0.1",
             "actor.ppo_n_minibatches=1",
-        ]
-        run = GrpoRun(OUT, *overrides, script=SCRIPT, experiment="grpo_servers")
+            script=SCRIPT,
+            experiment="grpo_servers",
+        )
         try:
             console.print(
                 f"[bold]2. GRPO, {TOTAL_STEPS} steps[/bold]; two trainers, sampling a step ahead"
             )
             run.start()
             follow(console, run, TOTAL_STEPS // 5)
-            kills = [
-                kill_server(
-                    console, run, servers, 2, "mirror 0", "its server keeps its weights meanwhile"
-                )
-            ]
+            # A fifth of the run between two kills.
+            note = "its server keeps its weights meanwhile"
+            kills = [kill_server(console, run, servers, 2, "mirror 0", note)]
             follow(console, run, 2 * TOTAL_STEPS // 5)
-            kills.append(
-                kill_server(
-                    console, run, servers, 0, "server 0", "the other one takes its requests"
-                )
-            )
+            note = "the other one takes its requests"
+            kills.append(kill_server(console, run, servers, 0, "server 0", note))
             follow(console, run, 3 * TOTAL_STEPS // 5)
             kills.append(kill_process(console, run, "trainer", "trainer rank 1"))
             follow(console, run, 4 * TOTAL_STEPS // 5)
@@ -206,24 +177,23 @@ def main() -> int:
             run.stop()
     if code != 0:
         sys.exit(f"the run in {run.fileroot} failed:\n{run.log_tail()}")
-    stats = read_stats(run.trial_root / "stats" / "stats.jsonl")
-    account = next(
-        line for line in reversed(run.log_tail().splitlines()) if line.startswith("tickets ")
-    )
-    draw(run, kills, OUT / "serve_demo.png")
+
+    stats = run.stats()
+    # The job prints this line once all steps are trained.
+    accounts = [line for line in run.log_tail().splitlines() if line.startswith("tickets ")]
+    picture = OUT / "serve_demo.png"
+    draw(run, kills, picture)
     console.print("[bold]3. What happened[/bold]")
-    console.print(account, soft_wrap=True)
+    console.print(accounts[-1], soft_wrap=True)
     deltas = [s for s in stats if s["publish_delta"]]
-    share = sum(s["publish_bytes"] for s in deltas) / sum(s["publish_full_bytes"] for s in deltas)
+    n_bytes = sum(column(deltas, "publish_bytes"))
+    percent = 100 * (n_bytes / sum(column(deltas, "publish_full_bytes")))
     console.print(
-        f"{len(deltas)} of {len(stats)} publications were deltas, with {100 * share:.0f} % of the "
-        "bytes"
+        f"{len(deltas)} of {len(stats)} publications were deltas, with {percent:.0f} % of the bytes"
     )
     console.print(f"mean reward {stats[0]['reward']:.3f} -> {stats[-1]['reward']:.3f}")
-    console.print(
-        f"after {time.monotonic() - started:.0f} s; the picture: {OUT / 'serve_demo.png'}",
-        soft_wrap=True,
-    )
+    seconds = time.monotonic() - started
+    console.print(f"after {seconds:.0f} s; the picture: {picture}", soft_wrap=True)
     return 0
 
 

@@ -57,9 +57,13 @@ def adapter_flags(rank: int, modules: Sequence[str], versions: int) -> str:
         modules: their ``target_modules``. If empty, or with ``all-linear``: all linear layers.
         versions: number of versions that may answer requests at the same time.
     """
-    named = _LINEAR_LAYERS if not modules or "all-linear" in modules else modules
+    if not modules or "all-linear" in modules:
+        modules = _LINEAR_LAYERS
     room = min((size for size in _LORA_RANKS if size >= rank), default=rank)
-    return f"--enable-lora --max-lora-rank {room} --max-loras {versions} --lora-target-modules {' '.join(named)}"
+    return (
+        f"--enable-lora --max-lora-rank {room} --max-loras {versions} "
+        f"--lora-target-modules {' '.join(modules)}"
+    )
 
 
 @dataclass
@@ -79,10 +83,15 @@ class _Program:
     models: tuple[Path, ...] = ()
 
     def start(self) -> subprocess.Popen[bytes]:
-        model = next((str(path) for path in self.models if path.exists()), "")
+        existing = [str(path) for path in self.models if path.exists()]
+        model = existing[0] if existing else ""
+        command = [part.replace("{model}", model) for part in self.command]
         with open(self.log, "ab") as log:
-            command = [part.replace("{model}", model) for part in self.command]
             return start_guarded(command, log, env=VLLM_ENVIRONMENT | os.environ)
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_LINES:])
 
 
 class ServerProcesses:
@@ -116,28 +125,36 @@ class ServerProcesses:
         published: Path | None = None,
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self.servers = list[VLLMServer]()
-        self._programs, mirrors = list[_Program](), list[_Program]()
+        self.servers: list[VLLMServer] = []
+        self._programs: list[_Program] = []
+        mirrors: list[_Program] = []
         ports = _free_ports(2 * count)
-        for number, (port, mirror_port) in enumerate(
-            zip(ports[:count], ports[count:], strict=True)
-        ):
-            line = shlex.split(
-                command.format(python=shlex.quote(python), model="{model}", port=port)
-            )
-            local, address = logs / f"mirror_{number}", f"127.0.0.1:{mirror_port}"
-            models = (model,) if published is None else (local / "current", model)
-            self._programs.append(
-                _Program(f"inference server {number}", logs / f"server_{number}.log", line, models)
-            )
-            mirrored = [str(_MIRROR), "mirror", str(published), str(local), "--listen", address]
-            mirrors.append(_Program(f"mirror {number}", logs / f"mirror_{number}.log", mirrored))
-            mirror = None if published is None else f"http://{address}"
+        for number in range(count):
+            # A server starts with the model of its mirror, if there is one.
+            models = (model,)
+            mirror = None
+            if published is not None:
+                local = logs / f"mirror_{number}"
+                models = (local / "current", model)
+                address = f"127.0.0.1:{ports[count + number]}"
+                mirror = f"http://{address}"
+                line = [str(_MIRROR), "mirror", str(published), str(local), "--listen", address]
+                log = logs / f"mirror_{number}.log"
+                mirrors.append(_Program(f"mirror {number}", log, line))
+
+            port = ports[number]
+            line = command.format(python=shlex.quote(python), model="{model}", port=port)
+            log = logs / f"server_{number}.log"
+            name = f"inference server {number}"
+            self._programs.append(_Program(name, log, shlex.split(line), models))
             self.servers.append(VLLMServer(f"http://127.0.0.1:{port}", mirror=mirror))
-        self._programs += [] if published is None else mirrors
+
+        # `pids` has all servers first.
+        self._programs += mirrors
         self._processes: list[subprocess.Popen[bytes]] = []
         self._restarts = [0] * len(self._programs)
-        self._closed, self._started = threading.Event(), threading.Event()
+        self._closed = threading.Event()
+        self._started = threading.Event()
         self._problem: OSError | None = None
         self._keeper = threading.Thread(
             target=self._keep, name="inference server processes", daemon=True
@@ -169,12 +186,13 @@ class ServerProcesses:
         """
         for program, restarts in zip(self._programs, self._restarts, strict=True):
             if restarts:
-                end = "\n".join(program.log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
                 raise ConfigError(
-                    f"{program.name} ended before it answered; {program.log} ends with\n{end}"
+                    f"{program.name} ended before it answered; {program.log} ends with\n"
+                    f"{program.log_tail()}"
                 )
 
     def _keep(self) -> None:
+        # Whoever waits for the start must also hear of its failure.
         try:
             for program in self._programs:
                 self._processes.append(program.start())
@@ -184,15 +202,14 @@ class ServerProcesses:
             self._started.set()
         while self._problem is None and not self._closed.wait(_AGAIN_AFTER_S):
             for number, process in enumerate(self._processes):
-                if process.poll() is not None:
-                    print(
-                        f"{self._programs[number].name} has ended; it is started again", flush=True
-                    )
-                    end_guarded(
-                        process
-                    )  # also its remaining child processes, if its guard was killed
-                    self._restarts[number] += 1
-                    self._processes[number] = self._programs[number].start()
+                if process.poll() is None:
+                    continue
+                program = self._programs[number]
+                print(f"{program.name} has ended; it is started again", flush=True)
+                # Also its remaining child processes, if its guard was killed.
+                end_guarded(process)
+                self._restarts[number] += 1
+                self._processes[number] = program.start()
         end_guarded(*self._processes)
 
 
@@ -205,6 +222,7 @@ def wait_for_servers(
         ServerError: a server does not answer within ``timeout_s``.
         ConfigError: one of ``processes`` has ended.
     """
+    # Loading a model may take minutes.
     end = time.monotonic() + timeout_s
     for server in servers:
         while True:
@@ -220,6 +238,7 @@ def wait_for_servers(
 
 
 def _free_ports(count: int) -> list[int]:
+    # All at once, or the kernel would give the same port twice.
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:

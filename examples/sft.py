@@ -14,7 +14,7 @@ in one folder:
         recover/global_step_19/     snapshots: model, optimizer, schedule, generators, data cursor
         hf/global_step_99/          the result, for from_pretrained
         stats.jsonl  tensorboard/   one entry per step, even if the run was killed
-        model/                      config and tokenizer of the tiny model, if ``engine.path`` is empty
+        model/                      the tiny model's config and tokenizer, without ``engine.path``
 """
 
 import argparse
@@ -97,6 +97,7 @@ class TrainerConfig:
         trial.
         """
         folder = Path(self.default_local_dir).absolute()
+        # A ``save_freq`` of -1 means no snapshot but the last.
         config = RecoverConfig(
             fileroot=str(folder.parent.parent),
             experiment_name=folder.parent.name,
@@ -142,15 +143,14 @@ def main(config: SFTConfig) -> None:
     export = run / "hf" / f"global_step_{spec.total_train_steps - 1}"
     recover_config = config.trainer.recover_config()
     if not config.engine.path:
-        config.engine.path, config.engine.init_from_scratch = (
-            str(write_model_folder(run / "model")),
-            True,
-        )
+        config.engine.path = str(write_model_folder(run / "model"))
+        config.engine.init_from_scratch = True
     require_copy_tokenizer(require_model_folder(config.engine.path))
     engine = FSDPEngine(config.engine)
     engine.create_process_group()
     try:
         seed_rng(config.data.seed, engine.data_parallel_rank)
+        # Rank 0 looks, because the disk of another may lag behind.
         if rank_zero_decides(export.exists, engine.control_group):
             if get_rank() == 0:
                 print(f"this run has finished: {export}", flush=True)
@@ -174,6 +174,7 @@ def train(
     handler: RecoverHandler,
 ) -> None:
     """Train the remaining steps: `load` once before the first, `dump` after each."""
+    # Ranks with the same data get the same rows.
     loader = ResumableDataLoader(
         dataset,
         config.data.train_batch_size,
@@ -182,32 +183,37 @@ def train(
         world_size=engine.data_parallel_world_size,
         collate_fn=sft_collate,
     )
+    total_steps = spec.total_train_steps
     info = handler.load(engine, dataloader=loader)
     step = handler.first_step(info)
-    if step.global_step > spec.total_train_steps:
+    if step.global_step > total_steps:
         raise ConfigError(
-            f"trainer.total_epochs asks for {spec.total_train_steps} steps, the run has "
-            f"{step.global_step}"
+            f"trainer.total_epochs asks for {total_steps} steps, the run has {step.global_step}"
         )
-    logger, leads = None, get_rank() == 0
-    if leads:
+
+    # Rank 0 alone logs. Entries of steps that are trained again are replaced.
+    logger = None
+    if get_rank() == 0:
         logger = StatsLogger(
             config.trainer.default_local_dir, config.trainer.trackers, project="sft_copy"
         )
         logger.resume_after(info.last_step_info.global_step if info else None)
+
     times = PhaseTimes("training")
-    for batch in islice(loader.batches(), spec.total_train_steps - step.global_step):
+    for batch in islice(loader.batches(), total_steps - step.global_step):
         with times.phase("training"):
             stats = engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
             engine.step_lr_scheduler()
+
+        # Log before the snapshot: a kill between the two logs the step twice.
         if logger is not None:
             seen = {name: stats[name] for name in ("loss", "lr", "grad_norm", "update_skipped")}
             logger.log(step.global_step, {**seen, **times.take()})
-        is_last = step.global_step == spec.total_train_steps - 1
+        is_last = step.global_step == total_steps - 1
         saved = handler.dump(engine, step, dataloader=loader, force=is_last)
-        if leads:
+        if logger is not None:
             print(
-                f"step {step.global_step:3d}/{spec.total_train_steps} epoch {step.epoch}  loss "
+                f"step {step.global_step:3d}/{total_steps} epoch {step.epoch}  loss "
                 f"{stats['loss']:.4f}  lr {stats['lr']:.2e}  grad norm "
                 f"{stats['grad_norm']:.3f}{'  saved' if saved else ''}",
                 flush=True,

@@ -6,11 +6,12 @@ the data cursor of a job is a number, and the driver needs nothing else. The tas
 in the rollout worker.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NotRequired, Protocol, TypedDict
 
 import torch
 from rollout import RolloutWorker
+from torch.nn.utils.rnn import pad_sequence
 
 from holdfast.engine.api import Batch
 from holdfast.engine.training.batch import with_images
@@ -45,7 +46,11 @@ class Task(Protocol):
         """
         ...
 
-    def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
+    def rewards(
+        self,
+        items: Sequence[Item],
+        answers: Sequence[list[int]],
+    ) -> list[float]:
         """Return the reward of each answer (1 if right). Answers are token ids including the end
         token.
         """
@@ -60,7 +65,8 @@ class Numbers:
     """The dataset of a driver: ``n`` item numbers of the task with this ``fingerprint``."""
 
     def __init__(self, n: int, fingerprint: str) -> None:
-        self._n, self.fingerprint = n, fingerprint
+        self._n = n
+        self.fingerprint = fingerprint
 
     def __len__(self) -> int:
         return self._n
@@ -80,83 +86,131 @@ class TaskWorker(RolloutWorker):
     """
 
     def __init__(
-        self, make_task: Callable[[Any], Task], tokenizer_path: str, log_level: str = "WARNING"
+        self,
+        make_task: Callable[[Any], Task],
+        tokenizer_path: str,
+        log_level: str = "WARNING",
     ) -> None:
         super().__init__(tokenizer_path, log_level)
         self.task = make_task(self.tokenizer)
 
     def sample(
-        self, numbers: Sequence[int], n_samples: int, temperature: float, seed: int
+        self,
+        numbers: Sequence[int],
+        n_samples: int,
+        temperature: float,
+        seed: int,
     ) -> tuple[Batch, dict[str, float]]:
         """Sample ``n_samples`` answers to each item. Returns `generate`'s batch with ``rewards``
         ``[B]``, and stats.
         """
-        items = [self.task.item(number) for number in numbers]
+        items = self._items(numbers)
         batch = self._answer(items, n_samples, temperature, seed)
-        rewards = self.task.rewards(
-            [item for item in items for _ in range(n_samples)], _answers(batch)
-        )
-        return {**batch, "rewards": torch.tensor(rewards)}, self.task.stats()
 
-    def evaluate(self, n_items: int, temperature: float, seed: int) -> dict[str, float]:
+        # A row per sample, samples of an item next to each other.
+        by_row = []
+        for item in items:
+            by_row += [item] * n_samples
+        rewards = self.task.rewards(by_row, _answers(batch))
+        batch["rewards"] = torch.tensor(rewards)
+        return batch, self.task.stats()
+
+    def evaluate(
+        self,
+        n_items: int,
+        temperature: float,
+        seed: int,
+    ) -> dict[str, float]:
         """Return the share of right answers to the first ``n_items`` held-out items, overall and by
         name.
 
         The policy gives one answer per item, greedily at temperature 0.
         """
-        items = [self.task.item(number, held_out=True) for number in range(n_items)]
+        items = self._items(range(n_items), held_out=True)
         batch = self._answer(items, 1, temperature, seed)
-        right = [float(reward == 1.0) for reward in self.task.rewards(items, _answers(batch))]
-        names = [item["data"]["task"] for item in items]
-        stats = {"held_out": sum(right) / n_items}
-        for name in dict.fromkeys(names):
-            own = [score for score, its in zip(right, names, strict=True) if its == name]
-            stats[f"held_out/{name}"] = sum(own) / len(own)
+        answers = _answers(batch)
+        rewards = self.task.rewards(items, answers)
+
+        # Scores of all items, and of the items of each name.
+        scores: dict[str, list[float]] = {"held_out": []}
+        for item, reward in zip(items, rewards, strict=True):
+            name = f"held_out/{item['data']['task']}"
+            right = float(reward == 1.0)
+            scores["held_out"].append(right)
+            scores.setdefault(name, []).append(right)
+
+        stats = {}
+        for name, own in scores.items():
+            stats[name] = sum(own) / len(own)
         return stats
 
     def answers(self, n_items: int) -> list[str]:
         """Return the likeliest answers to the first ``n_items`` held-out items as text."""
-        items = [self.task.item(number, held_out=True) for number in range(n_items)]
-        return self.tokenizer.batch_decode(
-            _answers(self._answer(items, 1, 0.0, 0)), skip_special_tokens=True
-        )
+        items = self._items(range(n_items), held_out=True)
+
+        # At temperature 0 the seed does not matter.
+        batch = self._answer(items, 1, 0.0, 0)
+        answers = _answers(batch)
+        return self.tokenizer.batch_decode(answers, skip_special_tokens=True)
 
     def demonstrate(self, numbers: Sequence[int]) -> Batch:
         """Return items with their right answers, for supervised fine-tuning: right-padded ``[B,
         S]`` int64 tensors ``input_ids``, ``attention_mask`` and ``loss_mask``, which is 1 on the
         answer.
         """
-        items = [self.task.item(number) for number in numbers]
-        shape = (
-            len(items),
-            max(len(item["prompt_ids"]) + len(item["answer_ids"]) for item in items),
-        )
+        items = self._items(numbers)
+        input_ids = []
+        attention_mask = []
+        loss_mask = []
+        for item in items:
+            prompt = item["prompt_ids"]
+            answer = item["answer_ids"]
+            ids = prompt + answer
+            input_ids.append(ids)
+            attention_mask.append([1] * len(ids))
+            # Only the answer is taught.
+            mask = [0] * len(prompt) + [1] * len(answer)
+            loss_mask.append(mask)
+
         batch = {
-            name: torch.zeros(shape, dtype=torch.int64)
-            for name in ("input_ids", "attention_mask", "loss_mask")
+            "input_ids": _padded(input_ids),
+            "attention_mask": _padded(attention_mask),
+            "loss_mask": _padded(loss_mask),
         }
-        for row, item in enumerate(items):
-            start, ids = len(item["prompt_ids"]), item["prompt_ids"] + item["answer_ids"]
-            batch["input_ids"][row, : len(ids)] = torch.tensor(ids)
-            batch["attention_mask"][row, : len(ids)] = 1
-            batch["loss_mask"][row, start : len(ids)] = 1
         return with_images(batch, _images(items))
 
+    def _items(self, numbers: Iterable[int], held_out: bool = False) -> list[Item]:
+        return [self.task.item(number, held_out) for number in numbers]
+
     def _answer(
-        self, items: Sequence[Item], n_samples: int, temperature: float, seed: int
+        self,
+        items: Sequence[Item],
+        n_samples: int,
+        temperature: float,
+        seed: int,
     ) -> Batch:
-        prompts, images = [item["prompt_ids"] for item in items], _images(items)
-        return self.generate(
-            prompts, n_samples, self.task.max_new_tokens, temperature, seed, images
-        )
+        prompts = [item["prompt_ids"] for item in items]
+        limit = self.task.max_new_tokens
+        images = _images(items)
+        return self.generate(prompts, n_samples, limit, temperature, seed, images)
+
+
+def _padded(rows: list[list[int]]) -> torch.Tensor:
+    """``[B, S]``, with zeros at the right."""
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True)
 
 
 def _images(items: Sequence[Item]) -> list[Batch] | None:
-    return [item["images"] for item in items if "images" in item] or None
+    # All items of a task have images, or none has.
+    found = [item["images"] for item in items if "images" in item]
+    return found or None
 
 
 def _answers(batch: Batch) -> list[list[int]]:
-    return [
-        row[mask.bool()].tolist()
-        for row, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)
-    ]
+    """The sampled tokens of each row."""
+    answers = []
+    sampled = batch["loss_mask"].bool()
+    for row, mask in zip(batch["input_ids"], sampled, strict=True):
+        answers.append(row[mask].tolist())
+    return answers

@@ -1,4 +1,4 @@
-"""Model folders for the examples: config and tokenizer of tiny models, to be trained from scratch."""
+"""Model folders for the examples: config and tokenizer of tiny models to train from scratch."""
 
 import re
 from collections.abc import Sequence
@@ -36,9 +36,10 @@ def make_tokenizer(
         vocabulary: `SPECIAL_TOKENS`, then the others. The index is the token id.
         chat_template: chat template of the tokenizer.
     """
-    tokenizer = Tokenizer(
-        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
-    )
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+
+    # Split into the longer entries, else into characters.
     words = [re.escape(token) for token in vocabulary[len(SPECIAL_TOKENS) :] if len(token) > 1]
     pieces = Regex("|".join([*words, "."]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, behavior="isolated")  # type: ignore[assignment]
@@ -122,6 +123,7 @@ def write_tiny_qwen2_5_vl(
         "intermediate_size": 2 * hidden,
         "initializer_range": 0.08,
     }
+    # Rotary sections for time, height and width.
     sections = [hidden // 16, hidden // 32, hidden // 32]
     text = {
         "vocab_size": len(tokenizer),
@@ -161,6 +163,7 @@ def _write_folder(
     """
     if folder.exists():
         return folder
+    # Other ranks may do the same at the same time, and the first one wins.
     staging = staging_path(folder)
     staging.mkdir(parents=True)
     if with_weights:

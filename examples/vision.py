@@ -11,7 +11,6 @@ The picture ``held_out.png`` shows accuracy and rewards over steps, and some hel
 the policy's answers.
 """
 
-import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,13 +24,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from transformers import AutoImageProcessor, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
+from chaos import column
 from grpo import Numbered, Parts, Sampler, run_parts
 from grpo_job import exit_with, read_config, run_job
 from tasks import Item, Task
 from tiny_models import IMAGE_TOKENS, SPECIAL_TOKENS, make_tokenizer, write_tiny_qwen2_5_vl
+from transformers import AutoImageProcessor, AutoTokenizer
 from warm_start import WarmStartConfig, WarmStartWorker, plot_held_out, warm_start_step
 
 from holdfast.engine.worker_group import WorkerGroup
@@ -54,7 +52,14 @@ CELLS = 3
 MOST = 4
 """Largest right answer."""
 QUESTION = "How many squares are "
-VOCABULARY = (*SPECIAL_TOKENS, *IMAGE_TOKENS, QUESTION, "?", *COLOURS, *"0123456789")
+VOCABULARY = (
+    *SPECIAL_TOKENS,
+    *IMAGE_TOKENS,
+    QUESTION,
+    "?",
+    *COLOURS,
+    *"0123456789",
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}{{ "
     "'<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
@@ -85,16 +90,28 @@ def draw_squares(seed: int, number: int, held_out: bool) -> tuple[np.ndarray, st
     for attempt in count():
         rng = np.random.default_rng([seed, number, held_out, attempt])
         asked, *others = rng.permutation(list(COLOURS))
-        right, wrong = int(rng.integers(MOST + 1)), int(rng.integers(MOST))
-        colours = [asked] * right + list(rng.choice(others, wrong))
-        image = np.full((CELLS * CELL, CELLS * CELL, 3), 255, np.uint8)
-        for colour, cell in zip(colours, rng.permutation(CELLS**2), strict=False):
+        right = int(rng.integers(MOST + 1))
+        wrong = int(rng.integers(MOST))
+        distractors = rng.choice(others, wrong)
+        colours = [asked] * right + list(distractors)
+
+        # Each square has a random size and place in its cell, on white ground.
+        width = CELLS * CELL
+        image = np.full((width, width, 3), 255, np.uint8)
+        cells = rng.permutation(CELLS**2)
+        for colour, cell in zip(colours, cells, strict=False):
             side = rng.integers(CELL // 2, CELL)
-            top, left = (
-                CELL * at + rng.integers(0, CELL - side + 1) for at in divmod(int(cell), CELLS)
-            )
-            image[top : top + side, left : left + side] = COLOURS[colour]
-        if (zlib.crc32(image.tobytes() + asked.encode()) % 10 == 0) == held_out:
+            room = CELL - side + 1
+            row, across = divmod(int(cell), CELLS)
+            top = CELL * row + rng.integers(0, room)
+            left = CELL * across + rng.integers(0, room)
+            square = image[top : top + side, left : left + side]
+            square[:] = COLOURS[colour]
+
+        # One item in ten is held out.
+        item = image.tobytes() + asked.encode()
+        digest = zlib.crc32(item)
+        if (digest % 10 == 0) == held_out:
             return image, str(asked), right
     raise AssertionError
 
@@ -110,7 +127,9 @@ class VisionTask:
     """
 
     def __init__(self, seed: int, max_new_tokens: int, tokenizer: Any) -> None:
-        self.max_new_tokens, self._seed, self._tokenizer = max_new_tokens, seed, tokenizer
+        self.max_new_tokens = max_new_tokens
+        self._seed = seed
+        self._tokenizer = tokenizer
         self._processor = AutoImageProcessor.from_pretrained(tokenizer.name_or_path)
         self._image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[0])
 
@@ -118,28 +137,44 @@ class VisionTask:
         """See `tasks.Task`."""
         image, colour, right = draw_squares(self._seed, number, held_out)
         images = dict(self._processor(image, return_tensors="pt"))
-        n_tokens = int(images["image_grid_thw"].prod()) // self._processor.merge_size**2
-        content = [{"type": "image"}, {"type": "text", "text": f"{QUESTION}{colour}?"}]
+        content = [
+            {"type": "image"},
+            {"type": "text", "text": f"{QUESTION}{colour}?"},
+        ]
+        messages = [{"role": "user", "content": content}]
         ids = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, return_dict=False
+            messages, add_generation_prompt=True, return_dict=False
         )
-        at = ids.index(self._image_token)
-        prompt_ids = [*ids[:at], *[self._image_token] * n_tokens, *ids[at + 1 :]]
-        answer_ids = [
-            *self._tokenizer.encode(str(right), add_special_tokens=False),
-            self._tokenizer.eos_token_id,
-        ]
-        data = {"task": f"{right} square{'s' * (right != 1)}", "answer": str(right)}
-        return {"prompt_ids": prompt_ids, "answer_ids": answer_ids, "data": data, "images": images}
 
-    def rewards(self, items: Sequence[Item], answers: Sequence[list[int]]) -> list[float]:
+        # The template has one token for the image, the model needs one for each group of patches.
+        n_patches = int(images["image_grid_thw"].prod())
+        n_tokens = n_patches // self._processor.merge_size**2
+        at = ids.index(self._image_token)
+        ids[at : at + 1] = [self._image_token] * n_tokens
+
+        answer = str(right)
+        answer_ids = self._tokenizer.encode(answer, add_special_tokens=False)
+        unit = "square" if right == 1 else "squares"
+        return {
+            "prompt_ids": ids,
+            "answer_ids": [*answer_ids, self._tokenizer.eos_token_id],
+            "data": {"task": f"{right} {unit}", "answer": answer},
+            "images": images,
+        }
+
+    def rewards(
+        self,
+        items: Sequence[Item],
+        answers: Sequence[list[int]],
+    ) -> list[float]:
         """Return 1 for each answer that is the right number and nothing else, or 0."""
-        ended = [answer[-1] == self._tokenizer.eos_token_id for answer in answers]
-        said = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
-        return [
-            float(end and text.strip() == item["data"]["answer"])
-            for item, text, end in zip(items, said, ended, strict=True)
-        ]
+        texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
+        rewards = []
+        for item, ids, text in zip(items, answers, texts, strict=True):
+            ended = ids[-1] == self._tokenizer.eos_token_id
+            right = text.strip() == item["data"]["answer"]
+            rewards.append(float(ended and right))
+        return rewards
 
     def stats(self) -> dict[str, float]:
         """Return no statistics."""
@@ -158,10 +193,10 @@ def vision_step(
     """
     stats = warm_start_step(config, sampler, trainer, batches, global_step)
     if "held_out" in stats:
-        said = sampler.ask("answers", N_SHOWN, phase="evaluating")
-        stats |= {
-            f"answer/{i}": float(text) if text.isdecimal() else -1.0 for i, text in enumerate(said)
-        }
+        texts = sampler.ask("answers", N_SHOWN, phase="evaluating")
+        for number, text in enumerate(texts):
+            said = float(text) if text.isdecimal() else -1.0
+            stats[f"answer/{number}"] = said
     return stats
 
 
@@ -173,7 +208,9 @@ def make_task(config: VisionConfig, tokenizer: Any) -> Task:
 def make_model(config: VisionConfig, folder: Path) -> Path:
     """Make the folder of the tiny model."""
     tokenizer = make_tokenizer(VOCABULARY, CHAT_TEMPLATE)
-    return write_tiny_qwen2_5_vl(folder, tokenizer, config.model_layers, config.model_width, PATCH)
+    layers = config.model_layers
+    width = config.model_width
+    return write_tiny_qwen2_5_vl(folder, tokenizer, layers, width, PATCH)
 
 
 def require_image_token(folder: Path) -> None:
@@ -181,10 +218,11 @@ def require_image_token(folder: Path) -> None:
     template.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if IMAGE_TOKENS[0] not in tokenizer.get_vocab() or tokenizer.chat_template is None:
+    token = IMAGE_TOKENS[0]
+    known = token in tokenizer.get_vocab()
+    if not known or tokenizer.chat_template is None:
         raise ConfigError(
-            f"the tokenizer in {folder} has no {IMAGE_TOKENS[0]} or no chat template; take a "
-            "Qwen-VL model"
+            f"the tokenizer in {folder} has no {token} or no chat template; take a Qwen-VL model"
         )
 
 
@@ -193,28 +231,46 @@ def draw(config: VisionConfig) -> Path:
     stats = list(read_stats(config.stats_folder / "stats.jsonl"))
     figure = plt.figure(figsize=(11, 7.5), layout="constrained")
     halves: Any = figure.subfigures(2, 1, height_ratios=(3, 2))
-    accuracy, rewards = halves[0].subplots(1, 2, width_ratios=(2, 1))
+
+    # Above: accuracy and rewards.
+    upper, lower = halves
+    accuracy, rewards = upper.subplots(1, 2, width_ratios=(2, 1))
     plot_held_out(config, accuracy)
     learned = [entry for entry in stats if "reward" in entry]
-    rewards.plot([entry["step"] for entry in learned], [entry["reward"] for entry in learned])
-    rewards.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title="GRPO")
+    steps = column(learned, "step")
+    rewards.plot(steps, column(learned, "reward"))
+    rewards.set(
+        xlabel="step",
+        ylabel="mean reward",
+        ylim=(0, 1.05),
+        title="GRPO",
+    )
     rewards.grid(alpha=0.3)
+
+    # Below: images, each over its answers in up to five evaluations, evenly spread over the run.
     evaluated = [entry for entry in stats if "answer/0" in entry]
-    shown = [
-        evaluated[round(i)] for i in np.linspace(0, len(evaluated) - 1, min(5, len(evaluated)))
-    ]
-    for number, axes in enumerate(halves[1].subplots(1, N_SHOWN)):
+    n_lines = min(5, len(evaluated))
+    spread = np.linspace(0, len(evaluated) - 1, n_lines)
+    for number, axes in enumerate(lower.subplots(1, N_SHOWN)):
         image, colour, right = draw_squares(config.seed, number, held_out=True)
         axes.imshow(image)
-        axes.set(xticks=[], yticks=[], xlabel="\n" * len(shown))  # room for the answers
+        # Empty lines under the image make room for the answers.
+        axes.set(xticks=[], yticks=[], xlabel="\n" * n_lines)
         axes.set_title(f"How many are {colour}?", fontsize=10)
-        for line, entry in enumerate(shown):
+        for line, index in enumerate(spread, 1):
+            entry = evaluated[round(index)]
             said = int(entry[f"answer/{number}"])
-            text = f"step {entry['step']}: {'no number' if said < 0 else said}"
-            colour, below = "tab:green" if said == right else "tab:red", (0, -13 * (line + 1))
+            answer = "no number" if said < 0 else said
             axes.annotate(
-                text, (0.5, 0), below, "axes fraction", "offset points", color=colour, ha="center"
+                f"step {entry['step']}: {answer}",
+                (0.5, 0),
+                (0, -13 * line),
+                "axes fraction",
+                "offset points",
+                color="tab:green" if said == right else "tab:red",
+                ha="center",
             )
+
     path = config.recover.trial_root / "held_out.png"
     figure.savefig(path, dpi=110)
     return path
@@ -222,12 +278,9 @@ def draw(config: VisionConfig) -> Path:
 
 def run(config: VisionConfig, supervisor: Supervisor) -> None:
     """Run the job and draw its picture."""
-    parts = Parts(
-        partial(make_task, config),
-        f"coloured squares, seed {config.seed}",
-        WarmStartWorker,
-        vision_step,
-    )
+    fingerprint = f"coloured squares, seed {config.seed}"
+    make = partial(make_task, config)
+    parts = Parts(make, fingerprint, WarmStartWorker, vision_step)
     run_parts(parts, config, supervisor)
     print(f"accuracy on held-out items over steps: {draw(config)}")
 

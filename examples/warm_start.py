@@ -9,9 +9,7 @@
 All steps belong to one run. A kill at any step does not change the final weights.
 """
 
-import sys
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-
-sys.path.insert(0, str(Path(__file__).parent))
-from chaos import read_attempts
+from chaos import column, mark_kill, read_attempts
 from grpo import Numbered, Sampler, grpo_step
 from grpo_job import GRPOConfig, TrainWorker, split_rows
 
@@ -29,7 +25,7 @@ from holdfast.engine import FinetuneSpec
 from holdfast.engine.api import Batch
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.engine.worker_group import WorkerGroup
-from holdfast.utils.config import require_range
+from holdfast.utils.config import require_at_least, require_range
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.metrics import read_stats
 
@@ -60,9 +56,8 @@ class WarmStartConfig(GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_range("sft_steps", self.sft_steps, low=0, high=self.total_steps)
-        require_range("eval_steps", self.eval_steps, low=1)
-        require_range("n_held_out", self.n_held_out, low=1)
-        require_range("max_new_tokens", self.max_new_tokens, low=1)
+        require_at_least(self, eval_steps=1, n_held_out=1, max_new_tokens=1)
+        # A supervised step takes whole batches from the loader.
         if self.sft_batch_size < 1 or self.sft_batch_size % self.batch_size:
             raise ConfigError(
                 f"config key 'sft_batch_size' is {self.sft_batch_size}; expected a multiple of "
@@ -74,8 +69,9 @@ class WarmStartConfig(GRPOConfig):
         """The supervised steps, after which the learning rate stays at its last value. Without any,
         the whole run.
         """
-        spec = super().lr_spec
-        return spec if not self.sft_steps else FinetuneSpec(1, self.sft_steps, 1)
+        if not self.sft_steps:
+            return super().lr_spec
+        return FinetuneSpec(1, self.sft_steps, 1)
 
 
 class WarmStartWorker(TrainWorker):
@@ -85,9 +81,9 @@ class WarmStartWorker(TrainWorker):
         """Run one supervised step on this rank's share of the batch."""
         self.engine.train()
         stats = self.engine.train_batch(batch, sft_loss_fn, count_loss_tokens)
-        self.engine.step_lr_scheduler()
-        self.engine.set_version(self.engine.get_version() + 1)
-        return {name: stats[name] for name in ("loss", "lr", "grad_norm", "update_skipped")}
+        self.end_step()
+        kept = ("loss", "lr", "grad_norm", "update_skipped")
+        return {name: stats[name] for name in kept}
 
 
 def warm_start_step(
@@ -99,21 +95,24 @@ def warm_start_step(
 ) -> dict[str, float]:
     """Run a supervised or a GRPO step, then an evaluation if it is due."""
     if global_step < config.sft_steps:
-        numbers = [
-            number
-            for _ in range(config.sft_batch_size // config.batch_size)
-            for number in next(batches)
-        ]
+        # A supervised step takes several batches of the data cursor.
+        numbers = []
+        for _ in range(config.sft_batch_size // config.batch_size):
+            numbers += next(batches)
         batch = sampler.ask("demonstrate", numbers, publish=False)
-        stats = trainer.call_all(
-            "sft_step", per_rank=split_rows(batch, config, trainer.world_size, 1)
-        )[0]
+        shares = split_rows(batch, config, trainer.world_size, 1)
+        stats = trainer.call_all("sft_step", per_rank=shares)[0]
     else:
         stats = grpo_step(config, sampler, trainer, batches, global_step)
-    if (global_step + 1) % config.eval_steps and global_step != config.total_steps - 1:
+
+    n_steps = global_step + 1
+    # The last step is always evaluated.
+    if n_steps % config.eval_steps and n_steps != config.total_steps:
         return stats
-    how = config.n_held_out, config.actor.temperature, config.seed
-    return {**stats, **sampler.ask("evaluate", *how, phase="evaluating")}
+
+    options = (config.n_held_out, config.actor.temperature, config.seed)
+    accuracy = sampler.ask("evaluate", *options, phase="evaluating")
+    return {**stats, **accuracy}
 
 
 def draw(config: WarmStartConfig) -> Path:
@@ -127,34 +126,39 @@ def draw(config: WarmStartConfig) -> Path:
 
 def plot_held_out(config: WarmStartConfig, axes: Any) -> None:
     """Plot accuracy on held-out items over the time of the steps, with restarts marked."""
+    # Steps alone, without the time between the starts.
     stats = list(read_stats(config.stats_folder / "stats.jsonl"))
-    passed = accumulate(entry["seconds"] / 60 for entry in stats)
-    minutes = dict(zip((entry["step"] for entry in stats), passed, strict=True))
-    stats = [entry for entry in stats if "held_out" in entry]
-    for name in sorted(name for name in stats[-1] if name.startswith("held_out")):
-        style: dict[str, Any] = (
-            {"linewidth": 2.2} if name == "held_out" else {"linewidth": 1.2, "alpha": 0.7}
-        )
-        label = name.partition("/")[2] or "held-out items"
+    minutes = {}
+    passed = 0.0
+    for entry in stats:
+        passed += entry["seconds"] / 60
+        minutes[entry["step"]] = passed
+
+    # A thick line for all items, thin ones for the items of each name.
+    evaluated = [entry for entry in stats if "held_out" in entry]
+    times = [minutes[step] for step in column(evaluated, "step")]
+    names = [name for name in evaluated[-1] if name.startswith("held_out")]
+    for name in sorted(names):
+        _, _, part = name.partition("/")
         axes.plot(
-            [minutes[entry["step"]] for entry in stats],
-            [entry[name] for entry in stats],
-            label=label,
-            **style,
+            times,
+            column(evaluated, name),
+            label=part or "held-out items",
+            linewidth=1.2 if part else 2.2,
+            alpha=0.7 if part else None,
         )
+
     if config.sft_steps:
-        axes.axvspan(
-            0, minutes[config.sft_steps - 1], color="tab:gray", alpha=0.15, label="supervised"
-        )
+        end = minutes[config.sft_steps - 1]
+        axes.axvspan(0, end, color="tab:gray", alpha=0.15, label="supervised")
     for attempt in read_attempts(config.stats_folder)[1:]:
         at = minutes.get(attempt["step"] - 1, 0.0)
-        axes.axvline(at, color="tab:red", linewidth=1)
-        axes.annotate(
-            "back from a kill", (at, 0.03), rotation=90, ha="right", color="tab:red", fontsize=9
-        )
-    title = f"GRPO on {config.task}"
+        mark_kill(axes, at, "back from a kill")
     axes.set(
-        xlabel="minutes of steps", ylabel="share of right answers", ylim=(0, 1.05), title=title
+        xlabel="minutes of steps",
+        ylabel="share of right answers",
+        ylim=(0, 1.05),
+        title=f"GRPO on {config.task}",
     )
     axes.legend(loc="upper left")
     axes.grid(alpha=0.3)

@@ -148,3 +148,12 @@ def require_range(key: str, value: float | None, *, low: float, high: float = fl
     _refuse_text(key, value)
     if value is not None and not low <= value <= high:
         raise ConfigError(f"config key {key!r} is {value!r}; expected a value from {low} to {high}")
+
+
+def require_at_least(config: Any, section: str = "", **lows: float) -> None:
+    """`require_range` for fields of the dataclass ``config``, by name: the smallest value of each.
+
+    ``section`` as for `require_numbers`.
+    """
+    for name, low in lows.items():
+        require_range(f"{section}{name}", getattr(config, name), low=low)

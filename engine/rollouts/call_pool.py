@@ -21,11 +21,13 @@ from .call_process import serve
 
 logger = get_logger(__name__)
 
-_CONTEXT = multiprocessing.get_context(
-    "forkserver"
-)  # a fork would copy locks held by other threads
+# a fork would copy locks held by other threads
+_CONTEXT = multiprocessing.get_context("forkserver")
+# pickle raises one of these, depending on the object
+_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 _ATTEMPTS = 2
-_START_S = 120.0  # time limit for a process to start and to import the function
+# time limit for a process to start and to import the function
+_START_S = 120.0
 
 
 class CallPool:
@@ -40,9 +42,13 @@ class CallPool:
     def __init__(self, n_processes: int = 4, timeout_s: float = 15.0) -> None:
         require_range("n_processes", n_processes, low=1)
         require_range("timeout_s", timeout_s, low=0.01)
-        self.timeout_s, self.n_lost = timeout_s, 0
+        self.timeout_s = timeout_s
+        self.n_lost = 0
         self._threads = ThreadPoolExecutor(n_processes, "call-pool")
-        self._lock, self._closed = threading.Lock(), False
+
+        # The lock guards the following. A process is idle or busy.
+        self._lock = threading.Lock()
+        self._closed = False
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
 
@@ -57,25 +63,22 @@ class CallPool:
         self._require_open()
         try:
             work = pickle.dumps((fn, args, kwargs))
-        except (
-            pickle.PicklingError,
-            AttributeError,
-            TypeError,
-        ) as error:  # depending on the object
+        except _UNPICKLABLE as error:
             raise ConfigError(
                 f"{fn} or its arguments cannot be sent to another process: {error}"
             ) from error
         name = getattr(fn, "__qualname__", repr(fn))
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._call, work, name
-        )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._call, work, name)
 
     def close(self) -> None:
         """End all processes, and their calls with them."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
-            for process in (*idle, *self._busy):  # the thread that waits for a busy process ends it
+            idle = self._idle
+            self._idle = []
+            # The thread that waits for a busy process also closes its pipe.
+            for process in (*idle, *self._busy):
                 process.kill()
         for process in idle:
             process.end()
@@ -89,7 +92,8 @@ class CallPool:
 
     def _call(self, work: bytes, name: str) -> Any:
         for _ in range(_ATTEMPTS):
-            process, kept = self._take(), False
+            process = self._take()
+            kept = False
             try:
                 returned, value = pickle.loads(process.ask(work, self.timeout_s))
                 kept = True
@@ -143,12 +147,11 @@ class _Process:
         """Send a pickled call and return the pickled answer. Raises `_Lost` if there is none."""
         try:
             self._pipe.send_bytes(work)
+            # First comes the note that the call began, then the result.
             for limit_s in (_START_S, timeout_s):
                 if not self._pipe.poll(limit_s):
                     raise _Lost(f"has not returned within {limit_s:g} s")
-                answer = (
-                    self._pipe.recv_bytes()
-                )  # first the note that the call began, then the result
+                answer = self._pipe.recv_bytes()
             return answer
         except (EOFError, OSError):
             self._process.join(1.0)

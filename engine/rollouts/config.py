@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...utils.config import require_numbers, require_range
+from ...utils.config import require_at_least, require_numbers
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,14 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         require_numbers(self)
-        require_range("max_head_offpolicyness", self.max_head_offpolicyness, low=0)
-        require_range("max_concurrent_rollouts", self.max_concurrent_rollouts, low=1)
-        require_range("total_steps", self.total_steps, low=1)
-        require_range("max_rounds", self.max_rounds, low=0)
-        require_range("request_attempts", self.request_attempts, low=1)
-        for key in ("request_timeout_s", "server_wait_s", "batch_timeout_s"):
-            require_range(key, getattr(self, key), low=0.01)
+        require_at_least(
+            self,
+            max_head_offpolicyness=0,
+            max_concurrent_rollouts=1,
+            total_steps=1,
+            max_rounds=0,
+            request_attempts=1,
+            request_timeout_s=0.01,
+            server_wait_s=0.01,
+            batch_timeout_s=0.01,
+        )

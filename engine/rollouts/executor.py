@@ -23,7 +23,7 @@ import heapq
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -43,6 +43,15 @@ logger = get_logger(__name__)
 _BLOCKED_S = 60.0
 _CLOSE_S = 5.0
 _BEAT_EVERY_S = 1.0
+
+
+class _Episode(NamedTuple):
+    """A ticket with its sample. Ordered by step, then by number, which is unique."""
+
+    step: int
+    number: int
+    ticket: Ticket
+    data: Any
 
 
 class PromptLoader(Protocol):
@@ -69,9 +78,11 @@ class RolloutExecutor:
     """Sample for the next steps, at most ``max_head_offpolicyness`` ahead. The module docstring
     states the guarantees.
 
-        executor = RolloutExecutor(RolloutConfig(max_head_offpolicyness=1), loader, workflow,
-        fleet.serving) handler.register("rollouts", executor)  # before handler.load
-        handler.load(engine, dataloader=loader) for step in range(first, last):
+        config = RolloutConfig(max_head_offpolicyness=1)
+        executor = RolloutExecutor(config, loader, workflow, fleet.serving)
+        handler.register("rollouts", executor)  # before handler.load
+        handler.load(engine, dataloader=loader)
+        for step in range(first, last):
             engine.update_weights()  # publishes engine.get_version()
             executor.set_version(step)
             stats = engine.train_batch(executor.next_batch(step), loss_fn, loss_weight_fn)
@@ -99,17 +110,24 @@ class RolloutExecutor:
         should_accept: Callable[[Trajectory], bool] | None = None,
     ) -> None:
         self.config = config
-        self._loader, self._workflow, self._should_accept = loader, workflow, should_accept
+        self._loader = loader
+        self._workflow = workflow
+        self._should_accept = should_accept
         self._indices = iter(loader.index_batches())
         self._sender = RequestSender(servers, config)
+        self._restored = False
+        self._closed = False
+
+        # The condition guards the ledger and the following attributes.
+        self._changed = threading.Condition()
         self._ledger = Ledger(loader.batch_size, config.seed)
-        self._changed = threading.Condition()  # guards the ledger and the next four attributes
         self._failure: RolloutError | None = None
-        self._waiting: list[tuple[int, int, Ticket, Any]] = []  # a heap: earlier steps first
+        self._waiting: list[_Episode] = []  # a heap: earlier steps first
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waited_s, self._staleness = 0.0, torch.zeros(0)
+        self._waited_s = 0.0
+        self._staleness = torch.zeros(0)
+
         self._loop = _LoopThread()
-        self._restored = self._closed = False
 
     def set_version(self, version: int) -> None:
         """Note that the servers serve the weights after ``version`` steps, and start the tickets
@@ -133,6 +151,7 @@ class RolloutExecutor:
                     f"{last} are gone. Versions count the steps trained; after a resume the first "
                     "is that of the restored weights"
                 )
+            # Weights of this version exist only if all steps before it were trained.
             for step in range(last or 0, version):
                 self._ledger.require_trained(step)
             if last is None and version > 0:
@@ -141,10 +160,13 @@ class RolloutExecutor:
                     version,
                 )
             self._ledger.set_version(version)
+
+            # Entries of a restored ledger are made usable before the first new ticket.
             if self._restored:
                 self._ledger.resample_stale(self.config.max_head_offpolicyness)
                 self._restore_images()
                 self._restored = False
+            # The first round of every step that may start now.
             for step in range(self._ledger.next_step, self._end_of_steps()):
                 self._hand_out(step, self._ledger.batch_size)
         self._start()
@@ -172,12 +194,16 @@ class RolloutExecutor:
         self._require_open()
         self._require_startable(step)
         started_s = time.monotonic()
+        given_up_s = started_s + self.config.batch_timeout_s
+
+        # Each round waits for its tickets, then replaces those that were rejected.
+        last_round = self.config.max_rounds
         with beating(_BEAT_EVERY_S):
-            for round in range(self.config.max_rounds + 1):
-                self._wait_until_decided(step, started_s + self.config.batch_timeout_s)
+            for round in range(last_round + 1):
+                self._wait_until_decided(step, given_up_s)
                 with self._changed:
                     missing = self._ledger.missing(step)
-                    if missing and round < self.config.max_rounds:
+                    if missing and round < last_round:
                         self._hand_out(step, missing)
                 if not missing:
                     break
@@ -186,16 +212,18 @@ class RolloutExecutor:
         if missing:
             raise RolloutError(
                 f"step {step} lacks {missing} of {self._ledger.batch_size} tickets after "
-                f"{self.config.max_rounds} rounds of replacements: the workflow, or "
+                f"{last_round} rounds of replacements: the workflow, or "
                 "should_accept, rejects almost all of them"
             )
+
         with self._changed:
             accepted = self._ledger.accepted(step)
-        self._staleness = step - torch.cat([sampled_versions(each) for _, each in accepted])
+        versions = [sampled_versions(trajectory) for _, trajectory in accepted]
+        self._staleness = step - torch.cat(versions)
         return accepted
 
     def pause(self) -> None:
-        """Send no new request until `resume`, such as during an update. Requests in flight go on."""
+        """Send no new request until `resume`, as during an update. Requests in flight go on."""
         self._require_open()
         self._loop.call(self._sender.open.clear)
 
@@ -213,7 +241,10 @@ class RolloutExecutor:
         - ``retried`` requests of this process
         """
         with self._changed:
-            staleness = self._staleness.float() if len(self._staleness) else torch.zeros(1)
+            # A mean of nothing would be nan.
+            staleness = torch.zeros(1)
+            if len(self._staleness):
+                staleness = self._staleness.float()
             numbers = {
                 "staleness_mean": staleness.mean().item(),
                 "staleness_max": staleness.max().item(),
@@ -279,7 +310,9 @@ class RolloutExecutor:
     def _end_of_steps(self) -> int:
         assert self._ledger.version is not None
         end = self._ledger.version + self.config.max_head_offpolicyness + 1
-        return end if self.config.total_steps is None else min(end, self.config.total_steps)
+        if self.config.total_steps is None:
+            return end
+        return min(end, self.config.total_steps)
 
     def _hand_out(self, step: int, count: int) -> None:
         while len(self._ledger.drawn) < count:
@@ -293,22 +326,26 @@ class RolloutExecutor:
 
     def _start(self) -> None:
         with self._changed:
+            # After a resume these are also tickets of the restored ledger.
             new = self._ledger.not_started(range(self._end_of_steps()))
-            tickets = [entry.ticket for entry in new]
-            work = [
-                (ticket.step, ticket.number, ticket, self._loader.dataset[ticket.index])
-                for ticket in tickets
-            ]
+            work = []
+            for entry in new:
+                data = self._loader.dataset[entry.ticket.index]
+                work.append(_Episode(entry.ticket.step, entry.ticket.number, entry.ticket, data))
+
+            # Reading a sample may fail, and then none was started.
             for entry in new:
                 entry.started = True
         self._loop.call(self._enqueue, work)
 
     def _require_startable(self, step: int) -> None:
-        version, total = self._ledger.version, self.config.total_steps
+        version = self._ledger.version
+        total = self.config.total_steps
         if version is None:
             raise ConfigError(f"next_batch({step}) before set_version: nothing may be sampled yet")
         if total is not None and step >= total:
             raise ConfigError(f"next_batch({step}), but total_steps is {total}")
+        # Tickets of this step are gone, or may not be sampled yet.
         if not version <= step < self._end_of_steps():
             raise ConfigError(
                 f"next_batch({step}) with version {version} and max_head_offpolicyness "
@@ -340,19 +377,18 @@ class RolloutExecutor:
 
     # Episodes, on the loop's thread
 
-    def _enqueue(self, work: list[tuple[int, int, Ticket, Any]]) -> None:
-        for item in work:
-            heapq.heappush(self._waiting, item)
+    def _enqueue(self, work: list[_Episode]) -> None:
+        for episode in work:
+            heapq.heappush(self._waiting, episode)
         self._fill()
 
     def _fill(self) -> None:
-        while (
-            self._waiting
-            and len(self._tasks) < self.config.max_concurrent_rollouts
-            and self._failure is None
-        ):
-            *_, ticket, data = heapq.heappop(self._waiting)
-            task = asyncio.get_running_loop().create_task(self._run(ticket, data))
+        loop = asyncio.get_running_loop()
+        while self._waiting and self._failure is None:
+            if len(self._tasks) >= self.config.max_concurrent_rollouts:
+                return
+            episode = heapq.heappop(self._waiting)
+            task = loop.create_task(self._run(episode.ticket, episode.data))
             self._tasks.add(task)
             task.add_done_callback(self._end)
 
@@ -364,9 +400,8 @@ class RolloutExecutor:
             task.exception()  # retrieved, or asyncio would log it
 
     async def _run(self, ticket: Ticket, data: Any) -> None:
-        engine = TicketEngine(
-            ticket, ticket.step - self.config.max_head_offpolicyness, self._sender
-        )
+        oldest = ticket.step - self.config.max_head_offpolicyness
+        engine = TicketEngine(ticket, oldest, self._sender)
         try:
             trajectory = await self._workflow.arun_episode(engine, data)
             if trajectory is not None:
@@ -374,21 +409,15 @@ class RolloutExecutor:
                 if self._should_accept is not None and not self._should_accept(trajectory):
                     trajectory = None
         except BaseException as error:
+            # Also for CancelledError, and SystemExit, which would end the loop.
             if self._closed:
                 raise
-            self._fail(
-                ticket, error
-            )  # also for SystemExit, which would end the loop, and CancelledError
+            self._fail(ticket, error)
             return
+
         with self._changed:
             if trajectory is not None:
-                copied = map_tensors(
-                    with_images(trajectory, None),
-                    lambda tensor: tensor.detach().to("cpu", copy=True),
-                )
-                trajectory = with_images(
-                    copied, images_of(trajectory)
-                )  # rows of a prompt share their pixels
+                trajectory = _kept(trajectory)
             self._ledger.settle(ticket.number, trajectory)
             if self._ledger.decided(ticket.step):
                 self._changed.notify_all()
@@ -400,6 +429,14 @@ class RolloutExecutor:
         with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()
+
+
+def _kept(trajectory: Trajectory) -> Trajectory:
+    """A copy in host memory, apart from images: rows of a prompt share their pixels."""
+    copied = map_tensors(
+        with_images(trajectory, None), lambda tensor: tensor.detach().to("cpu", copy=True)
+    )
+    return with_images(copied, images_of(trajectory))
 
 
 class _LoopThread:

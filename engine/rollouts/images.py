@@ -24,14 +24,10 @@ from .trajectory import IMAGE_DIGEST, Trajectory
 
 _TEXT_ENTRIES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _MODALITIES = ("image_token_id", "video_token_id", "audio_token_id")
-_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)  # errors of Pillow for damaged files
-_REFUSED = (
-    ValueError,
-    TypeError,
-    LookupError,
-    RuntimeError,
-    StopIteration,
-)  # errors of processors for odd prompts
+# errors of Pillow for damaged files
+_UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)
+# errors of processors for odd prompts
+_REFUSED = (ValueError, TypeError, LookupError, RuntimeError, StopIteration)
 
 
 @dataclass(frozen=True)
@@ -65,32 +61,28 @@ def encode_prompt(processor: Any, data: Mapping[str, Any]) -> EncodedPrompt:
         PromptError: an image cannot be read, or the processor refuses the prompt.
         ConfigError: the processor has no image token, or the sample no messages.
     """
-    if (image_token := getattr(processor, "image_token_id", None)) is None:
+    image_token = getattr(processor, "image_token_id", None)
+    if image_token is None:
         raise ConfigError(
             f"{type(processor).__name__} has no image_token_id; give the processor of a model "
             "that sees"
         )
     if "messages" not in data:
         raise ConfigError(f"the sample has no 'messages'; it has {sorted(data)}")
+    messages = data["messages"]
     sources = list(data.get("images") or ())
-    contents = [message["content"] for message in data["messages"]]
-    shown = sum(
-        part["type"] == "image"
-        for content in contents
-        if not isinstance(content, str)
-        for part in content
-    )
-    if shown and shown != len(
-        sources
-    ):  # a text may have placeholders, too. Processors check those, but not all do
+
+    # A text may have placeholders, too. Processors check those, but not all do.
+    shown = _count_shown(messages)
+    if shown and shown != len(sources):
         raise PromptError(
             f"the messages show {shown} image(s), the sample has {len(sources)}: {_names(sources)}"
         )
     files = [_read(number, source) for number, source in enumerate(sources)]
-    pictures = [_decode(*each) for each in zip(sources, files, strict=True)]
-    text = processor.apply_chat_template(
-        data["messages"], add_generation_prompt=True, tokenize=False
-    )
+    pictures = [_decode(source, file) for source, file in zip(sources, files, strict=True)]
+
+    # Many chat templates begin with the token that the tokenizer would add.
+    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     bos = processor.tokenizer.bos_token
     options = {"add_special_tokens": not (bos and text.startswith(bos))}
     token_ids = processor.tokenizer(text, **options)["input_ids"]
@@ -102,13 +94,16 @@ def encode_prompt(processor: Any, data: Mapping[str, Any]) -> EncodedPrompt:
             f"{_names(sources)}: {type(error).__name__}: {error}"
         ) from error
     input_ids = encoded["input_ids"][0].tolist()
-    pixels: Batch = {name: value for name, value in encoded.items() if name not in _TEXT_ENTRIES}
-    digest = xxhash.xxh3_64_intdigest(b"".join(map(xxhash.xxh3_64_digest, files))) >> 1
+
+    # A digest of digests. A tensor of int64 has room for 63 bits.
+    digests = b"".join(map(xxhash.xxh3_64_digest, files))
+    digest = xxhash.xxh3_64_intdigest(digests) >> 1
     if not pictures:
         return EncodedPrompt(input_ids, image_token, {}, None, digest)
-    forbidden = [
-        token for name in _MODALITIES if (token := getattr(processor, name, None)) is not None
-    ]
+
+    pixels: Batch = {name: value for name, value in encoded.items() if name not in _TEXT_ENTRIES}
+    tokens = (getattr(processor, name, None) for name in _MODALITIES)
+    forbidden = [token for token in tokens if token is not None]
     images = PromptImages(token_ids, [_png(picture) for picture in pictures], forbidden)
     return EncodedPrompt(input_ids, image_token, pixels, images, digest)
 
@@ -119,19 +114,21 @@ def restore_images(processor: Any, trajectory: Trajectory, data: Mapping[str, An
     Raises:
         PromptError: the images or the prompt are not those that the trajectory was sampled with.
     """
-    prompt, sources = encode_prompt(processor, data), list(data.get("images") or ())
-    sampled_with, ids = (
-        int(trajectory[IMAGE_DIGEST][0]),
-        trajectory["input_ids"][0, : len(prompt.input_ids)],
-    )
+    prompt = encode_prompt(processor, data)
+    sources = list(data.get("images") or ())
+    named = f"{len(sources)} image(s) {_names(sources)}"
+
+    # All rows of a trajectory have the same prompt.
+    sampled_with = int(trajectory[IMAGE_DIGEST][0])
     if prompt.digest != sampled_with:
         raise PromptError(
-            f"its {len(sources)} image(s) {_names(sources)} have changed since it was sampled "
+            f"its {named} have changed since it was sampled "
             f"(digest {prompt.digest:016x}, was {sampled_with:016x}); put the files back"
         )
+    ids = trajectory["input_ids"][0, : len(prompt.input_ids)]
     if ids.tolist() != prompt.input_ids:
         raise PromptError(
-            f"the processor makes another prompt of its {len(sources)} image(s) {_names(sources)} "
+            f"the processor makes another prompt of its {named} "
             "than when it was sampled; resume with the same processor and messages"
         )
     return _with_pixels(trajectory, prompt)
@@ -142,13 +139,27 @@ def add_images(trajectory: Trajectory, prompt: EncodedPrompt) -> Trajectory:
     tokens.
     """
     ids = trajectory["input_ids"]
-    digests = torch.full((len(ids),), prompt.digest, dtype=torch.int64)
-    typed = {"mm_token_type_ids": ids == prompt.image_token, IMAGE_DIGEST: digests}
-    return _with_pixels({**trajectory, **typed}, prompt)
+    trajectory = {
+        **trajectory,
+        "mm_token_type_ids": ids == prompt.image_token,
+        IMAGE_DIGEST: torch.full((len(ids),), prompt.digest, dtype=torch.int64),
+    }
+    return _with_pixels(trajectory, prompt)
 
 
 def _with_pixels(trajectory: Trajectory, prompt: EncodedPrompt) -> Trajectory:
-    return with_images(trajectory, [prompt.pixels] * len(trajectory["input_ids"]))
+    n_rows = len(trajectory["input_ids"])
+    return with_images(trajectory, [prompt.pixels] * n_rows)
+
+
+def _count_shown(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Number of images in messages. The content of a message is a text, or a list of parts."""
+    shown = 0
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            shown += sum(part["type"] == "image" for part in content)
+    return shown
 
 
 def _read(number: int, source: Any) -> bytes:
@@ -183,8 +194,12 @@ def _png(picture: Any) -> bytes:
 
 
 def _names(sources: Sequence[Any]) -> list[str]:
-    sources = [
-        each.get("path") or each.get("bytes") if isinstance(each, Mapping) else each
-        for each in sources
-    ]
-    return [f"of {len(each)} bytes" if isinstance(each, bytes) else str(each) for each in sources]
+    names = []
+    for source in sources:
+        if isinstance(source, Mapping):
+            source = source.get("path") or source.get("bytes")
+        if isinstance(source, bytes):
+            names.append(f"of {len(source)} bytes")
+        else:
+            names.append(str(source))
+    return names

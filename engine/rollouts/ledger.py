@@ -27,11 +27,16 @@ class Ticket:
     arrival order.
     """
 
-    number: int  # counts tickets in the order of hand-out, from 0
-    index: int  # index of the prompt in the dataset
-    seed: int  # seed of its samples, see `derive_seed`
-    step: int  # step that trains on it
-    round: int = 0  # 1 for the replacement of a rejected ticket of round 0, and so on
+    # counts tickets in the order of hand-out, from 0
+    number: int
+    # index of the prompt in the dataset
+    index: int
+    # seed of its samples, see `derive_seed`
+    seed: int
+    # step that trains on it
+    step: int
+    # 1 for the replacement of a rejected ticket of round 0, and so on
+    round: int = 0
 
     def __str__(self) -> str:
         return f"ticket {self.number} of step {self.step} (dataset index {self.index})"
@@ -39,7 +44,8 @@ class Ticket:
 
 def derive_seed(*parts: int) -> int:
     """Hash ``parts``, in order, to a seed from 0 to 2**31 - 1, which every server accepts."""
-    return xxhash.xxh3_64_intdigest(",".join(map(str, parts)).encode()) >> 33
+    text = ",".join(map(str, parts))
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 33
 
 
 class Outcome(StrEnum):
@@ -56,8 +62,10 @@ class Entry:
 
     ticket: Ticket
     outcome: Outcome = Outcome.OUTSTANDING
-    trajectory: Trajectory | None = None  # only of a finished ticket
-    started: bool = False  # its episode was started in this process
+    # only of a finished ticket
+    trajectory: Trajectory | None = None
+    # its episode was started in this process
+    started: bool = False
 
 
 class Ledger:
@@ -72,34 +80,41 @@ class Ledger:
     """
 
     def __init__(self, batch_size: int, seed: int) -> None:
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size = batch_size
+        self.seed = seed
         self.version: int | None = None
-        self.next_number = self.next_step = self.finished = self.rejected = 0
+        self.next_number = 0
+        self.next_step = 0
+        self.finished = 0
+        self.rejected = 0
         self.drawn: list[int] = []
         self._entries: dict[int, Entry] = {}
         self._n_outstanding: Counter[int] = Counter()  # by step
 
     def set_version(self, version: int) -> None:
         """Note the weights after ``version`` steps, and drop the tickets of earlier steps."""
-        self.version, self.next_step = version, max(self.next_step, version)
-        self._entries = {
-            n: entry for n, entry in self._entries.items() if entry.ticket.step >= version
-        }
+        self.version = version
+        self.next_step = max(self.next_step, version)
+        for number, entry in list(self._entries.items()):
+            if entry.ticket.step < version:
+                del self._entries[number]
         self._count()
 
     def hand_out(self, step: int, count: int) -> None:
         """Create the tickets of the next round of a step from the next ``count`` indices in
         `drawn`.
         """
-        indices, self.drawn = self.drawn[:count], self.drawn[count:]
+        indices = self.drawn[:count]
+        self.drawn = self.drawn[count:]
         assert len(indices) == count, "the caller draws first"
-        round = 1 + max((entry.ticket.round for entry in self.of_step(step)), default=-1)
-        for index in indices:
-            number = self.next_number
-            self._entries[number] = Entry(
-                Ticket(number, index, derive_seed(self.seed, number), step, round)
-            )
-            self.next_number += 1
+
+        rounds = (entry.ticket.round for entry in self.of_step(step))
+        round = 1 + max(rounds, default=-1)
+        for number, index in enumerate(indices, self.next_number):
+            seed = derive_seed(self.seed, number)
+            self._entries[number] = Entry(Ticket(number, index, seed, step, round))
+
+        self.next_number += count
         self._n_outstanding[step] += count
         self.next_step = max(self.next_step, step + 1)
 
@@ -107,10 +122,13 @@ class Ledger:
         """Keep the trajectory of an outstanding ticket. None rejects the ticket."""
         entry = self._entries[number]
         assert entry.outcome is Outcome.OUTSTANDING, f"{entry.ticket} is {entry.outcome} already"
-        entry.outcome = Outcome.REJECTED if trajectory is None else Outcome.FINISHED
         entry.trajectory = trajectory
-        self.rejected += trajectory is None
-        self.finished += trajectory is not None
+        if trajectory is None:
+            entry.outcome = Outcome.REJECTED
+            self.rejected += 1
+        else:
+            entry.outcome = Outcome.FINISHED
+            self.finished += 1
         self._n_outstanding[entry.ticket.step] -= 1
 
     def of_step(self, step: int) -> list[Entry]:
@@ -119,12 +137,11 @@ class Ledger:
 
     def outstanding(self, steps: Iterable[int]) -> list[Ticket]:
         """The unfinished tickets of ``steps``, by number."""
-        tickets = (e.ticket for e in self._entries.values() if e.outcome is Outcome.OUTSTANDING)
-        return [ticket for ticket in tickets if ticket.step in steps]
+        return [entry.ticket for entry in self._outstanding() if entry.ticket.step in steps]
 
     def not_started(self, steps: Iterable[int]) -> list[Entry]:
         """The `outstanding` tickets that were not started in this process."""
-        entries = (self._entries[ticket.number] for ticket in self.outstanding(steps))
+        entries = (entry for entry in self._outstanding() if entry.ticket.step in steps)
         return [entry for entry in entries if not entry.started]
 
     def decided(self, step: int) -> bool:
@@ -144,40 +161,43 @@ class Ledger:
         larger one.
         """
         for number, entry in self._entries.items():
+            if entry.trajectory is None:
+                continue
             oldest = entry.ticket.step - max_head_offpolicyness
-            if entry.trajectory is not None and bool(
-                (sampled_versions(entry.trajectory) < oldest).any()
-            ):
+            stale = sampled_versions(entry.trajectory) < oldest
+            if stale.any():
                 self._entries[number] = Entry(entry.ticket)
                 self.finished -= 1
         self._count()
 
     def without_images(self) -> list[Entry]:
         """The finished tickets whose images were left out of a state."""
-        finished = (entry for entry in self._entries.values() if entry.trajectory is not None)
-        return [
-            e
-            for e in finished
-            if e.trajectory and IMAGE_DIGEST in e.trajectory and IMAGES not in e.trajectory
-        ]
+        found = []
+        for entry in self._entries.values():
+            trajectory = entry.trajectory or {}
+            if IMAGE_DIGEST in trajectory and IMAGES not in trajectory:
+                found.append(entry)
+        return found
 
     def require_trained(self, step: int) -> None:
         """Raise ConfigError if a step with tickets is incomplete, so that it cannot have been
         trained.
         """
         tickets = self.of_step(step)
-        if tickets and self.missing(step):
+        missing = self.missing(step)
+        if tickets and missing:
             raise ConfigError(
-                f"weights after step {step} cannot be: {self.missing(step)} of its "
+                f"weights after step {step} cannot be: {missing} of its "
                 f"{self.batch_size} tickets are not finished, among {tickets[0].ticket}. Train on "
                 f"next_batch({step}) first"
             )
 
+    def _outstanding(self) -> list[Entry]:
+        entries = self._entries.values()
+        return [entry for entry in entries if entry.outcome is Outcome.OUTSTANDING]
+
     def _count(self) -> None:
-        outstanding = (
-            e.ticket.step for e in self._entries.values() if e.outcome is Outcome.OUTSTANDING
-        )
-        self._n_outstanding = Counter(outstanding)
+        self._n_outstanding = Counter(entry.ticket.step for entry in self._outstanding())
 
     # State
 
@@ -186,27 +206,31 @@ class Ledger:
 
         Images that can be made again are left out (`IMAGE_DIGEST`).
         """
-        entries = [
-            asdict(entry.ticket)
-            | {"outcome": entry.outcome.value, "trajectory": _without_images(entry.trajectory)}
-            for entry in self._entries.values()
-        ]
-        return {
-            "format": _FORMAT,
-            **{name: getattr(self, name) for name in _PLAIN},
-            "tickets": entries,
-        }
+        state: dict[str, Any] = {"format": _FORMAT}
+        for name in _PLAIN:
+            state[name] = getattr(self, name)
+
+        state["tickets"] = []
+        for entry in self._entries.values():
+            trajectory = entry.trajectory
+            if trajectory and IMAGE_DIGEST in trajectory:
+                trajectory = with_images(trajectory, None)
+            saved = asdict(entry.ticket)
+            saved["outcome"] = entry.outcome.value
+            saved["trajectory"] = trajectory
+            state["tickets"].append(saved)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state, or raise CheckpointMismatchError and leave the ledger unchanged."""
+        what = "the state of the rollouts"
         if not isinstance(state_dict, dict) or state_dict.get("format") != _FORMAT:
             raise CheckpointMismatchError(
-                f"the state of the rollouts is not one of format {_FORMAT}: it has "
-                f"{sorted(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__}"
+                f"{what} is not one of format {_FORMAT}: it has {_contents(state_dict)}"
             )
-        _require_types(
-            "the state of the rollouts", state_dict, _PLAIN | {"format": int, "tickets": list}
-        )
+        _require_types(what, state_dict, _PLAIN | {"format": int, "tickets": list})
+
+        # Another size of a batch, or another seed, makes other tickets.
         for name in ("batch_size", "seed"):
             if state_dict[name] != getattr(self, name):
                 raise CheckpointMismatchError(
@@ -214,33 +238,37 @@ class Ledger:
                     f"{getattr(self, name)}; tickets would be lost or repeated. Resume with "
                     f"{state_dict[name]}"
                 )
-        _require_counts("the state of the rollouts", state_dict, _PLAIN.keys() - {"drawn", "seed"})
-        if bad := [index for index in state_dict["drawn"] if type(index) is not int or index < 0]:
-            raise CheckpointMismatchError(
-                f"the state of the rollouts has drawn {bad[0]!r}, which is no dataset index"
-            )
-        entries = {}
+        _require_counts(what, state_dict, _PLAIN.keys() - {"drawn", "seed"})
+        for index in state_dict["drawn"]:
+            if type(index) is not int or index < 0:
+                raise CheckpointMismatchError(
+                    f"{what} has drawn {index!r}, which is no dataset index"
+                )
+
+        # Every ticket is there once, and could have been handed out by the saved counters.
+        n_tickets = state_dict["next_number"]
+        steps = range(state_dict["version"] or 0, state_dict["next_step"])
+        entries: dict[int, Entry] = {}
         for found in state_dict["tickets"]:
             entry = _read_entry(found)
-            ticket, steps = entry.ticket, range(state_dict["version"] or 0, state_dict["next_step"])
-            if (
-                ticket.number in entries
-                or ticket.number >= state_dict["next_number"]
-                or ticket.step not in steps
-            ):
+            ticket = entry.ticket
+            known = ticket.number < n_tickets and ticket.step in steps
+            if ticket.number in entries or not known:
                 raise CheckpointMismatchError(
                     f"the rollouts hold {ticket} twice, or it is not among "
-                    f"{state_dict['next_number']} tickets of steps {steps.start} to "
-                    f"{steps.stop - 1}"
+                    f"{n_tickets} tickets of steps {steps.start} to {steps.stop - 1}"
                 )
             if ticket.seed != derive_seed(self.seed, ticket.number):
                 raise CheckpointMismatchError(
                     f"{ticket} has seed {ticket.seed}, which is not that of its number"
                 )
             entries[ticket.number] = entry
+
+        # Nothing can fail from here on.
         for name in _PLAIN:
             setattr(self, name, state_dict[name])
-        self.drawn, self._entries = list(self.drawn), dict(sorted(entries.items()))
+        self.drawn = list(self.drawn)
+        self._entries = dict(sorted(entries.items()))
         self._count()
 
 
@@ -257,24 +285,22 @@ _PLAIN = {
 """The attributes of a `Ledger` in its state, and their types."""
 
 
-def _without_images(trajectory: Trajectory | None) -> Trajectory | None:
-    return (
-        with_images(trajectory, None) if trajectory and IMAGE_DIGEST in trajectory else trajectory
-    )
-
-
 def _read_entry(found: Any) -> Entry:
-    ticket_types: dict[str, Any] = dict.fromkeys((field.name for field in fields(Ticket)), int)
-    _require_types(
-        "a ticket", found, ticket_types | {"outcome": str, "trajectory": (dict, type(None))}
-    )
-    _require_counts("a ticket", found, ticket_types)
-    ticket = Ticket(**{name: found[name] for name in ticket_types})
-    outcome, trajectory = found["outcome"], found["trajectory"]
-    if outcome not in list(Outcome) or (outcome == Outcome.FINISHED) != (trajectory is not None):
-        raise CheckpointMismatchError(
-            f"{ticket} is {outcome!r} with{'' if trajectory else 'out'} a trajectory"
-        )
+    numbers = [field.name for field in fields(Ticket)]
+    types: dict[str, Any] = dict.fromkeys(numbers, int)
+    types["outcome"] = str
+    types["trajectory"] = (dict, type(None))
+    _require_types("a ticket", found, types)
+    _require_counts("a ticket", found, numbers)
+    ticket = Ticket(**{name: found[name] for name in numbers})
+
+    # A finished ticket has a trajectory, and no other one has.
+    outcome = found["outcome"]
+    trajectory = found["trajectory"]
+    finished = outcome == Outcome.FINISHED
+    if outcome not in list(Outcome) or finished != (trajectory is not None):
+        with_or_without = "with" if trajectory else "without"
+        raise CheckpointMismatchError(f"{ticket} is {outcome!r} {with_or_without} a trajectory")
     if trajectory is None:
         return Entry(ticket, Outcome(outcome))
     try:
@@ -288,13 +314,19 @@ def _read_entry(found: Any) -> Entry:
 
 def _require_types(what: str, found: Any, types: dict[str, Any]) -> None:
     if not isinstance(found, dict) or found.keys() != types.keys():
-        keys = sorted(found) if isinstance(found, dict) else type(found).__name__
-        raise CheckpointMismatchError(f"{what} has {keys}; expected {sorted(types)}")
+        raise CheckpointMismatchError(f"{what} has {_contents(found)}; expected {sorted(types)}")
     for name, expected in types.items():
-        if not isinstance(found[name], expected) or isinstance(found[name], bool):
+        value = found[name]
+        if not isinstance(value, expected) or isinstance(value, bool):
             raise CheckpointMismatchError(
-                f"{what} has {name} {found[name]!r}, which is a {type(found[name]).__name__}"
+                f"{what} has {name} {value!r}, which is a {type(value).__name__}"
             )
+
+
+def _contents(found: Any) -> list[str] | str:
+    if isinstance(found, dict):
+        return sorted(found)
+    return type(found).__name__
 
 
 def _require_counts(what: str, found: dict[str, Any], names: Iterable[str]) -> None:

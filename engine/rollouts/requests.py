@@ -40,7 +40,9 @@ class RequestSender:
 
     def __init__(self, servers: Servers, config: RolloutConfig) -> None:
         self.retried = 0
-        self._servers, self._config = servers, config
+        self._servers = servers
+        self._config = config
+        # Servers by their id(): the number of their requests, and those that were absent last.
         self._in_flight: Counter[int] = Counter()
         self._absent: set[int] = set()
         self.open = asyncio.Event()
@@ -50,9 +52,8 @@ class RequestSender:
         """Return the answer of a server. See `TicketEngine.agenerate`."""
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self._config.request_attempts),
-            wait=wait_exponential(
-                multiplier=0.1, max=10.0
-            ),  # no jitter: it draws from the training's generator
+            # no jitter: it draws from the training's generator
+            wait=wait_exponential(multiplier=0.1, max=10.0),
             retry=retry_if_exception_type(ServerError),
             before_sleep=self._count,
             reraise=True,
@@ -61,45 +62,49 @@ class RequestSender:
 
     async def _send_once(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
         # A busy or absent server has not failed. Wait for it, or ask another one.
-        given_up_s = time.monotonic() + self._config.server_wait_s
+        limit_s = self._config.server_wait_s
+        given_up_s = time.monotonic() + limit_s
         while True:
             try:
                 return await self._send_to_one(request, episode)
             except (BusyServerError, NoServerError) as error:
-                left_s, limit_s = given_up_s - time.monotonic(), self._config.server_wait_s
+                left_s = given_up_s - time.monotonic()
                 if left_s <= 0:
                     raise RolloutError(
                         f"no server took a request for {limit_s:g} s: {error}"
                     ) from error
-                again_s = error.retry_after_s if isinstance(error, BusyServerError) else 0.0
-                await asyncio.sleep(
-                    min(max(again_s, _LOOK_AGAIN_S), left_s)
-                )  # perhaps of another server
+
+                # The next attempt may go to another server.
+                again_s = _LOOK_AGAIN_S
+                if isinstance(error, BusyServerError):
+                    again_s = max(error.retry_after_s, again_s)
+                await asyncio.sleep(min(again_s, left_s))
 
     async def _send_to_one(self, request: ModelRequest, episode: "TicketEngine") -> ModelResponse:
         server = await self._choose(episode)
         episode.server = server
-        self._in_flight[id(server)] += 1
+        key = id(server)
+        timeout_s = self._config.request_timeout_s
+        self._in_flight[key] += 1
         try:
-            async with asyncio.timeout(self._config.request_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 response = await server.agenerate(request)
-            if id(server) in self._absent:
-                self._absent.remove(id(server))
+            if key in self._absent:
+                self._absent.remove(key)
                 logger.info("%s answers requests again", _name(server))
             episode.check(response)
         except TimeoutError as error:
             episode.failed = server
-            raise ServerError(
-                f"{_name(server)} has not answered within {self._config.request_timeout_s:g} s"
-            ) from error
+            raise ServerError(f"{_name(server)} has not answered within {timeout_s:g} s") from error
         except ServerError as error:
             episode.failed = server
-            if isinstance(error, NoServerError) and id(server) not in self._absent:
-                self._absent.add(id(server))
+            # Many requests find the same server absent. One line in the log is enough.
+            if isinstance(error, NoServerError) and key not in self._absent:
+                self._absent.add(key)
                 logger.warning("requests wait for %s, or go to others: %s", _name(server), error)
             raise
         finally:
-            self._in_flight[id(server)] -= 1
+            self._in_flight[key] -= 1
         return response
 
     async def _choose(self, episode: "TicketEngine") -> GenerationServer:
@@ -107,21 +112,32 @@ class RequestSender:
         failed last.
         """
         await self.open.wait()
-        given_up_s = time.monotonic() + self._config.server_wait_s
-        while not (serving := list(self._servers() if callable(self._servers) else self._servers)):
+        limit_s = self._config.server_wait_s
+        given_up_s = time.monotonic() + limit_s
+        serving = self._usable()
+        while not serving:
             if time.monotonic() > given_up_s:
-                raise RolloutError(f"no server could be used for {self._config.server_wait_s:g} s")
+                raise RolloutError(f"no server could be used for {limit_s:g} s")
             await asyncio.sleep(_LOOK_AGAIN_S)
             await self.open.wait()
+            serving = self._usable()
+
         others = [server for server in serving if server is not episode.failed] or serving
         if any(server is episode.server for server in others):
             return episode.server
         return min(others, key=lambda server: self._in_flight[id(server)])
 
+    def _usable(self) -> list[GenerationServer]:
+        if callable(self._servers):
+            return list(self._servers())
+        return list(self._servers)
+
     def _count(self, attempt: RetryCallState) -> None:
         self.retried += 1
-        error = None if attempt.outcome is None else attempt.outcome.exception()
-        logger.warning("%s: request %d failed: %s", attempt.args[1], attempt.attempt_number, error)
+        outcome = attempt.outcome
+        error = outcome.exception() if outcome else None
+        episode = attempt.args[1]
+        logger.warning("%s: request %d failed: %s", episode, attempt.attempt_number, error)
 
 
 class TicketEngine:
@@ -130,9 +146,14 @@ class TicketEngine:
     """
 
     def __init__(self, ticket: Ticket, oldest: int, sender: RequestSender) -> None:
-        self.server: Any = None  # the server of this episode
-        self.failed: Any = None  # the server that failed last
-        self._ticket, self._oldest, self._sender, self._calls = ticket, oldest, sender, 0
+        # the server of this episode
+        self.server: Any = None
+        # the server that failed last
+        self.failed: Any = None
+        self._ticket = ticket
+        self._oldest = oldest
+        self._sender = sender
+        self._calls = 0
 
     def __str__(self) -> str:
         return str(self._ticket)
@@ -142,9 +163,8 @@ class TicketEngine:
         number = self._calls if request.seed is None else request.seed
         self._calls += 1
         seed = derive_seed(self._ticket.seed, number)
-        request = replace(
-            request, seed=seed, rid=request.rid or f"ticket-{self._ticket.number}-{number}"
-        )
+        rid = request.rid or f"ticket-{self._ticket.number}-{number}"
+        request = replace(request, seed=seed, rid=rid)
         try:
             return await self._sender.send(request, self)
         except ServerError as error:
@@ -156,24 +176,24 @@ class TicketEngine:
         """Raise ServerError if too old or too new weights sampled the answer, or an entry is
         missing.
         """
-        lengths = {
-            len(each)
-            for each in (response.output_tokens, response.output_logprobs, response.output_versions)
-        }
-        if len(lengths) > 1:
-            raise ServerError(
-                f"{_name(self.server)} answered {len(response.output_tokens)} tokens, "
-                f"{len(response.output_logprobs)} log-probabilities and "
-                f"{len(response.output_versions)} versions; expected as many of each"
-            )
         versions = response.output_versions
-        if wrong := [
-            version for version in versions if not self._oldest <= version <= self._ticket.step
-        ]:
+        n_tokens = len(response.output_tokens)
+        n_logprobs = len(response.output_logprobs)
+        n_versions = len(versions)
+        if not n_tokens == n_logprobs == n_versions:
             raise ServerError(
-                f"{_name(self.server)} sampled with weights of version {wrong[0]}; {self._ticket} "
-                f"takes versions {self._oldest} to {self._ticket.step}"
+                f"{_name(self.server)} answered {n_tokens} tokens, "
+                f"{n_logprobs} log-probabilities and "
+                f"{n_versions} versions; expected as many of each"
             )
+
+        newest = self._ticket.step
+        for version in versions:
+            if not self._oldest <= version <= newest:
+                raise ServerError(
+                    f"{_name(self.server)} sampled with weights of version {version}; "
+                    f"{self._ticket} takes versions {self._oldest} to {newest}"
+                )
 
 
 def _name(server: object) -> str:

@@ -1,4 +1,4 @@
-"""Rewards of the included workflows: a user's function in a `CallPool`, and a fallback if it fails."""
+"""Rewards of the included workflows: a user's function in a `CallPool`, with a fallback."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,8 @@ texts (None if there is no tokenizer), token ids, and the sample of the dataset.
 top-level function, because it is pickled.
 """
 
-_CALLS_TO_JUDGE_BY = 16  # if the first calls all fail, this many, the function itself is wrong
+# if the first calls all fail, this many, the function itself is wrong
+_CALLS_TO_JUDGE_BY = 16
 
 
 class Rewards:
@@ -31,8 +32,10 @@ class Rewards:
     def __init__(
         self, reward_fn: RewardFn, tokenizer: Any, pool: CallPool | None, lost_reward: float
     ) -> None:
-        self.pool, self.lost_reward = pool or CallPool(), lost_reward
-        self._reward_fn, self._tokenizer = reward_fn, tokenizer
+        self.pool = pool or CallPool()
+        self.lost_reward = lost_reward
+        self._reward_fn = reward_fn
+        self._tokenizer = tokenizer
         self._counts = {"returned": 0, "raised": 0, "lost": 0}
 
     async def reward(
@@ -41,11 +44,13 @@ class Rewards:
         """Compute the reward of one completion. Raises RolloutError if the first 16 calls of the
         function all fail.
         """
-        texts = decode(prompt_ids, self._tokenizer), decode(completion_ids, self._tokenizer)
+        prompt = decode(prompt_ids, self._tokenizer)
+        completion = decode(completion_ids, self._tokenizer)
         try:
-            reward = float(
-                await self.pool.call(self._reward_fn, *texts, prompt_ids, completion_ids, **data)
+            returned = await self.pool.call(
+                self._reward_fn, prompt, completion, prompt_ids, completion_ids, **data
             )
+            reward = float(returned)
             if not math.isfinite(reward):
                 raise ValueError(f"the reward is {reward}; expected a finite number")
         except ConfigError:
@@ -56,16 +61,18 @@ class Rewards:
         return reward
 
     def lose(self, error: Exception) -> float:
-        """Count a call that failed with ``error`` and return its reward, or raise as `reward` does."""
-        self._counts["lost" if isinstance(error, CallLost) else "raised"] += 1
-        if not self._counts["returned"] and sum(self._counts.values()) >= _CALLS_TO_JUDGE_BY:
+        """Count a failed call and return its reward, or raise as `reward` does."""
+        kind = "lost" if isinstance(error, CallLost) else "raised"
+        self._counts[kind] += 1
+
+        n_calls = sum(self._counts.values())
+        error_type = type(error).__name__
+        if not self._counts["returned"] and n_calls >= _CALLS_TO_JUDGE_BY:
             raise RolloutError(
                 f"{self._reward_fn} has failed each of its first {_CALLS_TO_JUDGE_BY} calls, the "
-                f"last one with {type(error).__name__}: {error}"
+                f"last one with {error_type}: {error}"
             ) from error
-        logger.warning(
-            "a reward counts as %g: %s: %s", self.lost_reward, type(error).__name__, error
-        )
+        logger.warning("a reward counts as %g: %s: %s", self.lost_reward, error_type, error)
         return self.lost_reward
 
     def stats(self) -> dict[str, float]:
@@ -77,4 +84,6 @@ class Rewards:
 
 def decode(ids: list[int], tokenizer: Any) -> str | None:
     """The text of ``ids``, or None if there is no tokenizer."""
-    return None if tokenizer is None else tokenizer.decode(ids)
+    if tokenizer is None:
+        return None
+    return tokenizer.decode(ids)

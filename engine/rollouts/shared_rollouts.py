@@ -25,8 +25,10 @@ from .trajectory import concat_trajectories
 class SharedRollouts:
     """The methods of `RolloutExecutor`, each called by all ranks.
 
-        rollouts = SharedRollouts(lambda: RolloutExecutor(config, loader, workflow, fleet.serving),
-        engine)
+        def make():
+            return RolloutExecutor(config, loader, workflow, fleet.serving)
+
+        rollouts = SharedRollouts(make, engine)
 
     Args:
         make: creates the executor, on rank 0.
@@ -38,9 +40,15 @@ class SharedRollouts:
         self, make: Callable[[], RolloutExecutor], engine: TrainEngine | None = None
     ) -> None:
         self._executor: RolloutExecutor | None = None
-        self._rank, self._n_shares = get_rank(), get_world_size()
-        if engine is not None:
-            self._rank, self._n_shares = engine.data_parallel_rank, engine.data_parallel_world_size
+
+        # The share of this rank, and the number of shares.
+        if engine is None:
+            self._rank = get_rank()
+            self._n_shares = get_world_size()
+        else:
+            self._rank = engine.data_parallel_rank
+            self._n_shares = engine.data_parallel_world_size
+
         with all_ranks_succeed("making the RolloutExecutor"):
             if get_rank() == 0:
                 self._executor = make()
@@ -56,11 +64,12 @@ class SharedRollouts:
         // d`` for data rank r of d.
         """
         accepted = rank_zero_decides_slowly(lambda: self._leader.next_trajectories(step))
-        require_range("batch_size", len(accepted), low=self._n_shares)
-        first, last = (
-            len(accepted) * share // self._n_shares for share in (self._rank, self._rank + 1)
-        )
-        return concat_trajectories([trajectory for _, trajectory in accepted[first:last]])
+        n = len(accepted)
+        require_range("batch_size", n, low=self._n_shares)
+
+        first = n * self._rank // self._n_shares
+        end = n * (self._rank + 1) // self._n_shares
+        return concat_trajectories([trajectory for _, trajectory in accepted[first:end]])
 
     def pause(self) -> None:
         """See `RolloutExecutor.pause`."""
@@ -87,7 +96,9 @@ class SharedRollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger on rank 0, an empty dict on other ranks."""
-        return {} if self._executor is None else self._executor.state_dict()
+        if self._executor is None:
+            return {}
+        return self._executor.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `RolloutExecutor.load_state_dict`. Only rank 0 reads the state."""

@@ -29,57 +29,66 @@ to 2**63 - 1.
 
 @dataclass
 class TokenSequence:
-    """One growing sequence: a prompt, then completions with answers of tools or users between them."""
+    """One growing sequence: a prompt, completions, and answers of tools or users between them."""
 
     input_ids: list[int] = field(default_factory=list)
-    loss_mask: list[int] = field(default_factory=list)  # 1 for sampled tokens
-    logprobs: list[float] = field(default_factory=list)  # 0 for tokens that were not sampled
-    versions: list[int] = field(
-        default_factory=list
-    )  # version of the weights, -1 for tokens that were not sampled
-    truncated: bool = False  # the last completion ended at a length limit
+    # 1 for sampled tokens
+    loss_mask: list[int] = field(default_factory=list)
+    # 0 for tokens that were not sampled
+    logprobs: list[float] = field(default_factory=list)
+    # version of the weights, -1 for tokens that were not sampled
+    versions: list[int] = field(default_factory=list)
+    # the last completion ended at a length limit
+    truncated: bool = False
 
     def extend_given(self, ids: Sequence[int]) -> None:
         """Append tokens that were not sampled, such as a prompt or the answer of a tool."""
+        n = len(ids)
         self.input_ids += ids
-        self.loss_mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
+        self.loss_mask += [0] * n
+        self.logprobs += [0.0] * n
+        self.versions += [-1] * n
 
     def extend_sampled(self, response: ModelResponse) -> None:
         """Append a completion."""
-        self.input_ids += response.output_tokens
-        self.loss_mask += [1] * len(response.output_tokens)
+        ids = response.output_tokens
+        self.input_ids += ids
+        self.loss_mask += [1] * len(ids)
         self.logprobs += response.output_logprobs
         self.versions += response.output_versions
         self.truncated = response.stop_reason == "length"
 
 
-def to_trajectory(sequences: Sequence[TokenSequence], rewards: Sequence[float]) -> Trajectory:
+def to_trajectory(
+    sequences: Sequence[TokenSequence],
+    rewards: Sequence[float],
+) -> Trajectory:
     """Pad sequences to tensors: int32 tokens and versions, bool masks and ``truncated``, float32
     values.
     """
-    longest = max(len(sequence.input_ids) for sequence in sequences)
+    lengths = [len(sequence.input_ids) for sequence in sequences]
+    longest = max(lengths)
 
-    def padded(
-        rows: Sequence[Sequence[float]], dtype: torch.dtype, padding: float = 0
-    ) -> torch.Tensor:
-        return torch.tensor(
-            [[*row, *[padding] * (longest - len(row))] for row in rows], dtype=dtype
-        )
+    def padded(name: str, dtype: torch.dtype) -> torch.Tensor:
+        padding = _PADDING.get(name, 0)
+        rows = []
+        for sequence in sequences:
+            values = getattr(sequence, name)
+            n_missing = longest - len(values)
+            rows.append([*values, *[padding] * n_missing])
+        return torch.tensor(rows, dtype=dtype)
 
+    # In a row of the mask, as many ones as the sequence has tokens.
+    ends = torch.tensor(lengths)[:, None]
+    truncated = [sequence.truncated for sequence in sequences]
     return {
-        "input_ids": padded([sequence.input_ids for sequence in sequences], torch.int32),
-        "attention_mask": padded(
-            [[1] * len(sequence.input_ids) for sequence in sequences], torch.bool
-        ),
-        "loss_mask": padded([sequence.loss_mask for sequence in sequences], torch.bool),
-        "logprobs": padded([sequence.logprobs for sequence in sequences], torch.float32),
-        "versions": padded(
-            [sequence.versions for sequence in sequences], torch.int32, _PADDING["versions"]
-        ),
+        "input_ids": padded("input_ids", torch.int32),
+        "attention_mask": torch.arange(longest) < ends,
+        "loss_mask": padded("loss_mask", torch.bool),
+        "logprobs": padded("logprobs", torch.float32),
+        "versions": padded("versions", torch.int32),
         "rewards": torch.tensor(rewards, dtype=torch.float32),
-        _TRUNCATED: torch.tensor([sequence.truncated for sequence in sequences], dtype=torch.bool),
+        _TRUNCATED: torch.tensor(truncated, dtype=torch.bool),
     }
 
 
@@ -92,33 +101,37 @@ def check_trajectory(trajectory: Trajectory) -> None:
             f"the workflow returned a {type(trajectory).__name__}; expected a dict of tensors, or "
             "None"
         )
-    if missing := {*_PER_TOKEN, "rewards"} - trajectory.keys():
+    missing = {*_PER_TOKEN, "rewards"} - trajectory.keys()
+    if missing:
         raise BatchError(f"the trajectory has no {sorted(missing)}; it has {sorted(trajectory)}")
     validate_batch(trajectory)
-    expected = trajectory["input_ids"].shape
-    for name in _PER_TOKEN:
-        if trajectory[name].shape != expected:
-            raise BatchError(
-                f"{name!r} has shape {list(trajectory[name].shape)}; expected {list(expected)}"
-            )
+
+    # Values per token are [n, S], values per sequence [n].
+    per_token = trajectory["input_ids"].shape
+    expected: dict[str, torch.Size] = dict.fromkeys(_PER_TOKEN, per_token)
+    per_sequence = per_token[:1]
     for name in {"rewards", _TRUNCATED} & trajectory.keys():
-        if trajectory[name].shape != expected[:1]:
-            raise BatchError(
-                f"{name!r} has shape {list(trajectory[name].shape)}; expected {list(expected[:1])}"
-            )
+        expected[name] = per_sequence
+    for name, shape in expected.items():
+        found = trajectory[name].shape
+        if found != shape:
+            raise BatchError(f"{name!r} has shape {list(found)}; expected {list(shape)}")
 
 
 def sampled_versions(trajectory: Trajectory) -> torch.Tensor:
     """Versions of the weights that sampled the tokens in the loss, ``[tokens]``."""
     versions = trajectory["versions"]
-    return versions[trajectory["loss_mask"].bool() & (versions >= 0)]
+    in_loss = trajectory["loss_mask"].bool()
+    sampled = versions >= 0
+    return versions[in_loss & sampled]
 
 
 def rewards_differ(trajectory: Trajectory) -> bool:
     """Whether the sequences of a prompt have different rewards. GRPO learns nothing from equal
     rewards, see dynamic sampling in Yu et al., "DAPO", 2025.
     """
-    return bool(trajectory["rewards"].max() > trajectory["rewards"].min())
+    rewards = trajectory["rewards"]
+    return bool(rewards.max() > rewards.min())
 
 
 def concat_trajectories(trajectories: Sequence[Trajectory]) -> Batch:
@@ -128,31 +141,44 @@ def concat_trajectories(trajectories: Sequence[Trajectory]) -> Batch:
     Raises BatchError if the trajectories differ in other entries.
     """
     if any(_TRUNCATED in each for each in trajectories):
-        complete = [torch.zeros(len(each["rewards"]), dtype=torch.bool) for each in trajectories]
-        trajectories = [
-            {_TRUNCATED: no, **each} for no, each in zip(complete, trajectories, strict=True)
-        ]
+        trajectories = [_with_truncated(each) for each in trajectories]
+
+    # All have the entries of the first one.
     names = trajectories[0].keys()
-    if other := [sorted(each) for each in trajectories if each.keys() != names]:
-        raise BatchError(
-            f"the trajectories of a batch have different entries: {sorted(names)} and {other[0]}"
-        )
-    longest = max(each["input_ids"].shape[1] for each in trajectories)
-    tensors = [name for name in names if name != IMAGES]
-    joined = {
-        name: torch.cat([_widened(name, each, longest) for each in trajectories])
-        for name in tensors
-    }
+    for each in trajectories:
+        if each.keys() != names:
+            raise BatchError(
+                "the trajectories of a batch have different entries: "
+                f"{sorted(names)} and {sorted(each)}"
+            )
+
+    # Rows are padded to the longest trajectory of the batch. Images are lists, not tensors.
+    lengths = [each["input_ids"].shape[1] for each in trajectories]
+    longest = max(lengths)
+    joined = {}
+    for name in names:
+        if name != IMAGES:
+            widened = [_widened(name, each, longest) for each in trajectories]
+            joined[name] = torch.cat(widened)
     return with_images(joined, join_images(trajectories))
 
 
+def _with_truncated(trajectory: Trajectory) -> Trajectory:
+    n_rows = len(trajectory["rewards"])
+    complete = torch.zeros(n_rows, dtype=torch.bool)
+    return {_TRUNCATED: complete, **trajectory}
+
+
 def _widened(name: str, trajectory: Trajectory, length: int) -> torch.Tensor:
-    tensor, shape = trajectory[name], trajectory["input_ids"].shape
+    tensor = trajectory[name]
     if not tensor.is_floating_point():
         tensor = tensor.long()
+
+    # An entry per token starts with the shape [n, S]. All others are not padded.
+    shape = trajectory["input_ids"].shape
     if tensor.shape[:2] != shape:
         return tensor
-    filler = tensor.new_full(
-        (shape[0], length - shape[1], *tensor.shape[2:]), _PADDING.get(name, 0)
-    )
+    n_rows, n_tokens = shape
+    filler_shape = (n_rows, length - n_tokens, *tensor.shape[2:])
+    filler = tensor.new_full(filler_shape, _PADDING.get(name, 0))
     return torch.cat([tensor, filler], dim=1)

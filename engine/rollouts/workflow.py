@@ -74,9 +74,10 @@ class MultiTurnWorkflow:
     """Alternate completions of the model and calls of a tool, ``gconfig.n_samples`` times per
     prompt.
 
-        gconfig = GenerationHyperparameters(n_samples=8, max_new_tokens=1024,
-        stop_token_ids=[tokenizer.eos_token_id]) workflow = MultiTurnWorkflow(reward_fn, tool_fn,
-        gconfig, tokenizer, max_turns=4)
+        gconfig = GenerationHyperparameters(
+            n_samples=8, max_new_tokens=1024, stop_token_ids=[tokenizer.eos_token_id]
+        )
+        workflow = MultiTurnWorkflow(reward_fn, tool_fn, gconfig, tokenizer, max_turns=4)
 
     An episode ends if the tool returns None, if a completion or the conversation reaches its length
     limit (``truncated``), or after ``max_turns``. The reward function gets everything after the
@@ -113,38 +114,42 @@ class MultiTurnWorkflow:
     ) -> None:
         require_range("max_turns", max_turns, low=1)
         require_range("max_tokens", max_tokens, low=1)
+        # The processor has the tokenizer of its model.
         if tokenizer is None and processor is not None:
             tokenizer = processor.tokenizer
-        self._tool_fn, self._gconfig, self._tokenizer, self._processor = (
-            tool_fn,
-            gconfig,
-            tokenizer,
-            processor,
-        )
-        self._max_turns, self._max_tokens = max_turns, max_tokens
+        self._tool_fn = tool_fn
+        self._gconfig = gconfig
+        self._tokenizer = tokenizer
+        self._processor = processor
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
         self._rewards = Rewards(reward_fn, tokenizer, pool, lost_reward)
-        self._encoder = ThreadPoolExecutor(
-            1, "images"
-        )  # one, because tokenizers are not safe in several threads
+        # one thread, because tokenizers are not safe in several
+        self._encoder = ThreadPoolExecutor(1, "images")
 
     async def arun_episode(self, engine: EpisodeEngine, data: Mapping[str, Any]) -> Trajectory:
         """See `RolloutWorkflow`. The samples of a prompt are one trajectory."""
+        processor = self._processor
         encoded = None
-        if self._processor is not None:
+        images = None
+        if processor is None:
+            prompt = _encode_text(data, self._tokenizer)
+        else:
+            # Decoding images takes long, so it runs on another thread than the episodes.
             loop = asyncio.get_running_loop()
-            encoded = await loop.run_in_executor(
-                self._encoder, encode_prompt, self._processor, data
-            )
-        prompt = _encode_text(data, self._tokenizer) if encoded is None else encoded.input_ids
-        images = None if encoded is None else encoded.images
-        conversations = (
-            self._converse(engine, prompt, images, n, data) for n in range(self._gconfig.n_samples)
-        )
+            encoded = await loop.run_in_executor(self._encoder, encode_prompt, processor, data)
+            prompt = encoded.input_ids
+            images = encoded.images
+
+        numbers = range(self._gconfig.n_samples)
+        conversations = (self._converse(engine, prompt, images, n, data) for n in numbers)
         samples = await asyncio.gather(*conversations)
-        trajectory = to_trajectory(
-            [sequence for sequence, _ in samples], [reward for _, reward in samples]
-        )
-        return trajectory if encoded is None else add_images(trajectory, encoded)
+        sequences = [sequence for sequence, _ in samples]
+        rewards = [reward for _, reward in samples]
+        trajectory = to_trajectory(sequences, rewards)
+        if encoded is None:
+            return trajectory
+        return add_images(trajectory, encoded)
 
     def restore_images(self, trajectory: Trajectory, data: Mapping[str, Any]) -> Trajectory:
         """Add the pixels to a trajectory from a ledger. PromptError if the images of the sample
@@ -167,21 +172,28 @@ class MultiTurnWorkflow:
         sequence = TokenSequence()
         sequence.extend_given(prompt)
         for turn in range(self._max_turns):
-            before, room = list(sequence.input_ids), self._gconfig.max_new_tokens
+            # The completion must fit into what is left of the conversation.
+            before = list(sequence.input_ids)
+            room = self._gconfig.max_new_tokens
             if self._max_tokens is not None:
                 room = min(room, self._max_tokens - len(before))
             if room < max(1, self._gconfig.min_new_tokens):
                 sequence.truncated = True
                 break
-            gconfig, seed = (
-                replace(self._gconfig, max_new_tokens=room),
-                number * self._max_turns + turn,
-            )
-            shown = None if images is None else images.followed_by(before[len(prompt) :])
-            response = await engine.agenerate(ModelRequest(before, gconfig, seed, images=shown))
+
+            # The number of the request does not depend on the order of answers.
+            gconfig = replace(self._gconfig, max_new_tokens=room)
+            seed = number * self._max_turns + turn
+            shown = None
+            if images is not None:
+                shown = images.followed_by(before[len(prompt) :])
+            request = ModelRequest(before, gconfig, seed, images=shown)
+            response = await engine.agenerate(request)
             sequence.extend_sampled(response)
             if sequence.truncated or turn == self._max_turns - 1:
                 break
+
+            # A tool that hangs or crashes ends the episode, not the run.
             try:
                 said = await self._ask_tool(before, response.output_tokens, data)
             except CallLost as error:
@@ -189,15 +201,29 @@ class MultiTurnWorkflow:
             if said is None:
                 break
             sequence.extend_given(said)
-        return sequence, await self._rewards.reward(prompt, sequence.input_ids[len(prompt) :], data)
+
+        # The reward function sees all turns after the prompt as one completion.
+        completion = sequence.input_ids[len(prompt) :]
+        reward = await self._rewards.reward(prompt, completion, data)
+        return sequence, reward
 
     async def _ask_tool(
-        self, before: list[int], completion: list[int], data: Mapping[str, Any]
+        self,
+        before: list[int],
+        completion: list[int],
+        data: Mapping[str, Any],
     ) -> list[int] | None:
-        texts = decode(before, self._tokenizer), decode(completion, self._tokenizer)
-        said = await self._rewards.pool.call(self._tool_fn, *texts, before, completion, **data)
+        conversation = decode(before, self._tokenizer)
+        text = decode(completion, self._tokenizer)
+        said = await self._rewards.pool.call(
+            self._tool_fn, conversation, text, before, completion, **data
+        )
+
+        # None, token ids, or a text.
+        if said is None:
+            return None
         if not isinstance(said, str):
-            return None if said is None else list(said)
+            return list(said)
         if self._tokenizer is None:
             raise ConfigError(
                 f"the tool said {said!r}, but there is no tokenizer; it must return token ids"
@@ -217,9 +243,10 @@ class MultiTurnWorkflow:
 class RLVRWorkflow(MultiTurnWorkflow):
     """Sample a prompt ``gconfig.n_samples`` times, with a verifiable reward for each completion.
 
-        gconfig = GenerationHyperparameters(n_samples=8, max_new_tokens=1024,
-        stop_token_ids=[tokenizer.eos_token_id]) workflow = RLVRWorkflow(reward_fn, gconfig,
-        tokenizer)
+        gconfig = GenerationHyperparameters(
+            n_samples=8, max_new_tokens=1024, stop_token_ids=[tokenizer.eos_token_id]
+        )
+        workflow = RLVRWorkflow(reward_fn, gconfig, tokenizer)
 
     The arguments are those of `MultiTurnWorkflow`: this is its case of one turn.
     """
@@ -233,8 +260,16 @@ class RLVRWorkflow(MultiTurnWorkflow):
         lost_reward: float = 0.0,
         processor: Any = None,
     ) -> None:
-        options: dict[str, Any] = {"pool": pool, "lost_reward": lost_reward, "processor": processor}
-        super().__init__(reward_fn, _no_tool, gconfig, tokenizer, max_turns=1, **options)
+        super().__init__(
+            reward_fn,
+            _no_tool,
+            gconfig,
+            tokenizer,
+            max_turns=1,
+            pool=pool,
+            lost_reward=lost_reward,
+            processor=processor,
+        )
 
 
 def _no_tool(*_: object, **__: object) -> None:

@@ -15,18 +15,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...utils.compat.torch_private import storage_id
-from ...utils.config import require_choice
 from ...utils.devices import free_cached_memory
 from ...utils.distributed import all_ranks_succeed
-from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from ..api import WeightUpdateMeta
 from ..dcp.state import DCPState
 from ..memory.offloaded import MODEL, Away, refuse, tensors_away
 from ..memory.tensors import by_clean_name, first_names, is_expanded, local_tensor
@@ -88,7 +84,7 @@ class Offload:
 
     @torch.no_grad()
     def offload(self, tags: set[str]) -> None:
-        """Move parts to host memory and drop the gradients. See `Offloadable.offload`."""
+        """Move parts to host memory and drop the gradients. See `FSDPEngine.offload`."""
         model = self._state.model
         model.zero_grad()
         drop_partial(model)
@@ -124,7 +120,7 @@ class Offload:
 
     @torch.no_grad()
     def onload(self, tags: set[str]) -> None:
-        """Move parts back. See `Offloadable.onload`."""
+        """Move parts back. See `FSDPEngine.onload`."""
         # All ranks have the memory before one of them fills it.
         away = tensors_away(self._state.model)
         coming = {name: one for name, one in away.items() if _tag_of(name) in tags}
@@ -221,86 +217,6 @@ def _refuse_if_away(away: set[str], needed: set[str], *_: object) -> None:
     """
     if away & needed:
         refuse()
-
-
-class Offloadable:
-    """The methods of an engine that shares its device with something else."""
-
-    _offload: Offload | None = None  # None: no model
-    _servers: Any  # `ServerConnection`
-
-    @property
-    def offloaded(self) -> frozenset[str]:
-        """The parts that are offloaded now."""
-        if self._offload is None:
-            return frozenset()
-        return frozenset(self._offload.tags)
-
-    def offload(self, tags: Collection[str] = TAGS) -> None:
-        """Free the device for something else, such as an inference server. Collective.
-
-        The values wait in host memory until `onload`, which restores every bit. Until then saves,
-        snapshots, exports and `update_weights` read them there, and what computes raises
-        `EngineOffloadedError`. Gradients are dropped. A save in the background goes on. A part that
-        is already offloaded stays so. If `connect_engine` was called, this also runs the forward
-        with which servers check what `update_weights` gives them.
-
-            engine.offload()
-            rollouts = generate()  # by servers on the same GPUs
-            engine.onload()
-
-        Args:
-            tags: ``"weights"`` (parameters and buffers), ``"optimizer"`` (its state) or both.
-
-        Raises:
-            ConfigError: there is no such tag, or no model.
-            OSError, RuntimeError: there is no host memory on this rank. PeerError: on another.
-                Nothing was offloaded.
-        """
-        parts = self._parts()
-        leaving = _checked(tags)
-        if WEIGHTS in leaving - parts.tags:
-            self._servers.before_offload(self)
-        parts.offload(leaving)
-
-    def onload(self, tags: Collection[str] = TAGS) -> None:
-        """Bring back parts that `offload` moved away. Parts that are here stay. Collective.
-
-        After Ctrl-C in it, or in `offload`, the parts count as offloaded until another call has
-        finished the work.
-
-        Raises:
-            ConfigError: there is no such tag, or no model.
-            RuntimeError: there is no room on the device of this rank. PeerError: on another. All
-                stays offloaded, and may be tried again.
-        """
-        self._parts().onload(_checked(tags))
-
-    def publication_to(
-        self,
-        fleet: Any,
-        meta: WeightUpdateMeta | None = None,
-    ) -> WeightUpdateMeta:
-        """``meta``, or the `WeightUpdateMeta` of `connect_engine`. ConfigError if ``fleet`` is not
-        connected.
-        """
-        return self._servers.meta_for(meta, fleet)
-
-    def _require_onloaded(self, *tags: str) -> None:
-        self._parts().require_onloaded(*tags)
-
-    def _parts(self) -> Offload:
-        if self._offload is None:
-            raise ConfigError(
-                "the engine has no model; call create_process_group and initialize first"
-            )
-        return self._offload
-
-
-def _checked(tags: Collection[str]) -> set[str]:
-    for tag in tags:
-        require_choice("tags", tag, TAGS)
-    return set(tags)
 
 
 def _tag_of(name: str) -> str:

@@ -56,8 +56,8 @@ def device_index(gpus: Sequence[int | str], visible: str | None) -> int:
     """
     names = [str(gpu) for gpu in gpus]
     if visible is None:
-        return min(int(name) for name in names)
-    return min(visible.split(",").index(name) for name in names)
+        return min(map(int, names))
+    return min(map(visible.split(",").index, names))
 
 
 class RankActor:
@@ -77,18 +77,21 @@ class RankActor:
         self._lease: Lease | None = None
 
     def start(self, serve_store: bool) -> tuple[RankProcess, int]:
-        """Describe this process, and return the port of the store that it serves (0 without one)."""
-        host, gpus = ray.util.get_node_ip_address(), ray.get_gpu_ids()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
-        device = device_index(gpus, visible) if gpus else None
-        if (
-            serve_store
-        ):  # at a port that the kernel chooses: to search for one and bind it later would be a race
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        where = RankProcess(
-            ProcessId.current(), host, ray.get_runtime_context().get_node_id(), device
-        )
-        return where, 0 if self._store is None else self._store.port
+        """Describe this process, and return the port of its store (0 if it serves none)."""
+        host = ray.util.get_node_ip_address()
+        node_id = ray.get_runtime_context().get_node_id()
+        gpus = ray.get_gpu_ids()
+        device = None
+        if gpus:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+            device = device_index(gpus, visible)
+        process = RankProcess(ProcessId.current(), host, node_id, device)
+        if not serve_store:
+            return process, 0
+
+        # The kernel chooses the port: to search for one and bind it later would be a race.
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return process, self._store.port
 
     def join(
         self, env: dict[str, str], threads: int, gpus: float, rendezvous: Rendezvous | None
@@ -100,9 +103,12 @@ class RankActor:
         """
         os.environ.update(env)
         torch.set_num_threads(threads)
+        # The device of this thread. `run` sets it again, because it is thread-local.
         if gpus and torch.cuda.is_available():
             self._device = torch.device("cuda", int(env["LOCAL_RANK"]))
             torch.cuda.set_device(self._device)
+
+        # Without a process group, computing counts as progress: see `ping`.
         if rendezvous is None:
             self._alone = True
             return
@@ -112,19 +118,23 @@ class RankActor:
                 f"torch {torch.__version__} sees no CUDA device; check the driver and "
                 "torch.version.cuda, or ask for gpus=0"
             )
+
+        # Rank 0 serves the store itself, the others connect to it.
         timeout = timedelta(seconds=rendezvous.timeout_s)
-        store = self._store or dist.TCPStore(
-            rendezvous.host, rendezvous.port, is_master=False, timeout=timeout
-        )
+        store = self._store
+        if store is None:
+            store = dist.TCPStore(
+                rendezvous.host, rendezvous.port, is_master=False, timeout=timeout
+            )
+        # Ranks that share a GPU use gloo, because NCCL refuses them.
+        own_device = self._device if gpus >= 1 else None
         dist.init_process_group(
             CUDA_BACKEND if gpus else "gloo",
             store=dist.PrefixStore(rendezvous.generation, store),
             rank=int(env["RANK"]),
             world_size=int(env["WORLD_SIZE"]),
             timeout=timeout,
-            device_id=self._device
-            if gpus >= 1
-            else None,  # ranks that share a GPU use gloo, because NCCL refuses them
+            device_id=own_device,
         )
 
     def build(self, worker_cls: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -159,15 +169,19 @@ class RankActor:
         Computing counts as progress only without a process group: in one, a rank that computes
         forever, or waits for NCCL (which uses processor time), blocks the others.
         """
-        if self._alone and any(call.computes() for call in list(self._calls)):
-            beat()
+        if self._alone:
+            # A copy, because the other threads begin and end calls meanwhile.
+            calls = list(self._calls)
+            if any(call.computes() for call in calls):
+                beat()
         return seconds_since_beat()
 
     def renew_lease(self, stamp: float | None, lease_s: float) -> float:
         """Live for ``lease_s`` after ``stamp``, a return value of this method. Return the stamp for
         the next call.
         """
-        self._lease = self._lease or Lease()
+        if self._lease is None:
+            self._lease = Lease()
         if stamp is not None:
             self._lease.put_off(stamp + lease_s)
         return self._lease.now()
@@ -187,12 +201,18 @@ class RankActor:
 class _Call:
     def __init__(self, native_id: int) -> None:
         self._native_id = native_id
-        self._looked_s, self._used_s = time.monotonic(), thread_cpu_s(native_id)
+        self._looked_s = time.monotonic()
+        self._used_s = thread_cpu_s(native_id)
 
     def computes(self) -> bool:
         """Whether the thread has used the share `COMPUTES` of the time since the last look."""
-        looked_s, used_s = self._looked_s, self._used_s
-        self._looked_s, self._used_s = time.monotonic(), thread_cpu_s(self._native_id)
-        if used_s is None or self._used_s is None:
+        last_looked_s = self._looked_s
+        last_used_s = self._used_s
+        self._looked_s = time.monotonic()
+        self._used_s = thread_cpu_s(self._native_id)
+        if last_used_s is None or self._used_s is None:
             return False
-        return self._used_s - used_s >= COMPUTES * (self._looked_s - looked_s)
+
+        used_s = self._used_s - last_used_s
+        passed_s = self._looked_s - last_looked_s
+        return used_s >= COMPUTES * passed_s

@@ -58,7 +58,8 @@ class WorkerGroup:
 
     Example::
 
-        group = WorkerGroup(Trainer, args=(config,), world_size=8, resources=WorkerResources(gpus=1))
+        resources = WorkerResources(gpus=1)
+        group = WorkerGroup(Trainer, args=(config,), world_size=8, resources=resources)
         stats = group.call_all("train_step", batch)
         group.shutdown()
 
@@ -142,50 +143,58 @@ class WorkerGroup:
             WorkerLost: a rank died or did not start in time.
         """
         if misplaced or unknown:
-            found = ", ".join([*map(reprlib.repr, misplaced), *(f"{key}=..." for key in unknown)])
+            names = [f"{key}=..." for key in unknown]
+            found = ", ".join([*map(reprlib.repr, misplaced), *names])
             raise ConfigError(
                 f"a WorkerGroup takes no {found}; what the workers are constructed with goes "
                 f"apart: WorkerGroup({getattr(worker_cls, '__name__', worker_cls)}, args=(...), "
                 f"kwargs={{...}}, ...)"
             )
         require_ray()
-        self.name, self.world_size = name, world_size
+        self.name = name
+        self.world_size = world_size
+        self.started_late = False
+        self.stalled = False
         self._resources = resources or WorkerResources()
         self._node_id = ray.get_runtime_context().get_node_id()
         self._owns_placement = placement is None
-        self.placement = placement or place(
-            PlacementRequest(name, world_size, self._resources), start_timeout_s
-        )
+        if placement is None:
+            request = PlacementRequest(name, world_size, self._resources)
+            placement = place(request, start_timeout_s)
+        self.placement = placement
         self._processes: list[RankProcess] = []
         self._actors: list[Any] = []
         self._loss: WorkerLost | None = None
         self._came_up = False
-        self._n_calls, self._closed = 0, False  # calls that are waiting or were interrupted
+        self._closed = False
+        # calls that are waiting or were interrupted
+        self._n_calls = 0
         self._lock = threading.Lock()
-        self.started_late = self.stalled = False
-        self._hang_timeout_s, self._kill_timeout_s = hang_timeout_s, kill_timeout_s
+        self._hang_timeout_s = hang_timeout_s
+        self._kill_timeout_s = kill_timeout_s
         self._ended: set[ProcessId] = set()
         self._leases: LeaseKeeper | None = None
-        self._patience = Patience(
-            None
-        )  # no pings yet: importing torch may hold the interpreter too long
+        # no pings yet: importing torch may hold the interpreter too long
+        self._patience = Patience(None)
+
         try:
             if on_created is not None:
                 on_created(self)
             self._start(process_group, process_group_timeout_s, start_timeout_s, dict(env or {}))
-            built = [
-                actor.build.remote(worker_cls, tuple(args), dict(kwargs or {}))
-                for actor in self._actors
-            ]
-            self._gather("the constructor", dict(enumerate(built)), build_timeout_s)
-            self._patience, self._came_up = Patience(hang_timeout_s, stall_timeout_s), True
+
+            built = {}
+            for rank, actor in enumerate(self._actors):
+                built[rank] = actor.build.remote(worker_cls, tuple(args), dict(kwargs or {}))
+            self._gather("the constructor", built, build_timeout_s)
+            self._patience = Patience(hang_timeout_s, stall_timeout_s)
+            self._came_up = True
+
             # Ranks on this node end with its raylet, which ends with the driver. Others may be cut
             # off from both.
-            elsewhere = {
-                r: self._actors[r]
-                for r, at in enumerate(self._processes)
-                if at.node_id != self._node_id
-            }
+            elsewhere = {}
+            for rank, at in enumerate(self._processes):
+                if at.node_id != self._node_id:
+                    elsewhere[rank] = self._actors[rank]
             if elsewhere and hang_timeout_s is not None:
                 self._leases = LeaseKeeper(elsewhere, hang_timeout_s)
         except BaseException:
@@ -193,17 +202,20 @@ class WorkerGroup:
             raise
 
     def _create_actor(self, rank: int, env: dict[str, str]) -> Any:
-        options: dict[str, Any] = {"runtime_env": {"env_vars": env}} if env else {}
-        return ray.remote(  # type: ignore[call-overload]
-            num_cpus=self._resources.cpus,
-            num_gpus=self._resources.gpus,
-            resources=dict(self._resources.custom),
-            max_restarts=0,
-            max_task_retries=0,
-            concurrency_groups={"health": 1, "background": 1},
-            scheduling_strategy=self.placement.slot(rank),
-            **options,
-        )(RankActor).remote()
+        options: dict[str, Any] = {
+            "num_cpus": self._resources.cpus,
+            "num_gpus": self._resources.gpus,
+            "resources": dict(self._resources.custom),
+            # Ray restarts and repeats nothing, see the head of this file.
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "concurrency_groups": {"health": 1, "background": 1},
+            "scheduling_strategy": self.placement.slot(rank),
+        }
+        if env:
+            options["runtime_env"] = {"env_vars": env}
+        remote: Any = ray.remote(**options)
+        return remote(RankActor).remote()
 
     def _start(
         self,
@@ -217,35 +229,44 @@ class WorkerGroup:
             self._actors.append(self._create_actor(rank, env))
             # after the append, so that either `kill` sees the actor or this sees the kill
             self._check_usable()
-        started = [
-            actor.start.remote(process_group and rank == 0)
-            for rank, actor in enumerate(self._actors)
-        ]
-        answers = self._gather("its start", dict(enumerate(started)), start_timeout_s)
+
+        # Rank 0 serves the store of the process group, at a port that it reports.
+        started = {}
+        for rank, actor in enumerate(self._actors):
+            started[rank] = actor.start.remote(process_group and rank == 0)
+        answers = self._gather("its start", started, start_timeout_s)
         started_s = time.monotonic() - began
         self._processes = [process for process, _ in answers]
-        host, port = self._processes[0].host, answers[0][1]
-        generation = f"{self.name}-{uuid.uuid4().hex[:8]}"
+        rendezvous = None
+        if process_group:
+            host = self._processes[0].host
+            _, port = answers[0]
+            generation = f"{self.name}-{uuid.uuid4().hex[:8]}"
+            rendezvous = Rendezvous(host, port, generation, process_group_timeout_s)
+
+        # Ray does not hide GPUs from ranks without one.
         gpus = self._resources.gpus
-        rendezvous = (
-            Rendezvous(host, port, generation, process_group_timeout_s) if process_group else None
-        )
+        hidden = {}
+        if not gpus and "CUDA_VISIBLE_DEVICES" not in env:
+            hidden["CUDA_VISIBLE_DEVICES"] = ""
+
+        # torchrun's variables. A rank with a GPU has the index of its GPU as local rank.
+        threads = max(1, int(self._resources.cpus))
         nodes = [process.node_id for process in self._processes]
         joined = {}
-        hidden = (
-            {} if gpus or "CUDA_VISIBLE_DEVICES" in env else {"CUDA_VISIBLE_DEVICES": ""}
-        )  # Ray does not hide GPUs
         for rank, actor in enumerate(self._actors):
-            device = self._processes[rank].device
-            local_rank = nodes[:rank].count(nodes[rank]) if device is None else device
-            counts = {
+            node = nodes[rank]
+            local_rank = self._processes[rank].device
+            if local_rank is None:
+                local_rank = nodes[:rank].count(node)
+            variables = {
+                **hidden,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
                 "WORLD_SIZE": str(self.world_size),
-                "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+                "LOCAL_WORLD_SIZE": str(nodes.count(node)),
             }
-            ranks = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), **counts}
-            joined[rank] = actor.join.remote(
-                hidden | ranks, max(1, int(self._resources.cpus)), gpus, rendezvous
-            )
+            joined[rank] = actor.join.remote(variables, threads, gpus, rendezvous)
         self._gather("the rendezvous", joined, start_timeout_s)
         joined_s = time.monotonic() - began - started_s
         logger.info(
@@ -280,12 +301,10 @@ class WorkerGroup:
             Exception: the worker raised it. If several ranks failed, an error that is not just a
                 `PeerError`.
         """
-        return self._call_each(
-            method,
-            per_rank,
-            lambda actor, share: actor.call.remote(method, (*args, *share), kwargs),
-            deadline,
-        )
+        refs = {}
+        for rank, actor, share in self._each(per_rank):
+            refs[rank] = actor.call.remote(method, (*args, *share), kwargs)
+        return self._gather(f"{method}()", refs, deadline)
 
     def call(
         self, rank: int, method: str, *args: Any, deadline: float | None = None, **kwargs: Any
@@ -293,15 +312,17 @@ class WorkerGroup:
         """Call ``worker.method(*args, **kwargs)`` on one rank. Raises like `call_all`."""
         self._check_usable()
         ref = self._actors[rank].call.remote(method, args, kwargs)
-        return self._gather(f"{method}()", {rank: ref}, deadline)[0]
+        (value,) = self._gather(f"{method}()", {rank: ref}, deadline)
+        return value
 
     def run_all(
         self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[tuple] | None = None
     ) -> list[Any]:
-        """Call the top-level ``fn(worker, *args, *per_rank[rank])`` on every rank, like `call_all`."""
-        return self._call_each(
-            fn, per_rank, lambda actor, share: actor.run.remote(fn, (*args, *share))
-        )
+        """Call top-level ``fn(worker, *args, *per_rank[rank])`` on every rank, like `call_all`."""
+        refs = {}
+        for rank, actor, share in self._each(per_rank):
+            refs[rank] = actor.run.remote(fn, (*args, *share))
+        return self._gather(_name(fn), refs, None)
 
     def run_in_background(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`run_all` on a separate thread in every worker, while other calls continue.
@@ -309,10 +330,11 @@ class WorkerGroup:
         May be called from another thread, one at a time. Collectives in ``fn`` need their own
         process group. If the group is lost meanwhile, both callers get the error.
         """
-        in_background = {"concurrency_group": "background"}
-        return self._call_each(
-            fn, None, lambda actor, _: actor.run.options(**in_background).remote(fn, args)
-        )
+        refs = {}
+        for rank, actor, _ in self._each(None):
+            run = actor.run.options(concurrency_group="background")
+            refs[rank] = run.remote(fn, args)
+        return self._gather(_name(fn), refs, None)
 
     def ping(self, timeout_s: float = 1.0) -> list[int]:
         """Ranks that are dead or do not answer in time. A busy worker does not delay the answer."""
@@ -352,7 +374,9 @@ class WorkerGroup:
             return
         try:
             if self._loss is None and not self._n_calls:
-                refs = {rank: actor.destroy.remote() for rank, actor in enumerate(self._actors)}
+                refs = {}
+                for rank, actor in enumerate(self._actors):
+                    refs[rank] = actor.destroy.remote()
                 self._gather("destroy()", refs, timeout_s)
         except WorkerLost as loss:
             logger.warning("%s during shutdown", loss)
@@ -364,18 +388,22 @@ class WorkerGroup:
 
         HoldfastError if a process still runs ``kill_timeout_s`` after SIGKILL.
         """
+        # A call that waits in another thread raises this loss.
         if self._loss is None:
-            self._loss = WorkerLost(
-                self.name, range(self.world_size), "the group was killed on request"
-            )
+            ranks = range(self.world_size)
+            self._loss = WorkerLost(self.name, ranks, "the group was killed on request")
         if self._leases is not None:
             self._leases.stop()
+
         left = [at for at in self._processes if at.id not in self._ended]
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
-        else:  # other nodes cannot be checked
+        else:
+            # Without Ray, other nodes cannot be checked.
             left = [at for at in left if at.node_id == self._node_id]
+
+        # Each node ends its own.
         nodes: dict[str, list[ProcessId]] = {}
         for at in left:
             nodes.setdefault(at.node_id, []).append(at.id)
@@ -386,12 +414,18 @@ class WorkerGroup:
         """Time at which the leases of all ranks on a node have ended, for nodes where all ranks
         have one.
         """
-        ends: dict[str, list[float | None]] = {}
+        if self._leases is None:
+            return {}
+        # A node counts as over with its last lease, if all of its ranks have one.
+        ends: dict[str, float] = {}
+        unleased: set[str] = set()
         for rank, at in enumerate(self._processes):
-            ends.setdefault(at.node_id, []).append(
-                None if self._leases is None else self._leases.end_of(rank)
-            )
-        return {node: max(filter(None, found)) for node, found in ends.items() if None not in found}
+            end = self._leases.end_of(rank)
+            if end is None:
+                unleased.add(at.node_id)
+            else:
+                ends[at.node_id] = max(end, ends.get(at.node_id, end))
+        return {node: end for node, end in ends.items() if node not in unleased}
 
     def _close(self) -> None:
         self._closed = True
@@ -403,44 +437,48 @@ class WorkerGroup:
         if self._loss is not None:
             raise WorkerLost(self.name, self._loss.ranks, self._loss.cause)
 
-    def _call_each(
-        self,
-        called: Any,
-        per_rank: Sequence[tuple] | None,
-        send: Callable[[Any, tuple], Any],
-        deadline: float | None = None,
-    ) -> list[Any]:
-        shares = [()] * self.world_size if per_rank is None else per_rank
-        if len(shares) != self.world_size:
+    def _each(self, per_rank: Sequence[tuple] | None) -> list[tuple[int, Any, tuple]]:
+        """Rank, actor and share of each rank, if the group is usable."""
+        if per_rank is None:
+            per_rank = [()] * self.world_size
+        if len(per_rank) != self.world_size:
             raise ConfigError(
-                f"per_rank has {len(shares)} entries; {self.name!r} has {self.world_size} ranks"
+                f"per_rank has {len(per_rank)} entries; {self.name!r} has {self.world_size} ranks"
             )
         self._check_usable()
-        refs = {rank: send(actor, shares[rank]) for rank, actor in enumerate(self._actors)}
-        return self._gather(f"{getattr(called, '__name__', called)}()", refs, deadline)
+        return [(rank, actor, per_rank[rank]) for rank, actor in enumerate(self._actors)]
 
-    def _gather(self, what: str, refs: Mapping[int, Any], deadline: float | None) -> list[Any]:
+    def _gather(
+        self,
+        what: str,
+        refs: Mapping[int, Any],
+        deadline: float | None,
+    ) -> list[Any]:
         answers = Answers({ref: rank for rank, ref in refs.items()})
         with self._lock:
             self._n_calls += 1
-        hung = wait_watching(
-            answers, dict(enumerate(self._actors)), self._patience, deadline, self._on_ended_nodes
-        )
+        actors = dict(enumerate(self._actors))
+        hung = wait_watching(answers, actors, self._patience, deadline, self._on_ended_nodes)
         with self._lock:
             self._n_calls -= 1
-        if self._loss is not None:  # another thread has killed the group, or is doing so
+
+        # Another thread has killed the group, or is doing so.
+        if self._loss is not None:
             raise self._lose(self._loss.ranks, self._loss.cause)
         if not (answers.lost or answers.errors or answers.pending):
             return [answers.values[rank] for rank in refs]
-        lost = {*answers.lost, *(self._on_ended_nodes() if answers.pending else ())}
-        lost |= {
-            r
-            for r, at in enumerate(self._processes)
-            if at.node_id == self._node_id and not at.id.alive()
-        }
+
+        # Deaths explain all else, whoever has noticed them: Ray, the nodes, or this kernel.
+        lost = set(answers.lost)
+        if answers.pending:
+            lost.update(self._on_ended_nodes())
+        for rank, at in enumerate(self._processes):
+            if at.node_id == self._node_id and not at.id.alive():
+                lost.add(rank)
         if lost:
             error = next(iter(answers.lost.values()), None)
             raise self._lose(lost, f"died during {what} ({headline(error)})") from error
+
         if hung:
             self.stalled = hung.stalled
             raise self._lose(hung.ranks, f"{hung.symptom} during {what}")
@@ -448,15 +486,16 @@ class WorkerGroup:
         if not answers.errors:
             self.started_late = not self._came_up
             raise self._lose(waiting, f"no answer to {what} within {deadline:g} s")
+
+        # The code of a rank has failed. Ranks that wait for it cannot go on.
         error, rank = culprit(answers.errors)
         if collective_broke(cause_of(error)):
             who = "others gave up waiting for them in" if waiting else "nobody could finish"
             symptom = f"{who} a collective of {what} ({headline(cause_of(error))})"
             raise self._lose(waiting or list(answers.errors), symptom) from error
         if waiting:
-            self._lose(
-                waiting, f"killed in {what}, where they waited for rank {rank}, which failed"
-            )
+            symptom = f"killed in {what}, where they waited for rank {rank}, which failed"
+            self._lose(waiting, symptom)
         raise_cause(error)
 
     def _lose(self, ranks: Sequence[int] | set[int], cause: str) -> WorkerLost:
@@ -466,19 +505,22 @@ class WorkerGroup:
         that the first one killed.
         """
         with self._lock:
-            first, loss = (
-                self._loss is None,
-                self._loss or WorkerLost(self.name, sorted(ranks), cause),
-            )
+            first = self._loss is None
+            loss = self._loss or WorkerLost(self.name, sorted(ranks), cause)
             self._loss = loss
         start = time.monotonic()
         self.kill()
+        took_s = time.monotonic() - start
         if first:
-            logger.warning(
-                "%s; every process was gone %.3f s later", loss, time.monotonic() - start
-            )
+            logger.warning("%s; every process was gone %.3f s later", loss, took_s)
+        # A new object, because each caller that raises it adds its own traceback.
         return WorkerLost(*loss.args)
 
     def _on_ended_nodes(self) -> list[int]:
-        ended = ended_nodes({at.node_id for at in self._processes} - {self._node_id})
+        others = self.node_ids() - {self._node_id}
+        ended = ended_nodes(others)
         return [rank for rank, at in enumerate(self._processes) if at.node_id in ended]
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return f"{getattr(fn, '__name__', fn)}()"

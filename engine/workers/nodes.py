@@ -33,7 +33,8 @@ millisecond.
 """
 PROBES_AT_A_TIME = 64
 """Number of raylets contacted in parallel."""
-_NODES_EVERY_S = 1.0  # seconds between checks for dead nodes while waiting for their tasks
+# seconds between checks for dead nodes while waiting for their tasks
+_NODES_EVERY_S = 1.0
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """First bytes of an HTTP/2 client: the preface and an empty SETTINGS frame (RFC 9113, 3.4)."""
 
@@ -49,12 +50,15 @@ class Raylet(Enum):
 
 
 def ask_raylets(nodes: Iterable[str]) -> dict[str, Raylet]:
-    """Contact the raylet of each of ``nodes`` (Ray's names), even if Ray says that a node is dead."""
-    if not (wanted := set(nodes)):
+    """Contact the raylet of each of ``nodes`` (Ray's names), even if Ray says that it is dead."""
+    wanted = set(nodes)
+    if not wanted:
         return {}
-    found = {node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in wanted}
+    found = [node for node in ray.nodes() if node["NodeID"] in wanted]
+    names = [node["NodeID"] for node in found]
     with ThreadPoolExecutor(PROBES_AT_A_TIME) as pool:
-        return dict(zip(found, pool.map(_ask, found.values()), strict=True))
+        states = pool.map(_ask, found)
+        return dict(zip(names, states, strict=True))
 
 
 def ended_nodes(nodes: Iterable[str]) -> set[str]:
@@ -62,18 +66,18 @@ def ended_nodes(nodes: Iterable[str]) -> set[str]:
     if Ray is away.
     """
     try:
-        return {node for node, state in ask_raylets(nodes).items() if state is Raylet.ENDED}
-    except (
-        RayError,
-        RuntimeError,
-    ) as error:  # RuntimeError: the interpreter is ending and starts no threads
+        states = ask_raylets(nodes)
+    except (RayError, RuntimeError) as error:
+        # RuntimeError: the interpreter is ending and starts no threads.
         logger.warning("the nodes could not be asked whether they have ended: %s", headline(error))
         return set()
+    return {node for node, state in states.items() if state is Raylet.ENDED}
 
 
 def _ask(node: Mapping[str, Any]) -> Raylet:
-    address = node["NodeManagerAddress"], node["NodeManagerPort"]
-    for _ in range(2):  # a raylet that is ending resets the first connection and refuses the second
+    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    # A raylet that is ending resets the first connection and refuses the second.
+    for _ in range(2):
         try:
             with socket.create_connection(address, PROBE_S) as connection:
                 connection.sendall(_GREETING)
@@ -93,9 +97,14 @@ def nodes_to_avoid() -> dict[str, str]:
     if all are well.
     """
     alive = alive_nodes()
-    states = ask_raylets(alive)
-    avoided = {node: state.value for node, state in states.items() if state is not Raylet.WELL}
-    return avoided | {node: "it is being drained" for node in draining_nodes() if node in alive}
+    avoided: dict[str, str] = {}
+    for node, state in ask_raylets(alive).items():
+        if state is not Raylet.WELL:
+            avoided[node] = state.value
+    for node in draining_nodes():
+        if node in alive:
+            avoided[node] = "it is being drained"
+    return avoided
 
 
 def alive_nodes() -> dict[str, Mapping[str, float]]:
@@ -115,6 +124,7 @@ def draining_nodes(timeout_s: float = 2.0) -> dict[str, float | None]:
     if deadlines is None:
         _warn_of_no_drain_notices()
         return {}
+    # A deadline of 0 is one that Ray does not know.
     return {node: end_ms / 1000 or None for node, end_ms in deadlines.items()}
 
 
@@ -134,22 +144,29 @@ class NodeTasks:
     def __init__(self, fn: Callable[..., Any], args: Mapping[str, tuple]) -> None:
         self._refs: dict[Any, str] = {}
         for node, given in args.items():
-            place = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(fn)  # type: ignore[call-overload]
-            self._refs[task.remote(*given)] = node
+            place: Any = NodeAffinitySchedulingStrategy(node, soft=False)
+            remote: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)
+            ref = remote(fn).remote(*given)
+            self._refs[ref] = node
 
     def collect(self, limits_s: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Answers by node, each within its limit, and for each node without an answer the reason."""
-        answers, silent, began = {}, {}, time.monotonic()
+        """Answers by node, each within its limit, and the reason for each that is missing."""
+        answers: dict[str, Any] = {}
+        silent: dict[str, str] = {}
+        began = time.monotonic()
         while self._refs:
             silent |= self._drop_dead()
+
+            # A node whose time is over is not waited for.
             waited_s = time.monotonic() - began
             for ref, node in list(self._refs.items()):
-                if waited_s >= limits_s[node]:
-                    silent[self._refs.pop(ref)] = f"no answer within {limits_s[node]:.0f} s"
-            ready, _ = ray.wait(
-                list(self._refs), num_returns=len(self._refs), timeout=_NODES_EVERY_S
-            )
+                limit_s = limits_s[node]
+                if waited_s >= limit_s:
+                    del self._refs[ref]
+                    silent[node] = f"no answer within {limit_s:.0f} s"
+
+            refs = list(self._refs)
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_NODES_EVERY_S)
             for ref in ready:
                 node = self._refs.pop(ref)
                 try:
@@ -159,10 +176,15 @@ class NodeTasks:
         return answers, silent
 
     def _drop_dead(self) -> dict[str, str]:
-        alive, states, dead = alive_nodes(), ask_raylets(self._refs.values()), {}
+        alive = alive_nodes()
+        states = ask_raylets(self._refs.values())
+        dead: dict[str, str] = {}
         for ref, node in list(self._refs.items()):
-            if node not in alive or states.get(node) is Raylet.ENDED:
-                dead[self._refs.pop(ref)] = (
-                    "Ray says that it is dead" if node not in alive else Raylet.ENDED.value
-                )
+            if node not in alive:
+                dead[node] = "Ray says that it is dead"
+            elif states.get(node) is Raylet.ENDED:
+                dead[node] = Raylet.ENDED.value
+            else:
+                continue
+            del self._refs[ref]
         return dead

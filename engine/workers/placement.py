@@ -39,14 +39,15 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 """Ray's strategies: as few nodes as possible, as many as possible, all on one node, each on its own
 node.
 """
-_ROUND_S = (
-    2  # Seconds to wait for Ray before checking nodes and limits again. Ray needs whole seconds.
-)
+# seconds to wait for Ray before checking nodes and limits again; Ray needs whole seconds
+_ROUND_S = 2
 _LOCAL_WAIT_S = 30.0
 """Seconds to wait in a cluster that no node can join. Busy resources there are free soon, or never.
 """
-_RETRY_S = 1.0  # seconds before retrying after a group was placed on a bad node
-_REPORT_EVERY_S = 30.0  # seconds between log messages about missing resources
+# seconds before retrying after a group was placed on a bad node
+_RETRY_S = 1.0
+# seconds between log messages about missing resources
+_REPORT_EVERY_S = 30.0
 _KNOWS_LABELS = "bundle_label_selector" in inspect.signature(placement_group).parameters
 
 logger = get_logger(__name__)
@@ -66,9 +67,8 @@ class WorkerResources:
 
     def bundle(self) -> dict[str, float]:
         """The placement group bundle of one rank."""
-        return {
-            name: n for name, n in {"CPU": self.cpus, "GPU": self.gpus, **self.custom}.items() if n
-        }
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
+        return {name: amount for name, amount in amounts.items() if amount}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class PlacementRequest:
     @property
     def least(self) -> int:
         """Smallest acceptable number of ranks."""
-        return self.world_size if self.min_world_size is None else self.min_world_size
+        if self.min_world_size is None:
+            return self.world_size
+        return self.min_world_size
 
     def __str__(self) -> str:
         return f"{self.world_size} x {self.resources.bundle()} ({self.strategy})"
@@ -134,7 +136,9 @@ class Placement:
         groups: Sequence[PlacementGroup],
         rest: PlacementGroup | None = None,
     ) -> None:
-        self.request, self._groups, self._rest = request, list(groups), rest
+        self.request = request
+        self._groups = list(groups)
+        self._rest = rest
 
     @property
     def world_size(self) -> int:
@@ -198,19 +202,29 @@ def place(
         ResourcesUnavailable: there was not enough within ``timeout_s``.
         WorkerLost: ``stop`` was set.
     """
-    shrink_after_s = timeout_s if shrink_after_s is None else min(shrink_after_s, timeout_s)
+    world_size = request.world_size
+    can_shrink = request.least < world_size
+    if shrink_after_s is None:
+        shrink_after_s = timeout_s
+    shrink_after_s = min(shrink_after_s, timeout_s)
     if started_here():
         timeout_s = min(timeout_s, _LOCAL_WAIT_S)
-        shrink_after_s = shrink_after_s if _fits_here(request) else 0.0
-    began, reported_s, stop = time.monotonic(), -math.inf, stop or threading.Event()
-    group, avoided = None, {}
+        if not _fits_here(request):
+            shrink_after_s = 0.0
+
+    stop = stop or threading.Event()
+    began = time.monotonic()
+    reported_s = -math.inf
+    group = None
+    avoided: dict[str, str] = {}
     try:
         while True:
+            # The request excludes bad nodes by name, so it is made again if others become bad.
             now_avoided = nodes_to_avoid()
             if group is None or now_avoided != avoided:
                 _give_back(group)
                 avoided = now_avoided
-                group = _reserve(request, request.world_size, avoided)
+                group = _reserve(request, world_size, avoided)
             if group.wait(_ROUND_S):
                 if _on_good_nodes([group]):
                     return Placement(request, [group])
@@ -218,13 +232,17 @@ def place(
                 group = None
                 stop.wait(_RETRY_S)
             if stop.is_set():
-                raise WorkerLost(request.name, range(request.world_size), "the job has ended")
+                raise WorkerLost(request.name, range(world_size), "the job has ended")
+
+            # Bundles of the pending request would be missing for the smaller one.
             waited_s = time.monotonic() - began
-            if request.least < request.world_size and waited_s >= shrink_after_s:
+            if can_shrink and waited_s >= shrink_after_s:
                 _give_back(group)
                 group = None
-                if (placement := _place_fewer(request, avoided)) is not None:
+                placement = _place_fewer(request, avoided)
+                if placement is not None:
                     return placement
+
             if waited_s >= timeout_s:
                 raise ResourcesUnavailable(
                     f"worker group {request.name!r} needs {request}, which Ray could not reserve "
@@ -233,6 +251,7 @@ def place(
                     "start_timeout_s); checkpoints are intact, and the same command resumes from "
                     "the newest"
                 )
+            # Say now and then what is missing, for whoever watches the log.
             if waited_s - reported_s >= _REPORT_EVERY_S:
                 reported_s = waited_s
                 logger.warning(
@@ -262,22 +281,23 @@ def _place_fewer(request: PlacementRequest, avoided: Mapping[str, str]) -> Place
     """Place as many ranks as there is room for now, if that is acceptable. The others stay
     requested.
     """
-    free, usable = free_by_node(), alive_nodes().keys() - avoided.keys()
-    most = min(
-        _room(request, {node: free.get(node, {}) for node in usable}), request.world_size - 1
-    )
-    for world_size in range(
-        most - most % request.multiple_of, request.least - 1, -request.multiple_of
-    ):
+    free = free_by_node()
+    usable = alive_nodes().keys() - avoided.keys()
+    room = _room(request, {node: free.get(node, {}) for node in usable})
+
+    # The most ranks come first, in multiples of ``multiple_of``.
+    step = request.multiple_of
+    most = min(room, request.world_size - 1)
+    for world_size in range(most - most % step, request.least - 1, -step):
         group = _reserve(request, world_size, avoided)
+        # There was room when it was counted, but others may have been faster.
         if group.wait(_ROUND_S) and _on_good_nodes([group]):
             logger.warning(
                 "worker group %r goes on with %d of %d ranks, %s: %s",
                 request.name, world_size, request.world_size, request, _shortage(request, avoided),
             )  # fmt: skip
-            return Placement(
-                request, [group], _reserve(request, request.world_size - world_size, {})
-            )
+            rest = _reserve(request, request.world_size - world_size, {})
+            return Placement(request, [group], rest)
         _give_back(group)
     return None
 
@@ -288,58 +308,68 @@ def _reserve(
     bundles = [request.resources.bundle()] * world_size
     options = {}
     if avoided and _KNOWS_LABELS:
-        options["bundle_label_selector"] = [
-            {"ray.io/node-id": f"!in({','.join(sorted(avoided))})"}
-        ] * world_size
+        nodes = ",".join(sorted(avoided))
+        selector = {"ray.io/node-id": f"!in({nodes})"}
+        options["bundle_label_selector"] = [selector] * world_size
     return placement_group(bundles, strategy=request.strategy, **options)
 
 
 def _give_back(group: PlacementGroup | None) -> None:
-    if group is not None and ray.is_initialized():
-        try:
-            remove_placement_group(group)
-        except RayError as error:  # its control process was restarted and does not know the group
-            logger.warning(
-                "Ray does not take back the resources of a worker group: %s", headline(error)
-            )
+    if group is None or not ray.is_initialized():
+        return
+    try:
+        remove_placement_group(group)
+    except RayError as error:
+        # Its control process was restarted and does not know the group.
+        logger.warning(
+            "Ray does not take back the resources of a worker group: %s", headline(error)
+        )
 
 
 def _on_good_nodes(groups: Sequence[PlacementGroup]) -> bool:
+    # A group loses this state when one of its nodes dies.
     tables = [placement_group_table(group) for group in groups]
     if any(table["state"] != "CREATED" for table in tables):
         return False
-    nodes = {node for table in tables for node in table["bundles_to_node_id"].values()}
+    nodes: set[str] = set()
+    for table in tables:
+        nodes.update(table["bundles_to_node_id"].values())
     return nodes <= alive_nodes().keys() - nodes_to_avoid().keys()
 
 
 def _room(request: PlacementRequest, nodes: Mapping[str, Mapping[str, float]]) -> int:
+    """Number of ranks for which ``nodes`` (resources by name of a node) have room."""
     bundle = request.resources.bundle()
-    ranks = [
-        min(int(has.get(name, 0.0) / n + 1e-6) for name, n in bundle.items())
-        for has in nodes.values()
-    ]
+    ranks = []
+    for has in nodes.values():
+        # Ray counts in ten-thousandths, so 0.3 / 0.1 must give 3.
+        fits = (int(has.get(name, 0.0) / amount + 1e-6) for name, amount in bundle.items())
+        ranks.append(min(fits))
+
     if request.strategy == "STRICT_PACK":
         return max(ranks, default=0)
-    return sum(min(1, n) if request.strategy == "STRICT_SPREAD" else n for n in ranks)
+    if request.strategy == "STRICT_SPREAD":
+        return sum(min(1, n) for n in ranks)
+    return sum(ranks)
 
 
 def _shortage(request: PlacementRequest, avoided: Mapping[str, str]) -> str:
-    there, free_now = (
-        {node: has for node, has in alive_nodes().items() if node not in avoided},
-        free_by_node(),
-    )
+    # Nodes that get no work do not count, and are named with the reason.
+    there = {node: has for node, has in alive_nodes().items() if node not in avoided}
+    free_now = free_by_node()
     free = {node: free_now.get(node, {}) for node in there}
-    sums = [
-        {
-            name: sum(has.get(name, 0.0) for has in nodes.values())
-            for name in request.resources.bundle()
-        }
-        for nodes in (there, free)
-    ]
     passed_over = "".join(
         f"; node {node} is given nothing, because {why}" for node, why in avoided.items()
     )
     return (
-        f"{len(there)} node(s) have {sums[0]}, room for {_room(request, there)} rank(s); free are "
-        f"{sums[1]}, room for {_room(request, free)}{passed_over}"
+        f"{len(there)} node(s) have {_sums(request, there)}, room for {_room(request, there)} "
+        f"rank(s); free are {_sums(request, free)}, room for {_room(request, free)}{passed_over}"
     )
+
+
+def _sums(request: PlacementRequest, nodes: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Sum over ``nodes`` of each resource in the request."""
+    sums = {}
+    for name in request.resources.bundle():
+        sums[name] = sum(has.get(name, 0.0) for has in nodes.values())
+    return sums

@@ -71,19 +71,32 @@ class Answers:
         ``dead`` is called after an error and returns the ranks known to be dead, even if Ray has
         not reported them yet.
         """
-        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        end = _in(timeout_s)
         while self.pending:
-            timeout = None if end == math.inf else max(0.0, end - time.monotonic())
+            timeout = None
+            if end != math.inf:
+                timeout = max(0.0, end - time.monotonic())
             refs = list(self.pending)
-            if not ray.wait(refs, num_returns=1, timeout=timeout)[0]:
+            ready, _ = ray.wait(refs, num_returns=1, timeout=timeout)
+            if not ready:
                 return
-            calm = not (self.lost or self.errors)
-            for ref in ray.wait(refs, num_returns=len(refs), timeout=_TOGETHER_S)[0]:
+
+            # Others that answer at nearly the same time are taken at once.
+            calm = not self._failed
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_TOGETHER_S)
+            for ref in ready:
                 self._take(ref)
-            if self.lost or self.errors:
+
+            # The first failure replaces the time limit by its grace period. A later one may only
+            # shorten it.
+            if self._failed:
                 loss = self.lost or (calm and self.pending and dead())
-                grace_end = time.monotonic() + (LOSS_GRACE_S if loss else ERROR_GRACE_S)
+                grace_end = _in(LOSS_GRACE_S if loss else ERROR_GRACE_S)
                 end = grace_end if calm else min(end, grace_end)
+
+    @property
+    def _failed(self) -> bool:
+        return bool(self.lost or self.errors)
 
     def _take(self, ref: Any) -> None:
         rank = self.pending.pop(ref)
@@ -92,7 +105,15 @@ class Answers:
         except RayError as error:
             # Ray derives a RayTaskError from the class of its cause, which may be in LOST.
             lost = isinstance(error, LOST) and not isinstance(error, RayTaskError)
-            (self.lost if lost else self.errors)[rank] = error
+            kind = self.lost if lost else self.errors
+            kind[rank] = error
+
+
+def _in(timeout_s: float | None) -> float:
+    """Time on the monotonic clock after ``timeout_s``, or never."""
+    if timeout_s is None:
+        return math.inf
+    return time.monotonic() + timeout_s
 
 
 def require_ray() -> None:
@@ -125,7 +146,9 @@ def culprit(errors: Mapping[int, RayError]) -> tuple[RayError, int]:
 
 def cause_of(error: RayError) -> BaseException:
     """The worker's exception, or Ray's own error."""
-    return error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(error, RayTaskError):
+        return error.cause
+    return error
 
 
 def raise_cause(error: RayError) -> NoReturn:
@@ -178,22 +201,31 @@ def wait_watching(
     if patience.hang_s is None:
         answers.collect(deadline_s, dead)
         return None
-    start = time.monotonic()
-    end = math.inf if deadline_s is None else start + deadline_s
+    hang_s = patience.hang_s
     stall_s = math.inf if patience.stall_s is None else patience.stall_s
-    every_s = min(PING_EVERY_S, patience.hang_s, stall_s)
+    every_s = min(PING_EVERY_S, hang_s, stall_s)
+    start = time.monotonic()
+    end = _in(deadline_s)
     while True:
+        # Wait until it is time for the next ping. After an error there is no deadline.
         answers.collect(max(0.0, min(every_s, end - time.monotonic())), dead)
         left_s = math.inf if answers.errors else end - time.monotonic()
-        if answers.lost or not answers.pending or left_s <= 0 or (answers.errors and dead()):
+        if answers.lost or not answers.pending or left_s <= 0:
             return None
+        if answers.errors and dead():
+            return None
+
         pending = sorted(answers.pending.values())
-        idle_s = ping({rank: actors[rank] for rank in pending}, min(patience.hang_s, left_s))
-        since_call_s = time.monotonic() - start  # idle time before the call does not count
+        idle_s = ping({rank: actors[rank] for rank in pending}, min(hang_s, left_s))
+        silent = [rank for rank in pending if rank not in idle_s]
+        # Idle time before the call does not count.
+        since_call_s = time.monotonic() - start
+
         hung = None
-        if silent := [rank for rank in pending if rank not in idle_s]:
-            if left_s >= patience.hang_s:  # else they may be well and just miss the deadline
-                hung = Hung(silent, f"no answer to a ping within {patience.hang_s:g} s")
+        if silent:
+            # With less time than a ping may take, they may be well and just miss the deadline.
+            if left_s >= hang_s:
+                hung = Hung(silent, f"no answer to a ping within {hang_s:g} s")
         elif not answers.errors and min(since_call_s, *idle_s.values()) >= stall_s:
             hung = Hung(pending, f"no progress for {stall_s:g} s", stalled=True)
         if hung or answers.errors:
@@ -205,10 +237,9 @@ def ping(actors: Mapping[int, Any], timeout_s: float) -> dict[int, float]:
     """Seconds since the last progress of each rank whose process answers in time, even if its
     worker is busy.
     """
-    refs = {
-        actor.ping.options(concurrency_group="health").remote(): rank
-        for rank, actor in actors.items()
-    }
-    answers = Answers(refs)
+    answers = Answers({})
+    for rank, actor in actors.items():
+        ref = actor.ping.options(concurrency_group="health").remote()
+        answers.pending[ref] = rank
     answers.collect(timeout_s)
     return answers.values

@@ -31,18 +31,18 @@ class RemoteServer:
         hangs, or is late.
         """
         call = self.actor.call.remote("update_weights_from_disk", (path, version), {})
-        answers = Answers({call: self.rank})
-        hung = wait_watching(
-            answers, {self.rank: self.actor}, Patience(self.hang_timeout_s), self.timeout_s
-        )
-        if self.rank in answers.values:
-            return answers.values[self.rank]
-        if self.rank in answers.errors:
-            raise_cause(answers.errors[self.rank])
-        if self.rank in answers.lost:
-            error = answers.lost[self.rank]
-            raise WorkerLost(
-                self.group, [self.rank], f"died during the update ({headline(error)})"
-            ) from error
+        rank = self.rank
+        answers = Answers({call: rank})
+        patience = Patience(self.hang_timeout_s)
+        hung = wait_watching(answers, {rank: self.actor}, patience, self.timeout_s)
+
+        if rank in answers.values:
+            return answers.values[rank]
+        if rank in answers.errors:
+            raise_cause(answers.errors[rank])
+        if rank in answers.lost:
+            error = answers.lost[rank]
+            cause = f"died during the update ({headline(error)})"
+            raise WorkerLost(self.group, [rank], cause) from error
         symptom = hung.symptom if hung else f"no answer within {self.timeout_s:g} s"
-        raise WorkerLost(self.group, [self.rank], f"{symptom} during update_weights_from_disk()")
+        raise WorkerLost(self.group, [rank], f"{symptom} during update_weights_from_disk()")

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -50,21 +50,17 @@ def end_on_nodes(
     leases have ended. ``leases`` is the time on the monotonic clock when all processes of a node
     have ended by themselves. Raises HoldfastError if some processes still run after ``timeout_s``.
     """
-    began, left = (
-        time.monotonic(),
-        {node: list(found) for node, found in processes.items() if found},
-    )
-    while left := _end_round(
-        left,
-        here,
-        group,
-        min(REPORT_EVERY_S, max(0.0, began + timeout_s - time.monotonic())),
-        leases or {},
-    ):
+    began = time.monotonic()
+    left = {node: list(found) for node, found in processes.items() if found}
+    while True:
+        # A round ends early enough for the next message, or for the error.
+        left_s = max(0.0, began + timeout_s - time.monotonic())
+        left = _end_round(left, here, group, min(REPORT_EVERY_S, left_s), leases or {})
+        if not left:
+            return
+
         waited_s = time.monotonic() - began
-        names = "; ".join(
-            f"{[process.pid for process in found]} on node {node}" for node, found in left.items()
-        )
+        names = "; ".join(f"{_pids(found)} on node {node}" for node, found in left.items())
         what = (
             f"processes {names} of worker group {group!r} still run {waited_s:.0f} s after SIGKILL"
         )
@@ -88,34 +84,42 @@ def _end_round(
     timeout_s: float,
     leases: Mapping[str, float],
 ) -> dict[str, list[ProcessId]]:
-    elsewhere = {
-        node: (found, RAY_KILL_S, timeout_s) for node, found in processes.items() if node != here
-    }
-    tasks = NodeTasks(end_processes, elsewhere)
-    left = (
-        {here: end_processes(processes[here], RAY_KILL_S, timeout_s)} if here in processes else {}
-    )
+    # The other nodes work while this process ends those of its own node.
+    work = {node: (found, RAY_KILL_S, timeout_s) for node, found in processes.items()}
+    own = work.pop(here, None)
+    tasks = NodeTasks(end_processes, work)
+    left: dict[str, list[ProcessId]] = {}
+    if own is not None:
+        left[here] = end_processes(*own)
+
+    # A node whose leases have ended need not answer any more.
     now = time.monotonic()
-    answers, silent = tasks.collect(
-        {
-            node: min(NODE_ANSWER_S + timeout_s, leases.get(node, math.inf) - now)
-            for node in elsewhere
-        }
-    )
+    limits_s = {}
+    for node in work:
+        lease_s = leases.get(node, math.inf) - now
+        limits_s[node] = min(NODE_ANSWER_S + timeout_s, lease_s)
+    answers, silent = tasks.collect(limits_s)
+
     states = ask_raylets(silent)
     for node, why in silent.items():
-        lease = (
-            ""
-            if states.get(node) is Raylet.ENDED or node not in leases
-            else " when their lease is over"
-        )
+        leased = node in leases and states.get(node) is not Raylet.ENDED
+        when = " when their lease is over" if leased else ""
         logger.warning(
-            "node %s is dead or does not answer (%s): processes %s of worker group %r there count as gone%s",
-            node, why, [process.pid for process in processes[node]], group, lease,
-        )  # fmt: skip
-        if lease:
+            "node %s is dead or does not answer (%s): processes %s of worker group %r there count "
+            "as gone%s",
+            node,
+            why,
+            _pids(processes[node]),
+            group,
+            when,
+        )
+        if leased:
             time.sleep(max(0.0, leases[node] - time.monotonic()))
     return {node: found for node, found in {**left, **answers}.items() if found}
+
+
+def _pids(processes: Sequence[ProcessId]) -> list[int]:
+    return [process.pid for process in processes]
 
 
 RENEWALS = 20
@@ -132,7 +136,8 @@ class LeaseKeeper:
     """
 
     def __init__(self, actors: Mapping[int, Any], lease_s: float) -> None:
-        self._actors, self._lease_s = dict(actors), lease_s
+        self._actors = dict(actors)
+        self._lease_s = lease_s
         self._ends: dict[int, float] = {}
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -150,34 +155,45 @@ class LeaseKeeper:
         return self._ends.get(rank)
 
     def _renew_on(self) -> None:
-        told: dict[
-            int, tuple[float, float]
-        ] = {}  # rank -> time on its clock, and on ours at arrival
+        every_s = self._lease_s / RENEWALS
+        told: dict[int, _Told] = {}
         asked: dict[Any, int] = {}
         while not self._stopped.is_set() and ray.is_initialized():
+            # Each rank has one renewal under way.
             for rank in self._actors.keys() - set(asked.values()):
                 asked |= self._ask(rank, told.get(rank))
             if not asked:
                 return
-            ready, _ = ray.wait(
-                list(asked), num_returns=len(asked), timeout=self._lease_s / RENEWALS
-            )
+
+            refs = list(asked)
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=every_s)
             for ref in ready:
                 rank = asked.pop(ref)
+                begins = rank not in told
                 try:
-                    begins, told[rank] = rank not in told, (ray.get(ref), time.monotonic())
+                    told[rank] = _Told(ray.get(ref), time.monotonic())
                 except RayError:  # the rank is dead, or unreachable for a moment
                     continue
+                # The first answer is only a stamp. The lease begins with the next renewal.
                 if begins:
                     asked |= self._ask(rank, told[rank])
-            self._stopped.wait(self._lease_s / RENEWALS)
+            self._stopped.wait(every_s)
 
-    def _ask(self, rank: int, told: tuple[float, float] | None) -> dict[Any, int]:
+    def _ask(self, rank: int, told: "_Told | None") -> dict[Any, int]:
         """Send a renewal, unless stopped, so that no lease is renewed after `stop` returned."""
         with self._lock:
             if self._stopped.is_set():
                 return {}
+            stamp = None
             if told is not None:
-                self._ends[rank] = told[1] + self._lease_s
+                stamp = told.stamp
+                self._ends[rank] = told.arrived_s + self._lease_s
             renew = self._actors[rank].renew_lease.options(concurrency_group="health")
-            return {renew.remote(None if told is None else told[0], self._lease_s): rank}
+            return {renew.remote(stamp, self._lease_s): rank}
+
+
+class _Told(NamedTuple):
+    """An answer to a renewal: the time on the rank's clock, and the time on ours at its arrival."""
+
+    stamp: float
+    arrived_s: float

@@ -7,13 +7,13 @@ runs/accelerate``.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from tiny import tiny_model, token_rows, write_digest
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from examples.integrations.tiny import digest, tiny_model, token_rows
 from holdfast.engine import FinetuneSpec
 from holdfast.integrations.accelerate import recoverable
 from holdfast.recover import RecoverConfig, RecoverHandler
@@ -21,36 +21,41 @@ from holdfast.recover import RecoverConfig, RecoverHandler
 
 def main(folder: Path, epochs: int = 4) -> None:
     """Train on 40 texts, two batches per step."""
+    # With one thread the arithmetic repeats exactly.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+    # As without Holdfast.
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    rows: list[torch.Tensor] = token_rows(40)
-    loader = DataLoader(rows, batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    rows: Any = token_rows(40)
+    loader = DataLoader(rows, batch_size=2, shuffle=True)
+    prepared = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = prepared
 
-    loader, trained = (
-        recoverable(loader, gradient_accumulation_steps=2),
-        (model, optimizer, scheduler),
-    )
+    # Holdfast: the loader knows its position, and the handler what to save.
+    loader = recoverable(loader, gradient_accumulation_steps=2)
+    trained = (model, optimizer, scheduler)
     config = RecoverConfig(fileroot=str(folder), freq_steps=3)
-    with RecoverHandler(config, FinetuneSpec(epochs, loader.steps_per_epoch, 1)) as handler:
+    spec = FinetuneSpec(epochs, loader.steps_per_epoch, 1)
+    with RecoverHandler(config, spec) as handler:
         handler.load(trained, dataloader=loader)
         for _ in range(loader.epoch, epochs):
             for batch in loader:
                 with accelerator.accumulate(model):
-                    accelerator.backward(model(input_ids=batch, labels=batch).loss)
+                    loss = model(input_ids=batch, labels=batch).loss
+                    accelerator.backward(loss)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
+
+                # After the last batch of a step. The handler decides whether a snapshot is due.
                 if accelerator.sync_gradients:
                     handler.dump(trained, loader.step, dataloader=loader)
-    found = digest(model, optimizer)
-    if accelerator.is_main_process:
-        (folder / "digest.txt").write_text(found)
-        print(f"weights and moments after {epochs} epochs: {found}")
+
+    write_digest(folder, f"{epochs} epochs", model, optimizer)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tiny import tiny_model, tiny_tokenizer, token_rows, write_digest
 from torch.distributed.fsdp import fully_shard
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path  # type: ignore[import-not-found]
 from verl.workers.engine.fsdp import transformer_impl  # type: ignore[import-not-found]
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from examples.integrations.tiny import digest, tiny_model, tiny_tokenizer, token_rows
 
 
 def main(
@@ -39,6 +37,7 @@ def main(
     dist.init_process_group("gloo")
     if not plain:
         import holdfast.integrations.verl  # noqa: F401  (what external_lib does)
+
     model = tiny_model()
     for layer in model.model.layers:
         fully_shard(layer)
@@ -46,20 +45,34 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     manager = transformer_impl.FSDPCheckpointManager(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, processing_class=tiny_tokenizer(),
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        processing_class=tiny_tokenizer(),
         checkpoint_config={"save_contents": ["model", "optimizer", "extra", "hf_model"]},
-    )  # fmt: skip
-    torch.manual_seed(dist.get_rank())
-    latest = find_latest_ckpt_path(str(folder))
-    manager.load_checkpoint(
-        None if latest is None else f"{latest}/actor", del_local_after_load=False
     )
-    for step in range(0 if latest is None else int(latest.rpartition("_")[2]) + 1, steps):
-        batch = torch.stack(token_rows(40))[torch.randint(40, (4,))]
-        model(input_ids=batch, labels=batch).loss.backward()
+
+    # The ranks draw different batches and dropout, unless a checkpoint has their generators.
+    torch.manual_seed(dist.get_rank())
+    first = 0
+    actor = None
+    latest = find_latest_ckpt_path(str(folder))
+    if latest is not None:
+        _, _, trained = latest.rpartition("_")
+        first = int(trained) + 1
+        actor = f"{latest}/actor"
+    manager.load_checkpoint(actor, del_local_after_load=False)
+
+    rows = torch.stack(token_rows(40))
+    for step in range(first, steps):
+        batch = rows[torch.randint(40, (4,))]
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+
+        # As verl's trainer: the tracker file names the step after all ranks have saved.
         manager.save_checkpoint(str(folder / f"global_step_{step}/actor"), None, step, n_keep)
         at("saved")
         dist.barrier()
@@ -67,10 +80,8 @@ def main(
             (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
         at("named")
         dist.barrier()
-    found = digest(model, optimizer)
-    if dist.get_rank() == 0:
-        (folder / "digest.txt").write_text(found)
-        print(f"weights and moments after {steps} steps: {found}")
+
+    write_digest(folder, f"{steps} steps", model, optimizer)
     dist.destroy_process_group()
 
 

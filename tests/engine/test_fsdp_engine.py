@@ -334,7 +334,7 @@ def _save_and_load(rank: int, world_size: int, folder: str, out: str) -> None:
         if n.startswith("model.")
     )
     with pytest.raises(ConfigError, match="'torch'; expected one of 'dcp', 'hf'"):
-        engine.save(SaveLoadMeta(f"{out}/x", "torch", with_optim=True))
+        engine.save(SaveLoadMeta(f"{out}/x", "torch", with_optim=True))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="weights only"):
         engine.save(SaveLoadMeta(f"{out}/x", "hf", with_optim=True))
     with pytest.raises(ConfigError, match="no optimizer"):

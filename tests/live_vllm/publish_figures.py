@@ -25,6 +25,7 @@ from rich.table import Table
 from transformers import Qwen3Config
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta
+from holdfast.engine.api import UpdateType
 from holdfast.engine.servers import ServerFleet, VLLMServer
 from tests.engine.models import write_model_folder
 from tests.helpers import run_ranks
@@ -80,7 +81,7 @@ class Way:
         transfer: how the server loads a folder, see `VLLMServer`.
     """
 
-    type: str
+    type: UpdateType
     folder: str | None
     server: str
     dtype: str = "float32"

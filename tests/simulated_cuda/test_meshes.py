@@ -57,7 +57,8 @@ def _on_the_device(
     stats = _train(engine, STEPS)
     assert _train(twin, STEPS) == stats
     result = stats, _weights(twin)
-    for kind, with_optim in (("dcp", True), ("hf", False)):
+    formats: list[tuple[Any, bool]] = [("dcp", True), ("hf", False)]
+    for kind, with_optim in formats:
         later, now = (
             SaveLoadMeta(str(out / f"{when}_{kind}"), kind, with_optim) for when in ("later", "now")
         )

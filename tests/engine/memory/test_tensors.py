@@ -171,8 +171,11 @@ def test_saves_and_loads_leave_the_memory_of_parameters_and_moments_free_to_be_r
     write_model_folder(tmp_path / "model", tiny_qwen3())
     engine = make_engine(tmp_path / "model")
     engine.train_batch(make_batch(), nll, loss_tokens)
-    for kind, with_optim in (("dcp", True), ("hf", False)):
-        meta = SaveLoadMeta(str(tmp_path / kind), kind, with_optim)
+    metas = [
+        SaveLoadMeta(str(tmp_path / "dcp"), "dcp", with_optim=True),
+        SaveLoadMeta(str(tmp_path / "hf"), "hf", with_optim=False),
+    ]
+    for meta in metas:
         engine.save(meta)
         engine.load(meta)
     live = engine.dcp_state().live_tensors()

@@ -70,7 +70,7 @@ def _takes_turns(
     rank: int, world_size: int, base: str, kind: str, urls: list[str], root: Path, mirror: Any
 ) -> None:
     lora = {"use_lora": True, "lora_rank": 4} if kind == "adapter" else {}
-    meta = {"adapter": "adapter"}.get(kind, "disk")
+    meta = "adapter" if kind == "adapter" else "disk"
     fleet = ServerFleet(
         [CLIENTS.get(kind, VLLMServer)(url, timeout_s=LIMIT_S, mirror=mirror) for url in urls]
     )

@@ -212,7 +212,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def save_all(engine: FSDPEngine, root: Path, blocking: bool = True) -> None:
-    formats = {"dcp": ("dcp", True), "weights": ("dcp", False), "hf": ("hf", False)}
+    formats: dict[str, tuple[Any, bool]] = {
+        "dcp": ("dcp", True),
+        "weights": ("dcp", False),
+        "hf": ("hf", False),
+    }
     if engine.config.use_lora:
         formats["peft"] = ("peft", False)
     for name, (weight_format, with_optim) in formats.items():
@@ -294,7 +298,8 @@ def _goes_away_during_saves(rank: int, world_size: int, base: str, root: Path) -
     engine, gate = make_engine(base), Gate()
     step(engine)
     gate.open()
-    for format_, with_optim in (("dcp", True), ("hf", False)):
+    formats: list[tuple[Any, bool]] = [("dcp", True), ("hf", False)]
+    for format_, with_optim in formats:
         engine.save(SaveLoadMeta(str(root / f"{format_} now"), format_, with_optim))
         gate.close()
         engine.save(
