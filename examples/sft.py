@@ -1,8 +1,7 @@
 """Supervised fine-tuning under torchrun: a script with its own loop around the engine and the
 recovery handler.
 
-    torchrun --standalone --nproc_per_node=2 examples/sft.py --config examples/sft_copy.yaml
-    trainer.save_freq=10
+    torchrun --standalone --nproc_per_node=2 examples/sft.py trainer.save_freq=10
 
 Kill it at any time. The same command continues from the last snapshot and ends with the same bytes.
 ``python examples/sft.py`` runs the job on one rank. It uses one GPU per rank if there are GPUs,
