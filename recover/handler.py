@@ -29,7 +29,7 @@ from .resuming.choice import Choice, ResumeChoice
 from .resuming.restore import Position, restore_run
 from .saving.exports import Exports
 from .saving.saver import Saver, SaveStats
-from .saving.snapshot import RankSession, SnapshotWriter
+from .saving.snapshot import RankSession, SnapshotWriter, TrainedStep
 from .storage.generations import Generation, GenerationStore
 from .storage.run_folder import RunFolder
 from .triggers import StopNotice, Triggers, Wanted
@@ -285,10 +285,8 @@ class RecoverHandler:
 
         # A crash may have come before the export of this step.
         if ranks.decide(partial(exports.due, resumed.step)):
-            last_step = resumed.info.last_step_info
-            self._saver.save_kinds(
-                ranks, last_step, ["export"], in_background=self.config.async_save
-            )
+            restored = TrainedStep(ranks, resumed.info.last_step_info)
+            self._saver.save_kinds(restored, ["export"], in_background=self.config.async_save)
 
     def restore_rng(self) -> None:
         """Restore the random generators to their state at the end of `load`. Does nothing for a
@@ -382,12 +380,12 @@ class RecoverHandler:
                 "ft_spec.steps_per_epoch"
             )
         ranks = ranks_of(engine, self._stateful, self._group, self._sessions)
-        metrics = metrics or {}
+        trained = TrainedStep(ranks, step_info, dataloader, metrics)
         step = step_info.global_step
         self._folder.journal.note("step", step=step)
 
         # All callers agree on what to do.
-        ask = partial(self._saver.wants, step_info, position.epoch, force, metrics)
+        ask = partial(self._saver.wants, trained, position.epoch, force)
         wanted, stop = self._triggers.after_step(ranks, step_info, ask)
         position.epoch = None
 
@@ -395,7 +393,7 @@ class RecoverHandler:
             self._saver.settle()
         saved = False
         if wanted & ~Wanted.SETTLE:
-            saved = self._saver.save(ranks, step_info, wanted, position.step, dataloader, metrics)
+            saved = self._saver.save(trained, wanted, position.step)
             if saved:
                 position.step = step
 

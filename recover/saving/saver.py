@@ -23,7 +23,6 @@ from threading import Event, Thread
 
 import torch.distributed as dist
 
-from ...engine.api import Stateful, StepInfo
 from ...engine.staging.background_job import BackgroundJob, JobState, Task
 from ...utils.distributed import collective_broke, is_write_failure
 from ...utils.errors import (
@@ -38,12 +37,11 @@ from ...utils.logging import get_logger
 from ..config import RecoverConfig
 from ..data.restore import RestoredEpoch
 from ..info import finite_numbers
-from ..ranks import Ranks
 from ..storage.run_folder import RunFolder
 from ..triggers import Triggers, Wanted
 from .exports import Exports
 from .process_end import ProcessEnd, end_with_error
-from .snapshot import SnapshotWriter
+from .snapshot import SnapshotWriter, TrainedStep
 
 logger = get_logger(__name__)
 
@@ -100,36 +98,22 @@ class Saver:
         """Whether nothing is being written, as far as this process knows."""
         return self._background is None or self._background.ended
 
-    def wants(
-        self,
-        step_info: StepInfo,
-        epoch: RestoredEpoch | None,
-        force: bool,
-        metrics: Mapping[str, float],
-    ) -> Wanted:
+    def wants(self, trained: TrainedStep, epoch: RestoredEpoch | None, force: bool) -> Wanted:
         """Return what `Triggers` cannot know about a step: forced snapshots, exports, results to
         collect.
         """
         # Mistakes of the caller are found at the first step, not at the first snapshot.
-        finite_numbers(metrics)
+        finite_numbers(trained.metrics or {})
         if epoch is not None:
-            epoch.check(step_info)
+            epoch.check(trained.info)
         wanted = Wanted.FORCE if force else Wanted(0)
         if self._background is not None and self._background.ended:
             wanted |= Wanted.SETTLE
-        if self._exports.due(step_info.global_step):
+        if self._exports.due(trained.info.global_step):
             wanted |= Wanted.EXPORT
         return wanted
 
-    def save(
-        self,
-        ranks: Ranks,
-        step_info: StepInfo,
-        wanted: Wanted,
-        last_step: int | None,
-        dataloader: Stateful | None,
-        metrics: Mapping[str, float],
-    ) -> bool:
+    def save(self, trained: TrainedStep, wanted: Wanted, last_step: int | None) -> bool:
         """Save a step as far as it is ``wanted``, in the background unless it is the last.
         Collective over the callers.
 
@@ -138,7 +122,7 @@ class Saver:
         background.
         """
         started_s = time.monotonic()
-        step = step_info.global_step
+        step = trained.info.global_step
         must = bool(wanted & (Wanted.FORCE | Wanted.STOP))
         background = self._background
         if must and background is not None and background.step == step:
@@ -148,7 +132,7 @@ class Saver:
         snapshot = must or Wanted.SNAPSHOT in wanted
         is_new: bool | None = None
         with self.tolerating(step, must):
-            is_new = snapshot and ranks.decide(partial(self._is_new, step, last_step))
+            is_new = snapshot and trained.ranks.decide(partial(self._is_new, step, last_step))
 
         saved = False
         if is_new is not None:
@@ -158,19 +142,11 @@ class Saver:
             if not kinds or not self._wait_or_skip(must):
                 return False
             in_background = self._config.async_save and Wanted.STOP not in wanted
-            saved = self.save_kinds(
-                ranks,
-                step_info,
-                kinds,
-                dataloader,
-                metrics,
-                must=must,
-                in_background=in_background,
-            )
+            saved = self.save_kinds(trained, kinds, must=must, in_background=in_background)
 
         # After a failure too: with freq_secs every step would try again.
         if snapshot:
-            self._triggers.schedule.mark(step_info)
+            self._triggers.schedule.mark(trained.info)
         self.stats.blocked_s = time.monotonic() - started_s
         self._folder.journal.note(
             "save",
@@ -182,11 +158,8 @@ class Saver:
 
     def save_kinds(
         self,
-        ranks: Ranks,
-        step_info: StepInfo,
+        trained: TrainedStep,
         kinds: Sequence[str],
-        dataloader: Stateful | None = None,
-        metrics: Mapping[str, float] | None = None,
         *,
         must: bool = False,
         in_background: bool,
@@ -194,15 +167,14 @@ class Saver:
         """Do the same for a step that is due as ``kinds``: ``snapshot``, ``export`` or both, in
         this order.
         """
-        step = step_info.global_step
+        ranks = trained.ranks
+        step = trained.info.global_step
         must = must and "snapshot" in kinds  # an export may fail, because the next start makes it
         writes: dict[str, Callable[[], float]] = {}
         with self.tolerating(step, must, kinds[0]):
             if "export" in kinds:
                 self._exports.last_step = step
-            capture = self._snapshots.capture(
-                ranks, step_info, kinds, dataloader, metrics or {}, in_background
-            )
+            capture = self._snapshots.capture(trained, kinds, in_background)
             writers = {"snapshot": self._snapshots, "export": self._exports}
             writing_ranks = ranks.in_background() if in_background else ranks
             for kind in kinds:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,15 @@ from .model_files import model_files_name, pack_model_files
 logger = get_logger(__name__)
 
 
+class TrainedStep(NamedTuple):
+    """A step that was just trained or restored, and what a save of it needs."""
+
+    ranks: Ranks
+    info: StepInfo
+    dataloader: Stateful | None = None
+    metrics: Mapping[str, float] | None = None
+
+
 @dataclass(frozen=True)
 class Capture:
     """A step as the calling process captured it. The ranks keep their own captures in their
@@ -90,15 +99,7 @@ class SnapshotWriter:
     # facts of the last generation, by engine name
     last_facts: Mapping[str, EngineFacts] = field(default_factory=dict)
 
-    def capture(
-        self,
-        ranks: Ranks,
-        step_info: StepInfo,
-        kinds: Collection[str],
-        dataloader: Stateful | None,
-        metrics: Mapping[str, float],
-        in_background: bool,
-    ) -> Capture:
+    def capture(self, trained: TrainedStep, kinds: Collection[str], in_background: bool) -> Capture:
         """Capture a step on all ranks, for a ``snapshot``, an ``export`` or both. Collective over
         the callers.
 
@@ -109,16 +110,18 @@ class SnapshotWriter:
             ConfigError: the state of a user object or a dataloader could not be read back.
         """
         began_s = time.monotonic()
+        ranks = trained.ranks
         snapshot = "snapshot" in kinds
         data = None
         if snapshot:  # before the generators: torchdata's loader may draw a number
-            data = capture_data(ranks, dataloader)
+            data = capture_data(ranks, trained.dataloader)
         ranks.run_sessions(RankSession.capture, in_background, snapshot, "export" in kinds)
         driver = None
         if snapshot and ranks.is_driver:
             state, rng = capture_process(self.stateful)
             driver = state, rng_digest(rng)
-        return Capture(step_info, in_background, began_s, finite_numbers(metrics), data, driver)
+        metrics = finite_numbers(trained.metrics or {})
+        return Capture(trained.info, in_background, began_s, metrics, data, driver)
 
     def write(self, ranks: Ranks, capture: Capture) -> float:
         """Write and commit a captured snapshot. Collective over the callers. Returns seconds since
