@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...utils.errors import (
     CheckpointCorruptError,
@@ -43,6 +43,9 @@ from ...utils.manifest import (
     write_manifest,
 )
 from ..info import INFO_NAME, RecoverInfo
+
+if TYPE_CHECKING:
+    from ..config import RecoverConfig
 
 logger = get_logger(__name__)
 
@@ -365,6 +368,17 @@ class RetentionRules:
     best: int | None = None  # number of best generations by ``metric``
     metric: str | None = None  # name of one of a generation's metrics
     mode: str = "max"  # whether the ``max`` or the ``min`` of ``metric`` is best
+
+    @classmethod
+    def from_config(cls, config: "RecoverConfig") -> "RetentionRules":
+        """Rules for the run's own folder."""
+        return cls(
+            last=config.max_ckpt_to_keep,
+            every_steps=config.keep_every_steps,
+            best=config.keep_best,
+            metric=config.best_metric,
+            mode=config.best_mode,
+        )
 
 
 _Metrics = Mapping[int, Mapping[str, float]]

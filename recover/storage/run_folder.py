@@ -41,13 +41,7 @@ class RunFolder:
         # a commit was still running when the run ended, and may still succeed
         self.commit_hangs = False
         self._config = config
-        self._rules = RetentionRules(
-            last=config.max_ckpt_to_keep,
-            every_steps=config.keep_every_steps,
-            best=config.keep_best,
-            metric=config.best_metric,
-            mode=config.best_mode,
-        )
+        self._rules = RetentionRules.from_config(config)
         self._lock = FolderLock(config.lock_path)
         self._commit_lock = Lock()
         self._ended = False
