@@ -2,7 +2,6 @@
 
 from .api import Batch as Batch
 from .api import FinetuneSpec as FinetuneSpec
-from .api import InferenceServer as InferenceServer
 from .api import ParallelStrategy as ParallelStrategy
 from .api import SaveLoadMeta as SaveLoadMeta
 from .api import Stateful as Stateful
@@ -22,6 +21,7 @@ from .hf.load import load_hf as load_hf
 from .hf.save import full_state_dict as full_state_dict
 from .hf.save import save_hf as save_hf
 from .memory.weight_changes import changing_weights as changing_weights
+from .servers.api import InferenceServer as InferenceServer
 from .servers.fleet import ServerFleet as ServerFleet
 from .servers.publish import publish_weights as publish_weights
 from .servers.sglang import SGLangServer as SGLangServer

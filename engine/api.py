@@ -1,7 +1,7 @@
 """Value types and protocols of the public interface, under AReaL's names."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
@@ -217,13 +217,6 @@ class WeightUpdateMeta:
     anchor_interval: int = 20
 
     def __post_init__(self) -> None:
-        # Configurations of older versions have this name.
-        if self.type == "broadcast":
-            raise ConfigError(
-                "WeightUpdateMeta type 'broadcast' is called 'xccl' now, and the backend of the "
-                "plugin for vLLM 'holdfast_gloo'. The weights are sent from the memory of the "
-                "ranks, with or without a path"
-            )
         require_choice("type", self.type, get_args(UpdateType))
         if self.path is not None:
             advice = "give one that the servers see too; `engine.save` exports to URLs"
@@ -255,53 +248,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state."""
-        ...
-
-
-class InferenceServer(Protocol):
-    """A rollout worker, or a client of an inference server, that can load new weights."""
-
-    def update_weights_from_disk(self, path: str, version: int) -> int:
-        """Load the Hugging Face folder ``path`` and return the version served from now on."""
-        ...
-
-
-@runtime_checkable
-class DistributedServer(InferenceServer, Protocol):
-    """An inference server that receives weights over a process group."""
-
-    def update_weights_from_distributed(self, path: str, version: int, buckets: Any) -> int:
-        """Receive the weights that the folder ``path`` describes. Return the version served from
-        now on.
-
-        ``buckets`` is a `holdfast.engine.servers.stream.BucketReader`.
-        """
-        ...
-
-
-@runtime_checkable
-class AdapterServer(InferenceServer, Protocol):
-    """An inference server that loads adapters for the base model with which it was started."""
-
-    def update_adapters_from_disk(self, path: str, version: int) -> int:
-        """Load the PEFT folder ``path``. Return the version that answers new requests."""
-        ...
-
-    def folders_in_use(self) -> set[str]:
-        """Folders of adapters that the server may read again. They must not be deleted yet."""
-        ...
-
-
-@runtime_checkable
-class SleepingServer(InferenceServer, Protocol):
-    """An inference server that frees the memory of its GPUs for a while."""
-
-    def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights and KV cache. Level 2 does not keep the weights."""
-        ...
-
-    def wake_up(self, tags: Collection[str] = ("weights", "kv_cache")) -> None:
-        """Take back memory. An update of the weights takes back the rest."""
         ...
 
 

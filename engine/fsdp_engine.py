@@ -26,7 +26,6 @@ from ..utils.metrics import RunningMeans, reduce_stats
 from .api import (
     Batch,
     FinetuneSpec,
-    InferenceServer,
     LossFn,
     LossWeightFn,
     ParallelStrategy,
@@ -48,6 +47,7 @@ from .lora.adapters import adapters_off
 from .lora.build import require_adapters_for, require_base
 from .model.initial_model import base_of, build_initial_model, load_weights
 from .model.model_folder import find_model_folder
+from .servers.api import InferenceServer
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights, ServerConnection
 from .staging.background_save import BackgroundSave

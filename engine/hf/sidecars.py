@@ -41,7 +41,7 @@ WEIGHT_SUFFIXES = (
 )
 PROBE_NAME = "weights_probe.json"
 """File of a published version, with log-probabilities of its weights. See
-`holdfast.engine.servers.probe`.
+`holdfast.engine.servers.content_check`.
 """
 
 _NOT_OF_MODEL = (

@@ -32,7 +32,7 @@ _PREFIX = "holdfast-v"
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """Largest rank of published adapters, and sorted last parts of the names of the adapted layers."""
+    """Largest rank of published adapters, and sorted last parts of the names of their layers."""
 
     rank: int
     modules: Sequence[str]
@@ -44,8 +44,11 @@ def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
     Raises PublishError if the folder holds no adapters, or is damaged.
     """
     with _open(Path(folder) / WEIGHTS) as file:
-        rank = {key: file.get_slice(key).get_shape()[0] for key in file.keys() if ".lora_A." in key}  # noqa: SIM118
-        return AdapterFacts(max(rank.values()), sorted({key.split(".")[-3] for key in rank}))
+        # A is [rank, inputs]. Its key is ...q_proj.lora_A.weight.
+        keys = [key for key in file.keys() if ".lora_A." in key]  # noqa: SIM118
+        rank = max(file.get_slice(key).get_shape()[0] for key in keys)
+        modules = {key.split(".")[-3] for key in keys}
+        return AdapterFacts(rank, sorted(modules))
 
 
 @contextmanager
@@ -62,13 +65,18 @@ def amplified(folder: str | os.PathLike[str], size: float) -> Iterator[Path | No
     if strength is None:
         yield None
         return
-    scaling = config["lora_alpha"] / (
-        config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
-    )
+
+    # PEFT scales all adapters by lora_alpha, or by a value of alpha_pattern in its place.
+    divisor = config["r"]
+    if config.get("use_rslora"):
+        divisor = config["r"] ** 0.5
+    scaling = config["lora_alpha"] / divisor
     factor = max(1, math.ceil(size / (scaling * strength)))
     config["lora_alpha"] *= factor
     for layer in config.get("alpha_pattern") or ():
         config["alpha_pattern"][layer] *= factor
+
+    # The server reads the folder as another user, perhaps.
     made = Path(tempfile.mkdtemp(prefix=f"{AMPLIFIED_PREFIX}{path.name}-", dir=path.parent))
     try:
         made.chmod(0o755)
@@ -91,13 +99,19 @@ def _strength(file: Path) -> float | None:
         names = set(weights.keys())
         for name in sorted(names):
             other = name.replace(".lora_A.", ".lora_B.")
-            if name != other and other in names:
-                a, b = weights.get_tensor(name).double(), weights.get_tensor(other).double()
-                # The squared Frobenius norm of b @ a, from matrices as small as the rank.
-                squared = ((a @ a.T) * (b.T @ b)).sum().item()
-                strengths.append(math.sqrt(max(squared, 0.0) / len(b)))
-    found = sorted(strength for strength in strengths if strength > 0)
-    return found[len(found) // 2] if found else None
+            if name == other or other not in names:
+                continue
+            a = weights.get_tensor(name).double()
+            b = weights.get_tensor(other).double()
+
+            # The squared Frobenius norm of b @ a, from matrices as small as the rank.
+            squared = ((a @ a.T) * (b.T @ b)).sum().item()
+            strength = math.sqrt(max(squared, 0.0) / len(b))
+            if strength > 0:
+                strengths.append(strength)
+    if not strengths:
+        return None
+    return sorted(strengths)[len(strengths) // 2]
 
 
 @contextmanager
@@ -127,8 +141,8 @@ class AdaptersInUse:
     def __init__(self) -> None:
         self._lock = Lock()
         self.current: str | None = None
-        self._folders: dict[str, str] = {}
-        self._requests: Counter[str] = Counter()
+        self._folders: dict[str, str] = {}  # name -> folder
+        self._requests: Counter[str] = Counter()  # requests in flight by name
 
     def switch(self, name: str | None, folder: str = "") -> None:
         """Use the adapter ``name``, loaded from ``folder``, for new requests. None: the base."""
@@ -160,10 +174,12 @@ class AdaptersInUse:
     def folders(self) -> set[str]:
         """Folders of the adapters in use."""
         with self._lock:
-            used = self._used()
-            self._folders = {name: folder for name, folder in self._folders.items() if name in used}
+            for name in self._folders.keys() - self._used():
+                del self._folders[name]
             return set(self._folders.values())
 
     def _used(self) -> set[str]:
-        used = {name for name, count in self._requests.items() if count > 0}
-        return used if self.current is None else used | {self.current}
+        used = set(+self._requests)  # of a positive count
+        if self.current is not None:
+            used.add(self.current)
+        return used

@@ -1,4 +1,5 @@
-"""Requests, responses, states and client protocols of inference servers of any kind.
+"""Requests, responses and states of inference servers of any kind, and the protocols of what a
+server can do.
 
 The names are AReaL's (``areal/api/io_struct.py``, ``areal/api/cli_args.py``), so a workflow for
 AReaL reads the same.
@@ -6,14 +7,13 @@ AReaL reads the same.
 
 import base64
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ...utils.config import require_numbers, require_range
 from ...utils.manifest import manifest_digest
-from ..api import InferenceServer
 
 StopReason = Literal["stop", "length"]
 """Reason for the end of a response: a stop token, or ``max_new_tokens``."""
@@ -133,6 +133,67 @@ class ModelResponse:
     stop_reason: StopReason
 
 
+@dataclass(frozen=True)
+class ServerStatus:
+    """A server's report on itself."""
+
+    # `weights_label` of the served weights. None: no published weights, as after a start
+    label: str | None
+
+    paused: bool  # whether the server holds requests back
+    asleep: tuple[str, ...] = ()  # the parts of its memory that sleep: ``weights`` and ``kv_cache``
+
+
+# What a server can do. A client has the methods of each protocol that its server supports.
+
+
+class InferenceServer(Protocol):
+    """A rollout worker, or a client of an inference server, that can load new weights."""
+
+    def update_weights_from_disk(self, path: str, version: int) -> int:
+        """Load the Hugging Face folder ``path`` and return the version served from now on."""
+        ...
+
+
+@runtime_checkable
+class DistributedServer(InferenceServer, Protocol):
+    """An inference server that receives weights over a process group."""
+
+    def update_weights_from_distributed(self, path: str, version: int, buckets: Any) -> int:
+        """Receive the weights that the folder ``path`` describes. Return the version served from
+        now on.
+
+        ``buckets`` is a `holdfast.engine.servers.stream.BucketReader`.
+        """
+        ...
+
+
+@runtime_checkable
+class AdapterServer(InferenceServer, Protocol):
+    """An inference server that loads adapters for the base model with which it was started."""
+
+    def update_adapters_from_disk(self, path: str, version: int) -> int:
+        """Load the PEFT folder ``path``. Return the version that answers new requests."""
+        ...
+
+    def folders_in_use(self) -> set[str]:
+        """Folders of adapters that the server may read again. They must not be deleted yet."""
+        ...
+
+
+@runtime_checkable
+class SleepingServer(InferenceServer, Protocol):
+    """An inference server that frees the memory of its GPUs for a while."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and KV cache. Level 2 does not keep the weights."""
+        ...
+
+    def wake_up(self, tags: Collection[str] = ("weights", "kv_cache")) -> None:
+        """Take back memory. An update of the weights takes back the rest."""
+        ...
+
+
 @runtime_checkable
 class GenerationServer(Protocol):
     """A server that completes prompts of token ids."""
@@ -142,17 +203,6 @@ class GenerationServer(Protocol):
         then.
         """
         ...
-
-
-@dataclass(frozen=True)
-class ServerStatus:
-    """A server's report on itself."""
-
-    label: (
-        str | None
-    )  # `weights_label` of the served weights. None: no published weights, as after a start
-    paused: bool  # whether the server holds requests back
-    asleep: tuple[str, ...] = ()  # the parts of its memory that sleep: ``weights`` and ``kv_cache``
 
 
 @runtime_checkable
@@ -202,21 +252,19 @@ class ServerReport:
     name: str  # name in logs
     state: ServerState = ServerState.BEHIND  # last known state
     label: str | None = None  # `weights_label` of the served weights. None: unknown
-    error: str | None = (
-        "it has not been told of any weights yet"  # last error. None once the server serves
-    )
-    seconds: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of each phase of the last update, and in ``total``
+
+    # last error. None once the server serves
+    error: str | None = "it has not been told of any weights yet"
+
+    # of each phase of the last update, and in ``total``
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        detail = (
-            f" {self.label}"
-            if self.state is ServerState.SERVING
-            else f" ({self.error})"
-            if self.error
-            else ""
-        )
+        detail = ""
+        if self.state is ServerState.SERVING:
+            detail = f" {self.label}"
+        elif self.error:
+            detail = f" ({self.error})"
         return f"{self.name} is {self.state}{detail}"
 
 
@@ -225,13 +273,15 @@ def server_stats(reports: Iterable[ServerReport]) -> dict[str, float]:
     slowest server).
     """
     reports = list(reports)
-    counts = {
-        f"servers_{state}": float(sum(report.state is state for report in reports))
-        for state in ServerState
-    }
+    stats: dict[str, float] = {}
+    for state in ServerState:
+        stats[f"servers_{state}"] = float(sum(report.state is state for report in reports))
+
+    # A server that did not come to a phase counts with 0 seconds.
     phases = sorted({phase for report in reports for phase in report.seconds})
-    slowest = {phase: max(report.seconds.get(phase, 0.0) for report in reports) for phase in phases}
-    return counts | {f"update_{phase}_s": seconds for phase, seconds in slowest.items()}
+    for phase in phases:
+        stats[f"update_{phase}_s"] = max(report.seconds.get(phase, 0.0) for report in reports)
+    return stats
 
 
 def weights_label(folder: str | os.PathLike[str], version: int) -> str:

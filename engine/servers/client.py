@@ -9,8 +9,8 @@ server each.
 import asyncio
 import json
 import os
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import partial
@@ -49,7 +49,7 @@ from .api import (
     labelled_version,
     weights_label,
 )
-from .generation import (
+from .completions import (
     PromptLimits,
     check_images,
     folder_vocab_size,
@@ -57,28 +57,27 @@ from .generation import (
     stated_limits,
     temperature_error,
 )
-from .groups import KeptGroup
-from .http import Calls, Connections, Json, leads_to_a_server, readable
-from .mirror import prepared_folder
-from .probe import (
+from .content_check import (
     DTYPES,
     CheckedAnswer,
-    WeightsProbe,
-    checked_answer,
-    coarsest_dtype,
+    ExpectedAnswer,
     content_problem,
     effect_problem,
-    read_probe,
-    tells_steps_apart,
+    expected_answer,
+    read_weights_probe,
     weights_differ,
 )
-from .sleep import Sleep, SleepingClient
+from .groups import KeptGroup, SenderGroup
+from .http import Calls, Connections, Json, leads_to_a_server, readable
+from .sleep import TAGS, Sleep, Sleeping
 from .stream import BucketReader
 
 logger = get_logger(__name__)
 
 NO_LABEL = "default"
 """Label of a server that has just been started."""
+MIRROR_TOKEN = "HOLDFAST_WEIGHTS_TOKEN"
+"""Environment variable with the token that a mirror of weights asks for."""
 _UPDATE_TIMEOUT_S = 300.0
 _SHA256_OF_NOTHING = "e3b0c44298fc1c149afbf4c8996fb924"
 _AMPLIFIED = (8.0, 2048.0)
@@ -86,6 +85,7 @@ _AMPLIFIED = (8.0, 2048.0)
 for odd models.
 """
 _WITHDRAW_LIMIT_S = 10.0  # a limit separate from the update's, which may be used up by then
+_NOT_PREPARED = "the server was not told, and goes on with the weights it has"
 _PAUSED = "It was paused again: tell it again, or restart it"
 _UNLOADED = (
     "They were unloaded again, and it goes on with those before: tell it again, or restart it "
@@ -97,6 +97,14 @@ _NO_ROOM = (
 )
 
 
+def _require_url(what: str, url: str) -> None:
+    if not leads_to_a_server(url):
+        raise ConfigError(
+            f"{what} URL {without_secrets(url)!r} is unknown; expected http://host:port, "
+            "or a path behind that"
+        )
+
+
 @contextmanager
 def _explained_wait() -> Iterator[None]:
     try:
@@ -106,7 +114,7 @@ def _explained_wait() -> Iterator[None]:
 
 
 @dataclass(eq=False, repr=False)
-class ServerClient(SleepingClient):
+class ServerClient(ABC):
     """A client of one server. `VLLMServer` and `SGLangServer` describe the attributes. Pickling
     keeps only these.
 
@@ -134,42 +142,45 @@ class ServerClient(SleepingClient):
     mirror: str | None = None
 
     def __post_init__(self) -> None:
+        # The settings.
         self.url = self.url.rstrip("/")
-        self.mirror = None if self.mirror is None else self.mirror.rstrip("/")
-        for what, url in (("server", self.url), ("mirror", self.mirror)):
-            if url is not None and not leads_to_a_server(url):
-                raise ConfigError(
-                    f"{what} URL {without_secrets(url)!r} is unknown; expected http://host:port, "
-                    "or a path behind that"
-                )
-        if self.api_key and "@" in self.url.partition("://")[2].partition("/")[0]:
+        _require_url("server", self.url)
+        if self.mirror is not None:
+            self.mirror = self.mirror.rstrip("/")
+            _require_url("mirror", self.mirror)
+        host_and_user, *_ = self.url.partition("://")[2].partition("/")
+        if self.api_key and "@" in host_and_user:
             raise ConfigError(
                 f"{self.name} is given with a user and with an api_key, but one header carries both"
             )
         for key in ("timeout_s", "status_timeout_s", "generation_timeout_s"):
             require_range(key, getattr(self, key), low=1e-3)
         require_choice("dtype", self.dtype, (None, *DTYPES))
-        self._connections = Connections(self.url, self.api_key)
+
+        # Updates, one at a time.
         self._seconds: Mapping[str, float] = {}
-        self._updating, self._allowed_s = Lock(), _UPDATE_TIMEOUT_S
-        self._adapters = AdaptersInUse()
-        self._checked: CheckedAnswer | None = None
-        self._summed: tuple[CheckedAnswer, str] | None = (
-            None  # and the checksums that the server's weights had then
-        )
-        self._changes_weights = self._uses_adapters = (
-            False  # whether this server has shown it, in 16 bits
-        )
-        self._warned_without_sums = False
-        self._warned_unchecked = False
-        self._vocab_size: int | None = None
-        self._limits: PromptLimits | None = None
+        self._updating = Lock()
+        self._allowed_s = _UPDATE_TIMEOUT_S
+        self._sleeping = Sleeping(self)
         self._group = KeptGroup()
 
+        # Results of the content checks so far, and warnings that are logged once.
+        self._checked: CheckedAnswer | None = None
+        self._summed: CheckedAnswer | None = None
+        self._sums = ""  # the checksums that the server's weights had then
+        self._changes_weights = False  # whether this server has shown it, in 16 bits
+        self._uses_adapters = False  # the same for adapters
+        self._warned: set[str] = set()
+
+        # Completions.
+        self._connections = Connections(self.url, self.api_key)
+        self._adapters = AdaptersInUse()
+        self._vocab_size: int | None = None
+        self._limits: PromptLimits | None = None
+
     def __reduce__(self) -> tuple[partial["ServerClient"], tuple[()]]:
-        return partial(
-            type(self), **{field.name: getattr(self, field.name) for field in fields(self)}
-        ), ()
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        return partial(type(self), **settings), ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -194,17 +205,27 @@ class ServerClient(SleepingClient):
         The label names adapters if the server still has the adapters that this client loaded last.
         """
         with self._calls("", self.status_timeout_s, ServerError) as calls:
-            status, name = self._status(calls), self._adapters.current
-            known = status.label is not None or status.asleep
-            if not known and name is not None and name in self._loaded_adapters(calls):
+            status = self._status(calls)
+            name = self._adapters.current
+            if status.label is not None or status.asleep or name is None:
+                return status
+
+            # The base answers no requests, as long as the adapters are there.
+            if name in self._loaded_adapters(calls):
                 return replace(status, label=adapter_label(name))
             return status
 
     def _status(self, calls: Calls) -> ServerStatus:
-        label = Sleep.read(self._label(calls))
-        paused, self._asleep = self._is_paused(calls), bool(label.tags)
-        known = None if labelled_version(label.weights) is None else label.weights
-        return ServerStatus(known, paused or self._asleep, label.tags)
+        asleep = Sleep.read(self._label(calls))
+        sleeps = bool(asleep.tags)
+        paused = self._is_paused(calls)
+        self._sleeping.seen = sleeps
+
+        # The name that a server gives its weights at its start says nothing.
+        label: str | None = asleep.weights
+        if labelled_version(label) is None:
+            label = None
+        return ServerStatus(label, paused or sleeps, asleep.tags)
 
     # Updates
 
@@ -225,12 +246,30 @@ class ServerClient(SleepingClient):
         """
         self._group.drop()  # a server that loads a folder may have been restarted
 
-        def load(calls: Calls, path: str, label: str) -> None:
-            self._load_weights(
-                calls, prepared_folder(calls, self.mirror, path, version, label), label
-            )
+        with self._checked_update(path, version) as (calls, label):
+            folder = self._folder_to_load(calls, os.fspath(path), version, label)
+            self._load_weights(calls, folder, label)
+        return version
 
-        return self._serve(path, version, load)
+    def _folder_to_load(self, calls: Calls, path: str, version: int, label: str) -> str:
+        """The published folder, or the one that the mirror makes of it while the server answers
+        requests. PublishError if the mirror cannot make the version.
+        """
+        if self.mirror is None:
+            return path
+        told = calls.post(
+            "prepare",
+            f"{self.mirror}/prepare",
+            {"version": version, "label": label},
+            key=os.environ.get(MIRROR_TOKEN),
+            advice=_NOT_PREPARED,
+        )
+        folder = told.get("path")
+        if not isinstance(folder, str):
+            raise calls.refuse(
+                f"its mirror says that the weights are in {folder!r}; {_NOT_PREPARED}"
+            )
+        return folder
 
     def update_weights_from_distributed(
         self, path: str, version: int, buckets: BucketReader
@@ -238,31 +277,43 @@ class ServerClient(SleepingClient):
         """Receive the weights that the folder ``path`` describes. Errors after the first bucket
         poison the server.
         """
-        return self._serve(path, version, partial(self._send_weights, buckets))
+        with self._checked_update(path, version) as (calls, label):
+            serving = self._status(calls).label
+            form = partial(self._form_group, calls, buckets)
+            with self._group.open(label, serving, form, buckets, calls) as group:
+                self._send_weights(group, buckets, calls, label)
+        return version
 
-    def _serve(self, path: str, version: int, load: Callable[[Calls, str, str], None]) -> int:
-        """Replace the weights by ``load(calls, path, label)``, and check what the server answers
-        then.
+    @contextmanager
+    def _checked_update(self, path: str, version: int) -> Iterator[tuple[Calls, str]]:
+        """Replace the weights in this block, which gets their label, and check what the server
+        answers then.
         """
         if (Path(path) / WEIGHTS).exists():
             raise PublishError(
                 f"{path} holds adapters alone; tell servers of it by update_adapters_from_disk"
             )
-        label, probe = self._label_of(path, version), self._read_probe(path)
+        label = self._label_of(path, version)
+        expected = self._read_expected(path)
         with self._update(path, version) as calls:
-            must_show_change = self._must_show_change(calls, path, probe)
-            load(calls, os.fspath(path), label)
-            if (status := self._status(calls)) != ServerStatus(label, paused=False):
+            # Asked before the load, which may replace the label of a restarted server.
+            must_show_change = self._must_show_change(calls, expected)
+            yield calls, label
+
+            # The server must say that it serves the weights, and answer by them.
+            status = self._status(calls)
+            if status != ServerStatus(label, paused=False):
                 raise self._withdrawn(
                     calls,
                     f"after it, the server says {status}; expected the label {label}, not paused. "
                     "If another job publishes to it, nobody knows whose weights it has",
                 )
-            self._check_content(calls, path, probe, must_show_change=must_show_change)
-            if self._adapters.current is not None:  # the new weights answer new requests
+            self._check_content(calls, expected, must_show_change=must_show_change)
+
+            # From now on the new weights answer new requests.
+            if self._adapters.current is not None:
                 self._adapters.switch(None)
                 self._retire(calls)
-        return version
 
     def update_adapters_from_disk(self, path: str, version: int) -> int:
         """Load the adapters in ``path``, verify them, and use them for new requests. Returns
@@ -279,28 +330,76 @@ class ServerClient(SleepingClient):
             PublishError: the server takes no adapters, or not these ones. Or it is paused, or its
                 base was replaced.
         """
-        label, probe = self._label_of(path, version), self._read_probe(path)
-        name = adapter_name(label)
+        name = adapter_name(self._label_of(path, version))
+        expected = self._read_expected(path)
         with self._update(path, version) as calls:
+            # The server must be able to use adapters, and to use them rightly.
             self._require_base(calls)
             self._require_room(calls, read_facts(path))
             loaded = self._loaded_adapters(calls)
-            self._require_effect(calls, path, probe, name, loaded)
+            self._require_effect(calls, path, expected, name, loaded)
+
+            # Load them, unless an earlier update did and ended before it could say so.
             if name not in loaded:
                 self._load_adapter(calls, name, os.fspath(path))
-                if name not in (loaded := self._loaded_adapters(calls)):
+                loaded = self._loaded_adapters(calls)
+                if name not in loaded:
                     raise calls.refuse(
                         f"after it, the server lists the adapters {loaded}; expected {name}"
                     )
             with _explained_wait():
-                self._check_content(calls, path, probe, name)
+                self._check_content(calls, expected, name)
+
+            # From now on they answer new requests.
             self._adapters.switch(name, os.fspath(path))
             self._retire(calls)
         return version
 
     def folders_in_use(self) -> set[str]:
-        """Folders of adapters that the server may read again, for requests in flight or new ones."""
+        """Folders of adapters that the server may read again, for requests of any time."""
         return self._adapters.folders()
+
+    # Sleep
+
+    def sleep(self, level: int = 1) -> None:
+        """Have the server free the memory of its weights and its KV cache.
+
+        Requests in flight wait. They go on when the server wakes up, and the weights of then
+        compute their caches. A server that sleeps stays asleep.
+
+        Args:
+            level: 1 keeps the weights in host memory. 2 drops them, so that the server needs an
+                update to wake up. SGLang decides this at its start
+                (``--enable-weights-cpu-backup``).
+
+        Raises:
+            ServerError: the server could not be reached, or does not sleep. The message says how to
+                start it.
+            SlowServerError: it did not sleep in time.
+        """
+        require_choice("level", level, (1, 2))
+        with self._exclusive(", told to sleep", ServerError) as calls:
+            self._sleeping.fall_asleep(calls, level)
+
+    def wake_up(self, tags: Collection[str] = TAGS) -> None:
+        """Have the server take memory back. With its KV cache it goes on with requests, by the
+        weights it had.
+
+        An update of the weights wakes the whole server, the weights first and the KV cache after
+        the load. So wake only the weights before one.
+
+        Raises:
+            ConfigError: there is no such tag.
+            ServerError: the server could not be reached, or cannot wake up: memory is missing, or
+                it has no weights.
+            SlowServerError: it did not wake up in time.
+        """
+        for tag in tags:
+            require_choice("tags", tag, TAGS)
+        with self._exclusive(", told to wake up", ServerError) as calls:
+            self._sleeping.wake_up(calls, tags)
+
+    # Parts of these operations
 
     @property
     def _update_limit_s(self) -> float:
@@ -311,9 +410,8 @@ class ServerClient(SleepingClient):
 
     @contextmanager
     def _update(self, path: str, version: int) -> Iterator[Calls]:
-        with self._exclusive(
-            f", told to load version {version} from {path}", PublishError
-        ) as calls:
+        what = f", told to load version {version} from {path}"
+        with self._exclusive(what, PublishError) as calls:
             self._seconds = calls.seconds
             yield calls
 
@@ -336,7 +434,7 @@ class ServerClient(SleepingClient):
     def _require_base(self, calls: Calls) -> None:
         status = self._status(calls)
         if status.label is None and status.asleep:
-            self._wake_up(calls)
+            self._sleeping.wake_up(calls)
             status = self._status(calls)
         if status.label is not None:
             raise calls.refuse(
@@ -368,7 +466,7 @@ class ServerClient(SleepingClient):
                 "this host sees, too; it was not told"
             ) from error
 
-    def _read_probe(self, path: str) -> WeightsProbe | None:
+    def _read_expected(self, path: str) -> ExpectedAnswer | None:
         """Read the probe of a published folder and note its vocabulary. Warn once if there is no
         probe.
         """
@@ -376,27 +474,33 @@ class ServerClient(SleepingClient):
         vocab_size = folder_vocab_size(published_file(path, "config.json").parent)
         if vocab_size is not None:
             self._vocab_size = vocab_size
-        if (probe := read_probe(path)) is None and not self._warned_unchecked:
-            self._warned_unchecked = True
-            logger.warning("%s: %s has no probe; what the server says is believed", self.name, path)
-        return probe
+
+        probe = read_weights_probe(path)
+        if probe is None:
+            self._warn_once("%s: %s has no probe; what the server says is believed", path)
+            return None
+        return expected_answer(path, probe, self.dtype)
+
+    def _warn_once(self, message: str, *args: object) -> None:
+        """Log a warning whose first argument is the name of the server."""
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, self.name, *args)
 
     def _check_content(
         self,
         calls: Calls,
-        path: str,
-        probe: WeightsProbe | None,
+        expected: ExpectedAnswer | None,
         adapter: str | None = None,
         must_show_change: bool = False,
     ) -> None:
         """Withdraw the adapter, or the base, and raise WrongContentError if its answer to the probe
         is wrong.
         """
-        if probe is None:
+        if expected is None:
             return
-        answer = checked_answer(
-            path, probe, self._prompt_logprobs(calls, probe.prompt_ids, adapter), self.dtype
-        )
+        logprobs = self._prompt_logprobs(calls, expected.probe.prompt_ids, adapter)
+        answer = CheckedAnswer(expected, logprobs)
         problem = content_problem(answer, self._checked)
         if problem is None and must_show_change:
             problem = self._change_problem(calls, answer)
@@ -404,16 +508,17 @@ class ServerClient(SleepingClient):
             raise self._withdrawn(calls, problem, WrongContentError, adapter)
         self._checked = answer
 
-    def _must_show_change(self, calls: Calls, path: str, probe: WeightsProbe | None) -> bool:
+    def _must_show_change(self, calls: Calls, expected: ExpectedAnswer | None) -> bool:
         """Whether the server has yet to show that its weights change, and log-probabilities cannot
         show it.
         """
-        if probe is None or tells_steps_apart(coarsest_dtype(path, probe, self.dtype)):
+        if expected is None or expected.shows_steps:
             return False
-        if (
-            self._changes_weights and self._label(calls) == NO_LABEL
-        ):  # it was restarted, perhaps as another program
-            self._changes_weights, self._summed = False, None
+
+        # A server that was restarted is perhaps another program.
+        if self._changes_weights and self._label(calls) == NO_LABEL:
+            self._changes_weights = False
+            self._summed = None
         return not self._changes_weights
 
     def _change_problem(self, calls: Calls, answer: CheckedAnswer) -> str | None:
@@ -423,18 +528,19 @@ class ServerClient(SleepingClient):
         sums = self._checksums(calls)
         if sums is None:
             return None
-        if self._summed is not None and weights_differ(answer, self._summed[0]):
-            if sums == self._summed[1]:
+        if self._summed is not None and weights_differ(answer, self._summed):
+            if sums == self._sums:
                 return (
                     "its own checksums of its weights are those of a version before, although the "
                     "weights are others: it has kept the old ones"
                 )
             self._changes_weights = True
-        self._summed = (answer, sums)
+        self._summed = answer
+        self._sums = sums
         return None
 
     def _checksums(self, calls: Calls) -> str | None:
-        """The server's checksums of its weights. None, and one warning, if it does not tell them."""
+        """The server's checksums of its weights. None, and one warning, if it tells none."""
         problem = "some are of empty memory, because it has packed weights elsewhere"
         try:
             sums = json.dumps(self._ask_checksums(calls), sort_keys=True)
@@ -444,17 +550,20 @@ class ServerClient(SleepingClient):
             raise
         except PublishError as error:
             problem = str(error)
-        if not self._warned_without_sums:
-            self._warned_without_sums = True
-            logger.warning(
-                "%s gives no checksums of its weights (%s). While it is busy, nobody would notice "
-                "if it kept old weights in 16 bits",
-                *(self.name, problem),
-            )
+        self._warn_once(
+            "%s gives no checksums of its weights (%s). While it is busy, nobody would notice "
+            "if it kept old weights in 16 bits",
+            problem,
+        )
         return None
 
     def _require_effect(
-        self, calls: Calls, path: str, probe: WeightsProbe | None, name: str, loaded: Sequence[str]
+        self,
+        calls: Calls,
+        path: str,
+        expected: ExpectedAnswer | None,
+        name: str,
+        loaded: Sequence[str],
     ) -> None:
         """Raise WrongContentError if the server ignores adapters. In 16 bits it shows once that it
         does not.
@@ -463,40 +572,38 @@ class ServerClient(SleepingClient):
         loaded with a larger factor, under a name of their own, and compared with the base. Requests
         in flight are not touched.
         """
-        if probe is None:
+        if expected is None or expected.shows_steps:
             return
-        dtype = coarsest_dtype(path, probe, self.dtype)
-        if tells_steps_apart(dtype):
-            return
-        if (
-            self._uses_adapters and self._adapters.current in loaded
-        ):  # else the server was restarted
+
+        # A server without the adapters of before was restarted.
+        if self._uses_adapters and self._adapters.current in loaded:
             return
 
         # A second, much larger factor is tried before a server is refused.
         self._uses_adapters = False
         problem: str | None = None
+        other_name = f"{name}-amplified"
         for size in _AMPLIFIED:
             try:
                 with amplified(path, size) as folder:
                     if folder is None:  # the adapters change nothing yet
                         return
-                    answers = self._base_and_amplified(
-                        calls, probe, os.fspath(folder), f"{name}-amplified", loaded
+                    base, changed = self._base_and_amplified(
+                        calls, expected.probe.prompt_ids, os.fspath(folder), other_name, loaded
                     )
             except OSError as error:
                 logger.warning(
                     "%s: it cannot be shown that adapters have an effect: %s", self.name, error
                 )
                 return
-            problem = effect_problem(*answers, dtype)
+            problem = effect_problem(base, changed, expected.dtype)
             if problem is None:
                 self._uses_adapters = True
                 return
         raise calls.refuse(f"{problem}. {_UNLOADED}", WrongContentError)
 
     def _base_and_amplified(
-        self, calls: Calls, probe: WeightsProbe, folder: str, name: str, loaded: Sequence[str]
+        self, calls: Calls, ids: Sequence[int], folder: str, name: str, loaded: Sequence[str]
     ) -> tuple[list[float], list[float]]:
         """Log-probabilities of the probe by the base, and by the adapters in ``folder``, loaded for
         a moment.
@@ -507,8 +614,9 @@ class ServerClient(SleepingClient):
         self._load_adapter(calls, name, folder)
         try:
             with _explained_wait():
-                base = self._prompt_logprobs(calls, probe.prompt_ids)
-                return base, self._prompt_logprobs(calls, probe.prompt_ids, name)
+                base = self._prompt_logprobs(calls, ids)
+                changed = self._prompt_logprobs(calls, ids, name)
+                return base, changed
         finally:
             with suppress(ServerError):  # a later update unloads it
                 self._unload_adapter(calls, name)
@@ -520,16 +628,19 @@ class ServerClient(SleepingClient):
         error: type[ServerError] | None = None,
         adapter: str | None = None,
     ) -> ServerError:
+        what = ", to be withdrawn after wrong content"
         try:
-            with self._calls(
-                ", to be withdrawn after wrong content", _WITHDRAW_LIMIT_S
-            ) as last_calls:
-                self._withdraw(last_calls, adapter)
+            with self._calls(what, _WITHDRAW_LIMIT_S) as last_calls:
+                if adapter is None:
+                    self._withdraw(last_calls)
+                else:
+                    self._unload_adapter(last_calls, adapter)
         except ServerError as failure:
             logger.warning("%s", failure)
-        return calls.refuse(f"{problem}. {_PAUSED if adapter is None else _UNLOADED}", error)
+        consequence = _PAUSED if adapter is None else _UNLOADED
+        return calls.refuse(f"{problem}. {consequence}", error)
 
-    # Generation
+    # Completions
 
     def check_generation(self, gconfig: GenerationHyperparameters) -> None:
         """Check that the server returns log-probabilities of the distribution that it samples from.
@@ -540,13 +651,13 @@ class ServerClient(SleepingClient):
         Raises:
             ServerError: the server does not. The message says how to start it.
         """
-        with self._calls(
-            ", asked for log-probabilities", self._update_limit_s, ServerError
-        ) as calls:
+        what = ", asked for log-probabilities"
+        with self._calls(what, self._update_limit_s, ServerError) as calls:
             plain = self._top_logprobs(calls, 1.0)
-            if not samples_plainly(gconfig) and (
-                problem := temperature_error(plain, self._top_logprobs(calls, 0.5))
-            ):
+            if samples_plainly(gconfig):
+                return
+            problem = temperature_error(plain, self._top_logprobs(calls, 0.5))
+            if problem is not None:
                 raise calls.refuse(f"{problem}; {self._how_to_temper}")
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
@@ -567,36 +678,40 @@ class ServerClient(SleepingClient):
             ServerError: the server could not be reached, failed, aborted the request, or has no
                 published weights.
         """
-        if self._asleep:  # when this client last asked
+        # Another process may have woken the server since this client last asked.
+        if self._sleeping.seen:
             await asyncio.to_thread(self.status)
-        if self._asleep:
+        if self._sleeping.seen:
             raise BusyServerError(f"{self.name} sleeps, and takes requests after it was woken up")
+
+        # The adapter stays loaded until the answer is there.
         request = await self._fitting(request)
         with self._adapters.request() as adapter:
             path, body = self._completion(request, adapter)
             answer = await self._connections.ask(path, body, self.generation_timeout_s)
         with readable(f"{self.name}: a completion", ServerError):
             response = self._read_completion(request, answer, adapter)
+            if request.images is not None:
+                response = replace(response, input_tokens=list(answer["prompt_token_ids"]))
         return check_images(request, response, self.name)
 
     async def _fitting(self, request: ModelRequest) -> ModelRequest:
         try:
-            return (self._limits or await self._ask_limits()).fit(request, self.name)
+            limits = self._limits or await self._ask_limits()
+            return limits.fit(request, self.name)
         except PromptError:  # the limits may stem from a server that ran here before
             return (await self._ask_limits()).fit(request, self.name)
 
     async def _ask_limits(self) -> PromptLimits:
         try:
             models = await self._connections.ask("/v1/models", None, self.status_timeout_s)
-        except (
-            PublishError,
-            BusyServerError,
-        ):  # unreachable or too slow, so the limits are still unknown
-            raise
+        except (PublishError, BusyServerError):
+            raise  # unreachable or too slow, so the limits are still unknown
         except ServerError as error:
             logger.warning("%s does not say how long a prompt may be: %s", self.name, error)
             models = {}
-        self._limits = limits = stated_limits(models, self._vocab_size, self._kept_free)
+        limits = stated_limits(models, self._vocab_size, self._kept_free)
+        self._limits = limits
         return limits
 
     def _loaded_adapters(self, calls: Calls) -> list[str]:
@@ -610,9 +725,14 @@ class ServerClient(SleepingClient):
     def _load_weights(self, calls: Calls, path: str, label: str) -> None: ...
 
     @abstractmethod
-    def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None: ...
+    def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup: ...
 
-    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:
+    @abstractmethod
+    def _send_weights(
+        self, group: SenderGroup, buckets: BucketReader, calls: Calls, label: str
+    ) -> None: ...
+
+    def _require_room(self, calls: Calls, facts: AdapterFacts) -> None:  # noqa: B027
         """Raise PublishError if the server was started without room for adapters that it would not
         refuse itself.
         """
@@ -645,6 +765,43 @@ class ServerClient(SleepingClient):
     def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
         """Log-probabilities of the five most likely tokens after some prompt, by token id."""
 
+    def _label(self, calls: Calls) -> str:
+        """Label that the server has now."""
+        label = self._ask_label(calls).get("weight_version")
+        if not isinstance(label, str):
+            raise calls.refuse(f"the server says that its label is {label!r}")
+        return label
+
     @abstractmethod
-    def _withdraw(self, calls: Calls, adapter: str | None) -> None:
-        """Unload the adapter. With None: pause the server and abort its requests."""
+    def _ask_label(self, calls: Calls) -> Json:
+        """An answer with the label as ``weight_version``."""
+
+    @abstractmethod
+    def _set_label(self, calls: Calls, label: str) -> None: ...
+
+    @abstractmethod
+    def _is_paused(self, calls: Calls) -> bool: ...
+
+    @abstractmethod
+    def _go_on(self, calls: Calls) -> None:
+        """End a pause."""
+
+    def _read_sleep(self, calls: Calls) -> Sleep:
+        """What sleeps now. ServerError if the server's label leaves it open."""
+        return Sleep.read(self._label(calls))
+
+    @abstractmethod
+    def _keeps_weights(self, calls: Calls) -> bool:
+        """Whether level 1 keeps the weights. ServerError if the server cannot free memory."""
+
+    @abstractmethod
+    def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
+        """Pause a server that may sleep already, free its memory, and set `Sleep.label`."""
+
+    @abstractmethod
+    def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
+        """Take back the memory of one tag. The caller sets the label of ``asleep`` without it."""
+
+    @abstractmethod
+    def _withdraw(self, calls: Calls) -> None:
+        """Pause the server and abort its requests."""

@@ -53,7 +53,10 @@ class Colocated:
             PeerError: the block failed on another rank.
             RuntimeError: see `FSDPEngine.onload`.
         """
-        engine, group = self.engine, self.engine.control_group
+        engine = self.engine
+        group = engine.control_group
+
+        # Nothing is done if the turn cannot succeed.
         with all_ranks_succeed("a turn of the inference servers", group):
             how: WeightUpdateMeta = engine.publication_to(self.fleet, meta)
             self.fleet.require_sleep(self.level, how.type)
@@ -62,6 +65,9 @@ class Colocated:
                 raise ConfigError(
                     "the engine is offloaded already: end the turn before, or call its onload"
                 )
+
+        # The engine leaves the GPUs before the servers take memory there, in the order of the
+        # docstring.
         try:
             engine.offload()
             rank_zero_decides_slowly(
@@ -76,6 +82,7 @@ class Colocated:
         self._end(how)
 
     def _end(self, how: WeightUpdateMeta) -> None:
+        # A server that does not sleep is an error, but the engine comes back in any case.
         try:
             rank_zero_decides_slowly(
                 lambda: self.fleet.sleep(how.timeout_s, self.level), self.engine.control_group

@@ -5,6 +5,8 @@ A publication succeeds once enough servers have confirmed it. The other servers 
 after a publication that a server missed. It has each of the others load the folder published last.
 So a restarted server, or one that a killed publisher left paused, recovers by itself.
 
+A server that should sleep is left asleep by the prober, and put to sleep again after a restart.
+
 Only one process may update a server: rank 0 of the trainers, or the driver of a Ray job. All
 threads are daemons.
 """
@@ -15,9 +17,9 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from os import PathLike, fspath
 from pathlib import Path
 from threading import Condition, Event, Lock, Thread
@@ -28,39 +30,28 @@ from ...utils.errors import ConfigError, NoServerError, PublishError, ServerErro
 from ...utils.logging import get_logger
 from ...utils.manifest import read_manifest
 from ...utils.threads import on_daemon_thread
-from ..api import AdapterServer, DistributedServer, SleepingServer
 from ..hf.versions import holds_adapters, holds_delta_alone
-from .api import ServerReport, ServerState, server_stats, weights_label
-from .fleet_member import FleetMember, PublishedFolder, S
+from .api import (
+    AdapterServer,
+    DistributedServer,
+    ObservableServer,
+    ServerReport,
+    ServerState,
+    ServerStatus,
+    SleepingServer,
+    server_stats,
+    weights_label,
+)
+from .fleet_member import ABOUT_TO_SLEEP, FleetMember, PublishedFolder, S
 from .sleep import KV_CACHE, TAGS
-from .stream import WeightStream
+from .stream import BucketReader, WeightStream
 
 logger = get_logger(__name__)
 
-_SILENCE_S = (
-    10.0  # A server is gone if a status request takes longer. A busy server may take some seconds.
-)
-_NEEDED: dict[str, tuple[Callable[[object], bool], str]] = {
-    "xccl": (
-        lambda server: isinstance(server, DistributedServer),
-        "cannot be sent weights; publish with WeightUpdateMeta type 'disk'",
-    ),
-    "adapter": (
-        lambda server: isinstance(server, AdapterServer),
-        "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta type 'disk'",
-    ),
-    "delta": (
-        lambda server: getattr(server, "mirror", None) is not None,
-        "has no mirror, which makes weights from changes; give the client its URL "
-        "(mirror='http://host:9000'), or publish without delta",
-    ),
-    "sleep": (
-        lambda server: isinstance(server, SleepingServer),
-        "cannot sleep; give it GPUs of its own",
-    ),
-}
-"""Type of an update, or ``sleep`` -> whether a server supports it, and the problem if it does not.
-"""
+# A server is gone if a status request takes longer. A busy server may take some seconds.
+_SILENCE_S = 10.0
+_LONGEST_PAUSE_S = 300.0
+"""Longest pause of the prober between failed loads, and time limit of its commands to sleep."""
 
 
 class ServerFleet(Generic[S]):
@@ -88,11 +79,10 @@ class ServerFleet(Generic[S]):
     ) -> None:
         require_range("probe_interval_s", probe_interval_s, low=0.01)
         self._changed = Condition()
-        self._members = [
-            FleetMember(server, self._changed, probe_interval_s or 0.0) for server in servers
-        ]
+        self._members = [FleetMember(server, self._changed) for server in servers]
         names = [member.name for member in self._members]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
             raise ConfigError(
                 f"inference server {twice[0]} is named twice; name each once, or give them other "
                 "names"
@@ -101,10 +91,13 @@ class ServerFleet(Generic[S]):
         self._folder: PublishedFolder | None = None
         self._scratch: str | None = None
         self._updating = Lock()
-        self._asleep = False
+        self._asleep = False  # whether all servers were put to sleep
+
+        # The prober.
         self._probe_interval_s = probe_interval_s
         self._prober: Thread | None = None
-        self._woken, self._closed = Event(), Event()
+        self._woken = Event()
+        self._closed = Event()
 
     def update(
         self,
@@ -145,9 +138,7 @@ class ServerFleet(Generic[S]):
             PublishError: the folder cannot be read, or too few servers confirmed. The message names
                 the others and their errors.
         """
-        needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
-        if stream is not None:
-            self.require_support("xccl")
+        needed = self._needed(min_servers)
         folder = _published(path, version, stream is not None, timeout_s)
         self.require_support(folder.type)
         with self._updating:
@@ -158,51 +149,51 @@ class ServerFleet(Generic[S]):
         self, folder: PublishedFolder, needed: int, stream: WeightStream | None = None
     ) -> list[ServerReport]:
         deadline = time.monotonic() + folder.timeout_s
+
+        # All servers are to have the version, whatever becomes of this update. Those that missed
+        # an earlier one are not waited for without need.
         self._folder = folder
-        awaited = {member for member in self._members if member.expected}
+        awaited = {member for member in self._members if _missed_no_update(member)}
         for member in self._members:
             member.want(folder)
-        readers = (
-            stream.open(member in awaited for member in self._members) if stream else repeat(None)
-        )
-        told = {
-            on_daemon_thread(
-                partial(member.tell, folder, deadline, own), f"weight update of {member.name}"
-            ): member
-            for member, own in zip(self._members, readers, strict=False)
-        }
+
+        # Tell all servers at once.
+        readers: list[BucketReader] | list[None] = [None] * len(self._members)
+        if stream is not None:
+            readers = stream.open(member in awaited for member in self._members)
+        told: dict[Future[None], FleetMember] = {}
+        for member, reader in zip(self._members, readers, strict=True):
+            tell = partial(_tell, member, folder, deadline, reader)
+            told[on_daemon_thread(tell, f"weight update of {member.name}")] = member
+
+        # Wait for them. What is not confirmed now is left to the prober.
         try:
             confirmed, errors = _wait(told, awaited, needed, deadline)
         finally:
-            late = time.monotonic() >= deadline
-            for member in self._members:
-                if late:
-                    member.give_up(
-                        folder,
-                        ServerState.GONE,
-                        f"it did not load {folder.path} within {folder.timeout_s:g} s",
-                    )
-                elif member in awaited:
-                    member.give_up(
-                        folder, ServerState.BEHIND, f"it has not loaded {folder.path} yet"
-                    )
-            self._probe_soon()
+            self._note_unanswered(folder, awaited, late=time.monotonic() >= deadline)
+            self._wake_prober()
+
+        # The result.
         if confirmed >= needed:
-            took_s = time.monotonic() - deadline + folder.timeout_s
-            if count := len(self._members):  # else the driver updates the servers, and logs it
-                logger.info(
-                    "%d of %d inference servers serve %s after %.3f s",
-                    confirmed,
-                    count,
-                    folder.path,
-                    took_s,
-                )
+            self._log_done(confirmed, f"serve {folder.path}", deadline - folder.timeout_s)
             return self.states()
         failure = self._failure(folder, confirmed, needed)
         for error in errors:
             if isinstance(error, WorkerLost):  # the caller may start the worker again
                 raise error from failure
         raise failure from next(iter(errors), None)
+
+    def _note_unanswered(
+        self, folder: PublishedFolder, awaited: set[FleetMember], late: bool
+    ) -> None:
+        """Note which servers are gone or behind at the end of the wait for them."""
+        for member in self._members:
+            if late:
+                problem = f"it did not load {folder.path} within {folder.timeout_s:g} s"
+                member.note_unanswered(folder, ServerState.GONE, problem)
+            elif member in awaited:
+                problem = f"it has not loaded {folder.path} yet"
+                member.note_unanswered(folder, ServerState.BEHIND, problem)
 
     def sleep(self, timeout_s: float = 300.0, level: int = 1) -> list[ServerReport]:
         """Have all servers free the memory of their GPUs. Returns `states` once all of them sleep.
@@ -224,15 +215,16 @@ class ServerFleet(Generic[S]):
             self._asleep = True
             for member in self._members:
                 member.rest(TAGS, level)
-            failed = self._command(
-                lambda member, end: member.sleep(timeout_s, end), "sleep", timeout_s
-            )
-            self._probe_soon()
-        if awake := {
+            failed = self._command(partial(_fall_asleep, timeout_s=timeout_s), "sleep", timeout_s)
+            self._wake_prober()
+
+        # A server that is down has no memory.
+        awake = {
             member: error
             for member, error in failed.items()
             if not isinstance(error, NoServerError)
-        }:
+        }
+        if awake:
             raise ServerError(
                 f"{len(awake)} of {len(self._members)} inference servers may still have the "
                 f"memory of their GPUs: {_reasons(awake)}. See to them, or end them, before "
@@ -261,52 +253,62 @@ class ServerFleet(Generic[S]):
         """
         for tag in tags:
             require_choice("tags", tag, TAGS)
-        needed = self._min_servers if min_servers is None else self._require_enough(min_servers)
+        needed = self._needed(min_servers)
         self.require_support("sleep")
         with self._updating:
             self._asleep = False
+
+            # With both parts and a version on disk, a load wakes the servers and repairs the rest.
             if KV_CACHE in tags and self._folder is not None and self._folder.on_disk:
                 return self._have_loaded(replace(self._folder, timeout_s=timeout_s), needed)
+
+            # Else they only take their memory back.
             for member in self._members:
                 member.rest([tag for tag in TAGS if tag not in tags])
             failed = self._command(
-                lambda member, end: member.wake_up(tags, timeout_s, end), "wake up", timeout_s
+                lambda member: member.command(lambda server: server.wake_up(tags), timeout_s),
+                "wake up",
+                timeout_s,
             )
-        if len(self._members) - len(failed) < needed:
+
+        awake = len(self._members) - len(failed)
+        if awake < needed:
             raise ServerError(
-                f"{len(self._members) - len(failed)} of {len(self._members)} inference servers "
+                f"{awake} of {len(self._members)} inference servers "
                 f"woke up, {needed} are needed: {_reasons(failed)}. See to these servers, or let "
                 "fewer suffice (min_servers)"
             ) from next(iter(failed.values()))
         return self.states()
 
     def _command(
-        self, command: Callable[[FleetMember[S], float], None], what: str, timeout_s: float
-    ) -> dict[FleetMember[S], BaseException]:
+        self, command: Callable[[FleetMember], None], what: str, timeout_s: float
+    ) -> dict[FleetMember, BaseException]:
         """Give all servers a command at once, and wait. Returns the errors."""
         end = time.monotonic() + timeout_s
         told = {
-            member: on_daemon_thread(partial(command, member, end), what)
+            member: on_daemon_thread(partial(_carry_out, member, command, end), what)
             for member in self._members
         }
         wait(told.values(), timeout_s)
-        failed: dict[FleetMember[S], BaseException] = {}
+
+        failed: dict[FleetMember, BaseException] = {}
         for member, call in told.items():
             if not call.done():
                 failed[member] = ServerError(f"it did not {what} within {timeout_s:g} s")
-                member.note_gone(str(failed[member]))
-            elif (error := call.exception()) is not None:
+                member.note(ServerState.GONE, str(failed[member]))
+                continue
+            error = call.exception()
+            if error is not None:
                 failed[member] = error
-        if count := len(self._members):
-            took_s = time.monotonic() - end + timeout_s
-            logger.info(
-                "%d of %d inference servers did %s, after %.3f s",
-                count - len(failed),
-                count,
-                what,
-                took_s,
-            )
+
+        self._log_done(len(self._members) - len(failed), f"did {what},", end - timeout_s)
         return failed
+
+    def _log_done(self, done: int, what: str, since: float) -> None:
+        count = len(self._members)
+        if count:  # else the driver tells the servers, and logs it
+            took_s = time.monotonic() - since
+            logger.info("%d of %d inference servers %s after %.3f s", done, count, what, took_s)
 
     def require_awake(self) -> None:
         """Raise ConfigError if the servers were put to sleep, because an update takes memory of
@@ -344,9 +346,9 @@ class ServerFleet(Generic[S]):
         """Raise ConfigError if a server cannot be updated by this `WeightUpdateMeta.type`, or from
         a ``"delta"``.
         """
-        supports, problem = _NEEDED.get(update_type, (lambda _: True, ""))
         for member in self._members:
-            if not supports(member.server):
+            problem = _unsupported(member.server, update_type)
+            if problem is not None:
                 raise ConfigError(
                     f"inference server {member.name}, a {type(member.server).__name__}, {problem}"
                 )
@@ -361,12 +363,10 @@ class ServerFleet(Generic[S]):
 
     def serving(self) -> list[S]:
         """The servers that may generate now."""
-        return [
-            member.server for member in self._members if member.report.state is ServerState.SERVING
-        ]
+        return [member.server for member in self._members if member.serves]
 
     def wait_serving(self, count: int, timeout_s: float) -> bool:
-        """Wait until ``count`` servers may generate. False: there were fewer after ``timeout_s``."""
+        """Wait until ``count`` servers may generate. False: ``timeout_s`` passed before."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self.serving()) >= count, timeout_s)
 
@@ -398,6 +398,9 @@ class ServerFleet(Generic[S]):
         if self._prober is not None:
             self._prober.join()
 
+    def _needed(self, min_servers: int | None) -> int:
+        return self._min_servers if min_servers is None else self._require_enough(min_servers)
+
     def _require_enough(self, min_servers: int | None) -> int:
         require_range("min_servers", min_servers, low=1)
         if min_servers is not None and min_servers > len(self._members):
@@ -417,79 +420,256 @@ class ServerFleet(Generic[S]):
             "(min_servers)"
         )
 
-    def _probe_soon(self) -> None:
+    # The prober
+
+    def _wake_prober(self) -> None:
+        """Start the prober, and have it look at servers that do not serve at once."""
         if self._probe_interval_s is None or self._closed.is_set():
             return
         if self._prober is None:
             self._prober = Thread(
-                target=self._probe_on, name="inference server prober", daemon=True
+                target=self._look_after_all, name="inference server prober", daemon=True
             )
             self._prober.start()
         if len(self.serving()) < len(self._members):
             self._woken.set()
 
-    def _probe_on(self) -> None:
+    def _look_after_all(self) -> None:
         while True:
             self._woken.wait(self._probe_interval_s)
             self._woken.clear()
             if self._closed.is_set():
                 return
             for member in self._members:
-                member.note_silence(_SILENCE_S)
-            for member in self._members:  # on threads, because a probe may hang
-                on_daemon_thread(member.probe, f"probe of {member.name}")
+                _note_silence(member)
+            for member in self._members:  # on threads, because a server may not answer
+                look = partial(_look_after, member, self._probe_interval_s or 0.0)
+                on_daemon_thread(look, f"prober of {member.name}")
+
+
+# Commands to one server
+
+
+def _missed_no_update(member: FleetMember) -> bool:
+    """Whether the server should answer the next update, because it missed none."""
+    return member.wanted is None or member.report.state in (ServerState.SERVING, ServerState.ASLEEP)
+
+
+def _tell(
+    member: FleetMember, folder: PublishedFolder, deadline: float, buckets: BucketReader | None
+) -> None:
+    """Have the server load ``folder`` of the last `want`, or receive its weights, once it has
+    answered an earlier update.
+
+    Raises any error of the client, and PublishError if the server serves another version
+    afterwards, or did not answer an earlier update before ``deadline`` (``time.monotonic``).
+    """
+    try:
+        with member.alone(deadline):
+            if member.wanted is not folder or member.resting:
+                raise PublishError(f"it is not to load {folder.path} any more")
+            if member.confirmed is not folder:  # else the prober was faster
+                member.load(folder, buckets)
+    finally:
+        if buckets is not None:
+            buckets.close()
+
+
+def _carry_out(
+    member: FleetMember, command: Callable[[FleetMember], None], deadline: float
+) -> None:
+    """Give a command after `FleetMember.rest`. Raises as `_tell` does. Without an answer to the
+    earlier update the server is gone.
+    """
+    try:
+        with member.alone(deadline):
+            command(member)
+    finally:
+        if member.report.error == ABOUT_TO_SLEEP:  # the command never reached the server
+            member.note(ServerState.GONE, "it has not answered to an earlier update yet")
+
+
+def _fall_asleep(member: FleetMember, timeout_s: float) -> None:
+    member.command(lambda server: server.sleep(member.sleep_level), timeout_s)
+    member.sleeps = True
+
+
+# Work of the prober on one server
+
+
+def _note_silence(member: FleetMember) -> None:
+    """Note the server as gone if a status request has taken too long."""
+    with member.changed:
+        if member.asked_at is None:
+            return
+        silent_s = time.monotonic() - member.asked_at
+        if silent_s >= _SILENCE_S:
+            member.note(ServerState.GONE, f"it has not answered for {silent_s:.0f} s")
+
+
+def _look_after(member: FleetMember, retry_s: float) -> None:
+    """Have the server load the wanted weights if it serves others, or sleep if it should. Do
+    nothing during another update.
+    """
+    if not member.busy.acquire(blocking=False):
+        return
+    try:
+        folder = member.wanted
+        if member.resting:
+            _look_after_sleeper(member)
+        elif folder is not None and _needs_load(member, folder) and folder.on_disk:
+            # The status request took a while, in which the publisher may have decided otherwise.
+            still_wanted = member.wanted is folder and not member.resting
+            if still_wanted and time.monotonic() >= _retry_at(member, retry_s):
+                member.load(folder)
+    finally:
+        member.busy.release()
+
+
+def _retry_at(member: FleetMember, retry_s: float) -> float:
+    """Time of the next load. The pause begins after the second failure, and doubles with each."""
+    if member.failures <= 1:
+        return 0.0
+    pause_s = retry_s * 2.0 ** (member.failures - 2)
+    return member.failed_at + min(pause_s, _LONGEST_PAUSE_S)
+
+
+def _look_after_sleeper(member: FleetMember) -> None:
+    if member.report.error == ABOUT_TO_SLEEP:  # the command is on its way
+        return
+    status = member.ask()
+    if status is None:
+        return
+    whole = member.resting == TAGS
+    if not set(member.resting) <= set(status.asleep):
+        member.note_unready(status, "it was restarted while it should sleep")
+    elif member.sleeps or not whole:
+        member.note_unready(status, None)
+        return
+
+    # Also if it said before that it sleeps, and then failed to.
+    if whole:
+        with suppress(Exception):  # the report has it
+            _fall_asleep(member, _LONGEST_PAUSE_S)
+
+
+def _needs_load(member: FleetMember, folder: PublishedFolder) -> bool:
+    if not isinstance(member.server, ObservableServer):
+        return not member.serves
+    status = member.ask()
+    if status is None:
+        member.failures = 0  # the server may have been restarted
+        return False
+
+    # The label alone proves nothing: the load may have failed afterwards, or another job may
+    # publish.
+    with member.changed:
+        if member.confirmed is folder and status == ServerStatus(folder.label, paused=False):
+            member.confirm(folder)
+            return False
+        if member.resting:
+            return False
+
+    # The error of a failed load is more specific than what the server says.
+    problem = _seen_problem(member, folder, status)
+    if member.failures and member.report.error:
+        problem = member.report.error
+    member.note_unready(status, problem)
+    return True
+
+
+def _seen_problem(member: FleetMember, folder: PublishedFolder, status: ServerStatus) -> str:
+    seen = f"it serves {status.label or 'other weights'}"
+    if status.asleep:
+        seen = "it sleeps"
+    elif status.paused:
+        seen = "it is paused"
+
+    other_label = status.label not in (None, folder.label)
+    if other_label and not status.paused and member.confirmed is folder:
+        seen += (
+            f", published by somebody else since it confirmed {folder.label}; let one job publish "
+            "to a server"
+        )
+    return seen
+
+
+def _unsupported(server: object, update_type: str) -> str | None:
+    """Describe the problem if a server does not support a type of update, or ``sleep``."""
+    if update_type == "xccl" and not isinstance(server, DistributedServer):
+        return "cannot be sent weights; publish with WeightUpdateMeta type 'disk'"
+    if update_type == "adapter" and not isinstance(server, AdapterServer):
+        return (
+            "has no endpoint that loads adapters; publish merged weights with WeightUpdateMeta "
+            "type 'disk'"
+        )
+    if update_type == "delta" and getattr(server, "mirror", None) is None:
+        return (
+            "has no mirror, which makes weights from changes; give the client its URL "
+            "(mirror='http://host:9000'), or publish without delta"
+        )
+    if update_type == "sleep" and not isinstance(server, SleepingServer):
+        return "cannot sleep; give it GPUs of its own"
+    return None
 
 
 def _published(
     path: str | PathLike[str], version: int, sent: bool, timeout_s: float
 ) -> PublishedFolder:
     try:
-        manifest, label, changes = (
-            read_manifest(path),
-            weights_label(path, version),
-            holds_delta_alone(path),
-        )
+        manifest = read_manifest(path)
+        label = weights_label(path, version)
+        update_type = "delta" if holds_delta_alone(path) else "disk"
     except OSError as error:
         raise PublishError(
             f"{path} cannot be read: {error}; no server was told. Publish again"
         ) from error
-    if (found := manifest.get("weight_version")) != version:
+    found = manifest.get("weight_version")
+    if found != version:
         raise ConfigError(
             f"{path} holds weight version {found}; it was to be published as version {version}"
         )
-    update_type = (
-        "xccl"
-        if sent
-        else "adapter"
-        if holds_adapters(manifest)
-        else "delta"
-        if changes
-        else "disk"
-    )
-    on_disk = not sent or any(Path(path).glob("*.safetensors"))
+
+    # Weights that are sent may be on disk as well, for servers that restart.
+    on_disk = True
+    if sent:
+        update_type = "xccl"
+        on_disk = any(Path(path).glob("*.safetensors"))
+    elif holds_adapters(manifest):
+        update_type = "adapter"
     return PublishedFolder(fspath(path), version, label, update_type, timeout_s, on_disk)
 
 
-def _reasons(failed: dict[FleetMember[S], BaseException]) -> str:
+def _reasons(failed: dict[FleetMember, BaseException]) -> str:
     return "; ".join(
         f"{member.name} is {member.report.state}: {error}" for member, error in failed.items()
     )
 
 
 def _wait(
-    told: dict[Future[None], FleetMember], awaited: set[FleetMember], needed: int, deadline: float
+    told: dict[Future[None], FleetMember],
+    awaited: set[FleetMember],
+    needed: int,
+    deadline: float,
 ) -> tuple[int, list[BaseException]]:
     """Wait for needed and ``awaited`` answers. Returns the number of confirmations, and the errors
     of the others.
     """
-    confirmed, errors, pending = 0, [], set(told)
-    while needed <= confirmed + len(pending) and (
-        confirmed < needed or any(told[call] in awaited for call in pending)
-    ):
-        done, pending = wait(pending, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
+    confirmed = 0
+    errors: list[BaseException] = []
+    pending = set(told)
+    while needed <= confirmed + len(pending):
+        waits_for_awaited = any(told[call] in awaited for call in pending)
+        if confirmed >= needed and not waits_for_awaited:
+            break
+        left_s = max(0.0, deadline - time.monotonic())
+        done, pending = wait(pending, left_s, FIRST_COMPLETED)
         if not done:
             break
-        outcomes = [call.exception() for call in done]
-        errors += [error for error in outcomes if error is not None]
-        confirmed += outcomes.count(None)
+        for call in done:
+            error = call.exception()
+            if error is None:
+                confirmed += 1
+            else:
+                errors.append(error)
     return confirmed, errors

@@ -58,7 +58,10 @@ class GlooGroup:
     def __init__(
         self, url: str, workers: int, limit_s: float, prefixes: Sequence[str] = ()
     ) -> None:
-        self._workers, self._limit = workers, timedelta(seconds=limit_s)
+        self._workers = workers
+        self._limit = timedelta(seconds=limit_s)
+
+        # The workers find rank 0 by a store that it serves.
         self._address = address_towards(url, limit_s)
         self._tcp = dist.TCPStore(
             self._address, 0, is_master=True, wait_for_workers=False, timeout=self._limit
@@ -66,6 +69,7 @@ class GlooGroup:
         self._store: dist.Store = self._tcp
         for prefix in prefixes:
             self._store = dist.PrefixStore(prefix, self._store)
+
         self._group: dist.ProcessGroupGloo | None = None
 
     @property
@@ -99,9 +103,11 @@ class GlooGroup:
 def address_towards(url: str, limit_s: float) -> str:
     """Address of this host from which it reaches the host of ``url``."""
     parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    with socket.create_connection((parts.hostname or "", port), limit_s) as connection:
-        return connection.getsockname()[0]
+    usual_port = 443 if parts.scheme == "https" else 80
+    server = (parts.hostname or "", parts.port or usual_port)
+    with socket.create_connection(server, limit_s) as connection:
+        address, *_ = connection.getsockname()
+        return address
 
 
 class KeptGroup:
@@ -109,7 +115,8 @@ class KeptGroup:
 
     def __init__(self) -> None:
         self._group: SenderGroup | None = None
-        self._made_for: tuple[str | None, int] = (None, 0)  # served label, largest bucket
+        # Label that the server got over the group, and size of the largest bucket.
+        self._made_for: tuple[str | None, int] = (None, 0)
 
     @contextmanager
     def open(
@@ -126,7 +133,8 @@ class KeptGroup:
         It is formed again unless the server is ``serving`` the label that it got over this group:
         after a restart it has another label, and no group. Also if the buckets have another size.
         """
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         try:
             if group is None or (serving, buckets.largest_bytes) != self._made_for:
                 self._abort(group)
@@ -134,19 +142,26 @@ class KeptGroup:
             buckets.wait()
             yield group
         except BaseException as error:
-            buckets.close()  # at once: the caller may still ask the server for its status
+            # At once, because the caller may still ask the server for its status.
+            buckets.close()
             self._abort(group)
-            if isinstance(error, StreamEndedError) and buckets.released:
-                problem = f"the weights could not be sent: {error}; {_IN_PIECES}"
-                raise calls.refuse(problem, PoisonedServerError) from error
-            if isinstance(error, StreamEndedError):
-                raise calls.refuse(f"the weights could not be sent: {error}") from error
-            raise
-        self._group, self._made_for = group, (label, buckets.largest_bytes)
+            if not isinstance(error, StreamEndedError):
+                raise
+
+            # Nothing was sent before the first bucket was released.
+            problem = f"the weights could not be sent: {error}"
+            if buckets.released:
+                raise calls.refuse(f"{problem}; {_IN_PIECES}", PoisonedServerError) from error
+            raise calls.refuse(problem) from error
+
+        # Keep it for the next version.
+        self._group = group
+        self._made_for = (label, buckets.largest_bytes)
 
     def drop(self) -> None:
         """Use the group no more."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         self._abort(group)
 
     def _abort(self, group: SenderGroup | None) -> None:
@@ -156,6 +171,7 @@ class KeptGroup:
 
 def connected(group: SenderGroup, calls: Calls, tell: Callable[[Json], object]) -> SenderGroup:
     """Form a group while ``tell`` asks the server to join it."""
+    # Both sides wait for each other, so rank 0 connects on a thread.
     joined = on_daemon_thread(group.connect, "weight sender")
     try:
         tell(group.init_info)
@@ -188,7 +204,8 @@ def send_bucket(
             buckets.release()
 
     sent = on_daemon_thread(send, "weight sender")
-    # after an error the send ends by itself: the server may never have entered the broadcast
+
+    # After an error the send ends by itself: the server may never have entered the broadcast.
     tell()
     try:
         sent.result()  # the group limits it

@@ -62,7 +62,10 @@ class Calls:
     """
 
     def __init__(self, url: str, what: str, limit_s: float, error: type[ServerError]) -> None:
-        self.url, self._what, self._limit_s, self._error = url, what, limit_s, error
+        self.url = url
+        self._what = what
+        self._limit_s = limit_s
+        self._error = error
         self._end = time.monotonic() + limit_s
         self._client = httpx2.Client(
             base_url=url, limits=httpx2.Limits(max_keepalive_connections=0)
@@ -78,9 +81,9 @@ class Calls:
     def get(
         self, phase: str, path: str, *, key: str | None = None, advice: str = "", **options: Any
     ) -> Json:
-        """Send a GET request. Result and errors as for `post`. ``options`` go to the HTTP library."""
+        """Send a GET request. Otherwise as `post`. ``options`` go to the HTTP library."""
         answer = self._send(phase, "GET", path, key, **options)
-        return _parsed(answer, f"{self._what}: GET {path}", self._error, advice)
+        return _parsed(answer, self._named("GET", path), self._error, advice)
 
     def post(
         self,
@@ -105,9 +108,7 @@ class Calls:
             ServerError: a refusal, or an answer without a JSON object.
         """
         answer = self._send(phase, "POST", path, key, json=body, params=params)
-        return _parsed(
-            answer, f"{self._what}: POST {without_secrets(path)}", error or self._error, advice
-        )
+        return _parsed(answer, self._named("POST", path), error or self._error, advice)
 
     def tell(
         self, phase: str, path: str, body: Json, *, key: str | None = None, advice: str = ""
@@ -116,7 +117,7 @@ class Calls:
         `post`.
         """
         answer = self._send(phase, "POST", path, key, json=body)
-        _require_success(answer, f"{self._what}: POST {path}", self._error, advice)
+        _require_success(answer, self._named("POST", path), self._error, advice)
 
     def _send(
         self, phase: str, method: str, path: str, key: str | None, **options: Any
@@ -126,15 +127,17 @@ class Calls:
                 again = Retrying(**_trying(self._end - time.monotonic(), *_NOT_CONNECTED))
                 return again(self._receive, method, path, headers=bearer(key), **options)
         except httpx2.RequestError as failure:
-            raise _broken(
-                failure, f"{self._what}: {method} {without_secrets(path)}", self._limit_s
-            ) from failure
+            raise _broken(failure, self._named(method, path), self._limit_s) from failure
+
+    def _named(self, method: str, path: str) -> str:
+        return f"{self._what}: {method} {without_secrets(path)}"
 
     def _receive(self, method: str, path: str, **options: Any) -> httpx2.Response:
         # The read limit of httpx starts again with every byte, so the deadline is also checked
         # here.
         left_s = max(self._end - time.monotonic(), 1e-3)
-        timeout, body = httpx2.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S)), bytearray()
+        timeout = httpx2.Timeout(left_s, connect=min(left_s, _CONNECT_TIMEOUT_S))
+        body = bytearray()
         with self._client.stream(method, path, timeout=timeout, **options) as answer:
             for piece in answer.iter_raw():
                 body += piece
@@ -157,7 +160,8 @@ class Connections:
     """Connections for completions, with the bearer token ``key`` and one pool per event loop."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        self._url, self._key = url, key
+        self._url = url
+        self._key = key
         self._pools: WeakKeyDictionary[Any, httpx2.AsyncClient] = WeakKeyDictionary()
 
     async def ask(self, path: str, body: Json | None, limit_s: float) -> Json:
@@ -175,28 +179,32 @@ class Connections:
         broke_off: list[httpx2.RequestError] = []
 
         async def send() -> httpx2.Response:
+            pool = self._pool()
             try:
-                return await self._pool().request(
-                    method, path, json=body, headers=bearer(self._key)
-                )
+                return await pool.request(method, path, json=body, headers=bearer(self._key))
             except _BROKE_OFF as failure:
                 broke_off.append(failure)
                 raise
 
+        # A retry may find no server any more. Then the error says how the connection broke.
+        trying = AsyncRetrying(**_trying(limit_s, *_NOT_CONNECTED, *_BROKE_OFF))
         try:
             async with asyncio.timeout(limit_s):
-                answer = await AsyncRetrying(**_trying(limit_s, *_NOT_CONNECTED, *_BROKE_OFF))(send)
+                answer = await trying(send)
         except TimeoutError as failure:
             raise SlowServerError(
                 f"{what} was not answered, all together within {limit_s:g} s"
             ) from failure
         except httpx2.RequestError as failure:
-            raise _broken(broke_off[-1] if broke_off else failure, what, limit_s) from failure
-        if answer.status_code == 429 or (
-            answer.status_code == 503 and "Retry-After" in answer.headers
-        ):
-            told = answer.headers.get("Retry-After", "")  # may be a date too
-            again_s = float(told) if told.isdecimal() else _BUSY_S
+            reason = broke_off[-1] if broke_off else failure
+            raise _broken(reason, what, limit_s) from failure
+
+        # A busy server or gateway may say when to ask again, as a number or as a date.
+        told = answer.headers.get("Retry-After")
+        if answer.status_code == 429 or (answer.status_code == 503 and told is not None):
+            again_s = _BUSY_S
+            if told is not None and told.isdecimal():
+                again_s = float(told)
             raise BusyServerError(
                 f"{what} was answered with {answer.status_code}: it is busy", again_s
             )
@@ -208,9 +216,8 @@ class Connections:
             limits = httpx2.Limits(
                 max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
             )
-            timeout = httpx2.Timeout(
-                None, connect=_CONNECT_TIMEOUT_S
-            )  # `ask` limits the whole request
+            # `ask` limits the whole request.
+            timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
             self._pools[loop] = httpx2.AsyncClient(
                 base_url=self._url, limits=limits, timeout=timeout
             )
@@ -224,11 +231,8 @@ def leads_to_a_server(url: str) -> bool:
         _ = parts.port  # raises if it is no number
     except ValueError:
         return False
-    return (
-        parts.scheme in ("http", "https")
-        and bool(parts.hostname)
-        and not (parts.query or parts.fragment)
-    )
+    is_http = parts.scheme in ("http", "https")
+    return is_http and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
 @contextmanager
@@ -244,7 +248,9 @@ def readable(what: str, error: type[ServerError]) -> Iterator[None]:
 
 def bearer(key: str | None) -> dict[str, str]:
     """The header that carries a key, or no header."""
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    if not key:
+        return {}
+    return {"Authorization": f"Bearer {key}"}
 
 
 def _trying(limit_s: float, *again: type[Exception]) -> Json:
@@ -258,7 +264,8 @@ def _trying(limit_s: float, *again: type[Exception]) -> Json:
 
 def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerError:
     reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
-    if isinstance(failure, httpx2.TimeoutException) and not isinstance(failure, _NOT_CONNECTED):
+    found_none = isinstance(failure, _NOT_CONNECTED)
+    if isinstance(failure, httpx2.TimeoutException) and not found_none:
         return SlowServerError(
             f"{what} was not answered, all together within {limit_s:g} s ({reason})"
         )
@@ -268,7 +275,7 @@ def _broken(failure: httpx2.RequestError, what: str, limit_s: float) -> ServerEr
             "with the certificate of who signed it, its own if it signed itself, in the "
             "environment variable SSL_CERT_FILE"
         )
-    if isinstance(failure, _NOT_CONNECTED):
+    if found_none:
         return NoServerError(
             f"{what} found no server there ({reason}); start it, or look at the network"
         )
@@ -286,26 +293,35 @@ def _require_success(
             f"{what} was answered with {answer.status_code}: it has moved to {elsewhere}; give "
             "the URL of that"
         )
-    if not answer.is_success:
-        if _is_web_page(answer):
-            advice = f"{advice}; {_NO_SERVER}".removeprefix("; ")
-        raise error(
-            f"{what} was answered with {answer.status_code} "
-            f"({_excerpt(answer)}){advice and '; ' + advice}"
-        )
+    if answer.is_success:
+        return
+
+    # A web page is that of a proxy or of another program.
+    parts = [f"{what} was answered with {answer.status_code} ({_excerpt(answer)})"]
+    if advice:
+        parts.append(advice)
+    if _is_web_page(answer):
+        parts.append(_NO_SERVER)
+    raise error("; ".join(parts))
 
 
 def _parsed(answer: httpx2.Response, what: str, error: type[ServerError], advice: str) -> Json:
     _require_success(answer, what, error, advice)
-    try:
-        parsed = answer.json() if answer.content else {}
-    except ValueError:
-        parsed = None
+
+    # An empty answer counts as an empty object.
+    parsed: Any = {}
+    if answer.content:
+        try:
+            parsed = answer.json()
+        except ValueError:
+            parsed = None
     if not isinstance(parsed, dict):
         raise error(
             f"{what} was answered with {_excerpt(answer)!r}; expected a JSON object; {_NO_SERVER}"
         )
-    if parsed.get("error"):  # a gateway may have turned the status into a success
+
+    # A gateway may have turned the status of an error into a success.
+    if parsed.get("error"):
         raise error(
             f"{what} was answered with {answer.status_code} and an error ({_excerpt(answer)})"
         )

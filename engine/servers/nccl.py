@@ -1,5 +1,5 @@
 """`NcclGroup`: send buckets to the GPUs of a server over NCCL. This file holds all code of the
-senders that needs CUDA.
+senders that needs CUDA. It has never run on GPUs.
 
 The peers are communicators of other programs (PyNccl in vLLM), so nothing of torch's rendezvous
 exists there:
@@ -24,6 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...utils.logging import get_logger
+
+logger = get_logger(__name__)
+
 _NEVER = timedelta(days=365)
 _FIRST_ID = "0"  # key under which ProcessGroupNCCL stores the id of its first communicator
 
@@ -43,11 +47,17 @@ class NcclGroup:
             raise RuntimeError(
                 "rank 0 has no GPU, or a torch without NCCL; use the backend 'holdfast_gloo'"
             )
-        self._workers, self._limit_s, self._largest = workers, limit_s, largest_bytes
+        logger.warning("sending weights to servers over NCCL has never run on GPUs")
+        self._workers = workers
+        self._limit_s = limit_s
+        self._largest = largest_bytes
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._store = dist.HashStore()
-        self._group = dist.ProcessGroupNCCL(self._store, 0, 1 + workers, _NEVER)  # type: ignore[arg-type]
         self._aborted = False
+
+        # The store stays in this process: no worker joins by it.
+        self._store = dist.HashStore()
+        world_size = 1 + workers
+        self._group = dist.ProcessGroupNCCL(self._store, 0, world_size, _NEVER)  # type: ignore[arg-type]
 
     @property
     def init_info(self) -> dict[str, Any]:
@@ -57,8 +67,9 @@ class NcclGroup:
         largest bucket as the size, each bucket is one chunk.
         """
         self._store.wait([_FIRST_ID], timedelta(seconds=self._limit_s))
+        unique_id = self._store.get(_FIRST_ID)
         return {
-            "nccl_unique_id_b64": base64.b64encode(self._store.get(_FIRST_ID)).decode(),
+            "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
             "rank_offset": 1,
             "world_size": 1 + self._workers,
             "packed": True,
@@ -68,18 +79,22 @@ class NcclGroup:
 
     def connect(self) -> None:
         """See `SenderGroup`."""
+        # What PyNccl runs after it has joined. It also makes the unique id.
         with self._limited():
-            self._group.allreduce([torch.zeros(1, device=self._device)]).wait()  # type: ignore[attr-defined]
+            flag = torch.zeros(1, device=self._device)
+            self._group.allreduce([flag]).wait()  # type: ignore[attr-defined]
 
     def send(self, data: torch.Tensor) -> None:
         """See `SenderGroup`."""
         with self._limited():
             on_device = data.to(self._device, non_blocking=True)
-            self._group.broadcast([on_device], dist.BroadcastOptions()).wait()  # type: ignore[attr-defined]
+            work = self._group.broadcast([on_device], dist.BroadcastOptions())  # type: ignore[attr-defined]
+            work.wait()
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """Run collectives on a stream of their own and wait until they are complete, or abort them."""
+        """Run collectives on a stream of their own until they are complete, or abort them."""
+        # NCCL itself would wait for ever.
         timer = threading.Timer(self._limit_s, self.abort)
         timer.daemon = True
         timer.start()

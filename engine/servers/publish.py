@@ -31,14 +31,14 @@ from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ...utils.threads import on_daemon_thread
 from ...utils.timing import timed
-from ..api import HFExportOptions, InferenceServer, WeightUpdateMeta, export_dtype
+from ..api import HFExportOptions, WeightUpdateMeta, export_dtype
 from ..hf.adapter_folder import require_adapters
 from ..hf.buckets import WeightGatherer
 from ..hf.deltas import PublishedCopy
 from ..hf.versions import delete_old, version_path, write_version
-from .api import ServerReport, server_stats
+from .api import InferenceServer, ServerReport, server_stats
+from .content_check import PROBE_NAME, WeightsProbe, compute_weights_probe
 from .fleet import ServerFleet
-from .probe import PROBE_NAME, WeightsProbe, probe_weights
 from .stream import WeightStream
 
 logger = get_logger(__name__)
@@ -54,7 +54,8 @@ class PublishedWeights:
         seconds: seconds of each phase on this rank: ``write`` (gather, cast, digest, write, fsync),
             ``commit`` (manifest, rename), ``tell`` (until enough servers confirmed) and ``total``.
             With deltas, ``write`` includes ``compare``. With type ``"xccl"``, ``tell`` includes
-            ``gather`` (cast, collect on rank 0). An engine adds ``probe`` (`probe_weights`).
+            ``gather`` (cast, collect on rank 0). An engine adds ``probe``
+            (`compute_weights_probe`).
         servers: report on each server, on every rank.
         figures: see `WrittenVersion`.
     """
@@ -86,9 +87,9 @@ def publish_weights(
     """Write the weights as ``version``, have the servers load them, and delete old versions. All
     ranks call it.
 
-        servers = ServerFleet([VLLMServer("http://10.0.0.5:8000")], min_servers=1) published =
-        publish_weights(model, WeightUpdateMeta("disk", "/shared/weights"), version=step,
-        servers=servers)
+        servers = ServerFleet([VLLMServer("http://10.0.0.5:8000")], min_servers=1)
+        meta = WeightUpdateMeta("disk", "/shared/weights")
+        published = publish_weights(model, meta, version=step, servers=servers)
 
     Args:
         model: sharded model.
@@ -112,6 +113,7 @@ def publish_weights(
     """
     seconds: dict[str, float] = {}
     with timed(seconds, "total"):
+        # Refuse what cannot succeed before anything is written.
         with all_ranks_succeed("naming the inference servers", group):
             fleet = open_fleet(servers, group, probe_interval_s=None)
             if meta.type == "adapter":
@@ -123,6 +125,8 @@ def publish_weights(
                     "WeightUpdateMeta type 'xccl' sends the weights to the servers of rank 0, "
                     "which has none; give it their clients, or publish with type 'disk'"
                 )
+
+        # Write the version. Its folder may replace one that the prober would load.
         fleet.withdraw(version)
         root = meta.path or rank_zero_decides(fleet.scratch_folder, group)
         written = write_version(
@@ -138,6 +142,8 @@ def publish_weights(
         )
         seconds |= written.seconds
         path = version_path(root, version)
+
+        # Have the servers load it, or send it to them.
         try:
             with timed(seconds, "tell"):
                 if meta.type == "xccl":
@@ -153,11 +159,15 @@ def publish_weights(
                 copy.begin()
                 if get_rank(group) == 0:
                     logger.warning(
-                        "weight version %d was not confirmed, so the next one gets all weights, not changes",
+                        "weight version %d was not confirmed, so the next one gets all weights, "
+                        "not changes",
                         version,
                     )
             raise
+
+        # Old versions go only now, so that there is always one that servers can load.
         rank_zero_decides(lambda: delete_old(root, meta.keep, fleet.folders_in_use()), group)
+
     logger.info("published weight version %d to %s in %.3f s", version, path, seconds["total"])
     return PublishedWeights(path, version, seconds, tuple(reports), written.figures)
 
@@ -177,33 +187,49 @@ def _send(
     Before each bucket, rank 0 waits for a free buffer and tells the other ranks that they wait, so
     no collective waits for a server. When nobody reads any more, all ranks stop together.
     """
+    # All ranks cut the weights into the same buckets.
     options = HFExportOptions(export_dtype(meta.dtype, base_dtype))
     gatherer = WeightGatherer(model, options, meta.weight_chunked_mem_mb << 20, group)
-    stream, told = None, Future[list[ServerReport]]()
+
+    # On rank 0, a thread tells the servers of the update. Theirs then wait for the first bucket.
+    stream: WeightStream | None = None
+    update_result: Future[list[ServerReport]] = Future()
     if get_rank(group) == 0:
         stream = WeightStream(gatherer.buckets, meta.timeout_s, pinned=gatherer.on_gpu)
         update = partial(
             fleet.update, path, version, meta.timeout_s, meta.min_servers, stream=stream
         )
-        told = on_daemon_thread(update, "weight update")
-        told.add_done_callback(lambda _: stream.end("the update is over"))
+        update_result = on_daemon_thread(update, "weight update")
+        update_result.add_done_callback(lambda _: stream.end("the update is over"))
+
     try:
         for bucket in gatherer.buckets:
-            if not rank_zero_decides_slowly(
+            # Rank 0 waits for a free buffer, and stops all ranks if no server reads any more.
+            goes_on = rank_zero_decides_slowly(
                 lambda: stream is not None and stream.make_room(), group
-            ):
+            )
+            if not goes_on:
                 break
+
+            # All ranks send their parts of the bucket to rank 0, which has a buffer for it.
             with timed(seconds, "gather"):
-                gatherer.gather(bucket, None if stream is None else stream.target(bucket))
+                target = None if stream is None else stream.target(bucket)
+                gatherer.gather(bucket, target)
+
+            # Its threads send the bucket to the servers while the next one is gathered.
             if stream is not None:
                 stream.put(bucket)
+
+    # An error here ends the update on all servers. It is raised when they have answered.
     except BaseException as error:
         if stream is not None:
             stream.end(f"the trainers failed: {type(error).__name__}: {error}")
             if isinstance(error, Exception):  # Ctrl-C waits for no server
-                wait([told], meta.timeout_s)
+                wait([update_result], meta.timeout_s)
         raise
-    return rank_zero_decides_slowly(told.result, group)
+
+    # The result is that of the fleet.
+    return rank_zero_decides_slowly(update_result.result, group)
 
 
 def open_fleet(
@@ -214,7 +240,9 @@ def open_fleet(
     """Return ``servers`` if it is a fleet. Else make a fleet, which is empty on all ranks but 0."""
     if isinstance(servers, ServerFleet):
         return servers
-    return ServerFleet(servers if get_rank(group) == 0 else (), probe_interval_s=probe_interval_s)
+    if get_rank(group) != 0:
+        servers = ()
+    return ServerFleet(servers, probe_interval_s=probe_interval_s)
 
 
 class ServerConnection:
@@ -226,7 +254,7 @@ class ServerConnection:
         self._servers: Sequence[InferenceServer] | ServerFleet = ()
         self._own: ServerFleet | None = None
         self._meta: WeightUpdateMeta | None = None
-        self._probe: WeightsProbe | None = None  # of offloaded weights
+        self._offloaded_probe: WeightsProbe | None = None  # of offloaded weights
         self._copy = PublishedCopy()
 
     def connect(
@@ -234,7 +262,8 @@ class ServerConnection:
     ) -> None:
         """Publish to ``servers`` as ``meta`` says, from now on."""
         self.close()
-        self._servers, self._meta = servers, meta
+        self._servers = servers
+        self._meta = meta
 
     def publish(
         self, engine: Any, model: PreTrainedModel, meta: WeightUpdateMeta | None
@@ -246,20 +275,28 @@ class ServerConnection:
         one of an offloaded engine is from `before_offload`.
         """
         meta = self.meta_for(meta)
-        group, version = (
-            engine.control_group,
-            engine.get_version() if meta.version is None else meta.version,
-        )
-        fleet = self._open(group)
+        version = engine.get_version() if meta.version is None else meta.version
+        fleet = self._open(engine.control_group)
+
+        # The probe goes into the folder, and needs the model on its device.
         seconds: dict[str, float] = {}
         with timed(seconds, "probe"):
-            probe = (
-                self._probe if "weights" in engine.offloaded else self._compute_probe(engine, fleet)
-            )
-        extra = {} if probe is None else {PROBE_NAME: probe.encode()}
-        folder = str(engine.model_folder)
+            if "weights" in engine.offloaded:
+                probe = self._offloaded_probe
+            else:
+                probe = self._compute_probe(engine, fleet)
+        extra_files = {} if probe is None else {PROBE_NAME: probe.encode()}
+
         done = publish_weights(
-            model, meta, version, fleet, group, folder, engine.base_dtype, extra, self._copy
+            model,
+            meta,
+            version,
+            fleet,
+            engine.control_group,
+            base_model_path=str(engine.model_folder),
+            base_dtype=engine.base_dtype,
+            extra_files=extra_files,
+            copy=self._copy,
         )
         total_s = seconds["probe"] + done.seconds["total"]
         return replace(done, seconds={**seconds, **done.seconds, "total": total_s})
@@ -286,10 +323,11 @@ class ServerConnection:
         """Compute the probe for a publication of the weights while they are offloaded, if servers
         are connected.
         """
-        connected = self._meta is not None
-        self._probe = (
-            self._compute_probe(engine, self._open(engine.control_group)) if connected else None
-        )
+        probe = None
+        if self._meta is not None:
+            fleet = self._open(engine.control_group)
+            probe = self._compute_probe(engine, fleet)
+        self._offloaded_probe = probe
 
     def _open(self, group: dist.ProcessGroup) -> ServerFleet:
         with all_ranks_succeed("connecting the inference servers", group):
@@ -299,10 +337,11 @@ class ServerConnection:
 
     def _compute_probe(self, engine: Any, fleet: ServerFleet) -> WeightsProbe | None:
         wanted = rank_zero_decides(fleet.may_check_content, engine.control_group)
-        return probe_weights(engine) if wanted else None
+        return compute_weights_probe(engine) if wanted else None
 
     def close(self) -> None:
         """Disconnect from the servers. A fleet of the user goes on."""
         if self._own is not None:
             self._own.close()
-        self._servers, self._own = (), None
+        self._own = None
+        self._servers = ()

@@ -24,17 +24,14 @@ from typing import Any, ClassVar
 from safetensors import SafetensorError, safe_open
 
 from ...utils.errors import CheckpointError, PoisonedServerError, PublishError, ServerError
-from ...utils.logging import get_logger
 from ...utils.manifest import check_listing
 from .api import ModelRequest, ModelResponse
 from .client import NO_LABEL, ServerClient
-from .generation import adapter_spans, response_of
+from .completions import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
 from .sleep import KV_CACHE, NO_MEMORY, Sleep
 from .stream import BucketReader
-
-logger = get_logger(__name__)
 
 _POISONED = (
     "its weights may be in pieces or its cache that of older ones, and it stays paused. Check "
@@ -77,128 +74,130 @@ class SGLangServer(ServerClient):
         self._paused = False
         self._group_name = ""
         self._last_label: str | None = None
-        self._warned_of_end = False
+
+    # Updates of all weights
 
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
-        if (
-            self.mirror is None
-        ):  # a mirror has compared everything, and its folder may be on another host
+        # A mirror has compared everything, and its folder may be on another host.
+        if self.mirror is None:
             _require_readable(calls, path)
+
+        # The load also sets the label, and flushes the cache.
         self._pause(calls, "pause")
-        asleep, half = self._wake_weights(calls), Sleep((KV_CACHE,), label)
+        asleep = self._sleeping.wake_weights(calls)
         load: Json = {
             "model_path": path,
-            "weight_version": half.label if asleep else label,
+            "weight_version": _loaded_label(label, asleep),
             "flush_cache": True,
             "abort_all_requests": False,
         }
-        loaded = self._administer(
-            calls,
-            "load",
-            "/update_weights_from_disk",
-            load,
-            error=PoisonedServerError,
-            advice=_POISONED,
-        )
-        if loaded.get("success") is not True:
-            raise calls.refuse(
-                f"the load was answered with {loaded}; {_POISONED}", PoisonedServerError
-            )
-        self._awake(calls, half, asleep)
+        self._require_done(calls, "load", "/update_weights_from_disk", load, what="the load")
+        self._serve_loaded(calls, label, asleep)
 
-    def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None:
-        serving = self._status(calls).label
-        with self._group.open(
-            label, serving, lambda: self._form_group(calls, buckets), buckets, calls
-        ) as group:
-            self._pause(calls, "pause")
-            asleep, half = self._wake_weights(calls), Sleep((KV_CACHE,), label)
-            self._begin_update(calls)
-            for bucket in buckets:
-                body: Json = {
-                    "names": bucket.names,
-                    "dtypes": bucket.dtype_names,
-                    "shapes": bucket.shapes,
-                    "group_name": self._group_name,
-                    "load_format": "flattened_bucket",
-                    "flush_cache": bucket.last,
-                }
-                tell = partial(self._command, calls, "/update_weights_from_distributed", body)
-                send_bucket(group, buckets, bucket, calls, tell)
-            self._command(calls, "/end_weight_update", {})
-            self._set_label(calls, half.label if asleep else label)
-            self._awake(calls, half, asleep)
+    def _send_weights(
+        self, group: SenderGroup, buckets: BucketReader, calls: Calls, label: str
+    ) -> None:
+        self._pause(calls, "pause")
+        asleep = self._sleeping.wake_weights(calls)
 
-    def _awake(self, calls: Calls, half: Sleep, asleep: bool) -> None:
-        """Serve the loaded weights. If the KV cache sleeps, it wakes up first, and ``half`` was the
-        label until now.
+        # The last bucket flushes the cache.
+        self._begin_update(calls)
+        for bucket in buckets:
+            body: Json = {
+                "names": bucket.names,
+                "dtypes": bucket.dtype_names,
+                "shapes": bucket.shapes,
+                "group_name": self._group_name,
+                "load_format": "flattened_bucket",
+                "flush_cache": bucket.last,
+            }
+            tell = partial(self._command, calls, "/update_weights_from_distributed", body)
+            send_bucket(group, buckets, bucket, calls, tell)
+        self._command(calls, "/end_weight_update", {})
+
+        self._set_label(calls, _loaded_label(label, asleep))
+        self._serve_loaded(calls, label, asleep)
+
+    def _serve_loaded(self, calls: Calls, label: str, asleep: bool) -> None:
+        """Serve the loaded weights. If the KV cache sleeps, it wakes up first, and the label said
+        so until now.
         """
         if asleep:
-            self._wake(calls, KV_CACHE, half)
-            self._set_label(calls, half.weights)
+            self._wake(calls, KV_CACHE, Sleep((KV_CACHE,), label))
+            self._set_label(calls, label)
         self._go_on(calls)
 
     def _begin_update(self, calls: Calls) -> None:
+        body = {"selector": "all"}
         try:
-            self._command(calls, "/begin_weight_update", {"selector": "all"})
-        except PoisonedServerError:  # a failed update or a killed publisher left its session open
+            self._command(calls, "/begin_weight_update", body)
+        except PoisonedServerError:
+            # A failed update or a killed publisher left its own open.
             self._command(calls, "/end_weight_update", {})
-            self._command(calls, "/begin_weight_update", {"selector": "all"})
+            self._command(calls, "/begin_weight_update", body)
 
     def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup:
+        # A worker for each GPU of tensor parallelism, and no further ones.
         told = calls.get("join", "/server_info", key=self.api_key, advice=_KEYS)
         with calls.reading("what GET /server_info says of its workers"):
-            workers, apart = (
-                int(told["tp_size"]),
-                {key: told[key] for key in ("dp_size", "pp_size") if told[key] != 1},
-            )
+            workers = int(told["tp_size"])
+            apart = {key: told[key] for key in ("dp_size", "pp_size") if told[key] != 1}
         if apart:
             raise calls.refuse(
                 f"it was started with {apart}, and weights are sent to servers that have 1 of each"
             )
+
+        # The server keeps an old group until it is told, unless it was restarted.
         if self._group_name:
-            with suppress(
-                PublishError
-            ):  # else the server keeps it. A restarted server does not have it
-                self._administer(
-                    calls, "join", "/destroy_weights_update_group", {"group_name": self._group_name}
-                )
-        self._group_name = name = f"holdfast-{uuid.uuid4().hex[:12]}"
+            old = {"group_name": self._group_name}
+            with suppress(PublishError):
+                self._administer(calls, "join", "/destroy_weights_update_group", old)
+
+        # SGLang looks for the group under these prefixes in the store.
+        name = f"holdfast-{uuid.uuid4().hex[:12]}"
+        self._group_name = name
         group = GlooGroup(calls.url, workers, buckets.patience_s, (name, f"{name}/", "cpu/"))
 
         def join(info: Json) -> None:
-            self._command(
-                calls,
-                "/init_weights_update_group",
-                {**info, "group_name": name, "backend": "gloo"},
-                None,
-            )
+            body = {
+                **info,
+                "group_name": name,
+                "backend": "gloo",
+            }
+            path = "/init_weights_update_group"
+            self._require_done(calls, "join", path, body, None, _KEYS)
 
         return connected(group, calls, join)
 
-    def _command(
+    def _command(self, calls: Calls, path: str, body: Json) -> None:
+        """Send a request of an update by buckets. After a refusal the weights may be in pieces."""
+        self._require_done(calls, "load", path, body)
+
+    def _require_done(
         self,
         calls: Calls,
+        phase: str,
         path: str,
         body: Json,
         error: type[ServerError] | None = PoisonedServerError,
+        advice: str = _POISONED,
+        what: str | None = None,
     ) -> None:
-        """Send a request of an update by buckets, and raise ``error`` if it was not carried out."""
-        advice = _KEYS if error is None else _POISONED
-        done = self._administer(
-            calls, "join" if error is None else "load", path, body, error=error, advice=advice
-        )
+        """Send a request, and raise ``error`` if it was not carried out."""
+        done = self._administer(calls, phase, path, body, error=error, advice=advice)
         if done.get("success") is not True:
-            raise calls.refuse(f"POST {path} was answered with {done}; {advice}", error)
+            what = what or f"POST {path}"
+            raise calls.refuse(f"{what} was answered with {done}; {advice}", error)
+
+    # Completions
 
     def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]:
-        body = _generation(request.input_ids, _sampling_params(request))
-        if (images := request.images) is not None:
-            body |= {
-                "input_ids": list(images.token_ids),
-                "image_data": images.urls,
-                "return_prompt_token_ids": True,
-            }
+        body = _request_body(request.input_ids, _sampling_params(request))
+        images = request.images
+        if images is not None:
+            body["input_ids"] = list(images.token_ids)
+            body["image_data"] = images.urls
+            body["return_prompt_token_ids"] = True
             body["sampling_params"]["logit_bias"] = images.logit_bias
         if request.rid:
             body["rid"] = request.rid
@@ -211,19 +210,18 @@ class SGLangServer(ServerClient):
     ) -> ModelResponse:
         meta = answer["meta_info"]
         spans = meta["weight_versions"]
-        if adapter is not None:  # the answer names no adapter, but SGLang refuses an unknown one
+        if adapter is not None:
+            # The answer names no adapter, but SGLang refuses an unknown one.
             spans = adapter_spans(adapter, adapter, spans)
-        tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
-        logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+
+        sampled = meta["output_token_logprobs"]
+        tokens = [token for _, token, *_ in sampled]
+        logprobs = [logprob for logprob, *_ in sampled]
+
         finish = meta["finish_reason"]
         if finish["type"] == "stop":
             self._require_stop(request, tokens, finish["matched"])
-        response = response_of(request, tokens, logprobs, spans, finish["type"])
-        return (
-            response
-            if request.images is None
-            else replace(response, input_tokens=list(answer["prompt_token_ids"]))
-        )
+        return response_of(request, tokens, logprobs, spans, finish["type"])
 
     def _require_stop(self, request: ModelRequest, tokens: Sequence[int], matched: object) -> None:
         """Raise ValueError unless a completion stopped at its last token.
@@ -234,38 +232,37 @@ class SGLangServer(ServerClient):
         if matched != tokens[-1]:
             raise ValueError(f"it stopped at {matched!r}; expected its last token, {tokens[-1]}")
         wanted = request.gconfig.stop_token_ids
-        if matched not in wanted and not self._warned_of_end:
-            self._warned_of_end = True
-            logger.warning(
+        if matched not in wanted:
+            self._warn_once(
                 "%s ends completions at token %d, an end-of-sequence token of its model, although "
                 "stop_token_ids is %s. Such completions count as complete. List the token there, "
                 "because vLLM would go on",
-                *(self.name, matched, list(wanted)),
+                matched,
+                list(wanted),
             )
 
+    # Label, pause and sleep
+
     def _label(self, calls: Calls) -> str:
-        label = calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS).get(
-            "weight_version"
-        )
-        if not isinstance(label, str):
-            raise calls.refuse(f"the server says that its label is {label!r}")
+        label = super()._label(calls)
         if label == NO_LABEL and self._last_label not in (None, NO_LABEL):
             self._paused = False  # it was restarted
         self._last_label = label
         return label
 
+    def _ask_label(self, calls: Calls) -> Json:
+        return calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS)
+
     def _set_label(self, calls: Calls, label: str) -> None:
-        self._administer(
-            calls,
-            "label",
-            "/update_weight_version",
-            {"new_version": label, "abort_all_requests": False},
-        )
+        body = {
+            "new_version": label,
+            "abort_all_requests": False,
+        }
+        self._administer(calls, "label", "/update_weight_version", body)
 
     def _is_paused(self, calls: Calls) -> bool:
-        return (
-            self._paused
-        )  # SGLang does not report it, so this client remembers how it left the server
+        # SGLang does not report it, so this client remembers how it left the server.
+        return self._paused
 
     def _pause(self, calls: Calls, phase: str) -> None:
         self._paused = True
@@ -284,8 +281,8 @@ class SGLangServer(ServerClient):
                 )
             return bool(told["enable_weights_cpu_backup"])
 
-    def _sleep_now(self, calls: Calls) -> Sleep:
-        asleep = super()._sleep_now(calls)
+    def _read_sleep(self, calls: Calls) -> Sleep:
+        asleep = super()._read_sleep(calls)
         if asleep.changing:
             raise calls.refuse(
                 f"its label is {asleep.label}: it was cut off while it fell asleep or woke up, "
@@ -295,9 +292,10 @@ class SGLangServer(ServerClient):
 
     def _put_to_sleep(self, calls: Calls, before: Sleep, asleep: Sleep, level: int) -> None:
         self._pause(calls, "sleep")
-        if tags := [
-            tag for tag in asleep.tags if tag not in before.tags
-        ]:  # SGLang dies of a second release
+
+        # SGLang dies of a second release.
+        tags = [tag for tag in asleep.tags if tag not in before.tags]
+        if tags:
             self._set_label(calls, replace(asleep, changing=True).label)
             self._tell_memory(calls, "sleep", "/release_memory_occupation", tags, _KEYS)
         self._set_label(calls, asleep.label)
@@ -309,26 +307,43 @@ class SGLangServer(ServerClient):
     def _tell_memory(
         self, calls: Calls, phase: str, path: str, tags: list[str], advice: str
     ) -> None:
-        named = [*tags, _GRAPHS] if KV_CACHE in tags else tags
-        calls.tell(phase, path, {"tags": named}, key=self.admin_key or self.api_key, advice=advice)
+        if KV_CACHE in tags:
+            tags = [*tags, _GRAPHS]
+        body = {"tags": tags}
+        calls.tell(phase, path, body, key=self._strongest_key, advice=advice)
 
     def _administer(self, calls: Calls, phase: str, path: str, body: Json, **options: Any) -> Json:
-        return calls.post(phase, path, body, key=self.admin_key or self.api_key, **options)
+        return calls.post(phase, path, body, key=self._strongest_key, **options)
+
+    @property
+    def _strongest_key(self) -> str | None:
+        return self.admin_key or self.api_key
+
+    # Content checks
 
     def _generate(
         self, calls: Calls, ids: Sequence[int], temperature: float, **options: Any
     ) -> Json:
-        body = _generation(ids, {"max_new_tokens": 1, "temperature": temperature}) | options
+        params = {
+            "max_new_tokens": 1,
+            "temperature": temperature,
+        }
+        body = _request_body(ids, params) | options
         return calls.post("check", "/generate", body, key=self.api_key, advice=_KEYS)
 
     def _prompt_logprobs(
         self, calls: Calls, ids: Sequence[int], adapter: str | None = None
     ) -> list[float]:
-        named = {} if adapter is None else {"lora_path": adapter}
-        answer = self._generate(calls, ids, 1.0, logprob_start_len=0, **named)
+        options: Json = {"logprob_start_len": 0}
+        if adapter is not None:
+            options["lora_path"] = adapter
+        answer = self._generate(calls, ids, 1.0, **options)
+
+        # The first token has no log-probability.
         with calls.reading("its log-probabilities of the prompt"):
-            entries = zip(ids[1:], answer["meta_info"]["input_token_logprobs"][1:], strict=True)
-            return [_logprob_of(token, entry) for token, entry in entries]
+            entries = answer["meta_info"]["input_token_logprobs"][1:]
+            pairs = zip(ids[1:], entries, strict=True)
+            return [_logprob_of(token, entry) for token, entry in pairs]
 
     def _ask_checksums(self, calls: Calls) -> Json:
         return self._administer(calls, "checksums", "/weights_checker", {"action": "checksum"})
@@ -336,33 +351,38 @@ class SGLangServer(ServerClient):
     def _top_logprobs(self, calls: Calls, temperature: float) -> dict[int, float]:
         answer = self._generate(calls, [1], temperature, top_logprobs_num=5)
         with calls.reading("its log-probabilities"):
-            return {
-                token: logprob
-                for logprob, token, *_ in answer["meta_info"]["output_top_logprobs"][0]
-            }
+            entries = answer["meta_info"]["output_top_logprobs"][0]
+            return {token: logprob for logprob, token, *_ in entries}
+
+    # Adapters
 
     def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
-        self._tell_adapter(
-            calls, "load", "/load_lora_adapter", {"lora_name": name, "lora_path": path}
-        )
+        body = {
+            "lora_name": name,
+            "lora_path": path,
+        }
+        self._require_done(calls, "load", "/load_lora_adapter", body, PublishError, _REFUSED)
 
     def _unload_adapter(self, calls: Calls, name: str) -> None:
-        self._tell_adapter(calls, "unload", "/unload_lora_adapter", {"lora_name": name})
+        body = {"lora_name": name}
+        self._require_done(calls, "unload", "/unload_lora_adapter", body, PublishError, _REFUSED)
 
-    def _tell_adapter(self, calls: Calls, phase: str, path: str, body: Json) -> None:
-        answer = self._administer(calls, phase, path, body, error=PublishError, advice=_REFUSED)
-        if answer.get("success") is not True:
-            raise calls.refuse(f"POST {path} was answered with {answer}; {_REFUSED}")
-
-    def _withdraw(self, calls: Calls, adapter: str | None) -> None:
-        if adapter is not None:
-            return self._unload_adapter(calls, adapter)
+    def _withdraw(self, calls: Calls) -> None:
         self._paused = True
         self._administer(calls, "withdraw", "/pause_generation", {"mode": "abort"})
 
 
-def _generation(ids: Sequence[int], sampling_params: Json) -> Json:
-    return {"input_ids": list(ids), "sampling_params": sampling_params, "return_logprob": True}
+def _loaded_label(label: str, asleep: bool) -> str:
+    """Label after a load. It notes a KV cache that goes on sleeping."""
+    return Sleep((KV_CACHE,), label).label if asleep else label
+
+
+def _request_body(ids: Sequence[int], sampling_params: Json) -> Json:
+    return {
+        "input_ids": list(ids),
+        "sampling_params": sampling_params,
+        "return_logprob": True,
+    }
 
 
 def _logprob_of(token: int, entry: Sequence[Any]) -> float:
@@ -402,4 +422,6 @@ def _sampling_params(request: ModelRequest) -> Json:
         "ignore_eos": not stops,
         "skip_special_tokens": False,
     }
-    return params if request.seed is None else params | {"sampling_seed": request.seed}
+    if request.seed is not None:
+        params["sampling_seed"] = request.seed
+    return params

@@ -80,7 +80,8 @@ class WeightStream:
         self.changed = Condition()
         self.filled: list[FilledBucket] = []
         self.problem: str | None = None  # why no more buckets are filled
-        self._count, self._deadline = len(buckets), time.monotonic() + timeout_s
+        self._count = len(buckets)
+        self._deadline = time.monotonic() + timeout_s
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._pinned = pinned
         self._readers: list[BucketReader] | None = None
@@ -89,53 +90,67 @@ class WeightStream:
         """Create a reader for each server. It has less time to take a bucket if its server is not
         ``awaited``.
         """
+        short_s = min(_SHORT_PATIENCE_S, self.patience_s)
         with self.changed:
-            self._readers = [
-                BucketReader(self, self._count, self.patience_s if one else 0.0) for one in awaited
-            ]
+            self._readers = []
+            for is_awaited in awaited:
+                take_s = self.patience_s if is_awaited else short_s
+                self._readers.append(BucketReader(self, self._count, take_s))
             self.changed.notify_all()
             return self._readers
 
     def make_room(self) -> bool:
         """Wait until there is a buffer for the next bucket. False: no reader is left."""
         waiting_since: float | None = None
+        interval_s = min(0.1, self.patience_s / 10)
         with self.changed:
             number = len(self.filled)
             while self._is_read():
+                # The next bucket takes the buffer of the last but one.
                 readers = [one for one in self._readers or () if one.problem is None]
                 behind = [one for one in readers if one.released < number - 1]
                 if number < len(self._buffers) or (readers and not behind):
                     return True
+
+                # If all are behind, nobody waits for another.
                 if len(behind) < len(readers):
-                    waiting_since = waiting_since or time.monotonic()
+                    now = time.monotonic()
+                    if waiting_since is None:
+                        waiting_since = now
                     for one in behind:
-                        one.hurry(time.monotonic() - waiting_since)
-                self.changed.wait(min(0.1, self.patience_s / 10))
+                        one.hurry(now - waiting_since)
+
+                # The deadline is looked at also without a notice.
+                self.changed.wait(interval_s)
         return False
 
     def _is_read(self) -> bool:
         if time.monotonic() >= self._deadline:
             self.end("the time limit of the update has passed")
-        return self.problem is None and (
-            self._readers is None or any(one.problem is None for one in self._readers)
-        )
+        if self.problem is not None:
+            return False
+        # Before `open` the readers are still to come.
+        return self._readers is None or any(one.problem is None for one in self._readers)
 
     def target(self, bucket: Bucket) -> torch.Tensor:
         """The memory for a bucket. It is free after `make_room`."""
         turn = bucket.number % len(self._buffers)
-        if (buffer := self._buffers[turn]) is None:
+        buffer = self._buffers[turn]
+        if buffer is None:
             buffer = torch.empty(
-                self.largest_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned
+                self.largest_bytes,
+                dtype=torch.uint8,
+                device="cpu",
+                pin_memory=self._pinned,
             )
             self._buffers[turn] = buffer
         return buffer[: bucket.nbytes]
 
     def put(self, bucket: Bucket) -> None:
         """Give a bucket, whose `target` is complete, to the readers."""
+        last = bucket.number == self._count - 1
         with self.changed:
-            self.filled.append(
-                FilledBucket(bucket, self.target(bucket), bucket.number == self._count - 1)
-            )
+            self.filled.append(FilledBucket(bucket, self.target(bucket), last))
             self.changed.notify_all()
 
     def end(self, problem: str) -> None:
@@ -156,13 +171,15 @@ class BucketReader:
         problem: why the others do not wait for it. None: they do.
     """
 
-    def __init__(self, stream: WeightStream, count: int, patience_s: float) -> None:
-        self.patience_s, self.largest_bytes = stream.patience_s, stream.largest_bytes
+    def __init__(self, stream: WeightStream, count: int, take_s: float) -> None:
+        self.patience_s = stream.patience_s
+        self.largest_bytes = stream.largest_bytes
         self.released = 0
         self.problem: str | None = None
-        self._stream, self._count = stream, count
-        self._take_s = patience_s or min(_SHORT_PATIENCE_S, stream.patience_s)
-        self._holds = False
+        self._stream = stream
+        self._count = count
+        self._take_s = take_s  # time limit to take a bucket while others wait
+        self._holds = False  # whether a bucket was taken and is not released yet
 
     def __iter__(self) -> Iterator[FilledBucket]:
         for number in range(self._count):
@@ -170,7 +187,7 @@ class BucketReader:
             yield self._stream.filled[number]
 
     def wait(self) -> None:
-        """Wait until the first bucket is complete. Raises StreamEndedError if there will be none."""
+        """Wait until the first bucket is complete, or raise StreamEndedError if it never is."""
         self._wait_for(0)
 
     def release(self) -> None:
@@ -198,10 +215,16 @@ class BucketReader:
 
     def _wait_for(self, number: int, hold: bool = False) -> None:
         stream = self._stream
+
+        def is_filled() -> bool:
+            return len(stream.filled) > number
+
         with stream.changed:
-            stream.changed.wait_for(
-                lambda: self.problem or len(stream.filled) > number or stream.problem
-            )
-            if problem := self.problem or (None if len(stream.filled) > number else stream.problem):
+            stream.changed.wait_for(lambda: self.problem or is_filled() or stream.problem)
+            # A complete bucket is still sent when the stream has ended, unless this reader has.
+            problem = self.problem
+            if problem is None and not is_filled():
+                problem = stream.problem
+            if problem:
                 raise StreamEndedError(problem)
             self._holds = hold

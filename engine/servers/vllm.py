@@ -28,7 +28,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -37,7 +37,7 @@ from ...utils.errors import PoisonedServerError, PublishError
 from .adapters import AdapterFacts
 from .api import ModelRequest, ModelResponse
 from .client import NO_LABEL, ServerClient
-from .generation import adapter_spans, response_of
+from .completions import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
 from .sleep import DROPPED, KV_CACHE, NO_MEMORY, WEIGHTS, Sleep
@@ -48,15 +48,15 @@ _SLEEP_MODE = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MOD
 _SCALE_OUT = (
     "start the server with --enable-scale-out, and give the client its api_key if it has one"
 )
-_DISK, _GLOO, _NCCL = "holdfast_disk", "holdfast_gloo", "nccl"
+_DISK = "holdfast_disk"
+_GLOO = "holdfast_gloo"
+_NCCL = "nccl"
 _TRANSFERS = (None, _DISK, _GLOO, _NCCL)
 """Weight-transfer backends that a server is started with: of ``plugins/vllm``, or vLLM's own
 ``nccl``.
 """
-_NCCL_SINCE = (
-    0,
-    32,
-)  # first version of vLLM that takes a unique id, without a store whose objects it unpickles
+# First version of vLLM that takes a unique id, without a store whose objects it unpickles.
+_NCCL_SINCE = (0, 32)
 _POISONED = (
     "its weights are in pieces, and it stays paused: do not resume it, a completion would kill "
     "it. Check that it sees the folder, and tell it again; if that fails too, restart it"
@@ -65,7 +65,7 @@ _NO_PLUGIN = (
     "install holdfast-vllm beside vLLM and start the server with --weight-transfer-config "
     """'{{"backend": "{}"}}'; without it publish by type "disk", and leave out transfer"""
 )
-# answer of the plugin if it refuses weights before it loads any
+# Answer of the plugin if it refuses weights before it loads any.
 _REFUSED = "refused, the weights stay as they are"
 _HEAD = "lm_head"
 _NOT_SEEN = "No adapter found"  # answer of vLLM, with status 404, if the folder does not exist
@@ -114,7 +114,7 @@ class VLLMServer(ServerClient):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("transfer", self.transfer, _TRANSFERS)
-        self._salt: str | None = None
+        self._salt: str | None = None  # label of the weights that answered last
 
     # Updates of all weights
 
@@ -125,12 +125,15 @@ class VLLMServer(ServerClient):
         After an error the server stays paused, and its KV cache asleep.
         """
         self._pause(calls, "pause")
-        asleep = self._wake_weights(calls)
+        asleep = self._sleeping.wake_weights(calls)
         yield asleep
+
+        # Requests must find no cached blocks of the old weights. And vLLM goes on with them as soon
+        # as it is awake, so the label comes before.
         self._reset_prefix_cache(calls)
         if asleep:
             half = Sleep((KV_CACHE,), label)
-            self._set_label(calls, half.label)  # vLLM goes on with requests as soon as it is awake
+            self._set_label(calls, half.label)
             self._wake(calls, KV_CACHE, half)
         self._set_label(calls, label)
         self._go_on(calls)
@@ -138,24 +141,19 @@ class VLLMServer(ServerClient):
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
         with self._replacing_weights(calls, label) as asleep:
             if self.transfer != _DISK:
-                load: Json = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-                calls.post(
-                    "load", "/collective_rpc", load, error=PoisonedServerError, advice=_POISONED
-                )
-            else:
-                _open_transfer(calls, _DISK)
-                self._transfer(calls, {"path": path, "manifest": label.partition("-")[2]}, asleep)
-                calls.post("load", "/finish_weight_update", {})
+                load = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+                _post_load(calls, "/collective_rpc", load)
+                return
+            _open_transfer(calls, _DISK)
+            manifest = label.partition("-")[2]
+            self._transfer(calls, {"path": path, "manifest": manifest}, asleep)
+            calls.post("load", "/finish_weight_update", {})
 
-    def _send_weights(self, buckets: BucketReader, calls: Calls, path: str, label: str) -> None:
+    def _send_weights(
+        self, group: SenderGroup, buckets: BucketReader, calls: Calls, label: str
+    ) -> None:
         backend = _NCCL if self.transfer == _NCCL else _GLOO
-        serving = self._status(calls).label
-        with (
-            self._group.open(
-                label, serving, lambda: self._form_group(calls, buckets), buckets, calls
-            ) as group,
-            self._replacing_weights(calls, label) as asleep,
-        ):
+        with self._replacing_weights(calls, label) as asleep:
             _open_transfer(calls, backend)
             for bucket in buckets:
                 info: Json = {
@@ -165,28 +163,26 @@ class VLLMServer(ServerClient):
                 }
                 if backend == _GLOO:
                     info |= {"digest": bucket.digest, "last": bucket.last}
-                send_bucket(
-                    group, buckets, bucket, calls, partial(self._transfer, calls, info, asleep)
-                )
-            calls.post(
-                "load", "/finish_weight_update", {}, error=PoisonedServerError, advice=_POISONED
-            )
+                tell = partial(self._transfer, calls, info, asleep)
+                send_bucket(group, buckets, bucket, calls, tell)
+            _post_load(calls, "/finish_weight_update", {})
 
     def _form_group(self, calls: Calls, buckets: BucketReader) -> SenderGroup:
-        workers = int(
-            calls.get("join", "/get_world_size", params={"include_dp": "true"})["world_size"]
-        )
+        told = calls.get("join", "/get_world_size", params={"include_dp": "true"})
+        workers = int(told["world_size"])
+
+        group: SenderGroup
+        further: Json = {}
         if self.transfer == _NCCL:
             _require_version(calls)
             with suppress(PublishError):  # the communicator of an earlier group would stay
                 calls.post("join", "/shutdown_weight_transfer_engine")
             from .nccl import NcclGroup  # only where there are GPUs
 
-            group: SenderGroup = NcclGroup(workers, buckets.patience_s, buckets.largest_bytes)
-            further: Json = {}
+            group = NcclGroup(workers, buckets.patience_s, buckets.largest_bytes)
         else:
             group = GlooGroup(calls.url, workers, buckets.patience_s)
-            further = {"timeout_s": buckets.patience_s}
+            further["timeout_s"] = buckets.patience_s
 
         def join(info: Json) -> None:
             body = {"init_info": {**info, **further}}
@@ -196,16 +192,12 @@ class VLLMServer(ServerClient):
 
     def _transfer(self, calls: Calls, info: Json, asleep: bool) -> None:
         try:
-            calls.post(
-                "load",
-                "/update_weights",
-                {"update_info": info},
-                error=PoisonedServerError,
-                advice=_POISONED,
-            )
+            _post_load(calls, "/update_weights", {"update_info": info})
         except PoisonedServerError as error:
             if _REFUSED not in str(error):
                 raise
+
+            # Nothing was changed, so the server can serve what it has.
             if asleep:
                 raise calls.refuse(f"its KV cache goes on sleeping: {error}") from error
             self._go_on(calls)
@@ -221,11 +213,10 @@ class VLLMServer(ServerClient):
             "old weights computed; the server stays paused: tell it again"
         )
 
-    def _label(self, calls: Calls) -> str:
-        label = calls.get("read back", "/weight_info", advice=_DEV_MODE).get("weight_version")
-        if not isinstance(label, str):
-            raise calls.refuse(f"the server says that its label is {label!r}")
-        return label
+    # Label and pause
+
+    def _ask_label(self, calls: Calls) -> Json:
+        return calls.get("read back", "/weight_info", advice=_DEV_MODE)
 
     def _set_label(self, calls: Calls, label: str) -> None:
         calls.post("label", "/update_weight_version", {"new_version": label})
@@ -239,32 +230,27 @@ class VLLMServer(ServerClient):
     def _pause(self, calls: Calls, phase: str) -> None:
         # Without clear_cache, an image from before a reload would kill the server, which still
         # counts it as encoded.
-        calls.post(
-            phase, "/pause", params={"mode": "keep", "clear_cache": "true"}, advice=_DEV_MODE
-        )
+        params = {"mode": "keep", "clear_cache": "true"}
+        calls.post(phase, "/pause", params=params, advice=_DEV_MODE)
 
     def _go_on(self, calls: Calls) -> None:
         calls.post("resume", "/resume")
 
-    def _withdraw(self, calls: Calls, adapter: str | None) -> None:
-        if adapter is not None:
-            return self._unload_adapter(calls, adapter)
+    def _withdraw(self, calls: Calls) -> None:
         calls.post("withdraw", "/pause", params={"mode": "abort", "clear_cache": "true"})
-        calls.post("withdraw", "/update_weight_version", {"new_version": NO_LABEL})
+        self._set_label(calls, NO_LABEL)
 
     # Sleep
 
     def _keeps_weights(self, calls: Calls) -> bool:
-        told = calls.get(
-            "sleep", "/server_info", params={"config_format": "json"}, advice=_SLEEP_MODE
-        )
+        told = _server_info(calls, "sleep", _SLEEP_MODE)
         with calls.reading("what GET /server_info says of sleep"):
             config = told["vllm_config"]
-            frees, device = (
-                config["model_config"]["enable_sleep_mode"],
-                config["device_config"]["device"],
-            )
-        if not frees and device != "cpu":  # on CPUs, vLLM sleeps in all respects but the memory
+            frees = config["model_config"]["enable_sleep_mode"]
+            device = config["device_config"]["device"]
+
+        # On CPUs, vLLM sleeps in all respects but the memory.
+        if not frees and device != "cpu":
             raise calls.refuse(f"it would free no memory while it sleeps; {_SLEEP_MODE}")
         return True
 
@@ -277,18 +263,18 @@ class VLLMServer(ServerClient):
         self._sleep(calls, level)
 
     def _sleep(self, calls: Calls, level: int) -> None:
-        calls.post(
-            "sleep", "/sleep", params={"level": str(level), "mode": "keep"}, advice=_SLEEP_MODE
-        )
+        params = {"level": str(level), "mode": "keep"}
+        calls.post("sleep", "/sleep", params=params, advice=_SLEEP_MODE)
 
     def _wake(self, calls: Calls, tag: str, asleep: Sleep) -> None:
-        if (
-            tag == WEIGHTS
-        ):  # If a kill left it awake in spite of its label, vLLM would go on with requests.
+        # If a kill left it awake in spite of its label, vLLM would go on with requests.
+        if tag == WEIGHTS:
             self._sleep(calls, level=1)
-        told = calls.post("wake", "/wake_up", params={"tags": tag}, advice=NO_MEMORY).get("status")
-        if tag == KV_CACHE and told != "awake":
-            raise calls.refuse(f"it was woken up, and says {told!r}; restart it")
+
+        told = calls.post("wake", "/wake_up", params={"tags": tag}, advice=NO_MEMORY)
+        status = told.get("status")
+        if tag == KV_CACHE and status != "awake":
+            raise calls.refuse(f"it was woken up, and says {status!r}; restart it")
 
     # Adapters
 
@@ -296,51 +282,50 @@ class VLLMServer(ServerClient):
         # The answer to a load is not enough: vLLM silently leaves out adapters of modules without
         # the flag. And if the head can be adapted, log-probabilities of a prompt kill the engine
         # (on CPUs) when it has other requests.
-        told = calls.get("look", "/server_info", params={"config_format": "json"}).get(
-            "vllm_config"
-        )
-        rank, modules = facts.rank, facts.modules
+        told = _server_info(calls, "look")
+        named = " ".join(facts.modules)
+        flags = f"--enable-lora --max-lora-rank {facts.rank} --lora-target-modules {named}"
         with calls.reading("what GET /server_info says of adapters"):
-            limits = told["lora_config"]  # type: ignore[index]
-            flags = (
-                f"--enable-lora --max-lora-rank {rank} --lora-target-modules {' '.join(modules)}"
-            )
+            limits = told.get("vllm_config")["lora_config"]  # type: ignore[index]
             if limits is None:
                 raise calls.refuse(f"it was started without adapters; start it with {flags}")
-            if rank > limits["max_lora_rank"]:
+            if facts.rank > limits["max_lora_rank"]:
                 raise calls.refuse(
-                    f"the adapters have rank {rank}, it takes ranks up to "
+                    f"the adapters have rank {facts.rank}, it takes ranks up to "
                     f"{limits['max_lora_rank']}; start it with {flags} (or the next larger rank "
                     "that vLLM takes)"
                 )
-            if _HEAD in modules:
+            if _HEAD in facts.modules:
                 raise calls.refuse(
                     "the adapters are of the head, too, and with such vLLM cannot tell "
                     "log-probabilities of a prompt beside other requests; publish merged weights "
                     "(type 'disk'), or leave lm_head out of target_modules"
                 )
+
+            # Without the flag, vLLM adapts all modules.
             adapted = limits["target_modules"]
-            if adapted is None or _HEAD in adapted or not set(modules) <= set(adapted):
-                raise calls.refuse(
-                    "it adapts "
-                    f"{'all modules, its head too' if adapted is None else ', '.join(sorted(adapted))}, "
-                    f"the adapters are of {', '.join(modules)}; start it with {flags}"
-                )
+            shown = "all modules, its head too"
+            if adapted is not None:
+                shown = ", ".join(sorted(adapted))
+                if _HEAD not in adapted and set(facts.modules) <= set(adapted):
+                    return
+            raise calls.refuse(
+                f"it adapts {shown}, the adapters are of {', '.join(facts.modules)}; start it "
+                f"with {flags}"
+            )
 
     def _load_adapter(self, calls: Calls, name: str, path: str) -> None:
+        body = {"lora_name": name, "lora_path": path}
         try:
-            calls.tell(
-                "load",
-                "/v1/load_lora_adapter",
-                {"lora_name": name, "lora_path": path},
-                key=self.api_key,
-            )
+            calls.tell("load", "/v1/load_lora_adapter", body, key=self.api_key)
         except PublishError as error:
-            if _NOT_SEEN in str(error):
+            # An answer says what to do. A broken connection has its own advice.
+            text = str(error)
+            if _NOT_SEEN in text:
                 advice = "let the server see the folder under the same path"
-            elif "was answered with 404" in str(error):
+            elif "was answered with 404" in text:
                 advice = "start the server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            elif "was answered with" in str(error):
+            elif "was answered with" in text:
                 advice = "it goes on with the adapters it has; see its log"
             else:
                 raise
@@ -349,15 +334,17 @@ class VLLMServer(ServerClient):
     def _unload_adapter(self, calls: Calls, name: str) -> None:
         calls.tell("unload", "/v1/unload_lora_adapter", {"lora_name": name}, key=self.api_key)
 
-    # Generation
+    # Completions and content checks
 
     def _completion(self, request: ModelRequest, adapter: str | None) -> tuple[str, Json]:
         body: Json = {
             "token_ids": list(request.input_ids),
             "sampling_params": _sampling_params(request),
         }
-        if (images := request.images) is not None:
-            body |= {"token_ids": list(images.token_ids), "return_token_ids": True}
+        images = request.images
+        if images is not None:
+            body["token_ids"] = list(images.token_ids)
+            body["return_token_ids"] = True
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
             body["sampling_params"]["logit_bias"] = images.logit_bias
         if request.rid:
@@ -374,38 +361,36 @@ class VLLMServer(ServerClient):
         choice = answer["choices"][0]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"]
-        own = spans if adapter is None else adapter_spans(adapter, answer["model"], spans)
-        response = response_of(request, choice["token_ids"], logprobs, own, choice["finish_reason"])
+        own_spans = spans
+        if adapter is not None:
+            own_spans = adapter_spans(adapter, answer["model"], spans)
+        response = response_of(
+            request, choice["token_ids"], logprobs, own_spans, choice["finish_reason"]
+        )
         if adapter is None:
             self._salt = spans[-1]["version"]
-        return (
-            response
-            if request.images is None
-            else replace(response, input_tokens=list(answer["prompt_token_ids"]))
-        )
+        return response
 
     def _generate(
         self, calls: Calls, ids: Sequence[int], adapter: str | None = None, **sampling: Any
     ) -> Json:
-        body: Json = {
-            "token_ids": list(ids),
-            "sampling_params": {"max_tokens": 1, "detokenize": False, **sampling},
-        }
+        params = {"max_tokens": 1, "detokenize": False, **sampling}
+        body: Json = {"token_ids": list(ids), "sampling_params": params}
         if adapter is not None:
             body["model"] = adapter
-        return calls.post(
-            "check", "/inference/v1/generate", body, key=self.api_key, advice=_SCALE_OUT
-        )
+        path = "/inference/v1/generate"
+        return calls.post("check", path, body, key=self.api_key, advice=_SCALE_OUT)
 
     def _prompt_logprobs(
         self, calls: Calls, ids: Sequence[int], adapter: str | None = None
     ) -> list[float]:
-        answer = self._generate(
-            calls, ids, adapter, prompt_logprobs=0
-        )  # vLLM then ignores the prefix cache
+        # vLLM then ignores the prefix cache.
+        answer = self._generate(calls, ids, adapter, prompt_logprobs=0)
+
+        # The first token has no log-probability.
         with calls.reading("its log-probabilities of the prompt"):
-            entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
-            return [float(entry[str(token)]["logprob"]) for token, entry in entries]
+            pairs = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
+            return [float(entry[str(token)]["logprob"]) for token, entry in pairs]
 
     def _ask_checksums(self, calls: Calls) -> Json:
         return calls.post("checksums", "/weight_checker", {"action": "checksum"})
@@ -417,13 +402,21 @@ class VLLMServer(ServerClient):
             return {entry["token_id"]: entry["logprob"] for entry in entries}
 
 
+def _server_info(calls: Calls, phase: str, advice: str = "") -> Json:
+    return calls.get(phase, "/server_info", params={"config_format": "json"}, advice=advice)
+
+
+def _post_load(calls: Calls, path: str, body: Json) -> None:
+    """Send a request after whose failure the weights may be in pieces."""
+    calls.post("load", path, body, error=PoisonedServerError, advice=_POISONED)
+
+
 def _open_transfer(calls: Calls, backend: str) -> None:
     advice = _NO_PLUGIN.format(backend)
     try:
         calls.post("load", "/start_weight_update", advice=advice)
-    except (
-        PublishError
-    ):  # a killed publisher left its update open, or the next call states another reason
+    except PublishError:
+        # A killed publisher left its update open, or the next call states another reason.
         calls.post("load", "/finish_weight_update", {}, advice=advice)
         calls.post("load", "/start_weight_update", advice=advice)
 
@@ -432,9 +425,10 @@ def _require_version(calls: Calls) -> None:
     version = str(calls.get("join", "/version").get("version"))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _NCCL_SINCE:
+        since = ".".join(map(str, _NCCL_SINCE))
         raise calls.refuse(
             f"it is vLLM {version}, whose 'nccl' backend cannot be joined from here; expected "
-            f"{_NCCL_SINCE[0]}.{_NCCL_SINCE[1]} or newer"
+            f"{since} or newer"
         )
 
 
@@ -452,4 +446,6 @@ def _sampling_params(request: ModelRequest) -> Json:
         "logprobs": 0,
         "detokenize": False,
     }
-    return params if request.seed is None else params | {"seed": request.seed}
+    if request.seed is not None:
+        params["seed"] = request.seed
+    return params

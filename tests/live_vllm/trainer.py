@@ -11,9 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from holdfast.engine import FSDPEngine, WeightUpdateMeta
-from holdfast.engine.api import Batch, InferenceServer
+from holdfast.engine.api import Batch
 from holdfast.engine.servers import ServerFleet, VLLMServer
-from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest, ModelResponse
+from holdfast.engine.servers.api import (
+    GenerationHyperparameters,
+    InferenceServer,
+    ModelRequest,
+    ModelResponse,
+)
 from tests.engine.test_fsdp_engine import loss_tokens, make_batch, nll
 
 PROMPT = list(range(3, 43))

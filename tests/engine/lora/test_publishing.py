@@ -17,7 +17,7 @@ from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.hf.versions import version_path
 from holdfast.engine.servers import VLLMServer
 from holdfast.engine.servers.api import ServerStatus, weights_label
-from holdfast.engine.servers.probe import PROBE_NAME, read_probe
+from holdfast.engine.servers.content_check import PROBE_NAME, read_weights_probe
 from holdfast.utils.errors import ConfigError
 from holdfast.utils.files import walk_files
 from holdfast.utils.manifest import file_entries, verify_folder, write_manifest
@@ -68,7 +68,7 @@ def test_two_ranks_publish_their_adapters_and_a_server_puts_them_on_the_base(roo
     with FakeServer("vllm", root, lora=True, dtype="float32", folder=str(base)) as fake:
         seen, _ = run_ranks(_publish, 2, str(base), str(root), fake.url)
         folder, client = Path(seen["path"]), VLLMServer(fake.url)
-        probe = read_probe(folder)
+        probe = read_weights_probe(folder)
         assert probe is not None
         (name,) = fake.state()["adapters"]
         assert name == f"holdfast-v{weights_label(folder, VERSION)}"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from holdfast.engine import WeightUpdateMeta
 from holdfast.engine.hf.adapter_folder import CONFIG, WEIGHTS
 from holdfast.engine.hf.versions import version_path, write_version
-from holdfast.engine.servers.probe import PROBE_NAME, WeightsProbe
+from holdfast.engine.servers.content_check import PROBE_NAME, WeightsProbe
 from holdfast.utils.files import walk_files
 from holdfast.utils.manifest import file_entries, write_entry, write_manifest
 from tests.engine.models import build_reference, tiny_qwen3

@@ -14,11 +14,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from holdfast.engine.api import AdapterServer
 from holdfast.engine.hf.versions import delete_old
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
 from holdfast.engine.servers.adapters import adapter_name
 from holdfast.engine.servers.api import (
+    AdapterServer,
     GenerationHyperparameters,
     ModelRequest,
     ModelResponse,

@@ -564,8 +564,6 @@ def test_tensors_that_arrive_changed_are_refused(bucket: int, base: str, start: 
 
 
 def test_wrong_settings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="type 'broadcast' is called 'xccl' now"):
-        WeightUpdateMeta("broadcast", str(tmp_path))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="type 'disk' needs a path"):
         WeightUpdateMeta("disk")
     with pytest.raises(ConfigError, match="weight_chunked_mem_mb"):

@@ -8,11 +8,16 @@ from threading import Barrier, Event
 
 import pytest
 
-from holdfast.engine.api import InferenceServer
 from holdfast.engine.hf.versions import delete_old, published_versions
 from holdfast.engine.servers import ServerFleet
 from holdfast.engine.servers import fleet as fleet_module
-from holdfast.engine.servers.api import ObservableServer, ServerState, ServerStatus, weights_label
+from holdfast.engine.servers.api import (
+    InferenceServer,
+    ObservableServer,
+    ServerState,
+    ServerStatus,
+    weights_label,
+)
 from holdfast.utils.errors import CheckpointCorruptError, ConfigError, PublishError, WorkerLost
 from holdfast.utils.heartbeat import beat, seconds_since_beat
 from tests.engine.servers.scripted import (

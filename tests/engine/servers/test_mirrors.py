@@ -14,8 +14,8 @@ from holdfast.engine import PublishedCopy, WeightUpdateMeta, publish_weights
 from holdfast.engine.hf.versions import holds_delta_alone, published_versions, version_path
 from holdfast.engine.servers import ServerFleet, SGLangServer, VLLMServer
 from holdfast.engine.servers.api import ServerStatus, weights_label
-from holdfast.engine.servers.mirror import MIRROR_TOKEN
-from holdfast.engine.servers.probe import PROBE_NAME, WeightsProbe, read_probe
+from holdfast.engine.servers.client import MIRROR_TOKEN
+from holdfast.engine.servers.content_check import PROBE_NAME, WeightsProbe, read_weights_probe
 from holdfast.utils.errors import ConfigError, NoServerError, PublishError, SlowServerError
 from tests.engine.servers.fakes import FakeServer
 from tests.engine.servers.faulty_mirror import FaultyMirror
@@ -191,7 +191,7 @@ def test_a_server_without_a_mirror_is_refused_before_anything_is_written(
         train(model, version)
         publish_weights(model, meta, version, [], extra_files=probe_of(model), copy=copy)
     path = version_path(root, 2)
-    assert holds_delta_alone(path) and read_probe(path) is not None
+    assert holds_delta_alone(path) and read_weights_probe(path) is not None
     fleet = ServerFleet(servers, probe_interval_s=None)  # as in the driver of a Ray job
     with pytest.raises(ConfigError, match="has no mirror"):
         fleet.update(path, 2, 1.0)
@@ -216,11 +216,17 @@ def test_the_probe_of_a_version_without_it_is_not_that_of_its_base(tmp_path: Pat
     meta = WeightUpdateMeta("disk", str(root), delta=True)
     publish_weights(model, meta, 1, [], extra_files=probe_of(model), copy=copy)
     publish_weights(model, meta, 2, [], extra_files=probe_of(model), copy=copy)
-    assert read_probe(version_path(root, 2)) == read_probe(version_path(root, 1)) is not None
+    assert (
+        read_weights_probe(version_path(root, 2))
+        == read_weights_probe(version_path(root, 1))
+        is not None
+    )
     publish_weights(model, meta, 3, [], copy=copy)
-    assert read_probe(version_path(root, 3)) is None
+    assert read_weights_probe(version_path(root, 3)) is None
     shutil.rmtree(version_path(root, 1))
-    assert read_probe(version_path(root, 2)) is None, "its file was deleted, by somebody else"
+    assert read_weights_probe(version_path(root, 2)) is None, (
+        "its file was deleted, by somebody else"
+    )
 
 
 def test_a_published_folder_can_be_the_base_of_the_next_job(tmp_path: Path) -> None:
@@ -233,6 +239,8 @@ def test_a_published_folder_can_be_the_base_of_the_next_job(tmp_path: Path) -> N
     publish_weights(model, meta, 1, [], extra_files=probe_of(model))
     train(model, 1)
     publish_weights(model, meta, 2, [], base_model_path=base, extra_files=probe_of(model))
-    assert read_probe(version_path(root, 2)) != read_probe(base) is not None
+    assert read_weights_probe(version_path(root, 2)) != read_weights_probe(base) is not None
     publish_weights(model, meta, 3, [], base_model_path=base)
-    assert read_probe(version_path(root, 3)) is None, "the probe of the base is of other weights"
+    assert read_weights_probe(version_path(root, 3)) is None, (
+        "the probe of the base is of other weights"
+    )

@@ -14,7 +14,7 @@ import pytest
 from holdfast.engine.rollouts import RLVRWorkflow
 from holdfast.engine.servers import SGLangServer, VLLMServer
 from holdfast.engine.servers.api import GenerationHyperparameters, ModelRequest
-from holdfast.engine.servers.generation import PromptLimits, stated_limits
+from holdfast.engine.servers.completions import PromptLimits, stated_limits
 from holdfast.utils.errors import PromptError, RolloutError, UnreachableServerError
 from tests.engine.rollouts.servers import make_executor, make_loader
 from tests.engine.servers.fakes import FakeServer

@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from threading import Condition
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from holdfast.engine.servers.api import (
     ServerStatus,
     weights_label,
 )
-from holdfast.engine.servers.fleet_member import FleetMember
 from holdfast.engine.servers.http import Calls
 from holdfast.engine.servers.sleep import DROPPED, KV_CACHE, TAGS, WEIGHTS, Sleep
 from holdfast.utils.errors import (
@@ -401,7 +399,7 @@ def test_a_status_request_does_not_disturb_an_update(
         monkeypatch.setattr(
             server,
             "_reset_prefix_cache",
-            lambda calls: (load(calls), setattr(server, "_asleep", False)),
+            lambda calls: (load(calls), setattr(server._sleeping, "seen", False)),
         )
         server.update_weights_from_disk(str(folder), 1)
         assert fake.state()["asleep"] == [] and serves(server, folder, 1)
@@ -628,15 +626,15 @@ def test_an_update_that_was_told_before_does_not_wake_a_server(
         with pytest.raises(ConfigError, match="the inference servers sleep"):
             fleet.update(folder, 1, LIMIT_S)
         assert server.asleep == TAGS and server.told == []
-    member = FleetMember(server, Condition(), 0.0)
-    wanted = published(folder, 1, False, LIMIT_S)
-    member.want(wanted)
-    member.rest(TAGS)
-    with pytest.raises(
-        PublishError, match=r"it is not to load .* any more"
-    ):  # its turn came after the sleep
-        member.tell(wanted, time.monotonic() + LIMIT_S)
-    assert server.told == []
+        (member,) = fleet._members
+        wanted = published(folder, 1, False, LIMIT_S)
+        member.want(wanted)
+        member.rest(TAGS)
+        with pytest.raises(
+            PublishError, match=r"it is not to load .* any more"
+        ):  # its turn came after the sleep
+            fleet_module._tell(member, wanted, time.monotonic() + LIMIT_S, None)
+        assert server.told == []
 
 
 def test_a_server_that_an_update_keeps_busy_is_not_taken_for_asleep(tmp_path: Path) -> None:
@@ -644,13 +642,13 @@ def test_a_server_that_an_update_keeps_busy_is_not_taken_for_asleep(tmp_path: Pa
     with closing(ServerFleet([server], probe_interval_s=None)) as fleet:
         fleet.update(write_published(tmp_path / "w", 1), 1, LIMIT_S)
         (member,) = fleet._members
-        member._busy.acquire()  # as an update or a probe does that does not end
+        member.busy.acquire()  # as an update or a probe does that does not end
         with pytest.raises(
             ServerError, match=r"scripted is gone: .*(has not answered|did not sleep)"
         ):
             fleet.sleep(0.1)
         assert states(fleet) == ["gone"]
-        member._busy.release()
+        member.busy.release()
         wait_until(lambda: server.asleep == () or states(fleet) == ["asleep"])
-        member.probe()
+        fleet_module._look_after(member, 0.0)
         assert states(fleet) == ["asleep"] and server.asleep == TAGS

@@ -1,8 +1,8 @@
 """The content check: does a server answer with the weights that it was told to load?
 
-The trainer computes log-probabilities of a fixed pseudo-random prompt and writes them into the
-published folder (`PROBE_NAME`). After an update the client asks the server for the same
-log-probabilities and compares them twice (`content_problem`).
+The trainer computes log-probabilities of a fixed pseudo-random prompt, the weights probe, and
+writes them into the published folder (`PROBE_NAME`). After an update the client asks the server for
+the same log-probabilities and compares them twice (`content_problem`).
 
 - With the trainer's values. In float32, kernels differ by 5e-7 and a step at learning rate 1e-6
   changes 9e-5, so the comparison detects the previous version. In bfloat16, kernels differ by 7e-3,
@@ -39,8 +39,8 @@ _LIMITS = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
 come first.
 """
 DTYPES = tuple(_LIMITS)
-# more tokens give no steadier mean, and on a CPU their forward takes longer than writing the
-# weights
+# More tokens give no steadier mean, and on a CPU their forward takes longer than writing the
+# weights.
 _TOKENS = 32
 
 
@@ -49,9 +49,10 @@ class WeightsProbe:
     """A prompt and its log-probabilities by the trainer."""
 
     prompt_ids: Sequence[int]
-    logprobs: Sequence[
-        float
-    ]  # of each token but the first, given the tokens before it, at temperature 1
+
+    # of each token but the first, given the tokens before it, at temperature 1
+    logprobs: Sequence[float]
+
     dtype: str  # dtype that the trainer computes in
 
     def encode(self) -> bytes:
@@ -59,7 +60,7 @@ class WeightsProbe:
         return json.dumps(asdict(self)).encode()
 
 
-def read_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
+def read_weights_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
     """Read the probe of a published folder. None if there is none, and PublishError if it is
     damaged.
     """
@@ -76,7 +77,7 @@ def read_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
     return probe
 
 
-def probe_weights(engine: Any) -> WeightsProbe | None:
+def compute_weights_probe(engine: Any) -> WeightsProbe | None:
     """Compute the probe of the weights of an `FSDPEngine`. All its ranks call this, and each gets
     the result.
 
@@ -85,87 +86,93 @@ def probe_weights(engine: Any) -> WeightsProbe | None:
     """
     if engine.config.is_critic:
         return None
-    config = engine.model.config.get_text_config(decoder=True)
-    # The server samples one more token. Special tokens have the first or the last ids.
-    tokens = min(_TOKENS, (getattr(config, "max_position_embeddings", None) or _TOKENS + 1) - 1)
-    low = config.vocab_size // 4
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(low, max(3 * low, low + 1), (1, tokens), generator=generator)
+    ids = _prompt_ids(engine.model.config.get_text_config(decoder=True))
     rows = ids.expand(engine.config.mb_spec.granularity, -1)  # the least that a batch may have
+    batch = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
+
     training = engine.model.training
     try:
-        logprobs = engine.forward_batch(
-            {"input_ids": rows, "attention_mask": torch.ones_like(rows)},
-            lambda output, data: token_logprobs(
-                output, data["input_ids"], data["cu_seqlens"], temperature=1.0
-            )[0],
-        )
+        logprobs = engine.forward_batch(batch, _logprobs_of_the_model)
     finally:
         engine.train(training)
+
     return WeightsProbe(ids[0].tolist(), logprobs[0, 1:].tolist(), engine.config.dtype)
+
+
+def _prompt_ids(config: Any) -> torch.Tensor:
+    """Pseudo-random token ids, ``[1, tokens]``, the same for every model with this config."""
+    # The server samples one more token, for which the context must have room.
+    context = getattr(config, "max_position_embeddings", None) or _TOKENS + 1
+    tokens = min(_TOKENS, context - 1)
+
+    # Special tokens have the first or the last ids.
+    low = config.vocab_size // 4
+    high = max(3 * low, low + 1)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(low, high, (1, tokens), generator=generator)
+
+
+def _logprobs_of_the_model(output: Any, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return token_logprobs(output, data["input_ids"], data["cu_seqlens"], temperature=1.0)[0]
+
+
+@dataclass(frozen=True)
+class ExpectedAnswer:
+    """The weights probe of a published folder, and what else a comparison with it needs."""
+
+    probe: WeightsProbe
+    dtype: str  # coarser dtype of trainer and server
+    digests: Mapping[str, str]  # digest of each weight file
+
+    @property
+    def shows_steps(self) -> bool:
+        """Whether a training step changes more than kernels of this dtype differ by."""
+        return self.dtype == DTYPES[0]
 
 
 @dataclass(frozen=True)
 class CheckedAnswer:
-    """A server's answer to the probe of a published folder, see `checked_answer`."""
+    """Log-probabilities of the probe's prompt by a server."""
 
-    dtype: str  # coarser dtype of trainer and server
-    digests: Mapping[str, str]  # digest of each weight file
-    probe: WeightsProbe
+    expected: ExpectedAnswer
     logprobs: Sequence[float]
 
 
-def checked_answer(
-    folder: str | os.PathLike[str],
-    probe: WeightsProbe,
-    logprobs: Sequence[float],
-    dtype: str | None = None,
-) -> CheckedAnswer:
-    """Prepare a server's log-probabilities of the prompt in ``probe`` for `content_problem`.
+def expected_answer(
+    folder: str | os.PathLike[str], probe: WeightsProbe, dtype: str | None
+) -> ExpectedAnswer:
+    """What a server must answer with the weights of a published folder and its ``probe``.
 
-    The server computes in ``dtype``, or in the stored dtype of the published ``folder``.
+    The server computes in ``dtype``, or in the stored dtype of the folder.
     """
     manifest = read_manifest(folder)
+    of_server = dtype or _stored_dtype(folder, manifest)
+    coarser = max((probe.dtype, of_server), key=DTYPES.index)
     digests = {
         name: entry["digest"]
         for name, entry in manifest["files"].items()
         if name.endswith(".safetensors")
     }
-    return CheckedAnswer(coarsest_dtype(folder, probe, dtype), digests, probe, logprobs)
-
-
-def coarsest_dtype(
-    folder: str | os.PathLike[str], probe: WeightsProbe, dtype: str | None = None
-) -> str:
-    """The coarser dtype of trainer and server. The server's is ``dtype``, or the stored dtype of
-    ``folder``.
-    """
-    return max(
-        (probe.dtype, dtype or _stored_dtype(folder, read_manifest(folder))), key=DTYPES.index
-    )
-
-
-def tells_steps_apart(dtype: str) -> bool:
-    """Whether a training step changes log-probabilities by more than kernels of this dtype differ."""
-    return dtype == DTYPES[0]
+    return ExpectedAnswer(probe, coarser, digests)
 
 
 def weights_differ(now: CheckedAnswer, before: CheckedAnswer) -> bool:
     """Whether the published weights are others, by their files and by the trainer's own
     log-probabilities.
     """
-    return (
-        now.digests != before.digests
-        and list(now.probe.prompt_ids) == list(before.probe.prompt_ids)
-        and list(now.probe.logprobs) != list(before.probe.logprobs)
-    )
+    if now.expected.digests == before.expected.digests:
+        return False
+    ours = now.expected.probe
+    theirs = before.expected.probe
+    same_prompt = list(ours.prompt_ids) == list(theirs.prompt_ids)
+    return same_prompt and list(ours.logprobs) != list(theirs.logprobs)
 
 
 def effect_problem(base: Sequence[float], amplified: Sequence[float], dtype: str) -> str | None:
     """Describe the problem if a server answers by amplified adapters as by its base, or return
     None.
     """
-    apart = sum(abs(a - b) for a, b in zip(base, amplified, strict=True)) / len(base)
+    apart = _mean_difference(base, amplified)
     if not apart <= _LIMITS[dtype]:  # also if it is NaN
         return None
     return (
@@ -179,18 +186,21 @@ def content_problem(now: CheckedAnswer, before: CheckedAnswer | None) -> str | N
     """Describe the problem of an answer, or return None. ``before`` is the server's last answer
     without a problem.
     """
-    pairs = list(zip(now.logprobs, now.probe.logprobs, strict=False))
-    complete = len(now.logprobs) == len(now.probe.logprobs)
-    difference = (
-        sum(abs(ours - theirs) for ours, theirs in pairs) / len(pairs) if complete else math.nan
-    )
-    if not difference <= _LIMITS[now.dtype]:  # also if it is NaN
+    # The answer must be that of the trainer. An incomplete one counts as no answer at all.
+    trainers = now.expected.probe.logprobs
+    limit = _LIMITS[now.expected.dtype]
+    difference = math.nan
+    if len(now.logprobs) == len(trainers):
+        difference = _mean_difference(now.logprobs, trainers)
+    if not difference <= limit:  # also if it is NaN
         return (
             f"its log-probabilities of the probe differ from the trainer's by {difference:.2g} on "
-            f"average, in {now.dtype} by at most {_LIMITS[now.dtype]:g}: it answers by other "
+            f"average, in {now.expected.dtype} by at most {limit:g}: it answers by other "
             "weights, or computes in another dtype (start it with the dtype of the folder, or "
             "give the client its dtype)"
         )
+
+    # And it must not be that of the weights before.
     if before and list(now.logprobs) == list(before.logprobs) and weights_differ(now, before):
         return (
             "its answer to the probe is bit for bit that of the version before, although the "
@@ -199,11 +209,18 @@ def content_problem(now: CheckedAnswer, before: CheckedAnswer | None) -> str | N
     return None
 
 
+def _mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
+    differences = [abs(one - other) for one, other in zip(some, others, strict=True)]
+    return sum(differences) / len(differences)
+
+
 def _stored_dtype(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> str:
     """Coarsest stored dtype, by the config of a model or the manifest of adapters and their base.
     Else float32.
     """
+    described = manifest
     if not holds_adapters(manifest):
-        manifest = json.loads(published_file(folder, "config.json").read_bytes())
-    named = (manifest.get(key) for key in ("dtype", "base_dtype"))
-    return max((dtype for dtype in named if dtype in _LIMITS), key=DTYPES.index, default=DTYPES[0])
+        described = json.loads(published_file(folder, "config.json").read_bytes())
+    named = (described.get("dtype"), described.get("base_dtype"))
+    known = [dtype for dtype in named if dtype in _LIMITS]
+    return max(known, key=DTYPES.index, default=DTYPES[0])

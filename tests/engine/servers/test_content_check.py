@@ -12,13 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, TrainEngineConfig, WeightUpdateMeta
 from holdfast.engine.servers import SGLangServer, VLLMServer
-from holdfast.engine.servers.probe import (
+from holdfast.engine.servers.content_check import (
     PROBE_NAME,
+    CheckedAnswer,
     WeightsProbe,
-    checked_answer,
+    compute_weights_probe,
     content_problem,
-    probe_weights,
-    read_probe,
+    expected_answer,
+    read_weights_probe,
 )
 from holdfast.utils.errors import ConfigError, PublishError, WrongContentError
 from holdfast.utils.rng import capture_rng
@@ -39,20 +40,20 @@ def _probed(rank: int, world_size: int, folder: str) -> WeightsProbe:
     for training in (True, False):
         engine.train(training)
         before = capture_rng()
-        probe = probe_weights(engine)
+        probe = compute_weights_probe(engine)
         after = capture_rng()
         assert all(torch.equal(before[key], after[key]) for key in before)
         assert all(module.training == training for module in engine.model.modules())
     assert probe is not None
     engine.config.mb_spec.granularity = 2  # as with pairs
-    assert probe_weights(engine) == probe
+    assert compute_weights_probe(engine) == probe
     engine.destroy()
     critic = FSDPEngine(
         TrainEngineConfig(path=folder, dtype="float32", optimizer=None, is_critic=True)
     )
     critic.create_process_group()
     critic.initialize(None, FinetuneSpec(1, 8, 1))
-    assert probe_weights(critic) is None
+    assert compute_weights_probe(critic) is None
     critic.destroy()
     return probe
 
@@ -83,7 +84,7 @@ def _published(rank: int, world_size: int, folder: str, root: str) -> list[bool]
     for version, servers in enumerate(([], [plain], [plain, checking])):
         engine.connect_engine(servers if rank == 0 else [], WeightUpdateMeta("disk", root, keep=9))
         engine.set_version(version)
-        found.append(read_probe(engine.update_weights().path) is not None)
+        found.append(read_weights_probe(engine.update_weights().path) is not None)
     engine.destroy()
     return found
 
@@ -97,10 +98,10 @@ def test_a_probe_is_published_unless_no_server_looks_at_it(tmp_path: Path) -> No
 
 
 def test_a_probe_is_read_back_to_the_bit(tmp_path: Path) -> None:
-    assert read_probe(tmp_path) is None
+    assert read_weights_probe(tmp_path) is None
     probe = WeightsProbe([3, 1, 2], [-0.1, -1.0 / 3], "bfloat16")
     (tmp_path / PROBE_NAME).write_bytes(probe.encode())
-    assert read_probe(tmp_path) == probe
+    assert read_weights_probe(tmp_path) == probe
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_a_file_that_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
         PublishError,
         match=r"weights_probe\.json is not a probe of weights .*; publish the version again",
     ):
-        read_probe(tmp_path)
+        read_weights_probe(tmp_path)
 
 
 @pytest.fixture
@@ -126,9 +127,15 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def probe_of(folder: Path) -> WeightsProbe:
-    probe = read_probe(folder)
+    probe = read_weights_probe(folder)
     assert probe is not None
     return probe
+
+
+def checked_answer(
+    folder: Path, probe: WeightsProbe, logprobs: Sequence[float], dtype: str | None = None
+) -> CheckedAnswer:
+    return CheckedAnswer(expected_answer(folder, probe, dtype), logprobs)
 
 
 def problem_of(

@@ -1,4 +1,4 @@
-"""Checks of one generation: may a server be sent this prompt, and can its answer be trained on?
+"""Checks of one completion: may a server be sent this prompt, and can its answer be trained on?
 
 A token id outside the vocabulary reads outside the embedding. vLLM checks ids only if it has a
 tokenizer. With ``--skip-tokenizer-init`` one bad prompt kills the server, and every server that the
@@ -36,26 +36,17 @@ class PromptLimits:
         Raises PromptError if ``server`` cannot complete the prompt or sample its stop tokens.
         """
         ids = list(request.input_ids)
-        shown = ", ".join([*map(repr, ids[:_SHOWN_IDS]), *["..."] * (len(ids) > _SHOWN_IDS)])
-        what = f"prompt {request.rid or '(without rid)'} of {len(ids)} token(s) [{shown}], for {server},"
+        what = f"{_shown_prompt(request)}, for {server},"
         if not ids:
             raise PromptError(
                 f"{what} is empty; give it one token at least, the one that begins a text, say"
             )
-        for name, some in (("token ids", ids), ("stop_token_ids", request.gconfig.stop_token_ids)):
-            for place, found in enumerate(some):
-                if (
-                    isinstance(found, int)
-                    and found >= 0
-                    and (self.vocab_size is None or found < self.vocab_size)
-                ):
-                    continue
-                last = "on" if self.vocab_size is None else f"to {self.vocab_size - 1}"
-                raise PromptError(
-                    f"{what} has {found!r} at place {place} of its {name}; expected integers from "
-                    f"0 {last}. Is the tokenizer that of the model, and are ids of padding (-1, "
-                    "-100) left out?"
-                )
+
+        # Token ids that the model does not have.
+        self._require_known(ids, f"{what} has", "token ids")
+        self._require_known(request.gconfig.stop_token_ids, f"{what} has", "stop_token_ids")
+
+        # A prompt that fills the context.
         if self.max_tokens is None:
             return request
         room = self.max_tokens - len(ids)
@@ -69,6 +60,26 @@ class PromptLimits:
             )
         return replace(request, gconfig=request.gconfig.within(room))
 
+    def _require_known(self, ids: Sequence[int], has: str, name: str) -> None:
+        for place, found in enumerate(ids):
+            is_id = isinstance(found, int) and found >= 0
+            if is_id and (self.vocab_size is None or found < self.vocab_size):
+                continue
+            last = "on" if self.vocab_size is None else f"to {self.vocab_size - 1}"
+            raise PromptError(
+                f"{has} {found!r} at place {place} of its {name}; expected integers from "
+                f"0 {last}. Is the tokenizer that of the model, and are ids of padding (-1, "
+                "-100) left out?"
+            )
+
+
+def _shown_prompt(request: ModelRequest) -> str:
+    ids = request.input_ids
+    shown = [repr(token) for token in ids[:_SHOWN_IDS]]
+    if len(ids) > _SHOWN_IDS:
+        shown.append("...")
+    return f"prompt {request.rid or '(without rid)'} of {len(ids)} token(s) [{', '.join(shown)}]"
+
 
 def folder_vocab_size(folder: str | Path) -> int | None:
     """Vocabulary size in the ``config.json`` of a model folder, or None."""
@@ -76,10 +87,12 @@ def folder_vocab_size(folder: str | Path) -> int | None:
         config = read_raw_config(Path(folder))
     except OSError:
         return None
-    text: Any = config.get("text_config")  # the text part of a multimodal model
-    for some in (config, text if isinstance(text, Mapping) else {}):
-        if isinstance(size := some.get("vocab_size"), int):
-            return size
+    # A multimodal model has the vocabulary in the config of its text part.
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping):
+            size = part.get("vocab_size")
+            if isinstance(size, int):
+                return size
     return None
 
 
@@ -90,13 +103,18 @@ def stated_limits(
     ``vocab_size`` is None.
     """
     entries = models.get("data")
-    entry: Any = entries[0] if isinstance(entries, list) and entries else None
-    if not isinstance(entry, Mapping):
+    if not isinstance(entries, list) or not entries or not isinstance(entries[0], Mapping):
         return PromptLimits(vocab_size)
-    root, room = entry.get("root"), entry.get("max_model_len")
+    entry: Mapping[str, Any] = entries[0]
+
+    root = entry.get("root")
     if vocab_size is None and isinstance(root, str):
         vocab_size = folder_vocab_size(root)
-    return PromptLimits(vocab_size, room if isinstance(room, int) else None, kept_free)
+
+    max_tokens = entry.get("max_model_len")
+    if not isinstance(max_tokens, int):
+        max_tokens = None
+    return PromptLimits(vocab_size, max_tokens, kept_free)
 
 
 def response_of(
@@ -116,11 +134,14 @@ def response_of(
         raise ValueError(f"it ended with {reason!r}; expected 'stop' or 'length'")
     if len(logprobs) != len(tokens):
         raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} tokens")
+
+    # The spans must follow each other without gaps, each of a published version.
     versions: list[int] = []
     for span in spans:
         if span["start"] != len(versions):
             raise ValueError(f"the weight versions {list(spans)} leave tokens out")
-        if (version := labelled_version(span["version"])) is None:
+        version = labelled_version(span["version"])
+        if version is None:
             raise ValueError(
                 f"it was sampled by weights labelled {span['version']!r}, which nobody published: "
                 "the server has been restarted, or was told of adapters by another client; "
@@ -141,9 +162,13 @@ def check_images(request: ModelRequest, response: ModelResponse, server: str) ->
     """
     if request.images is None:
         return response
-    own, theirs = list(request.input_ids), list(response.input_tokens)
+
+    # The trainer scores the tokens as the processor here has expanded them.
+    own = list(request.input_ids)
+    theirs = list(response.input_tokens)
     if own != theirs:
-        place = next(i for i, (a, b) in enumerate(zip_longest(own, theirs)) if a != b)
+        places = enumerate(zip_longest(own, theirs))
+        place = next(place for place, (ours, other) in places if ours != other)
         raise PromptError(
             f"prompt {request.rid or '(without rid)'} with {len(request.images.files)} image(s) "
             f"has {len(theirs)} tokens on {server} and {len(own)} by the processor here, and "
@@ -151,7 +176,10 @@ def check_images(request: ModelRequest, response: ModelResponse, server: str) ->
             f"{own[place : place + 3]}). Start the server with the files of this processor: "
             "limits of pixels, chat template and tokenizer must be the same"
         )
-    if sampled := set(request.images.forbidden).intersection(response.output_tokens):
+
+    # A sampled image token would stand for an image that does not exist.
+    sampled = set(request.images.forbidden).intersection(response.output_tokens)
+    if sampled:
         raise PromptError(
             f"{server} sampled {sorted(sampled)}, tokens that stand for images, although "
             "logit_bias excluded them: it ignores the bias, and such an answer cannot be trained "
@@ -168,12 +196,12 @@ def adapter_spans(
     """
     if answered_by != adapter:
         raise ValueError(f"it was completed by {answered_by!r}; expected {adapter!r}")
-    if replaced := [
-        span["version"] for span in spans if labelled_version(span["version"]) is not None
-    ]:
-        raise ValueError(
-            f"the base under {adapter} was replaced by the published weights {replaced[0]}"
-        )
+    for span in spans:
+        if labelled_version(span["version"]) is not None:
+            replaced = span["version"]
+            raise ValueError(
+                f"the base under {adapter} was replaced by the published weights {replaced}"
+            )
     return [{**span, "version": adapter_label(adapter)} for span in spans]
 
 
@@ -188,11 +216,22 @@ def temperature_error(plain: Mapping[int, float], tempered: Mapping[int, float])
 
     Differences between tokens must be twice as large, because ``log p = z / T - logsumexp(z / T)``.
     """
+    # The most and the least likely of the common tokens differ most.
     common = sorted(plain.keys() & tempered.keys(), key=plain.__getitem__)
-    spread = plain[common[-1]] - plain[common[0]] if common else 0.0
+    spread = 0.0
+    if common:
+        spread = plain[common[-1]] - plain[common[0]]
     if not spread > 0:
-        return f"log-probabilities of different tokens cannot be compared: {dict(plain)} and {dict(tempered)}"
+        return (
+            "log-probabilities of different tokens cannot be compared: "
+            f"{dict(plain)} and {dict(tempered)}"
+        )
+
+    # The factor is 2 with the temperature, and 1 without it.
     factor = (tempered[common[-1]] - tempered[common[0]]) / spread
     if abs(factor - 2) < abs(factor - 1):
         return None
-    return "its log-probabilities are not those of the distribution that it samples from: temperature is left out"
+    return (
+        "its log-probabilities are not those of the distribution that it samples from: temperature "
+        "is left out"
+    )
