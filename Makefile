@@ -131,11 +131,11 @@ define check_python
 endef
 
 # The stamp is newer than these files exactly when what they ask for is installed.
-$(INSTALLED): pyproject.toml plugins/weights/pyproject.toml $(CONSTRAINTS)
+$(INSTALLED): pyproject.toml plugins/convert/pyproject.toml plugins/weights/pyproject.toml $(CONSTRAINTS)
 	$(check_python)
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@echo "Installing Holdfast and all it needs into $(VENV), PyTorch among it: some minutes the first time ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]' -e ./plugins/weights
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]' -e ./plugins/convert -e ./plugins/weights
 	@touch $@
 
 $(DOCS_INSTALLED): pyproject.toml $(CONSTRAINTS)

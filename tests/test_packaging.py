@@ -17,7 +17,9 @@ from tests.limits import stretched
 
 ROOT = Path(__file__).parents[1]
 PACKAGE_DIRS = ("engine", "integrations", "recover", "utils")
-PLUGINS = ("vllm", "weights")
+PLUGINS = ("convert", "vllm", "weights")
+ALONE = ("vllm", "weights")
+"""Those that need no Holdfast."""
 
 
 def source_files(root: Path) -> set[str]:
@@ -168,7 +170,7 @@ def test_editable_install_imports_the_sources_from_outside_the_checkout(
 @pytest.mark.slow
 def test_the_plugins_install_together_without_holdfast(tmp_path: Path) -> None:
     python = fresh_python(tmp_path / "venv")
-    for plugin in PLUGINS:
+    for plugin in ALONE:
         shutil.copytree(
             ROOT / "plugins" / plugin,
             tmp_path / plugin,
@@ -184,14 +186,36 @@ def test_the_plugins_install_together_without_holdfast(tmp_path: Path) -> None:
         "--no-deps",
         "--no-index",
     ]
-    run(*install, "--no-build-isolation", *(tmp_path / plugin for plugin in PLUGINS), cwd=tmp_path)
+    run(*install, "--no-build-isolation", *(tmp_path / plugin for plugin in ALONE), cwd=tmp_path)
     assert "0.1.0" in run(tmp_path / "venv" / "bin" / "holdfast-weights", "--version", cwd=tmp_path)
     script = (
-        "import sys, holdfast_vllm.published, holdfast_weights.cli as c; print(c.__file__, "
-        "'torch' in sys.modules)"
+        "import sys, holdfast_vllm.published, holdfast_weights.cli as c; "
+        "print(c.__file__, 'torch' in sys.modules)"
     )
     file, torch = run(python, "-c", script, cwd=tmp_path).split()
     assert Path(file).is_relative_to(tmp_path / "venv") and torch == "False"
+
+
+@pytest.mark.slow
+def test_the_converter_installs_beside_holdfast_and_adds_its_command(
+    checkout: Path, tmp_path: Path
+) -> None:
+    python = fresh_python(tmp_path / "venv")
+    converter = shutil.copytree(
+        ROOT / "plugins" / "convert",
+        tmp_path / "convert",
+        ignore=shutil.ignore_patterns("*.egg-info"),
+    )
+    install = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps")
+    run(*install, "--no-index", "--no-build-isolation", checkout, cwd=tmp_path)
+    command = (tmp_path / "venv" / "bin" / "holdfast", "convert", "--help")
+    assert "pip install holdfast-convert" in run(*command, cwd=tmp_path)
+    run(*install, "--no-index", "--no-build-isolation", converter, cwd=tmp_path)
+    assert "--steps-per-epoch" in run(*command, cwd=tmp_path)
+    script = "import holdfast_convert as c; print(c.__file__, c.convert.__module__)"
+    file, module = run(python, "-c", script, cwd=tmp_path).split()
+    assert Path(file).is_relative_to(tmp_path / "venv")
+    assert module == "holdfast_convert.conversion"
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")

@@ -12,6 +12,9 @@ from typing import Any
 from ...utils.errors import CheckpointNotFoundError
 from ..storage.journal import JOURNAL_NAME, last_start, read_journal
 
+Event = dict[str, Any]
+"""A line of the journal."""
+
 _BOUNDS = ("attempt", "start", "stop", "loss", "failed", "returned", "end")
 EVENTS = (*_BOUNDS, "step", "save")
 
@@ -40,54 +43,65 @@ class AttemptRecord:
     given_up: str | None = None  # why the supervisor began no other attempt
     losses: int = 0  # number of worker losses during the attempt
     redone: int = 0  # steps that an earlier attempt had trained already
-    gone_s: float | None = (
-        None  # seconds from the last step of the previous attempt to the first step of this one
-    )
+    # Seconds from the last step of the previous attempt to the first step of this one.
+    gone_s: float | None = None
 
     def verdict(self, is_last: bool, in_use: bool | None) -> str:
         """Describe how the attempt ended. ``in_use`` is `Use.known` of the run."""
+        # Only the last attempt may go on, and not if it is known that nobody uses the run.
         if self.ended is None and is_last and in_use is not False:
-            goes_on = "goes on" if self.loaded else "begins: its workers start, or it loads"
-            return (
-                goes_on if in_use else f"{goes_on}, or was killed: the lock of the run cannot tell"
-            )
-        ending = (
-            "the handler was closed"
-            if self.closed
-            else "the process ended without closing the handler"
-        )
+            goes_on = "goes on"
+            if not self.loaded:
+                goes_on = "begins: its workers start, or it loads"
+            if in_use:
+                return goes_on
+            return f"{goes_on}, or was killed: the lock of the run cannot tell"
+
+        text = self._ending()
+        if not self.loaded:
+            text = f"before it had loaded: {text}"
+        if self.given_up:
+            text += f"; given up: {self.given_up}"
+        return text
+
+    def _ending(self) -> str:
         if self.ended is None:
-            ending = "killed, or its machine was lost: nothing was noted"
-        elif self.stop is not None:
-            ending = f"stopped as asked: {self.stop}"
-        elif self.error is not None:
-            ending = self.error
-        begins = "" if self.loaded else "before it had loaded: "
-        return begins + ending + (f"; given up: {self.given_up}" if self.given_up else "")
+            return "killed, or its machine was lost: nothing was noted"
+        if self.stop is not None:
+            return f"stopped as asked: {self.stop}"
+        if self.error is not None:
+            return self.error
+        if self.closed:
+            return "the handler was closed"
+        return "the process ended without closing the handler"
 
 
 def read_attempts(trial_root: Path) -> list[AttemptRecord]:
     """The attempts of a run, oldest first. Raises `CheckpointNotFoundError` if the run has no
     journal.
     """
-    if not (path := trial_root / JOURNAL_NAME).exists():
+    path = trial_root / JOURNAL_NAME
+    if not path.exists():
         raise CheckpointNotFoundError(
             f"there is no {path}: nothing is known of the attempts of this run, which an older "
             "version has written"
         )
-    return list_attempts(read_journal(trial_root, (*_BOUNDS, "step"), ends_of="step"))
+    events = read_journal(trial_root, (*_BOUNDS, "step"), ends_of="step")
+    return list_attempts(events)
 
 
 def last_attempt(trial_root: Path) -> AttemptRecord | None:
     """The last attempt in a journal, without its steps. Its number counts from the last attempt
     that has loaded.
     """
-    begin = last_start(trial_root)
-    events = read_journal(trial_root, _BOUNDS, since=0 if begin is None else begin[0])
-    return next(reversed(list_attempts(events)), None)
+    # What came before the last start does not matter, and may be long.
+    start = last_start(trial_root)
+    begin = 0 if start is None else start[0]
+    attempts = list_attempts(read_journal(trial_root, _BOUNDS, since=begin))
+    return attempts[-1] if attempts else None
 
 
-def list_attempts(events: Iterable[dict[str, Any]]) -> list[AttemptRecord]:
+def list_attempts(events: Iterable[Event]) -> list[AttemptRecord]:
     """Group the events of a journal into attempts. An attempt that ended well before it loaded is
     left out.
     """
@@ -96,12 +110,12 @@ def list_attempts(events: Iterable[dict[str, Any]]) -> list[AttemptRecord]:
     for event in events:
         match event["event"]:
             case "attempt":
-                if not begins:  # both the supervisor and the handler write this event
+                # Both the supervisor and the handler write this event.
+                if not begins:
                     attempts.append(_begin(len(attempts), event, loaded=False))
                 begins = True
             case "start":
-                # Or it had not loaded, and lost a worker group that was then started again alone.
-                if begins or (attempts and not attempts[-1].loaded and attempts[-1].losses > 0):
+                if begins or _waits_for_start(attempts):
                     attempts.pop()
                 attempts.append(_begin(len(attempts), event))
                 begins = False
@@ -116,15 +130,28 @@ def list_attempts(events: Iterable[dict[str, Any]]) -> list[AttemptRecord]:
     return attempts
 
 
+def _waits_for_start(attempts: list[AttemptRecord]) -> bool:
+    """Whether the last attempt had not loaded, and lost a worker group that was then started again
+    alone.
+    """
+    if not attempts:
+        return False
+    last = attempts[-1]
+    return not last.loaded and last.losses > 0
+
+
 def _count_redone(attempts: list[AttemptRecord]) -> None:
-    reached = -1  # by all earlier attempts: the last one may have ended before its first step
+    # By all earlier attempts, because the last one may have ended before its first step.
+    reached = -1
     for attempt in attempts:
-        if attempt.first is not None and attempt.last is not None:
-            attempt.redone = max(0, min(attempt.last, reached) - attempt.first + 1)
-            reached = max(reached, attempt.last)
+        if attempt.first is None or attempt.last is None:
+            continue
+        again = min(attempt.last, reached) - attempt.first + 1
+        attempt.redone = max(0, again)
+        reached = max(reached, attempt.last)
 
 
-def _begin(number: int, event: dict[str, Any], loaded: bool = True) -> AttemptRecord:
+def _begin(number: int, event: Event, loaded: bool = True) -> AttemptRecord:
     return AttemptRecord(
         number,
         began=event["time"],
@@ -138,29 +165,50 @@ def _begin(number: int, event: dict[str, Any], loaded: bool = True) -> AttemptRe
     )
 
 
-def _go_on(attempts: list[AttemptRecord], event: dict[str, Any]) -> None:
+def _go_on(attempts: list[AttemptRecord], event: Event) -> None:
+    """Add an event to the last attempt."""
     attempt = attempts[-1]
     match event["event"]:
         case "step":
             if attempt.first is None:
-                attempt.first, attempt.first_at = event["step"], event["time"]
-                if len(attempts) > 1:
-                    before = islice(reversed(attempts), 1, None)
-                    left = next((one.last_at for one in before if one.last_at), attempts[0].began)
-                    attempt.gone_s = round(event["time"] - left, 3)
-            attempt.last, attempt.last_at = event["step"], event["time"]
+                attempt.first = event["step"]
+                attempt.first_at = event["time"]
+                attempt.gone_s = _time_since(attempts, event["time"])
+            attempt.last = event["step"]
+            attempt.last_at = event["time"]
         case "stop":
             attempt.stop = event.get("reason", "")
         case "loss":
             attempt.losses += 1
             if not attempt.loaded:
-                lost = f"worker group {event.get('group')!r} lost rank(s) {event.get('ranks')}: {event.get('cause')}"
-                attempt.ended, attempt.error = event["time"], lost
+                attempt.ended = event["time"]
+                attempt.error = (
+                    f"worker group {event.get('group')!r} lost rank(s) {event.get('ranks')}: "
+                    f"{event.get('cause')}"
+                )
         case "failed":
+            # The supervisor notes the error of an attempt, and may give up with another one.
+            error = event.get("error")
             if attempt.ended is None:
-                attempt.ended, attempt.error = event["time"], event.get("error")
-            elif attempt.error != event.get("error"):
-                attempt.given_up = event.get("error")
+                attempt.ended = event["time"]
+                attempt.error = error
+            elif attempt.error != error:
+                attempt.given_up = error
         case "end":
-            attempt.ended, attempt.error = event["time"], attempt.error or event.get("error")
+            attempt.ended = event["time"]
+            attempt.error = attempt.error or event.get("error")
             attempt.closed = event.get("how") == "closed"
+
+
+def _time_since(attempts: list[AttemptRecord], moment: float) -> float | None:
+    """Seconds since the last step before the last attempt. None for the first attempt."""
+    if len(attempts) < 2:
+        return None
+
+    # Without any step, since the very beginning.
+    left = attempts[0].began
+    for before in islice(reversed(attempts), 1, None):
+        if before.last_at:
+            left = before.last_at
+            break
+    return round(moment - left, 3)

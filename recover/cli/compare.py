@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from ...engine.dcp.format import read_layout
 from ...engine.dcp.state import ROOT
 from ...engine.memory.lazy_tensor import LazyTensor
 from ...utils.errors import CheckpointNotFoundError, ConfigError
-from ..convert.stored_tensors import stored_safetensors, stored_tensor
+from ..export.stored_tensors import (
+    DCPFolder,
+    Tensors,
+    stored_safetensors,
+)
 from .folders import Folder, local_copy
 
 BLOCK_BYTES = 16 << 20
@@ -48,95 +52,182 @@ def compare_folders(a: Folder, b: Folder, engine: str | None) -> tuple[list[Diff
     """
     with ExitStack() as files:
         sides = [files.enter_context(local_copy(folder)) for folder in (a, b)]
-        exports = [(side / "config.json").is_file() for side in sides]
-        if engine is None and any(exports) and not all(exports):
-            engine = _only_engine(sides[exports.index(False)])
-        pair = (
-            stored_safetensors(side, files) if is_export else _read_generation(side, engine)
-            for side, is_export in zip(sides, exports, strict=True)
-        )
-        return _compare(*pair)
+        generations = [side for side in sides if not _is_export(side)]
+
+        # An export has the weights of one engine.
+        if engine is None and len(generations) == 1:
+            engine = _only_engine(generations[0])
+
+        found: list[Tensors] = []
+        for side in sides:
+            if _is_export(side):
+                found.append(stored_safetensors(side, files))
+            else:
+                found.append(_read_generation(side, engine))
+        return _compare(*found)
+
+
+def _is_export(path: Path) -> bool:
+    return (path / "config.json").is_file()
 
 
 def _only_engine(path: Path) -> str:
-    engine, *more = names = _engine_names(path)
-    if more:
+    names = _engine_names(path)
+    if len(names) > 1:
         raise ConfigError(f"{path} holds the engines {', '.join(names)}; say which with --engine")
-    return engine
+    return names[0]
 
 
 def _engine_names(path: Path) -> list[str]:
-    if not (names := sorted(found.parent.name for found in path.glob("*/.metadata"))):
+    names = sorted(found.parent.name for found in path.glob("*/.metadata"))
+    if not names:
         raise CheckpointNotFoundError(f"{path} holds no engine: no folder in it has a .metadata")
     return names
 
 
-def _read_generation(path: Path, engine: str | None) -> dict[str, LazyTensor]:
+def _read_generation(path: Path, engine: str | None) -> Tensors:
     """All tensors as ``<engine>/model.<parameter>`` ..., or the parameters and buffers of
     ``engine`` by their names.
     """
     names = _engine_names(path)
-    if engine not in (None, *names):
+    if engine is None:
+        found: Tensors = {}
+        for name in names:
+            found |= _read_below(path / name, f"{ROOT}.", f"{name}/")
+        return found
+    if engine not in names:
         raise CheckpointNotFoundError(
             f"{path} has no engine {engine!r}; there are: {', '.join(names)}"
         )
-    found = {}
-    for name in names if engine is None else [engine]:
-        layout = read_layout(path / name)
-        prefix, shown = (f"{ROOT}.", f"{name}/") if engine is None else (f"{ROOT}.model.", "")
-        for key in layout.tensors:
-            if key.startswith(prefix):
-                found[shown + key.removeprefix(prefix)] = stored_tensor(path / name, layout, key)
+    return _read_below(path / engine, f"{ROOT}.model.", "")
+
+
+def _read_below(path: Path, prefix: str, shown: str) -> Tensors:
+    """The tensors of an engine below ``prefix``, which becomes ``shown`` in their names."""
+    folder = DCPFolder(path)
+    found: Tensors = {}
+    for key in folder.layout.tensors:
+        if key.startswith(prefix):
+            name = shown + key.removeprefix(prefix)
+            found[name] = folder.tensor(key)
     return found
 
 
-def _compare(a: dict[str, LazyTensor], b: dict[str, LazyTensor]) -> tuple[list[Difference], int]:
+def _compare(a: Tensors, b: Tensors) -> tuple[list[Difference], int]:
+    """The differences, those of names first, and the number of tensors that are equal."""
     found = [Difference(name, "only in A") for name in a.keys() - b.keys()]
     found += [Difference(name, "only in B") for name in b.keys() - a.keys()]
     found.sort(key=lambda one: one.name)
-    compared = [_compare_tensor(name, a[name], b[name]) for name in a if name in b]
-    return found + [one for one in compared if one is not None], compared.count(None)
+
+    equal = 0
+    for name, tensor in a.items():
+        if name not in b:
+            continue
+        difference = _compare_tensor(name, tensor, b[name])
+        if difference is None:
+            equal += 1
+        else:
+            found.append(difference)
+    return found, equal
 
 
 def _compare_tensor(name: str, a: LazyTensor, b: LazyTensor) -> Difference | None:
     if a.shape != b.shape:
         return Difference(name, "shape", note=f"{list(a.shape)} and {list(b.shape)}")
-    elements, in_bits, largest, squares, norm = 0, 0, 0.0, 0.0, 0.0
-    wide = torch.complex128 if a.dtype.is_complex or b.dtype.is_complex else torch.float64
+
+    # Block by block, so that tensors of any size can be compared.
+    sums = _Sums(a.dtype, b.dtype)
     for first, last in _row_blocks(a):
-        one, other = a.rows(first, last), b.rows(first, last)
-        if a.dtype == b.dtype:
-            moved = int((_bits(one) != _bits(other)).any(1).sum())
-            if not moved:
-                norm += float(one.to(wide).abs().square().sum())
-                continue
-            in_bits += moved
-        one, other = one.to(wide), other.to(wide)
-        differs = (one != other) & ~(one.isnan() & other.isnan())
+        sums.add(a.rows(first, last), b.rows(first, last))
+
+    # Equal in float64, and of one dtype: at most the bits differ.
+    if not sums.elements and sums.same_dtype:
+        if not sums.in_bits:
+            return None
+        return Difference(name, "bits", sums.in_bits, a.numel)
+
+    dtypes = ""
+    if not sums.same_dtype:
+        dtypes = f"{a.dtype} and {b.dtype}".replace("torch.", "")
+    return Difference(
+        name,
+        "values" if sums.elements else "dtype",
+        sums.elements,
+        a.numel,
+        sums.largest,
+        sums.relative,
+        dtypes,
+    )
+
+
+class _Sums:
+    """What two tensors differ by, added up over their blocks.
+
+    Attributes:
+        same_dtype: whether the tensors have one dtype.
+        elements: number of elements with different values.
+        in_bits: number of elements with different bits. 0 if the dtypes differ.
+        largest: largest absolute difference, or NaN.
+    """
+
+    def __init__(self, dtype: torch.dtype, other: torch.dtype) -> None:
+        self.same_dtype = dtype == other
+        self.elements = 0
+        self.in_bits = 0
+        self.largest = 0.0
+        self._squares = 0.0  # of the differences
+        self._norm = 0.0  # squares of A
+        is_complex = dtype.is_complex or other.is_complex
+        self._wide = torch.complex128 if is_complex else torch.float64
+
+    def add(self, one: Tensor, other: Tensor) -> None:
+        """Add a block of A and the same block of B."""
+        if self.same_dtype:
+            differing_bits = (_bits(one) != _bits(other)).any(1)
+            n_differing = int(differing_bits.sum())
+            self.in_bits += n_differing
+            # Most blocks are equal, and need no arithmetic in float64.
+            if not n_differing:
+                self._norm += _sum_of_squares(one.to(self._wide))
+                return
+
+        one = one.to(self._wide)
+        other = other.to(self._wide)
+        both_nan = one.isnan() & other.isnan()
+        differs = (one != other) & ~both_nan
+        self.elements += int(differs.sum())
+
         distance = (one - other).abs()[differs]
-        elements += int(differs.sum())
         if distance.numel():
             peak = float(distance.max())
-            largest = peak if peak != peak or peak > largest else largest
-        squares += float(distance.square().sum())
-        norm += float(one.abs().square().sum())
-    dtypes = "" if a.dtype == b.dtype else f"{a.dtype} and {b.dtype}".replace("torch.", "")
-    if not elements and not dtypes:
-        return Difference(name, "bits", in_bits, a.numel) if in_bits else None
-    relative = math.sqrt(squares / norm) if norm else math.inf if squares else 0.0
-    return Difference(
-        name, "values" if elements else "dtype", elements, a.numel, largest, relative, dtypes
-    )
+            # A NaN stays, because no number is larger.
+            if math.isnan(peak) or peak > self.largest:
+                self.largest = peak
+        self._squares += _sum_of_squares(distance)
+        self._norm += _sum_of_squares(one)
+
+    @property
+    def relative(self) -> float:
+        """Norm of the difference divided by the norm of A."""
+        if self._norm:
+            return math.sqrt(self._squares / self._norm)
+        return math.inf if self._squares else 0.0
+
+
+def _sum_of_squares(values: Tensor) -> float:
+    return float(values.abs().square().sum())
 
 
 def _row_blocks(tensor: LazyTensor) -> Iterator[tuple[int, int]]:
     """First and last row of each block. A scalar is one block."""
     n_rows = tensor.shape[0] if tensor.shape else 1
-    step = max(1, BLOCK_BYTES // (tensor.row_elements * tensor.dtype.itemsize))
-    yield from ((first, min(first + step, n_rows)) for first in range(0, n_rows, step))
+    row_bytes = tensor.row_elements * tensor.dtype.itemsize
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for first in range(0, n_rows, step):
+        yield first, min(first + step, n_rows)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     """Bytes of a tensor, one row per element. As bytes, equal NaNs are equal, while 0 and -0
     differ.
     """

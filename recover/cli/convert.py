@@ -1,76 +1,36 @@
-"""``holdfast convert``: convert a checkpoint from or to another trainer. See
-`holdfast.recover.convert`.
-"""
-
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+"""``holdfast convert``: the command of the distribution ``holdfast-convert``, if it is there."""
 
 import click
 
-from .output import dtype_option, json_option, print_json
+from ...utils.errors import ConfigError
+
+_HOW = "pip install holdfast-convert, or from a checkout pip install -e plugins/convert"
 
 
-@click.command("convert", short_help="Convert a checkpoint from or to another trainer.")
-@click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST")
-@click.option("--to", type=click.Choice(("hf", "generation", "dcp", "areal")), required=True,
-              help="Format of DST, see above.")  # fmt: skip
-@dtype_option("unchanged")
-@click.option(
-    "--root",
-    metavar="NAME",
-    help='Root of the model in DCP data: app, "" ...  [default: the only one]',
+@click.command(
+    "convert",
+    short_help="Convert a checkpoint. Needs holdfast-convert.",
+    context_settings={"ignore_unknown_options": True},
 )
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    help="Folder with the model's config.json, if SRC has none.",
-)
-@click.option(
-    "--engine",
-    metavar="NAME",
-    help="Engine to read if SRC has several, or its name in a new generation.",
-)
-@click.option(
-    "--step",
-    type=int,
-    help="Last trained step of a generation, counted from 0, if SRC does not say it.",
-)
-@click.option(
-    "--steps-per-epoch", type=int, help="Steps per epoch of a generation, if SRC does not say it."
-)
-@json_option
-def convert_command(source: str, target: str, as_json: bool, **options: Any) -> None:
-    """Convert the checkpoint in SRC to DST. DST appears only after it was read back and compared
-    with SRC.
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def _not_installed(arguments: tuple[str, ...]) -> None:
+    """Convert a checkpoint from or to another trainer.
 
-    SRC is a folder of verl (model_world_size_*_rank_*.pt), AReaL or Holdfast, with optimizer state.
-    Or it holds weights
-    only: a Hugging Face model, a checkpoint of Trainer or TRL, save_state of Accelerate, or a
-    folder of torch.distributed.checkpoint with any root. The format is detected from the files.
-    Nothing in SRC is executed.
-
-    \b --to hf          weights that from_pretrained loads --to generation  DST is the folder of a
-    run, FILEROOT/EXPERIMENT/TRIAL, that RecoverHandler resumes --to dcp         model, optimizer
-    and schedule for load_dcp, at any number of ranks --to areal       a folder that AReaL's engine
-    loads, optimizer included
-
-    The conversion holds one block of 64 MiB in memory. If it is killed, run the same command again.
+    This command is in a distribution of its own: pip install holdfast-convert, or from a checkout
+    pip install -e plugins/convert.
     """
-    from ..convert import convert
+    raise ConfigError(f"the converter is not installed: {_HOW}")
 
-    done = convert(source, target, progress=not as_json, **options)
-    if as_json:
-        print_json(asdict(done))
-        return
-    what = "with" if done.optimizer else "without"
-    click.echo(f"{done.target}: {done.format} as {done.to}, {what} optimizer state")
-    click.echo(
-        f"  {done.tensors} tensors, {done.bytes} bytes, read back and equal to the source; "
-        f"{done.seconds:.1f} s"
-    )
-    for remark in (*done.notes, *(f"no {part}: {outcome}" for part, outcome in done.lacks.items())):
-        click.echo(f"  {remark}")
-    if done.ignored:
-        click.echo(f"  not converted: {', '.join(done.ignored)}")
+
+def _find_command() -> click.Command:
+    try:
+        from holdfast_convert.command import convert_command
+    except ModuleNotFoundError as error:
+        # A module that the converter itself lacks is another matter.
+        if error.name != "holdfast_convert":
+            raise
+        return _not_installed
+    return convert_command
+
+
+convert_command = _find_command()

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,26 +10,52 @@ from ...utils.errors import CheckpointNotFoundError
 from ...utils.files import is_free
 from ...utils.manifest import require_outside_commits
 from .folders import Folder, local_copy
-from .output import dtype_option, json_option, print_json, seconds_text, size_text
+from .output import (
+    dtype_option,
+    json_option,
+    print_json,
+    seconds_text,
+    size_text,
+)
 from .runs import generation_argument, read_generation
 
+if TYPE_CHECKING:
+    from ..export.adapters import StoredAdapters
+
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_EXPORTS = ("hf/[!.]*/config.json", "weights/[!.]*/config.json", "base_model/config.json")
+"""Where the folder of a run has a ``config.json``, the first choice first."""
 
 
 @click.command("export", short_help="Write a generation as a Hugging Face folder.")
 @generation_argument
 @click.option(
-    "--to", "target", required=True, type=click.Path(path_type=Path), help="Folder to create."
+    "--to",
+    "target",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder to create.",
 )
 @dtype_option("the dtype in config.json; adapters keep theirs")
-@click.option("--config", type=_FOLDER,
-              help="Folder with config.json, tokenizer ...  [default: an export of the same run, "
-              "else the files in GEN]")  # fmt: skip
+@click.option(
+    "--config",
+    type=_FOLDER,
+    help="Folder with config.json, tokenizer ...  [default: an export of the same run, "
+    "else the files in GEN]",
+)
 @click.option("--engine", help="Engine to export. Required if the generation has several.")
-@click.option("--adapters", type=click.Choice(("merged", "peft")), help="How to export LoRA adapters: merged into all "
-              "weights of the base, or as a PEFT folder.  [default: merged]")  # fmt: skip
-@click.option("--base", type=_FOLDER, help="Folder of the model that the adapters were trained on.  [default: the "
-              "folder that the generation names]")  # fmt: skip
+@click.option(
+    "--adapters",
+    type=click.Choice(("merged", "peft")),
+    help="How to export LoRA adapters: merged into all weights of the base, or as a PEFT "
+    "folder.  [default: merged]",
+)
+@click.option(
+    "--base",
+    type=_FOLDER,
+    help="Folder of the model that the adapters were trained on.  [default: the "
+    "folder that the generation names]",
+)
 @json_option
 def export_command(generation: str, target: Path, as_json: bool, **options: Any) -> None:
     """Write the weights of GEN as a folder that from_pretrained loads. The result equals an export
@@ -48,16 +74,25 @@ def export_command(generation: str, target: Path, as_json: bool, **options: Any)
     base is read from the folder that the run started with, and compared with the digest in GEN.
     --adapters peft needs no base.
     """
-    where, seconds = read_generation(generation, partial(_export, target=target, **options))
-    files = [file.stat().st_size for file in target.rglob("*") if file.is_file()]
+    export = partial(_export, target=target, **options)
+    where, seconds = read_generation(generation, export)
+    # What was made, for people and scripts.
+    files = [file for file in target.rglob("*") if file.is_file()]
+    n_bytes = sum(file.stat().st_size for file in files)
     seconds = round(seconds, 3)
     if as_json:
         print_json(
-            {"to": str(target), "bytes": sum(files), "files": len(files), "seconds": seconds}
+            {
+                "to": str(target),
+                "bytes": n_bytes,
+                "files": len(files),
+                "seconds": seconds,
+            }
         )
-    else:
-        size, took = size_text(sum(files)), seconds_text(seconds)
-        click.echo(f"exported {where} to {target}: {size} in {len(files)} files, {took}")
+        return
+    size = size_text(n_bytes)
+    took = seconds_text(seconds)
+    click.echo(f"exported {where} to {target}: {size} in {len(files)} files, {took}")
 
 
 def _export(
@@ -70,88 +105,116 @@ def _export(
     base: Path | None,
 ) -> tuple[str, float]:
     """Export one generation. Return its path or URL, and the seconds that the export took."""
-    from ..convert.adapters import write_peft
-    from ..convert.dcp import engine_folder, stored_adapters
+    from ..export.adapters import write_peft
+    from ..export.engine_folder import engine_folder, stored_adapters
 
+    # Before anything is read, and before a copy at a URL is fetched.
     if not is_free(target):
         raise click.UsageError(
             f"{target} exists already and is never written over; choose another --to"
         )
     require_outside_commits(target)
+
+    # A folder of all weights, or adapters that stand for a model.
     with local_copy(folder) as path:
-        stored = stored_adapters(engine_folder(path, engine))
+        source = engine_folder(path, engine)
+        stored = stored_adapters(source)
         if stored is None and (adapters or base):
             raise click.UsageError(
                 f"{folder.where} holds all weights, no adapters: --adapters and --base say "
                 "nothing of it"
             )
-        if stored is not None and adapters == "peft":
-            if config or base:
-                raise click.UsageError(
-                    "--config and --base are of merged weights: adapters are exported as they are"
-                )
-            seconds = write_peft(path, stored, target, dtype)
-        else:
-            seconds = _write_model(path, folder, target, dtype, config, engine, base, stored)
-    return folder.where, seconds
+
+        if stored is None or adapters != "peft":
+            return folder.where, _write_model(
+                path,
+                source,
+                target,
+                trial=_trial_of(folder),
+                stored=stored,
+                dtype=dtype,
+                config=config,
+                base=base,
+            )
+
+        if config or base:
+            raise click.UsageError(
+                "--config and --base are of merged weights: adapters are exported as they are"
+            )
+        return folder.where, write_peft(path, stored, target, dtype)
 
 
 def _write_model(
-    path: Path,
-    folder: Folder,
+    generation: Path,
+    engine: Path,
     target: Path,
+    *,
+    trial: Path | None,
+    stored: "StoredAdapters | None",
     dtype: str | None,
     config: Path | None,
-    engine: str | None,
     base: Path | None,
-    stored: Any,
 ) -> float:
-    """Write all weights of the generation at ``path``, a copy of ``folder``. Return the seconds
-    that this took.
-    """
+    """Write all weights of an engine. Return the seconds that this took."""
     from ...engine.hf.dtypes import base_dtype
-    from ..convert import convert
-    from ..convert.checkpoint import Architecture
-    from ..convert.dcp import engine_folder
+    from ..export.architecture import Architecture
+    from ..export.writing import export_weights
     from ..saving.model_files import unpacked_model_files
 
-    with unpacked_model_files(path, engine_folder(path, engine).name) as own:
-        model = config or (
-            _config_of(folder.path, own) if stored is None else stored.base_folder(base)
-        )
+    with unpacked_model_files(generation, engine.name) as own:
+        # The first that there is: as asked, the base of the adapters, an export of the run, the
+        # copy in the generation.
+        if config is None and stored is not None:
+            config = stored.base_folder(base)
+        if config is None:
+            config = _config_of(trial)
+        if config is None and own is not None:
+            config = own[0]
+        if config is None:
+            raise _no_config(trial)
+
         # As the run itself exports: in the dtype of the folder that its model was made from.
-        if dtype is None and own is not None and model == own[0]:
+        architecture = Architecture.read(config)
+        if dtype is None and own is not None and config == own[0]:
             dtype = own[1]
-        dtype = dtype or str(base_dtype(Architecture.read(model).model, model)).removeprefix(
-            "torch."
+        if dtype is None:
+            found = base_dtype(architecture.model, config)
+            dtype = str(found).removeprefix("torch.")
+        return export_weights(
+            generation,
+            engine,
+            target,
+            architecture,
+            dtype,
+            stored,
+            base,
         )
-        given: dict[str, Any] = {
-            "config": model,
-            "engine": engine,
-            "merge": stored is not None,
-            "base": base,
-        }
-        return convert(path, target, to="hf", dtype=dtype, **given).seconds
 
 
-def _config_of(path: Path | None, own: tuple[Path, str | None] | None) -> Path:
-    """The newest folder of the same run that has a ``config.json``, else the files in the
-    generation itself.
-    """
+def _trial_of(folder: Folder) -> Path | None:
+    """Folder of the run of a generation. None at a URL."""
+    if folder.path is None:
+        return None
+    return folder.path.absolute().parent.parent
+
+
+def _config_of(trial: Path | None) -> Path | None:
+    """The newest folder of a run that has a ``config.json``. None if no folder has one."""
+    if trial is None:
+        return None
+    for pattern in _EXPORTS:
+        exports = [config.parent for config in trial.glob(pattern)]
+        if exports:
+            # By the length first, because step 10 comes after step 9.
+            return max(exports, key=lambda export: (len(export.name), export.name))
+    return None
+
+
+def _no_config(trial: Path | None) -> CheckpointNotFoundError:
     where = "the generation"
-    if path is not None:
-        trial = path.absolute().parent.parent
+    if trial is not None:
         where = f"the generation, nor in hf/, weights/ or base_model/ of {trial}"
-        for pattern in (
-            "hf/[!.]*/config.json",
-            "weights/[!.]*/config.json",
-            "base_model/config.json",
-        ):
-            if found := [config.parent for config in trial.glob(pattern)]:
-                return max(found, key=lambda export: (len(export.name), export.name))
-    if own is not None:
-        return own[0]
-    raise CheckpointNotFoundError(
+    return CheckpointNotFoundError(
         f"there is no config.json in {where}; name a folder that has the model's with --config, "
         "as the one that the run was started from"
     )

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError, MirrorError
+from ...utils.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    MirrorError,
+)
 from ...utils.files import digest_name
 from ...utils.manifest import (
     MANIFEST_NAME,
@@ -38,12 +42,14 @@ class Folder:
         path: path of the folder. None at a URL.
     """
 
+    where: str
     path: Path | None
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no folder {path}")
-        self.path = self._here = path
+        self._here = path
+        self.path = path
         self.where = str(path)
 
     @property
@@ -69,7 +75,8 @@ class Folder:
 
     def digest(self, name: str, entry: Mapping[str, Any]) -> str:
         """Digest of a file, of the kind that its entry in a manifest has."""
-        return described_digest(self._here / name, entry)
+        path = self._here / name
+        return described_digest(path, entry)
 
     def has(self, name: str) -> bool:
         """Whether the folder holds this file."""
@@ -93,7 +100,8 @@ class Folder:
 
     def info(self) -> RecoverInfo:
         """Info of a generation. Raises as `manifest`."""
-        return RecoverInfo.parse(self.read(INFO_NAME), f"{self.where}/{INFO_NAME}")
+        data = self.read(INFO_NAME)
+        return RecoverInfo.parse(data, f"{self.where}/{INFO_NAME}")
 
 
 class UrlFolder(Folder):
@@ -102,9 +110,11 @@ class UrlFolder(Folder):
     def __init__(self, url: str) -> None:
         from ...utils.remote import RemoteFolder
 
+        # As given, while `where` is for messages and hides a password.
         self._url = url.rstrip("/")
         self._remote = RemoteFolder(url, error=MirrorError, **_AT_A_URL)
-        self.where, self.path = self._remote.url, None
+        self.where = self._remote.url
+        self.path = None
 
     def sizes(self) -> dict[str, int]:
         """See `Folder.sizes`."""
@@ -115,7 +125,8 @@ class UrlFolder(Folder):
 
     def read(self, name: str) -> bytes:
         """See `Folder.read`."""
-        if (data := self._remote.read(name)) is None:
+        data = self._remote.read(name)
+        if data is None:
             raise CheckpointCorruptError(f"{self.where}/{name} is missing")
         return data
 
@@ -125,17 +136,21 @@ class UrlFolder(Folder):
 
     def read_manifest(self) -> dict[str, Any]:
         """See `Folder.read_manifest`."""
-        return parse_manifest(self.read(MANIFEST_NAME), f"{self.where}/{MANIFEST_NAME}")
+        data = self.read(MANIFEST_NAME)
+        return parse_manifest(data, f"{self.where}/{MANIFEST_NAME}")
 
     def read_range(self, name: str, begin: int, n_bytes: int) -> bytes:
         """See `Folder.read_range`."""
+        end = begin + n_bytes
         with self._must_have(name):
-            return self._remote.read_range(name, begin, begin + n_bytes)
+            return self._remote.read_range(name, begin, end)
 
     def digest(self, name: str, entry: Mapping[str, Any]) -> str:
         """See `Folder.digest`."""
         if "pieces" in entry:
-            return read_digest(entry["pieces"], partial(self.read_range, name))
+            read = partial(self.read_range, name)
+            return read_digest(entry["pieces"], read)
+        # In chunks, because a file may be larger than the memory.
         found = xxhash.xxh3_128()
         with self._must_have(name):
             for chunk in self._remote.chunks(name, entry["bytes"]):
@@ -167,10 +182,11 @@ def local_copy(folder: Folder) -> Iterator[Path]:
     if folder.path is not None:
         yield folder.path
         return
+
+    # The URL ends with global_step_<step>, and the mirror is the folder that it is in.
     root, _, name = folder.where.rpartition("/")
+    step = int(name.rpartition("_")[2])
     with tempfile.TemporaryDirectory(prefix="holdfast-") as temporary:
-        yield (
-            open_mirror(root)
-            .fetch(int(name.rpartition("_")[2]), GenerationStore(Path(temporary)))
-            .path
-        )
+        store = GenerationStore(Path(temporary))
+        fetched = open_mirror(root).fetch(step, store)
+        yield fetched.path

@@ -45,7 +45,9 @@ class Use:
     @property
     def known(self) -> bool | None:
         """Whether a job uses the run. None if that is unknown."""
-        return True if self.held else None if self.doubt else False
+        if self.held:
+            return True
+        return None if self.doubt else False
 
 
 def use_of(trial_root: Path, last: AttemptRecord | None = None) -> Use:
@@ -53,27 +55,36 @@ def use_of(trial_root: Path, last: AttemptRecord | None = None) -> Use:
 
     ``last`` is the last attempt, if the caller has read the journal before.
     """
-    if locked := probe_lock(trial_root / LOCK_NAME):
+    journal = trial_root / JOURNAL_NAME
+    locked = probe_lock(trial_root / LOCK_NAME)
+    if locked:
         return Use(True)
+
+    # The lock says that nobody has it, or, on a file system without locks, nothing.
     no_locks = locked is None
+    where = f"the lock in {trial_root} is free"
+    if no_locks:
+        where = f"the lock in {trial_root} cannot be asked"
+
+    # The journal says whether the last job has ended.
     last = last or last_attempt(trial_root)
-    where = (
-        f"the lock in {trial_root} cannot be asked"
-        if no_locks
-        else f"the lock in {trial_root} is free"
-    )
     if last is None:
-        unknown = no_locks and not (trial_root / JOURNAL_NAME).exists()
-        return Use(False, f"{where}, and there is no journal" if unknown else None)
+        if no_locks and not journal.exists():
+            return Use(False, f"{where}, and there is no journal")
+        return Use(False)
     if last.ended is not None:
         return Use(False)
+
+    # A job of this node would hold the lock, or is to be seen among the processes.
     if last.host == socket.gethostname():
         if no_locks and _runs(last.pid):
             return Use(
                 True, f"{where}, and pid {last.pid}, that of the last job, runs on this node"
             )
         return Use(False)
-    age_s = time.time() - (trial_root / JOURNAL_NAME).stat().st_mtime
+
+    # Of a job on another node, only its traces are to be seen.
+    age_s = time.time() - journal.stat().st_mtime
     if not no_locks and age_s > FRESH_S:
         return Use(False)
     reach = "" if no_locks else ", which may not reach other nodes"
@@ -88,7 +99,10 @@ def require_unused(trial_root: Path, no_job: bool) -> None:
     """Raise `ConfigError` if it is unknown whether a job uses the run, unless the user confirms
     that none does.
     """
-    if not no_job and (doubt := use_of(trial_root).doubt) is not None:
+    if no_job:
+        return
+    doubt = use_of(trial_root).doubt
+    if doubt is not None:
         raise ConfigError(
             f"whether a job uses the run cannot be known: {doubt}. If none does, say so with "
             "--no-job"
@@ -97,7 +111,7 @@ def require_unused(trial_root: Path, no_job: bool) -> None:
 
 @contextmanager
 def lock_run(trial_root: Path) -> Iterator[None]:
-    """Hold the lock of a run during the block. Raises `FolderInUseError` at once if a job holds it."""
+    """Hold the lock of a run during the block. Raises `FolderInUseError` if a job holds it."""
     lock = FolderLock(trial_root / LOCK_NAME)
     lock.acquire(0.0)
     try:

@@ -5,11 +5,29 @@ from typing import Any
 
 import click
 
-from ...utils.errors import CheckpointError, CheckpointNotFoundError, MirrorError
-from ..storage.generations import GenerationStore, RetentionRules, reasons_to_keep
+from ...utils.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    MirrorError,
+)
+from ..storage.generations import (
+    GenerationStore,
+    RetentionRules,
+    reasons_to_keep,
+)
 from ..storage.journal import last_start
-from .output import json_option, print_json, print_table, size_text, time_text
+from .folders import Folder
+from .output import (
+    json_option,
+    print_json,
+    print_table,
+    size_text,
+    time_text,
+)
 from .runs import Run, run_argument
+
+Entry = dict[str, Any]
+"""What is known of one generation, as in the JSON document."""
 
 _COLUMNS = (
     "step>",
@@ -27,8 +45,11 @@ _MOST_METRICS = 2
 
 @click.command("ls", short_help="List the generations of a run.")
 @run_argument
-@click.option("--mirror", metavar="URL", help="Show which generations have a copy at URL. 'recorded' stands for the "
-              "mirror of the run.")  # fmt: skip
+@click.option(
+    "--mirror",
+    metavar="URL",
+    help="Show which generations have a copy at URL. 'recorded' stands for the mirror of the run.",
+)
 @json_option
 def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
     """List the generations of RUN, newest first.
@@ -39,56 +60,50 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
     The column "kept" names the retention rules that keep a generation, as configured at the last
     start of the run. A generation kept "by no rule" is deleted at the next commit.
     """
+    # A generation that the run deletes meanwhile is left out.
     place = Run(run)
-    entries = [entry for step in place.steps() if (entry := _describe(place, step)) is not None]
+    entries: list[Entry] = []
+    for step in place.steps():
+        entry = _describe(place, step)
+        if entry is not None:
+            entries.append(entry)
     if place.store is not None:
         _explain_retention(place.store, entries)
     if mirror is not None:
-        there = place.open_mirror(None if mirror == "recorded" else mirror)
-        copies = dict.fromkeys(there.steps(damaged=True), "damaged") | dict.fromkeys(
-            there.steps(), "copied"
-        )
-        for entry in entries:
-            entry["mirror"] = copies.get(entry["step"], "no copy")
+        _add_copies(place, mirror, entries)
     others = _others(place)
     if as_json:
         print_json({"run": place.where, "generations": entries, **others})
         return
+
     if entries:
-        print_table(_COLUMNS, [_row(entry) for entry in entries], place.where)
+        rows = [_row(entry) for entry in entries]
+        print_table(_COLUMNS, rows, place.where)
     else:
         click.echo(f"{place.where} has no generation yet")
+
+    # What is no generation that could be resumed from.
     for step in others["damaged_steps"]:
         click.echo(f"step {step}: its copy was found damaged")
     for staged in others["being_written"]:
-        click.echo(f"step {staged['step']} is being written, or was when its writer was killed: "
-                   f"{size_text(staged['bytes'])} so far")  # fmt: skip
+        size = size_text(staged["bytes"])
+        click.echo(
+            f"step {staged['step']} is being written, or was when its writer was killed: "
+            f"{size} so far"
+        )
     for name in others["rejected"]:
         click.echo(f"refused at a start: {name}")
 
 
-def _describe(place: Run, step: int) -> dict[str, Any] | None:
+def _describe(place: Run, step: int) -> Entry | None:
     """Describe a generation. Return None if the run has deleted it meanwhile."""
     try:
         folder = place.folder(step)
     except CheckpointNotFoundError:
         return None
-    entry: dict[str, Any] = {"step": step, "where": folder.where, "problem": None}
+    entry: Entry = {"step": step, "where": folder.where, "problem": None}
     try:
-        if folder.path is not None:
-            entry["written"] = (folder.path / "manifest.json").stat().st_mtime
-        manifest = folder.read_manifest()
-        entry["bytes"] = sum(file["bytes"] for file in manifest["files"].values())
-        entry["world_size"], entry["run_id"] = manifest.get("world_size"), manifest.get("run_id")
-        folder.manifest()
-        info = folder.info()
-        last = info.last_step_info
-        entry |= {
-            "epoch": last.epoch,
-            "epoch_step": last.epoch_step,
-            "steps_per_epoch": last.steps_per_epoch,
-        }
-        entry["metrics"] = info.metrics
+        _read_facts(folder, entry)
     except MirrorError:
         raise
     except (CheckpointError, FileNotFoundError) as error:
@@ -98,55 +113,120 @@ def _describe(place: Run, step: int) -> dict[str, Any] | None:
     return entry
 
 
-def _explain_retention(store: GenerationStore, entries: list[dict[str, Any]]) -> None:
+def _read_facts(folder: Folder, entry: Entry) -> None:
+    """Add the facts one by one, so that those before a damaged part are shown."""
+    if folder.path is not None:
+        manifest_file = folder.path / "manifest.json"
+        entry["written"] = manifest_file.stat().st_mtime
+    manifest = folder.read_manifest()
+    files = manifest["files"].values()
+    entry["bytes"] = sum(file["bytes"] for file in files)
+    entry["world_size"] = manifest.get("world_size")
+    entry["run_id"] = manifest.get("run_id")
+
+    # Compares names and sizes of the files.
+    folder.manifest()
+
+    info = folder.info()
+    last = info.last_step_info
+    entry["epoch"] = last.epoch
+    entry["epoch_step"] = last.epoch_step
+    entry["steps_per_epoch"] = last.steps_per_epoch
+    entry["metrics"] = info.metrics
+
+
+def _explain_retention(store: GenerationStore, entries: list[Entry]) -> None:
     start = last_start(store.root.parent)
     pins = store.pins()
-    sound = {entry["step"]: entry["metrics"] for entry in entries if entry["problem"] is None}
-    reasons: dict[int, list[str]] = {step: [] for step in sound}
+
+    # The rules are those of the last start. Damaged generations count for none of them.
+    sound: dict[int, Any] = {}
+    for entry in entries:
+        if entry["problem"] is None:
+            sound[entry["step"]] = entry["metrics"]
+    reasons: dict[int, list[str]] = {}
     if start is not None:
-        with contextlib.suppress(
-            TypeError, KeyError, ValueError
-        ):  # another version wrote the journal
-            reasons = reasons_to_keep(sound, RetentionRules(**start[1]["keep"]))
+        # Another version may have written the journal.
+        with contextlib.suppress(TypeError, KeyError, ValueError):
+            rules = RetentionRules(**start[1]["keep"])
+            reasons = reasons_to_keep(sound, rules)
+
     for entry in entries:
         step = entry["step"]
-        entry["pinned"] = step in pins
-        entry["kept"] = (["pinned"] if step in pins else []) + reasons.get(step, [])
+        is_pinned = step in pins
+        entry["pinned"] = is_pinned
+        entry["kept"] = ["pinned"] * is_pinned + reasons.get(step, [])
         entry["rules_known"] = start is not None
+
+
+def _add_copies(place: Run, mirror: str, entries: list[Entry]) -> None:
+    """Add the state of each generation's copy at a mirror."""
+    url = None if mirror == "recorded" else mirror
+    there = place.open_mirror(url)
+    copies = dict.fromkeys(there.steps(damaged=True), "damaged")
+    copies |= dict.fromkeys(there.steps(), "copied")
+    for entry in entries:
+        entry["mirror"] = copies.get(entry["step"], "no copy")
 
 
 def _others(place: Run) -> dict[str, Any]:
     """Damaged copies, unfinished generations and rejected ones."""
-    if (store := place.store) is None:
+    store = place.store
+    if store is None:
         return {"damaged_steps": place.damaged(), "being_written": [], "rejected": []}
-    numbers = {path.name.split("-")[1] for path in store.root.glob(".staging-*-*")}
-    staged = sorted(int(number) for number in numbers if number.isdigit())
-    being_written = [{"step": step, "bytes": store.staged_bytes(step)} for step in staged]
+
+    # A staging folder is called .staging-<step>-<unique>.
+    numbers: set[str] = set()
+    for path in store.root.glob(".staging-*-*"):
+        numbers.add(path.name.split("-")[1])
+    steps = sorted(int(number) for number in numbers if number.isdigit())
+    staged = [{"step": step, "bytes": store.staged_bytes(step)} for step in steps]
     rejected = [path.name for path in store.quarantined()]
-    return {"damaged_steps": [], "being_written": being_written, "rejected": rejected}
+    return {"damaged_steps": [], "being_written": staged, "rejected": rejected}
 
 
-def _row(entry: dict[str, Any]) -> list[str]:
-    metrics = entry.get("metrics", {})
-    first = sorted(
-        metrics, key=lambda name: name not in ("reward", "loss")
-    )  # the others keep their order
-    shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in first[:_MOST_METRICS])
+def _row(entry: Entry) -> list[str]:
+    place = ""
+    if "epoch" in entry:
+        place = f"{entry['epoch']}, {entry['epoch_step']}/{entry['steps_per_epoch']}"
+    written = ""
+    if "written" in entry:
+        written = time_text(entry["written"])
+    size = ""
+    if "bytes" in entry:
+        size = size_text(entry["bytes"])
+
+    # What is wrong, without the path, or why it stays.
     kept = ", ".join(entry.get("kept", []))
-    if not kept and entry.get("rules_known") and entry["problem"] is None:
-        kept = "by no rule"
+    problem = entry["problem"]
+    if problem is None:
+        problem = ""
+        if not kept and entry.get("rules_known"):
+            kept = "by no rule"
+    else:
+        problem = problem.replace(entry["where"], "").lstrip(": /")
+
     return [
         str(entry["step"]),
-        f"{entry['epoch']}, {entry['epoch_step']}/{entry['steps_per_epoch']}"
-        if "epoch" in entry
-        else "",
-        time_text(entry["written"]) if "written" in entry else "",
-        size_text(entry["bytes"]) if "bytes" in entry else "",
+        place,
+        written,
+        size,
         str(entry.get("world_size") or ""),
-        shown + (f" (+{len(first) - _MOST_METRICS})" if len(first) > _MOST_METRICS else ""),
+        _metrics_text(entry.get("metrics", {})),
         kept,
         entry.get("mirror", ""),
-        ""
-        if entry["problem"] is None
-        else entry["problem"].replace(entry["where"], "").lstrip(": /"),
+        problem,
     ]
+
+
+def _metrics_text(metrics: dict[str, float]) -> str:
+    """The first metrics: reward and loss, then the others in their order."""
+    known = [name for name in metrics if name in ("reward", "loss")]
+    others = [name for name in metrics if name not in known]
+    names = known + others
+    shown = [f"{name} {metrics[name]:.4g}" for name in names[:_MOST_METRICS]]
+    text = ", ".join(shown)
+    more = len(names) - _MOST_METRICS
+    if more > 0:
+        text += f" (+{more})"
+    return text

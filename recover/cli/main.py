@@ -18,22 +18,20 @@ from ...utils.errors import CheckpointCorruptError, HoldfastError
 from .output import DAMAGED, FAILED, INTERRUPTED
 
 _COMMANDS = {
-    **{
-        name: name
-        for name in (
-            "convert",
-            "diff",
-            "export",
-            "ls",
-            "mirror",
-            "plan",
-            "show",
-            "top",
-            "verify",
-            "why",
-        )
-    },
-    **dict.fromkeys(("pin", "resume-from", "rm", "unpin"), "manage"),
+    "convert": "convert",
+    "diff": "diff",
+    "export": "export",
+    "ls": "ls",
+    "mirror": "mirror",
+    "pin": "manage",
+    "plan": "plan",
+    "resume-from": "manage",
+    "rm": "manage",
+    "show": "show",
+    "top": "top",
+    "unpin": "manage",
+    "verify": "verify",
+    "why": "why",
 }
 """Name of a command -> its module in this package. The function of ``resume-from`` is
 ``resume_from_command``.
@@ -47,8 +45,10 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
+        # Only now: `holdfast ls` must not wait for the imports of other commands.
         module = importlib.import_module(f".{_COMMANDS[cmd_name]}", __package__)
-        return getattr(module, f"{cmd_name.replace('-', '_')}_command")
+        function = cmd_name.replace("-", "_")
+        return getattr(module, f"{function}_command")
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command. A reader that closes the pipe is no error: `holdfast ls RUN | head`."""
@@ -56,11 +56,18 @@ class _Commands(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except BrokenPipeError:  # click would exit with 1, which means damage here
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:
+            # click would exit with 1, which means damage here. Nothing more can be written.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
             return 0
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        *rest: Any,
+        **options: Any,
+    ) -> NoReturn:
         """Run a command and end the process, without a traceback for errors of users, files or
         networks.
         """
@@ -73,18 +80,25 @@ class _Commands(click.Group):
         except click.ClickException as error:
             code = FAILED
             error.show()
+        except CheckpointCorruptError as error:
+            code = DAMAGED
+            click.echo(f"damaged: {error}", err=True)
         except (HoldfastError, OSError) as error:
-            damaged = isinstance(error, CheckpointCorruptError)
-            code = DAMAGED if damaged else FAILED
-            click.echo(f"{'damaged' if damaged else 'error'}: {error}", err=True)
-        sys.exit(code if isinstance(code, int) else 0)
+            code = FAILED
+            click.echo(f"error: {error}", err=True)
+
+        # A command that ends well may return anything.
+        if not isinstance(code, int):
+            code = 0
+        sys.exit(code)
 
 
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 success, 1 damage was found, 2 the command failed. Completion in bash: "
-    'eval "$(_HOLDFAST_COMPLETE=bash_source holdfast)". Use zsh_source or fish_source for other shells.',
+    'eval "$(_HOLDFAST_COMPLETE=bash_source holdfast)". Use zsh_source or fish_source for other '
+    "shells.",
 )
 @click.version_option(package_name="holdfast")
 @click.option("-v", "--verbose", is_flag=True, help="Log each action to stderr.")
@@ -99,14 +113,17 @@ def cli(verbose: bool) -> None:
 
     No command executes anything that it reads: neither pickles nor the code of a model.
     """
-    click.get_current_context().with_resource(_logging(logging.INFO if verbose else logging.ERROR))
+    level = logging.INFO if verbose else logging.ERROR
+    click.get_current_context().with_resource(_logging(level))
 
 
 @contextmanager
 def _logging(level: int) -> Iterator[None]:
     """Send the ``holdfast`` log to stderr while a command runs."""
-    logger, handler = logging.getLogger("holdfast"), logging.StreamHandler(sys.stderr)
+    # Output is for stdout, so that it can be piped.
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s | %(message)s"))
+    logger = logging.getLogger("holdfast")
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(level)

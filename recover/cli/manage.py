@@ -10,14 +10,32 @@ from typing import Any
 
 import click
 
-from ...utils.errors import CheckpointCorruptError, CheckpointError, ConfigError, FolderInUseError
+from ...utils.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    ConfigError,
+    FolderInUseError,
+)
 from ...utils.files import remove_folder
 from ..storage.generations import LOCK_NAME, GenerationStore, stored_bytes
 from .folders import Folder
-from .in_use import lock_run, no_job_option, require_unused, use_of
+from .in_use import (
+    lock_run,
+    no_job_option,
+    require_unused,
+    use_of,
+)
 from .output import NARROWEST, json_option, print_json, size_text
-from .runs import Run, find_generation, find_step, generation_argument
+from .runs import (
+    Run,
+    find_generation,
+    find_step,
+    generation_argument,
+)
 from .verify import find_damage
+
+DamageOf = Callable[[Path], str | None]
+"""The first problem of a generation, or None."""
 
 _THEN = (
     "Then, at that start, the newer ones are renamed to .rejected-global_step_... and kept for "
@@ -49,7 +67,12 @@ _generations = click.argument("generations", metavar="GEN...", nargs=-1, require
 @no_job_option
 @json_option
 def rm_command(
-    generations: tuple[str, ...], force: bool, quick: bool, yes: bool, no_job: bool, as_json: bool
+    generations: tuple[str, ...],
+    force: bool,
+    quick: bool,
+    yes: bool,
+    no_job: bool,
+    as_json: bool,
 ) -> None:
     """Delete generations. Name each by its folder or as RUN@STEP. Copies at the mirror stay.
 
@@ -59,25 +82,31 @@ def rm_command(
     --quick).
     """
     found = [find_step(text) for text in generations]
-    steps = {
-        root: [step for store, step in found if store.root == root]
-        for root in {store.root for store, _ in found}
-    }
-    damage_of = (lambda path: None) if quick else cache(_damage_of)  # reads every byte once
+    steps: dict[Path, list[int]] = {}
+    for store, step in found:
+        steps.setdefault(store.root, []).append(step)
+
+    # Refuse all or none. Every byte is read once, also if it is checked again below.
+    damage_of = _no_damage if quick else cache(_damage_of)
     for root, gone in steps.items():
         if force:
             require_unused(root.parent, no_job)
         _check(GenerationStore(root), gone, force, damage_of)
+
     removed = [str(store.path_of(step)) for store, step in found]
     n_bytes = sum(_bytes(store, step) for store, step in found)
     if not yes:
-        click.confirm(f"Delete {', '.join(removed)} ({size_text(n_bytes)})?", abort=True, err=True)
+        question = f"Delete {', '.join(removed)} ({size_text(n_bytes)})?"
+        click.confirm(question, abort=True, err=True)
+
     for store, step in found:
+        trial_root = store.root.parent
         with ExitStack() as stack:
             may_force = force
-            if (store.root.parent / LOCK_NAME).exists():  # else a copy of a run's folder
+            # Without the lock it is a copy of a run's folder.
+            if (trial_root / LOCK_NAME).exists():
                 try:
-                    stack.enter_context(lock_run(store.root.parent))
+                    stack.enter_context(lock_run(trial_root))
                 except FolderInUseError:
                     may_force = False
             # Check again: it may have been pinned, or become the newest, while the user was asked.
@@ -96,8 +125,7 @@ def pin_command(generations: tuple[str, ...], as_json: bool) -> None:
     """Keep generations regardless of the retention rules. Name each by its folder or as RUN@STEP.
 
     A running job respects the pin from its next commit on. Copies at the mirror stay as well. Pins
-    exist only in this
-    folder: a run that was restored from its mirror on a new machine has none.
+    exist only in this folder: a run that was restored from its mirror on a new machine has none.
     """
     _mark(generations, GenerationStore.pin, "pinned", as_json)
 
@@ -110,10 +138,16 @@ def unpin_command(generations: tuple[str, ...], as_json: bool) -> None:
     _mark(generations, GenerationStore.unpin, "unpinned", as_json)
 
 
-def _mark(generations: tuple[str, ...], mark: Any, done: str, as_json: bool) -> None:
+def _mark(
+    generations: tuple[str, ...],
+    mark: Callable[[GenerationStore, int], Any],
+    done: str,
+    as_json: bool,
+) -> None:
     found = [find_step(text) for text in generations]
     for store, step in found:
         mark(store, step)
+    # For the answer, after all of them were marked.
     paths = [str(store.path_of(step)) for store, step in found]
     if as_json:
         print_json({done: paths})
@@ -122,37 +156,59 @@ def _mark(generations: tuple[str, ...], mark: Any, done: str, as_json: bool) -> 
 
 
 def _check(
-    store: GenerationStore, steps: list[int], force: bool, damage_of: Callable[[Path], str | None]
+    store: GenerationStore,
+    steps: list[int],
+    force: bool,
+    damage_of: DamageOf,
 ) -> None:
     """Raise `ConfigError` if a step is pinned, or, without ``force``, if the newest sound
     generation would go.
     """
-    if pinned := sorted(store.pins().intersection(steps)):
+    pinned = sorted(store.pins().intersection(steps))
+    if pinned:
         raise ConfigError(f"step {pinned[0]} of {store.root} is pinned; `holdfast unpin` it first")
     if force:
         return
+
+    # The newest first. Those that are damaged are no loss, and are told of.
     damage: list[str] = []
-    for generation in store.generations():  # newest first
-        try:
-            store.inspect(generation.path)
-        except CheckpointError as error:
-            problem = str(error)
-        else:
-            problem = damage_of(generation.path)
-        if problem is None and generation.step not in steps:
+    for generation in store.generations():
+        problem = _problem(store, generation.path, damage_of)
+        if problem is not None:
+            damage.append(f"step {generation.step} is damaged: {problem}")
+            continue
+        if generation.step not in steps:
             return
-        if problem is None:
-            found = f" ({'; '.join(damage)})" if damage else ""
-            raise ConfigError(
-                f"step {generation.step} is the newest sound generation of {store.root}{found}, "
-                "which a restart resumes from; --force deletes it unless a job uses the run"
-            )
-        damage.append(f"step {generation.step} is damaged: {problem}")
+        found = ""
+        if damage:
+            found = f" ({'; '.join(damage)})"
+        raise ConfigError(
+            f"step {generation.step} is the newest sound generation of {store.root}{found}, "
+            "which a restart resumes from; --force deletes it unless a job uses the run"
+        )
+
+
+def _problem(store: GenerationStore, path: Path, damage_of: DamageOf) -> str | None:
+    """What is wrong with a generation: names and sizes of its files first, then their bytes."""
+    try:
+        store.inspect(path)
+    except CheckpointError as error:
+        return str(error)
+    return damage_of(path)
 
 
 def _damage_of(path: Path) -> str | None:
-    folder = Folder(path)
-    return next(iter(find_damage(folder, folder.manifest()["files"])), None)
+    problems = _problems_of(Folder(path))
+    return problems[0] if problems else None
+
+
+def _no_damage(path: Path) -> None:
+    """Take the bytes for sound."""
+
+
+def _problems_of(folder: Folder) -> list[str]:
+    manifest = folder.manifest()
+    return find_damage(folder, manifest["files"])
 
 
 def _bytes(store: GenerationStore, step: int) -> int:
@@ -172,33 +228,28 @@ def resume_from_command(generation: str, as_json: bool) -> None:
     Every byte of GEN is compared with its digest first.
     """
     folder = find_generation(generation)
-    if problems := find_damage(folder, folder.manifest()["files"]):
+    problems = _problems_of(folder)
+    if problems:
         raise CheckpointCorruptError(f"{folder.where}: {problems[0]}; a start would refuse it")
-    step = folder.info().last_step_info.global_step
-    newer, mirror, first, in_use = [], None, None, False
-    if folder.path is None:
-        setting = f"recover.resume_path=RUN/recover/{folder.name}"
-        first = f"holdfast mirror pull {folder.where.rpartition('/')[0]} RUN --step {step}"
-    else:
-        setting, run = f"recover.resume_path={folder.path.absolute()}", Run(str(folder.path.parent))
-        newer = [other for other in run.steps() if other > step]
-        mirror, in_use = run.recorded_mirror(), use_of(run.trial_root).known
+    found = _how_to_resume(folder)
     if as_json:
-        found = {
-            "where": folder.where,
-            "step": step,
-            "next_step": step + 1,
-            "newer": newer,
-            "mirror": mirror,
-        }
-        print_json(found | {"setting": setting, "first": first, "in_use": in_use})
+        print_json(found)
         return
-    click.echo(f"{folder.where} is sound: a run that resumes from it goes on with step {step + 1}.")
+
+    click.echo(
+        f"{folder.where} is sound: a run that resumes from it goes on with step "
+        f"{found['next_step']}."
+    )
+    first = found["first"]
+    newer = found["newer"]
+    mirror = found["mirror"]
     if first is None and not newer and mirror is None:
         click.echo(
             "It is the newest: the same command as ever resumes from it, there is nothing to set."
         )
         return
+
+    # What to do before the start, and why the setting is needed.
     if first is not None:
         click.echo(
             f"It is at a URL. End the job, fetch it, with the run's folder for RUN,\n\n  {first}\n"
@@ -209,6 +260,37 @@ def resume_from_command(generation: str, as_json: bool) -> None:
             click.echo(f"Newer ones are there: {', '.join(map(str, newer))}.")
         if mirror is not None:
             click.echo(f"The mirror {mirror} may have newer ones, which a start would fetch.")
-        click.echo(f"{_END_IT[in_use]}start the same command with\n")
-    click.echo(f"  {setting}\n")
+        end_it = _END_IT[found["in_use"]]
+        click.echo(f"{end_it}start the same command with\n")
+
+    click.echo(f"  {found['setting']}\n")
     click.echo(click.wrap_text(_THEN, NARROWEST))
+
+
+def _how_to_resume(folder: Folder) -> dict[str, Any]:
+    """The setting for a start from a generation, and what that start would meet."""
+    step = folder.info().last_step_info.global_step
+    found: dict[str, Any] = {
+        "where": folder.where,
+        "step": step,
+        "next_step": step + 1,
+        "newer": [],
+        "mirror": None,
+        "setting": f"recover.resume_path=RUN/recover/{folder.name}",
+        "first": None,
+        "in_use": False,
+    }
+
+    # At a URL: the run is not here, and the generation is to be fetched first.
+    if folder.path is None:
+        mirror = folder.where.rpartition("/")[0]
+        found["first"] = f"holdfast mirror pull {mirror} RUN --step {step}"
+        return found
+
+    # On this machine: what the run has beside it decides what a start does.
+    run = Run(str(folder.path.parent))
+    found["setting"] = f"recover.resume_path={folder.path.absolute()}"
+    found["newer"] = [other for other in run.steps() if other > step]
+    found["mirror"] = run.recorded_mirror()
+    found["in_use"] = use_of(run.trial_root).known
+    return found

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import click
 
 F = TypeVar("F", bound=Callable[..., Any])
+Row = Sequence[Any]
+"""Cells of a table as text."""
 
 DAMAGED, FAILED, INTERRUPTED = 1, 2, 130
 """Exit codes: damage was found, the command could not do its work, Ctrl-C."""
@@ -18,6 +20,8 @@ NARROWEST = 100
 """Width of a table if the output is not a terminal."""
 _WRAPPED_FROM = 20
 """Cells up to this length are not wrapped."""
+
+_LARGER_UNITS = ("kB", "MB", "GB", "TB")
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -35,7 +39,8 @@ def dtype_option(default: str) -> Callable[[F], F]:
 
 def print_json(document: Any) -> None:
     """Print ``document`` as JSON. NaN and infinity, which JSON lacks, become null."""
-    click.echo(json.dumps(_finite(document), indent=1))
+    text = json.dumps(_finite(document), indent=1)
+    click.echo(text)
 
 
 def _finite(value: Any) -> Any:
@@ -43,11 +48,15 @@ def _finite(value: Any) -> Any:
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None
+    columns: Sequence[str],
+    rows: Sequence[Row],
+    title: str | None = None,
 ) -> None:
     """Print a table and a blank line. Columns without any value are left out.
 
@@ -57,29 +66,54 @@ def print_table(
         rows: cells as text.
         title: line before the table.
     """
-    used = [at for at in range(len(columns)) if not rows or any(str(row[at]) for row in rows)]
+    # A column that says nothing takes room from the others.
+    used: list[int] = []
+    for at in range(len(columns)):
+        if not rows or any(str(row[at]) for row in rows):
+            used.append(at)
+    names = [columns[at] for at in used]
+    cells = [[row[at] for at in used] for row in rows]
+
     if title is not None:
-        click.echo(click.style(title, bold=True))
-    print_rich(make_table([columns[at] for at in used], [[row[at] for at in used] for row in rows]))
+        heading = click.style(title, bold=True)
+        click.echo(heading)
+    print_rich(make_table(names, cells))
     click.echo()
 
 
-def make_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
+def make_table(columns: Sequence[str], rows: Sequence[Row]) -> Any:
     """Build a rich table for `print_table`, with all columns."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns), show_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(columns),
+        show_edge=False,
+    )
+
+    # Numbers, and columns of short cells, stay on one line.
     for at, column in enumerate(columns):
-        right = column.endswith(">")
-        short = all(len(str(row[at])) <= _WRAPPED_FROM for row in rows)
-        justify = "right" if right else "left"
+        is_right = column.endswith(">")
+        lengths = [len(str(row[at])) for row in rows]
+        is_short = max(lengths, default=0) <= _WRAPPED_FROM
         table.add_column(
-            column.removesuffix(">"), justify=justify, overflow="fold", no_wrap=right or short
+            column.removesuffix(">"),
+            justify="right" if is_right else "left",
+            overflow="fold",
+            no_wrap=is_right or is_short,
         )
+
+    # As Text, so that brackets are not taken for markup.
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        cells: list[Text] = []
+        for cell in row:
+            if not isinstance(cell, Text):
+                cell = Text(str(cell))
+            cells.append(cell)
+        table.add_row(*cells)
     return table
 
 
@@ -88,37 +122,53 @@ def print_rich(thing: Any) -> None:
     from rich.console import Console
 
     terminal = sys.stdout.isatty()
-    console = Console(file=sys.stdout, width=None if terminal else NARROWEST, highlight=False)
+    width = None if terminal else NARROWEST
+    console = Console(file=sys.stdout, width=width, highlight=False)
     with console.capture() as captured:
         console.print(thing)
+
+    # rich fills lines up to the width with spaces, which only a terminal should get.
     lines = captured.get().rstrip().split("\n")
-    click.echo("\n".join(line if terminal else line.rstrip() for line in lines))
+    if not terminal:
+        lines = [line.rstrip() for line in lines]
+    click.echo("\n".join(lines))
 
 
 def size_text(n_bytes: int) -> str:
     """Format a size as ``1.2 GB``, in powers of 1000 like disks and object stores."""
-    value, unit = float(n_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
+    # 999.5 would be rounded to 1000 of a unit.
+    value = float(n_bytes)
+    unit = "B"
+    for larger in _LARGER_UNITS:
         if value >= 999.5:
-            value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
+            value /= 1000
+            unit = larger
+    if unit == "B" or value >= 100:
+        return f"{value:.0f} {unit}"
+    return f"{value:.3g} {unit}"
 
 
 def seconds_text(seconds: float) -> str:
     """Format a duration: ``0.012 s``, ``3.4 s``, ``12.0 min``, ``3.1 h``, ``2.4 d``."""
     if seconds < 1:
         return f"{seconds:.3f} s"
-    for limit, unit, name in ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.1f} {name}"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
     return f"{seconds / 86400:.1f} d"
 
 
 def time_text(moment: float) -> str:
     """Format a time in seconds since the epoch as local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    local = time.localtime(moment)
+    return time.strftime("%Y-%m-%d %H:%M:%S", local)
 
 
 def number_text(value: Any) -> str:
     """Format a float with six digits, and anything else with ``str``."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)

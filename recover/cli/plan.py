@@ -5,17 +5,24 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from ...utils.errors import ConfigError
-from .output import json_option, print_json, print_table, seconds_text, size_text
+from .output import (
+    json_option,
+    print_json,
+    print_table,
+    seconds_text,
+    size_text,
+)
 
 if TYPE_CHECKING:
-    from ...engine.config import TrainEngineConfig
+    from ...engine.config import OptimizerConfig, TrainEngineConfig
     from ...engine.model.memory_plan import MemoryPlan, ModelSizes
 
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?(/S)?")
 _UNITS = {
     "": 1,
     "K": 10**3,
@@ -43,9 +50,17 @@ _PARTS = {
 class _Bytes(click.ParamType):
     name = "size"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?(/S)?", str(value).upper())
-        size = 0 if match is None else int(float(match[1]) * _UNITS.get(match[2], 0))
+    def convert(
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> int:
+        size = 0
+        match = _SIZE.fullmatch(str(value).upper())
+        if match is not None:
+            unit = _UNITS.get(match[2], 0)
+            size = int(float(match[1]) * unit)
         if size == 0:
             self.fail(f"{value!r} is no size above 0; expected for instance 80GB", param, ctx)
         return size
@@ -55,12 +70,16 @@ class _Share(click.ParamType):
     name = "server:share"
 
     def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+        self,
+        value: Any,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
     ) -> float:
         match = re.fullmatch(r"(?:vllm|sglang):(0?\.[0-9]+)", str(value))
         if match is None:
             self.fail(
-                f"{value!r} is no server with its share of the memory; expected for instance vllm:0.4",
+                f"{value!r} is no server with its share of the memory; expected for instance "
+                "vllm:0.4",
                 param,
                 ctx,
             )
@@ -93,8 +112,13 @@ class _Share(click.ParamType):
     type=click.IntRange(1),
     help="Tokens of a micro-batch.",
 )
-@click.option("--optimizer", default="adam", show_default=True, help="As optimizer.type.",
-              type=click.Choice(("adam", "adam_bf16", "adam8bit", "muon", "sgd")))  # fmt: skip
+@click.option(
+    "--optimizer",
+    default="adam",
+    show_default=True,
+    help="As optimizer.type.",
+    type=click.Choice(("adam", "adam_bf16", "adam8bit", "muon", "sgd")),
+)
 @click.option(
     "--checkpointing", is_flag=True, help="Recompute activations (gradient_checkpointing: true)."
 )
@@ -103,10 +127,17 @@ class _Share(click.ParamType):
 )
 @click.option("--lora", type=click.IntRange(1), help="Train adapters of this rank.")
 @click.option("--vision", is_flag=True, help="Train on images and text (train_vision).")
-@click.option("--offload", type=click.Choice(("optimizer", "params")),
-              help="Keep state in host memory: optimizer.offload or fsdp.offload_params.")  # fmt: skip
-@click.option("--colocate", type=_Share(), help="A server that takes turns with training on the same GPUs, with this "
-              "share of their memory: vllm:0.4")  # fmt: skip
+@click.option(
+    "--offload",
+    type=click.Choice(("optimizer", "params")),
+    help="Keep state in host memory: optimizer.offload or fsdp.offload_params.",
+)
+@click.option(
+    "--colocate",
+    type=_Share(),
+    help="A server that takes turns with training on the same GPUs, with this "
+    "share of their memory: vllm:0.4",
+)
 @click.option(
     "--bandwidth",
     default="2GB/s",
@@ -124,6 +155,7 @@ def plan_command(model: str, as_json: bool, **asked: Any) -> None:
     """
     from ...engine.config import FSDPConfig, OptimizerConfig, TrainEngineConfig
 
+    # The config that a job with these options would have.
     config = TrainEngineConfig(
         path=_folder_of(model),
         backend=asked["backend"],
@@ -136,20 +168,27 @@ def plan_command(model: str, as_json: bool, **asked: Any) -> None:
         use_lora=asked["lora"] is not None,
         lora_rank=asked["lora"] or 32,
     )
-    share, left = asked["colocate"], asked["memory"] - CONTEXT_BYTES
-    usable = left if share is None else left - CONTEXT_BYTES  # the server sleeps
+
+    # A server on the same GPUs sleeps during a step, and keeps its context.
+    share = asked["colocate"]
+    left = asked["memory"] - CONTEXT_BYTES
+    usable = left
+    if share is not None:
+        usable -= CONTEXT_BYTES
     case = _Case(
         config,
         asked["gpus"],
         asked["gpus_per_node"],
         asked["tokens"],
         asked["memory"],
-        share is not None,
+        leaves=share is not None,
     )
+    # What would help, if the step does not fit.
     changes = _changes_until_it_fits(case, usable)
     found = _found(case, usable, changes, asked["bandwidth"])
     if share is not None:
-        found["bytes_for_server"] = {"asked": int(share * asked["memory"]), "usable": left}
+        for_server = int(share * asked["memory"])
+        found["bytes_for_server"] = {"asked": for_server, "usable": left}
     if as_json:
         print_json({"model": model, **found})
     else:
@@ -173,18 +212,42 @@ class _Case:
         from ...engine.model.memory_plan import measure_model, plan_step
 
         self.strategy = self.config.parallel_strategy.for_world(self.gpus)
+        # A changed case keeps them, because measuring takes seconds.
         self.sizes = self.sizes or measure_model(self.config, self.tokens)
         self.step: MemoryPlan = plan_step(
-            self.sizes, self.config, self.strategy, self.tokens, self.memory
+            self.sizes,
+            self.config,
+            self.strategy,
+            self.tokens,
+            self.memory,
         )
+
+    @property
+    def measured(self) -> "ModelSizes":
+        """Sizes of the model."""
+        assert self.sizes is not None
+        return self.sizes
+
+    @property
+    def optimizer(self) -> "OptimizerConfig":
+        """Optimizer of the config."""
+        assert self.config.optimizer is not None
+        return self.config.optimizer
+
+    @property
+    def peak(self) -> int:
+        """Most bytes on a GPU during a step."""
+        return self.step.peak
 
     @property
     def staged(self) -> int:
         """Bytes of copies in the host memory of a node, for snapshots and `FSDPEngine.offload`."""
-        moved = (
-            self.step.weights + self.step.moments if self.leaves else 0
-        )  # adapters are staged without their base
-        return self.on_node * max(self.step.staged, moved)
+        copied = self.step.staged
+        if self.leaves:
+            # More than a snapshot, which has adapters without their base.
+            moved = self.step.weights + self.step.moments
+            copied = max(copied, moved)
+        return self.on_node * copied
 
     @property
     def on_host(self) -> int:
@@ -203,103 +266,146 @@ class _Case:
         return replace(self, config=replace(self.config, **changes))
 
 
-def _changes_until_it_fits(case: _Case, usable: int) -> list[tuple[str, _Case]]:
+class _Change(NamedTuple):
+    """A change of the settings, and the case with it and all changes before."""
+
+    text: str
+    case: _Case
+
+
+def _changes_until_it_fits(case: _Case, usable: int) -> list[_Change]:
     """The changes, each on top of those before. The last one fits, or nothing more helps.
 
     State moves to host memory only if no other changes are enough, because that makes steps slower.
     """
-    found = [list(_faster_changes(case, usable))]
-    for change, other in _offloads(case) if _last_of(found[0], case).step.peak > usable else ():
-        found.append([(change, other), *_faster_changes(other, usable)])
-    return min(found, key=lambda changes: max(usable, _last_of(changes, case).step.peak))
+    faster = list(_faster_changes(case, usable))
+    if _peak_after(faster, case) <= usable:
+        return faster
+
+    # Fitting ones are equal, and the first is taken: it costs the least time.
+    found = [faster]
+    for change in _offloads(case):
+        more = _faster_changes(change.case, usable)
+        found.append([change, *more])
+    return min(found, key=lambda changes: max(usable, _peak_after(changes, case)))
 
 
-def _last_of(changes: list[tuple[str, _Case]], case: _Case) -> _Case:
-    return changes[-1][1] if changes else case
+def _peak_after(changes: list[_Change], case: _Case) -> int:
+    last = changes[-1].case if changes else case
+    return last.peak
 
 
-def _faster_changes(case: _Case, usable: int) -> Iterator[tuple[str, _Case]]:
+def _faster_changes(case: _Case, usable: int) -> Iterator[_Change]:
     """Yield changes that keep state on the devices, each time the one that saves most."""
-    while case.step.peak > usable:
-        options = dict(_options(case))
-        best = min(options, key=lambda change: options[change].step.peak, default=None)
-        if best is None or options[best].step.peak > 0.98 * case.step.peak:
+    while case.peak > usable:
+        options = list(_options(case))
+        if not options:
             return
-        case = options[best]
-        yield best, case
+        best = min(options, key=lambda change: change.case.peak)
+        if best.case.peak > 0.98 * case.peak:
+            return
+        yield best
+        case = best.case
 
 
-def _options(case: _Case) -> Iterator[tuple[str, _Case]]:
-    config, strategy, sizes = case.config, case.strategy, case.sizes
-    assert sizes is not None and config.optimizer is not None
+def _options(case: _Case) -> Iterator[_Change]:
+    config = case.config
     if config.gradient_checkpointing is not True:
-        yield "gradient_checkpointing: true", case.changed(gradient_checkpointing=True)
-    if config.optimizer.type == "adam" and not config.use_lora:
-        yield (
-            "optimizer.type: adam_bf16",
-            case.changed(optimizer=replace(config.optimizer, type="adam_bf16")),
+        yield _Change(
+            "gradient_checkpointing: true",
+            case.changed(gradient_checkpointing=True),
         )
-    for name in "cte":
-        larger = strategy.sizes | {name: 2 * strategy.sizes[name]}
-        ranks = larger["c"] * larger["t"]
-        if name == "e" and not any(unit.experts for unit in sizes.blocks):
-            continue
-        if (
-            (config.use_lora and name != "c")
-            or case.gpus % ranks
-            or (name != "e" and sizes.key_value_heads % ranks)
-        ):
-            continue
-        shape = "".join(f"{key}{larger[key]}" for key in "cte" if larger[key] > 1)
-        backend = f"fsdp:d{case.gpus // ranks}{shape}"
-        with suppress(ConfigError):
-            yield f"backend: {backend}", case.changed(backend=backend)
+    if case.optimizer.type == "adam" and not config.use_lora:
+        smaller = replace(case.optimizer, type="adam_bf16")
+        yield _Change("optimizer.type: adam_bf16", case.changed(optimizer=smaller))
+
+    # Twice the ranks that share rows (c), matrices (t) or experts (e).
+    for dim in "cte":
+        backend = _doubled(case, dim)
+        if backend is not None:
+            with suppress(ConfigError):
+                yield _Change(f"backend: {backend}", case.changed(backend=backend))
 
 
-def _offloads(case: _Case) -> Iterator[tuple[str, _Case]]:
+def _doubled(case: _Case, dim: str) -> str | None:
+    """The mesh with twice the size of ``dim``. None if the model or the GPUs do not allow it."""
+    sizes = case.measured
+    if dim == "e" and not any(unit.experts for unit in sizes.blocks):
+        return None
+    if dim != "c" and case.config.use_lora:
+        return None
+
+    # Ranks that share rows or matrices share the heads, too.
+    mesh = dict(case.strategy.sizes)
+    mesh[dim] *= 2
+    ranks = mesh["c"] * mesh["t"]
+    if case.gpus % ranks:
+        return None
+    if dim != "e" and sizes.key_value_heads % ranks:
+        return None
+    shape = "".join(f"{key}{mesh[key]}" for key in "cte" if mesh[key] > 1)
+    return f"fsdp:d{case.gpus // ranks}{shape}"
+
+
+def _offloads(case: _Case) -> Iterator[_Change]:
     """State in host memory, the change that costs less time first."""
     config = case.config
-    assert config.optimizer is not None
+    optimizer = case.optimizer
     if not config.parts_on_host:
-        yield (
-            "optimizer.offload: true",
-            case.changed(optimizer=replace(config.optimizer, offload=True)),
-        )
+        moved = replace(optimizer, offload=True)
+        yield _Change("optimizer.offload: true", case.changed(optimizer=moved))
     if not config.fsdp.offload_params:
-        instead = ", optimizer.offload: false" * config.optimizer.offload
-        stays = replace(config.optimizer, offload=False)  # the params take the optimizer along
+        # The parameters take the optimizer along.
+        instead = ", optimizer.offload: false" * optimizer.offload
+        stays = replace(optimizer, offload=False)
         fsdp = replace(config.fsdp, offload_params=True)
-        yield f"fsdp.offload_params: true{instead}", case.changed(fsdp=fsdp, optimizer=stays)
+        yield _Change(
+            f"fsdp.offload_params: true{instead}",
+            case.changed(fsdp=fsdp, optimizer=stays),
+        )
 
 
 def _found(
-    case: _Case, usable: int, changes: list[tuple[str, _Case]], bandwidth: int
+    case: _Case,
+    usable: int,
+    changes: list[_Change],
+    bandwidth: int,
 ) -> dict[str, Any]:
     """The whole answer as one JSON document."""
     from ...engine.model.memory_plan import UNCOUNTED, moment_bytes
 
-    sizes, step = case.sizes, case.step
-    assert sizes is not None and case.config.optimizer is not None
-    moments = moment_bytes(case.config.optimizer, sizes.n_trained, sizes.n_in_matrices)
+    sizes = case.measured
+    peak = case.peak
+
+    # On disk: weights in float32 and moments, or all weights in two bytes each.
+    moments = moment_bytes(case.optimizer, sizes.n_trained, sizes.n_in_matrices)
     generation = 4 * sizes.n_trained + moments
-    export = 2 * (sizes.n_trained if case.config.use_lora else sizes.n_parameters)
+    exported = sizes.n_parameters
+    if case.config.use_lora:
+        exported = sizes.n_trained
+    export = 2 * exported
+
+    # Each change with the memory after it and those before it.
+    listed: list[dict[str, Any]] = []
+    for change in changes:
+        other = change.case
+        listed.append(
+            {
+                "change": change.text,
+                "peak_bytes": other.peak,
+                "host_bytes_per_node": other.on_host + other.staged,
+            }
+        )
     return {
         "parameters": sizes.n_parameters,
         "trained_parameters": sizes.n_trained,
         "mesh": case.strategy.sizes,
         "tokens": case.tokens,
-        "bytes_per_gpu": {**step.on_device, "peak": step.peak, "usable": usable},
+        "bytes_per_gpu": {**case.step.on_device, "peak": peak, "usable": usable},
         "uncounted": [UNCOUNTED] if case.config.train_vision else [],
-        "fits": step.peak <= usable,
-        "changes": [
-            {
-                "change": change,
-                "peak_bytes": other.step.peak,
-                "host_bytes_per_node": other.on_host + other.staged,
-            }
-            for change, other in changes
-        ],
-        "fits_after_changes": bool(changes) and changes[-1][1].step.peak <= usable,
+        "fits": peak <= usable,
+        "changes": listed,
+        "fits_after_changes": bool(changes) and _peak_after(changes, case) <= usable,
         "bytes_on_disk": {"generation": generation, "export": export},
         "bytes_in_host_memory_per_node": {"state": case.on_host, "snapshots": case.staged},
         "seconds": {"snapshot": generation / bandwidth, "publication": export / bandwidth},
@@ -307,56 +413,90 @@ def _found(
 
 
 def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
-    per_gpu, disk, seconds = found["bytes_per_gpu"], found["bytes_on_disk"], found["seconds"]
-    mesh = "".join(
-        f"{name}{size}" for name, size in found["mesh"].items() if size > 1 or name == "d"
-    )
-    rows = [(text, size_text(per_gpu[name])) for name, text in _PARTS.items() if per_gpu[name]]
-    verdict = "fits" if found["fits"] else "does not fit"
-    rows.append(
-        ("peak", f"{size_text(per_gpu['peak'])} of {size_text(per_gpu['usable'])}: {verdict}")
-    )
-    if server := found.get("bytes_for_server"):
-        verdict = "fits" if server["asked"] <= server["usable"] else "does not fit"
-        text = f"{size_text(server['asked'])} of {size_text(server['usable'])}: {verdict}"
-        rows.append(("server, while the trainer is offloaded", text))
-    gpus = f"{case.gpus} GPU{'s' * (case.gpus > 1)}"
-    title = f"{model}, {found['parameters'] / 1e9:.3g}B parameters, {gpus} ({mesh}), {case.tokens} tokens"
-    print_table(("on each GPU", ">"), rows, title)
+    _print_gpu(model, case, found)
     for what in found["uncounted"]:
         click.echo(f"{what[0].upper()}{what[1:]}.\n")
-    before, lines = per_gpu["peak"], []
+    _print_changes(found)
+
+    # In hosts and on disk.
+    host = found["bytes_in_host_memory_per_node"]
+    disk = found["bytes_on_disk"]
+    seconds = found["seconds"]
+    rows: list[tuple[str, str]] = []
+    if host["state"]:
+        rows.append(("host memory of a node for state", size_text(host["state"])))
+    rows.append(("host memory of a node for snapshots", size_text(host["snapshots"])))
+    for what, stored, took in (
+        ("generation", disk["generation"], seconds["snapshot"]),
+        ("publication", disk["export"], seconds["publication"]),
+    ):
+        text = f"{size_text(stored)}, {seconds_text(took)}"
+        rows.append((f"disk for a {what}", text))
+    print_table(("", ""), rows)
+
+
+def _print_gpu(model: str, case: _Case, found: dict[str, Any]) -> None:
+    per_gpu = found["bytes_per_gpu"]
+    rows: list[tuple[str, str]] = []
+    for name, text in _PARTS.items():
+        if per_gpu[name]:
+            rows.append((text, size_text(per_gpu[name])))
+    rows.append(("peak", _fits_text(per_gpu["peak"], per_gpu["usable"])))
+    server = found.get("bytes_for_server")
+    if server:
+        fits = _fits_text(server["asked"], server["usable"])
+        rows.append(("server, while the trainer is offloaded", fits))
+
+    # The set-up as the head of the table.
+    dims: list[str] = []
+    for name, size in found["mesh"].items():
+        if size > 1 or name == "d":
+            dims.append(f"{name}{size}")
+    mesh = "".join(dims)
+    billions = found["parameters"] / 1e9
+    plural = "s" if case.gpus > 1 else ""
+    title = (
+        f"{model}, {billions:.3g}B parameters, {case.gpus} GPU{plural} ({mesh}), "
+        f"{case.tokens} tokens"
+    )
+    print_table(("on each GPU", ">"), rows, title)
+
+
+def _fits_text(needed: int, usable: int) -> str:
+    verdict = "fits" if needed <= usable else "does not fit"
+    return f"{size_text(needed)} of {size_text(usable)}: {verdict}"
+
+
+def _print_changes(found: dict[str, Any]) -> None:
+    rows: list[tuple[str, ...]] = []
+    # Each row saves from what the rows above have left.
+    before = found["bytes_per_gpu"]["peak"]
     for change in found["changes"]:
-        sizes = (before - change["peak_bytes"], change["peak_bytes"], change["host_bytes_per_node"])
-        lines.append((change["change"], *map(size_text, sizes)))
-        before = change["peak_bytes"]
-    if lines:
-        print_table(
-            ("change, one after the other", "saves>", "peak>", "host memory of a node>"), lines
+        peak = change["peak_bytes"]
+        rows.append(
+            (
+                change["change"],
+                size_text(before - peak),
+                size_text(peak),
+                size_text(change["host_bytes_per_node"]),
+            )
         )
+        before = peak
+    if rows:
+        columns = ("change, one after the other", "saves>", "peak>", "host memory of a node>")
+        print_table(columns, rows)
+
     if not (found["fits"] or found["fits_after_changes"]):
         click.echo(
             "No change of the mesh, the optimizer, checkpointing or offload is enough: use more "
             "GPUs, fewer tokens or LoRA.\n"
         )
-    host = found["bytes_in_host_memory_per_node"]
-    rows = [
-        *([("host memory of a node for state", size_text(host["state"]))] if host["state"] else []),
-        ("host memory of a node for snapshots", size_text(host["snapshots"])),
-        (
-            "disk for a generation",
-            f"{size_text(disk['generation'])}, {seconds_text(seconds['snapshot'])}",
-        ),
-        (
-            "disk for a publication",
-            f"{size_text(disk['export'])}, {seconds_text(seconds['publication'])}",
-        ),
-    ]
-    print_table(("", ""), rows)
 
 
 def _folder_of(model: str) -> str:
     """A folder with the model's config.json, fetched from the hub if ``model`` is no folder."""
     from ...engine.model.model_folder import fetch_config
 
-    return str(model if Path(model).exists() else fetch_config(model))
+    if Path(model).exists():
+        return model
+    return str(fetch_config(model))

@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ...utils.errors import CheckpointNotFoundError, ConfigError, HoldfastError
+from ...utils.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    HoldfastError,
+)
 from ...utils.manifest import MANIFEST_NAME
 from ..info import INFO_NAME
-from ..storage.generations import LOCK_NAME, TRACKER_NAME, GenerationStore
+from ..storage.generations import (
+    LOCK_NAME,
+    TRACKER_NAME,
+    GenerationStore,
+)
 from ..storage.journal import last_start
 from .folders import Folder, UrlFolder, open_mirror
 
@@ -71,23 +79,31 @@ class Run:
         """
         if self.store is None:
             return self._mirror.steps()
-        return [generation.step for generation in self.store.generations()]
+        generations = self.store.generations()
+        return [generation.step for generation in generations]
 
     def damaged(self) -> list[int]:
         """Steps whose copies at a mirror were found damaged."""
-        return [] if self.store is not None else self._mirror.steps(damaged=True)
+        if self.store is not None:
+            return []
+        return self._mirror.steps(damaged=True)
 
     def recorded_mirror(self) -> str | None:
         """URL of the mirror in the last start of a run on this machine."""
         start = last_start(self.trial_root)
-        return None if start is None else start[1].get("mirror")
+        if start is None:
+            return None
+        _, event = start
+        return event.get("mirror")
 
     def open_mirror(self, url: str | None) -> "Mirror":
         """Open the mirror at ``url``, or the mirror of the run. Raises `ConfigError` if the run has
         none.
         """
-        if url is None:
-            url = self.where if self.store is None else self.recorded_mirror()
+        if url is None and self.store is None:
+            url = self.where
+        elif url is None:
+            url = self.recorded_mirror()
         if url is None:
             raise ConfigError(
                 f"{self.where}: no mirror was set when the run was last started; name one with "
@@ -97,10 +113,14 @@ class Run:
 
     def folder(self, step: int) -> Folder:
         """The generation of a step. Raises `CheckpointNotFoundError` if there is none."""
-        if self.store is not None and (path := self.store.path_of(step)).is_dir():
-            return Folder(path)
-        if self.store is None:
-            self._traces = self._traces or self._mirror.traces()
+        if self.store is not None:
+            path = self.store.path_of(step)
+            if path.is_dir():
+                return Folder(path)
+        else:
+            # Listed once, because a mirror takes long to answer.
+            if not self._traces:
+                self._traces = self._mirror.traces()
             if step in self._traces:
                 return UrlFolder(f"{self._mirror.url}/global_step_{step}")
         there = ", ".join(map(str, self.steps())) or "none"
@@ -110,15 +130,18 @@ class Run:
 
     def newest(self) -> Folder:
         """The newest generation. Raises `CheckpointNotFoundError` if there is none."""
-        while (
-            steps := self.steps() or self.steps()
-        ):  # a run may replace its only one while the folder is listed
+        while True:
+            # Twice, because a run may replace its only one while the folder is listed.
+            steps = self.steps() or self.steps()
+            if not steps:
+                raise CheckpointNotFoundError(f"{self.where} has no generation yet")
+            step = steps[0]
             try:
-                return self.folder(steps[0])
+                return self.folder(step)
             except CheckpointNotFoundError:
-                if self.store is None or self.store.path_of(steps[0]).is_dir():
+                # Look again if the run has deleted it meanwhile.
+                if self.store is None or self.store.path_of(step).is_dir():
                     raise
-        raise CheckpointNotFoundError(f"{self.where} has no generation yet")
 
 
 def find_generation(text: str) -> Folder:
@@ -127,13 +150,18 @@ def find_generation(text: str) -> Folder:
     Raises:
         CheckpointNotFoundError: there is no such generation.
     """
-    if named := _at_step(text):
+    named = _at_step(text)
+    if named:
         run = Run(named[1])
-        return run.newest() if named[2] == "newest" else run.folder(int(named[2]))
+        if named[2] == "newest":
+            return run.newest()
+        return run.folder(int(named[2]))
+    # A run stands for its newest generation.
     if not _is_generation(text):
         return Run(text).newest()
     if not is_url(text):
         return Folder(local_path(text))
+    # At a URL, a folder exists if there is a file in it.
     folder = UrlFolder(text.rstrip("/"))
     if not folder.sizes():
         raise CheckpointNotFoundError(f"there is nothing at {folder.where}")
@@ -163,14 +191,21 @@ def names_generation(text: str) -> bool:
 
 
 def _at_step(text: str) -> re.Match[str] | None:
-    return _AT.fullmatch(text) if is_url(text) or not local_path(text).exists() else None
+    """Run and step of ``RUN@120``, unless a folder has this name."""
+    is_folder = not is_url(text) and local_path(text).exists()
+    if is_folder:
+        return None
+    return _AT.fullmatch(text)
 
 
 def _is_generation(text: str) -> bool:
     if is_url(text):
-        return _STEP.fullmatch(text.rstrip("/").rpartition("/")[2]) is not None
+        _, _, name = text.rstrip("/").rpartition("/")
+        return _STEP.fullmatch(name) is not None
     path = local_path(text)
-    return _STEP.fullmatch(path.name) is not None or (path / MANIFEST_NAME).is_file()
+    if _STEP.fullmatch(path.name):
+        return True
+    return (path / MANIFEST_NAME).is_file()
 
 
 def find_step(text: str) -> tuple[GenerationStore, int]:
@@ -189,11 +224,14 @@ def find_step(text: str) -> tuple[GenerationStore, int]:
             f"{text} is no generation: name one, as {text}@120 or the folder global_step_120"
         )
     folder = find_generation(text)
-    if folder.path is None or (match := _STEP.fullmatch(folder.name)) is None:
+    match = _STEP.fullmatch(folder.name)
+    if folder.path is None or match is None:
         raise ConfigError(f"{folder.where} is no generation of a run on this machine")
+
     # Exports and the checkpoints of other trainers have the same folder names. A damaged generation
     # has one of these.
-    if not any((folder.path / name).exists() for name in (MANIFEST_NAME, INFO_NAME)):
+    marks = (folder.path / MANIFEST_NAME, folder.path / INFO_NAME)
+    if not any(mark.exists() for mark in marks):
         raise ConfigError(
             f"{folder.where} has neither {MANIFEST_NAME} nor {INFO_NAME}: it is no generation of "
             "Holdfast"
@@ -214,9 +252,10 @@ def local_path(text: str) -> Path:
 def holds_run(folder: Path) -> bool:
     """Whether a run keeps its generations in this folder. A run that has just started counts."""
     real = Path(os.path.realpath(folder))
-    return real.name == "recover" and (
-        (real / TRACKER_NAME).exists() or (real.parent / LOCK_NAME).exists()
-    )
+    if real.name != "recover":
+        return False
+    has_generations = (real / TRACKER_NAME).exists()
+    return has_generations or (real.parent / LOCK_NAME).exists()
 
 
 def recover_root(path: Path) -> Path:
@@ -225,16 +264,24 @@ def recover_root(path: Path) -> Path:
     """
     if not path.is_dir():
         raise CheckpointNotFoundError(f"there is no folder {path}")
-    if (path / LOCK_NAME).exists() or _holds_generations(
-        path / "recover"
-    ):  # the lock: a run that has just started
-        return path / "recover"
-    has_steps = any(_STEP.fullmatch(child.name) for child in path.iterdir())
-    if has_steps or (path.name == "recover" and _holds_generations(path)):
+
+    # The folder of the run. With a lock alone, the run has just started.
+    root = path / "recover"
+    if (path / LOCK_NAME).exists() or _holds_generations(root):
+        return root
+
+    # The folder of generations itself.
+    if any(_STEP.fullmatch(child.name) for child in path.iterdir()):
         return path
-    nested = (found for depth in ("*", "*/*") for found in path.glob(f"{depth}/recover"))
+    if path.name == "recover" and _holds_generations(path):
+        return path
+
+    # A folder that has runs below it, as the one of an experiment.
+    nested = [*path.glob("*/recover"), *path.glob("*/*/recover")]
     below = sorted({found.parent for found in nested if _holds_generations(found)})
-    hint = f"; runs below it: {', '.join(map(str, below[:8]))}" if below else ""
+    hint = ""
+    if below:
+        hint = f"; runs below it: {', '.join(map(str, below[:8]))}"
     raise CheckpointNotFoundError(
         f"{path} is not the folder of a run: it has neither generations nor a recover/ for "
         f"them{hint}"
@@ -245,8 +292,7 @@ def _holds_generations(root: Path) -> bool:
     """Whether a ``recover`` folder belongs to a run. A Python package may have the same name."""
     if not root.is_dir():
         return False
-    return (
-        (root.parent / LOCK_NAME).exists()
-        or not (names := os.listdir(root))
-        or any(map(_IN_A_STORE.match, names))
-    )
+    if (root.parent / LOCK_NAME).exists():
+        return True
+    names = os.listdir(root)
+    return not names or any(map(_IN_A_STORE.match, names))

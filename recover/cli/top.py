@@ -1,5 +1,6 @@
 """``holdfast top``: watch a run by reading its files."""
 
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +11,9 @@ import click
 
 from ...utils.errors import CheckpointError, CheckpointNotFoundError
 from ...utils.json_lines import read_lines
+from ..storage.generations import GenerationStore
 from ..storage.journal import JOURNAL_NAME, read_journal
-from .attempts import EVENTS, last_attempt
+from .attempts import EVENTS, AttemptRecord, Event, last_attempt
 from .in_use import use_of
 from .output import (
     json_option,
@@ -24,6 +26,9 @@ from .output import (
 )
 from .runs import Run, run_argument
 
+Facts = dict[str, Any]
+"""A part of the JSON document."""
+
 _TAIL_BYTES = 256 << 10
 _LAST_STEPS = 20
 _SERVERS = "servers_"
@@ -32,8 +37,11 @@ _STATS = ("stats/stats.jsonl", "stats.jsonl")
 
 @click.command("top", short_help="Watch a run.")
 @run_argument
-@click.option("--stats", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Path of the run's "
-              "stats.jsonl.  [default: stats/stats.jsonl or stats.jsonl in RUN]")  # fmt: skip
+@click.option(
+    "--stats",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Path of the run's stats.jsonl.  [default: stats/stats.jsonl or stats.jsonl in RUN]",
+)
 @click.option(
     "-n",
     "--every",
@@ -43,10 +51,18 @@ _STATS = ("stats/stats.jsonl", "stats.jsonl")
     help="Seconds between updates.",
 )
 @click.option(
-    "--once", is_flag=True, help="Print once and exit, as if the output is not a terminal."
+    "--once",
+    is_flag=True,
+    help="Print once and exit, as if the output is not a terminal.",
 )
 @json_option
-def top_command(run: str, stats: Path | None, every: float, once: bool, as_json: bool) -> None:
+def top_command(
+    run: str,
+    stats: Path | None,
+    every: float,
+    once: bool,
+    as_json: bool,
+) -> None:
     """Show step, reward, time per step, newest generation and failed snapshots of RUN, until
     Ctrl-C.
 
@@ -54,15 +70,15 @@ def top_command(run: str, stats: Path | None, every: float, once: bool, as_json:
     the values that the run logs with `StatsLogger` under names that end with _s. The states of
     inference servers are logged, too (`ServerFleet.stats`). The run itself is not contacted.
     """
+    # One look, or one after the other.
     place = Run(run)
     if as_json:
         print_json(look(place, stats))
         return
-    import sys
-
     if once or not sys.stdout.isatty():
         print_rich(_screen(look(place, stats)))
         return
+
     from rich.console import Console
     from rich.live import Live
 
@@ -71,136 +87,186 @@ def top_command(run: str, stats: Path | None, every: float, once: bool, as_json:
         Live(console=Console(), screen=True, auto_refresh=False) as live,
     ):
         while True:
-            live.update(_screen(look(place, stats)), refresh=True)
+            screen = _screen(look(place, stats))
+            live.update(screen, refresh=True)
             time.sleep(every)
 
 
-def look(place: Run, stats: Path | None) -> dict[str, Any]:
+def look(place: Run, stats: Path | None) -> Facts:
     """Summarise the current state of a run.
 
     Raises:
         CheckpointNotFoundError: there is no journal.
         ConfigError: the run is at a URL.
     """
-    root, store = place.trial_root, place.require_store()
+    root = place.trial_root
+    store = place.require_store()
     if not (root / JOURNAL_NAME).exists():
         raise CheckpointNotFoundError(
             f"there is no {root / JOURNAL_NAME}: the run has not begun, or an older version runs"
         )
-    events = list(read_journal(root, EVENTS, last_bytes=_TAIL_BYTES))
-    began = max((at for at, event in enumerate(events) if event["event"] == "start"), default=0)
-    steps = [event for event in events[began:] if event["event"] == "step"]
-    saves = [event for event in events[began:] if event["event"] == "save"]
-    recent = steps[-_LAST_STEPS - 1 :]
-    seconds = blocked_share = None
-    if len(recent) > 1:
-        begin, end = recent[0]["time"], recent[-1]["time"]
-        seconds = round((end - begin) / (len(recent) - 1), 4)
-        blocked_s = sum(save["blocked_s"] for save in saves if begin <= save["time"] <= end)
-        blocked_share = round(blocked_s / max(end - begin, 1e-9), 4)
-    last = last_attempt(root)
-    found = {
+
+    # Only what has happened since the last start, as far as the end of the journal tells.
+    steps: list[Event] = []
+    saves: list[Event] = []
+    for event in read_journal(root, EVENTS, last_bytes=_TAIL_BYTES):
+        match event["event"]:
+            case "start":
+                steps.clear()
+                saves.clear()
+            case "step":
+                steps.append(event)
+            case "save":
+                saves.append(event)
+
+    found: Facts = {
         "run": str(root),
         "in_use": use_of(root).known,
-        "ended": None
-        if last is None or last.ended is None
-        else last.error or ("closed" if last.closed else "exited"),
-        "step": steps[-1]["step"] if steps else None,
-        "step_age_s": round(time.time() - steps[-1]["time"], 1) if steps else None,
-        "seconds_a_step": seconds,
-        "failed_in_a_row": saves[-1]["failed_in_a_row"] if saves else 0,
-        "blocked_s": saves[-1]["blocked_s"] if saves else None,
-        "blocked_share": blocked_share,
+        "ended": _ending(last_attempt(root)),
+        "step": None,
+        "step_age_s": None,
+        **_pace(steps, saves),
         "generation": _newest(store),
+        **_stats_of(root, stats),
     }
-    return found | _stats_of(root, stats)
+    if steps:
+        last = steps[-1]
+        found["step"] = last["step"]
+        found["step_age_s"] = round(time.time() - last["time"], 1)
+    return found
 
 
-def _newest(store: Any) -> dict[str, Any] | None:
+def _ending(last: AttemptRecord | None) -> str | None:
+    """Why the last attempt ended. None if no end was noted."""
+    if last is None or last.ended is None:
+        return None
+    if last.error:
+        return last.error
+    return "closed" if last.closed else "exited"
+
+
+def _pace(steps: list[Event], saves: list[Event]) -> Facts:
+    """Time per step, and what the snapshots take of it."""
+    found: Facts = {
+        "seconds_a_step": None,
+        "failed_in_a_row": 0,
+        "blocked_s": None,
+        "blocked_share": None,
+    }
+    if saves:
+        found["failed_in_a_row"] = saves[-1]["failed_in_a_row"]
+        found["blocked_s"] = saves[-1]["blocked_s"]
+
+    # Over the recent steps. The time of an event is that of the end of its step.
+    recent = steps[-_LAST_STEPS - 1 :]
+    if len(recent) > 1:
+        begin = recent[0]["time"]
+        end = recent[-1]["time"]
+        took = end - begin
+        blocked = [save["blocked_s"] for save in saves if begin <= save["time"] <= end]
+        found["seconds_a_step"] = round(took / (len(recent) - 1), 4)
+        found["blocked_share"] = round(sum(blocked) / max(took, 1e-9), 4)
+    return found
+
+
+def _newest(store: GenerationStore) -> Facts | None:
+    """The newest sound generation, by names and sizes of its files."""
     for generation in store.generations():
         try:
             info = store.inspect(generation.path)
-            written = (generation.path / "manifest.json").stat().st_mtime
-            n_bytes = sum(
-                path.stat().st_size for path in generation.path.rglob("*") if path.is_file()
-            )
+            manifest_file = generation.path / "manifest.json"
+            written = manifest_file.stat().st_mtime
+            files = [path for path in generation.path.rglob("*") if path.is_file()]
+            n_bytes = sum(path.stat().st_size for path in files)
         except (CheckpointError, FileNotFoundError):  # damaged, or deleted by the run meanwhile
             continue
-        age_s = round(time.time() - written, 1)
         return {
             "step": generation.step,
-            "age_s": age_s,
+            "age_s": round(time.time() - written, 1),
             "bytes": n_bytes,
             "save_s": round(info.save_s, 3),
         }
     return None
 
 
-def _stats_of(root: Path, stats: Path | None) -> dict[str, Any]:
+def _stats_of(root: Path, stats: Path | None) -> Facts:
     """The last logged values, and the mean seconds of each phase over the recent steps."""
-    path = stats or next((root / name for name in _STATS if (root / name).is_file()), None)
+    # Where a run usually logs, if no file is named.
+    usual = [root / name for name in _STATS if (root / name).is_file()]
+    path = stats or next(iter(usual), None)
     if path is None:
         return {"stats": None, "spent_s": {}}
-    lines = list(read_lines(path, "step", last_bytes=_TAIL_BYTES))[-_LAST_STEPS:]
-    names = list(dict.fromkeys(name for line in lines for name in line if name.endswith("_s")))
-    numbers = {name: [line.get(name, 0.0) for line in lines] for name in names}
-    numbers = {
-        name: found
-        for name, found in numbers.items()
-        if all(isinstance(one, int | float) for one in found)
-    }
-    spent = {name.removesuffix("_s"): round(fmean(found), 4) for name, found in numbers.items()}
-    last = (
-        {name: value for name, value in lines[-1].items() if name not in names} if lines else None
-    )
+    lines = list(read_lines(path, "step", last_bytes=_TAIL_BYTES))
+    lines = lines[-_LAST_STEPS:]
+
+    # The names of phases end with _s. A step without a phase has spent no time in it.
+    spent: dict[str, float] = {}
+    phases = dict.fromkeys(name for line in lines for name in line if name.endswith("_s"))
+    for phase in phases:
+        seconds = [line.get(phase, 0.0) for line in lines]
+        if all(isinstance(one, int | float) for one in seconds):
+            spent[phase.removesuffix("_s")] = round(fmean(seconds), 4)
+
+    last: Facts | None = None
+    if lines:
+        last = {name: value for name, value in lines[-1].items() if name not in phases}
     return {"stats": last, "spent_s": spent}
 
 
-def _screen(found: dict[str, Any]) -> Any:
-    states = {True: "running", None: "running, or killed: the lock of the run cannot tell"}
-    stopped = f"not running ({found['ended'] or 'killed, or its machine was lost'})"
-    state = states.get(found["in_use"], stopped)
-    rows = [("run", found["run"]), ("state", state)]
+def _screen(found: Facts) -> Any:
+    rows = [("run", found["run"]), ("state", _state_text(found))]
     if found["step"] is not None:
-        rows.append(("step", f"{found['step']}, {seconds_text(found['step_age_s'])} ago"))
+        age = seconds_text(found["step_age_s"])
+        rows.append(("step", f"{found['step']}, {age} ago"))
+
+    # What the run has logged: one metric, and its servers.
     stats = found["stats"] or {}
-    metric = next((name for name in ("reward", "loss") if name in stats), None)
-    if metric is not None:
-        rows.append((metric, number_text(stats[metric])))
-    if servers := _servers_text(stats):
+    for name in ("reward", "loss"):
+        if name in stats:
+            rows.append((name, number_text(stats[name])))
+            break
+    servers = _servers_text(stats)
+    if servers:
         rows.append(("servers", servers))
+
+    # Where the time goes.
     if found["seconds_a_step"] is not None:
         rows.append(("a step takes", seconds_text(found["seconds_a_step"])))
-    rows += [(f"  {name}", seconds_text(seconds)) for name, seconds in found["spent_s"].items()]
+    for name, seconds in found["spent_s"].items():
+        rows.append((f"  {name}", seconds_text(seconds)))
     if found["blocked_s"] is not None:
-        share = (
-            "" if found["blocked_share"] is None else f", {found['blocked_share']:.2%} of the time"
-        )
-        rows.append(
-            ("  blocked by saves", f"{seconds_text(found['blocked_s'])} the last one{share}")
-        )
-    if (newest := found["generation"]) is not None:
-        age, size, took = (
-            seconds_text(newest["age_s"]),
-            size_text(newest["bytes"]),
-            seconds_text(newest["save_s"]),
-        )
-        rows.append(
-            ("newest generation", f"step {newest['step']}, {age} ago, {size}, written in {took}")
-        )
+        blocked = f"{seconds_text(found['blocked_s'])} the last one"
+        if found["blocked_share"] is not None:
+            blocked += f", {found['blocked_share']:.2%} of the time"
+        rows.append(("  blocked by saves", blocked))
+
+    # What a restart would resume from.
+    newest = found["generation"]
+    if newest is not None:
+        age = seconds_text(newest["age_s"])
+        size = size_text(newest["bytes"])
+        took = seconds_text(newest["save_s"])
+        text = f"step {newest['step']}, {age} ago, {size}, written in {took}"
+        rows.append(("newest generation", text))
     rows.append(("failed in a row", str(found["failed_in_a_row"])))
     return make_table(("", ""), rows)
 
 
-def _servers_text(stats: dict[str, Any]) -> str:
+def _state_text(found: Facts) -> str:
+    if found["in_use"] is None:
+        return "running, or killed: the lock of the run cannot tell"
+    if found["in_use"]:
+        return "running"
+    ending = found["ended"] or "killed, or its machine was lost"
+    return f"not running ({ending})"
+
+
+def _servers_text(stats: Facts) -> str:
     """``2 serving, 1 asleep`` after the logged `ServerFleet.stats`, or nothing without servers."""
-    counts = {
-        name.removeprefix(_SERVERS): count
-        for name, count in stats.items()
-        if name.startswith(_SERVERS)
-    }
-    return ", ".join(
-        f"{count:g} {state}"
-        for state, count in counts.items()
-        if isinstance(count, int | float) and count
-    )
+    # States without a server are left out.
+    parts: list[str] = []
+    for name, count in stats.items():
+        if name.startswith(_SERVERS) and isinstance(count, int | float) and count:
+            state = name.removeprefix(_SERVERS)
+            parts.append(f"{count:g} {state}")
+    return ", ".join(parts)

@@ -11,26 +11,60 @@ from typing import Any
 
 import click
 
-from ...utils.errors import CheckpointError, CheckpointNotFoundError, ConfigError, MirrorError
-from ...utils.manifest import DELTA_NAME, MANIFEST_NAME, has_delta, is_delta_alone
+from ...utils.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    MirrorError,
+)
+from ...utils.manifest import (
+    DELTA_NAME,
+    MANIFEST_NAME,
+    has_delta,
+    is_delta_alone,
+)
 from ...utils.processes import MOST_READING_THREADS
 from ...utils.remote import FETCH_FIRST
 from ..info import INFO_NAME
 from .folders import Folder, UrlFolder
-from .output import DAMAGED, json_option, print_json, print_table, size_text
-from .runs import Run, is_url, local_path, names_generation, read_generation
+from .output import (
+    DAMAGED,
+    json_option,
+    print_json,
+    print_table,
+    size_text,
+)
+from .runs import (
+    Run,
+    is_url,
+    local_path,
+    names_generation,
+    read_generation,
+)
+
+Report = dict[str, Any]
+"""What was found in one folder, as in the JSON document."""
 
 CONFIG = "config.json"
 _CHANGES = f"{DELTA_NAME}/{MANIFEST_NAME}"
+_COLUMNS = ("folder", "files>", "size>", "rate>", "verdict")
 
 
 @click.command("verify", short_help="Compare every byte with its digest.")
 @click.argument("where", metavar="GEN|RUN|HF")
-@click.option("--threads", type=click.IntRange(1, 64), help="Number of files to read in parallel.  [default: one per "
-              "core]")  # fmt: skip
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 64),
+    help="Number of files to read in parallel.  [default: one per core]",
+)
 @json_option
 @click.pass_context
-def verify_command(ctx: click.Context, where: str, threads: int | None, as_json: bool) -> None:
+def verify_command(
+    ctx: click.Context,
+    where: str,
+    threads: int | None,
+    as_json: bool,
+) -> None:
     """Check a generation GEN, all generations of RUN, or a Hugging Face folder HF for damage.
 
     Generations and published weights hold a digest of every file, and every byte is compared with
@@ -44,37 +78,52 @@ def verify_command(ctx: click.Context, where: str, threads: int | None, as_json:
     if as_json:
         print_json({"folders": reports})
     else:
-        parent = reports[0]["where"].rpartition("/")[0] if reports else ""
-        print_table(
-            ("folder", "files>", "size>", "rate>", "verdict"),
-            [_row(report) for report in reports],
-            parent or None,
-        )
+        # The folder that all of them are in.
+        parent = ""
+        if reports:
+            parent = reports[0]["where"].rpartition("/")[0]
+        rows = [_row(report) for report in reports]
+        print_table(_COLUMNS, rows, parent or None)
     if any(report["problems"] for report in reports):
         ctx.exit(DAMAGED)
 
 
-def _reports(where: str, threads: int | None) -> list[dict[str, Any]]:
+def _reports(where: str, threads: int | None) -> list[Report]:
     if names_generation(where):
-        return [read_generation(where, partial(_verify, threads=threads))]
-    if is_url(where) or any((local_path(where) / name).is_file() for name in (CONFIG, _CHANGES)):
-        folder = UrlFolder(where.rstrip("/")) if is_url(where) else Folder(local_path(where))
-        if folder.path is not None or folder.has(CONFIG) or folder.has(_CHANGES):
-            return [_verify(folder, threads)]
+        report = read_generation(where, partial(_verify, threads=threads))
+        return [report]
+    folder = _find_export(where)
+    if folder is not None:
+        return [_verify(folder, threads)]
+
+    # All generations of a run.
     run = Run(where)
-    if not (steps := run.steps()):
+    steps = run.steps()
+    if not steps:
         raise CheckpointNotFoundError(f"{run.where} has no generation to verify")
-    reports = []
+    reports: list[Report] = []
     for step in steps:
-        with contextlib.suppress(CheckpointNotFoundError):  # the run has deleted it meanwhile
+        # The run may have deleted it meanwhile.
+        with contextlib.suppress(CheckpointNotFoundError):
             reports.append(_verify(run.folder(step), threads))
     return reports
 
 
-def _verify(folder: Folder, threads: int | None) -> dict[str, Any]:
-    """Report on one folder. Raises `CheckpointNotFoundError` if the run has deleted it meanwhile."""
+def _find_export(where: str) -> Folder | None:
+    """An export or a published version: a folder with a config, or with changes alone."""
+    if is_url(where):
+        folder = UrlFolder(where.rstrip("/"))
+        is_export = folder.has(CONFIG) or folder.has(_CHANGES)
+        return folder if is_export else None
+    path = local_path(where)
+    is_export = (path / CONFIG).is_file() or (path / _CHANGES).is_file()
+    return Folder(path) if is_export else None
+
+
+def _verify(folder: Folder, threads: int | None) -> Report:
+    """Report on a folder. Raises `CheckpointNotFoundError` if the run has deleted it meanwhile."""
     started = time.monotonic()
-    report: dict[str, Any] = {
+    report: Report = {
         "where": folder.where,
         "files": 0,
         "bytes": 0,
@@ -88,43 +137,48 @@ def _verify(folder: Folder, threads: int | None) -> dict[str, Any]:
             _verify_export(folder, report)
     except (MirrorError, ConfigError):
         raise
-    except (
-        CheckpointError,
-        OSError,
-    ) as error:  # a disk that cannot read one file may well read the others
+    except (CheckpointError, OSError) as error:
+        # An OSError, too: a disk that cannot read one file may well read the others.
         if folder.path is not None and not folder.path.is_dir():
             raise CheckpointNotFoundError(
                 f"{folder.where} was deleted while it was read"
             ) from error
-        report["problems"].append(str(error).replace(f"{folder.where}: ", ""))
+        problem = str(error).replace(f"{folder.where}: ", "")
+        report["problems"].append(problem)
     report["seconds"] = round(time.monotonic() - started, 4)
     return report
 
 
-def find_damage(folder: Folder, files: Mapping[str, Any], threads: int | None = None) -> list[str]:
+def find_damage(
+    folder: Folder,
+    files: Mapping[str, Any],
+    threads: int | None = None,
+) -> list[str]:
     """Compare every byte of the files in a manifest with their digests. Return the problems as
     text.
     """
-    by_size = sorted(
-        files, key=lambda name: -files[name]["bytes"]
-    )  # largest first, so that no thread ends with it
 
     def check(name: str) -> str | None:
         found = folder.digest(name, files[name])
-        return (
-            None
-            if found == files[name]["digest"]
-            else f"{name} has digest {found}, not {files[name]['digest']}"
-        )
+        expected = files[name]["digest"]
+        if found == expected:
+            return None
+        return f"{name} has digest {found}, not {expected}"
 
-    with ThreadPoolExecutor(
-        threads or min(len(os.sched_getaffinity(0)), MOST_READING_THREADS)
-    ) as pool:
-        return [problem for problem in pool.map(check, by_size) if problem is not None]
+    # The largest first, so that no thread ends with it.
+    by_size = sorted(files, key=lambda name: -files[name]["bytes"])
+    if threads is None:
+        threads = min(len(os.sched_getaffinity(0)), MOST_READING_THREADS)
+    with ThreadPoolExecutor(threads) as pool:
+        problems = list(pool.map(check, by_size))
+    return [problem for problem in problems if problem is not None]
 
 
-def _verify_digests(folder: Folder, threads: int | None, report: dict[str, Any]) -> None:
-    manifest, sizes = folder.read_manifest(), folder.sizes()
+def _verify_digests(folder: Folder, threads: int | None, report: Report) -> None:
+    manifest = folder.read_manifest()
+    sizes = folder.sizes()
+
+    # The changes from the version before have a manifest of their own, and may be all there is.
     if has_delta(manifest, sizes):
         changes = folder.inside(DELTA_NAME)
         facts = changes.manifest()
@@ -133,23 +187,31 @@ def _verify_digests(folder: Folder, threads: int | None, report: dict[str, Any])
         if is_delta_alone(manifest, sizes):
             report["changes_from"] = facts["base"]["label"]
             return
+
     files = folder.manifest()["files"]
     report["problems"] += _compare(folder, files, threads, report)
+
+    # A generation says which step it holds.
     if INFO_NAME in files and not report["problems"]:
         step = folder.info().last_step_info.global_step
-        if folder.name.startswith("global_step_") and folder.name != f"global_step_{step}":
+        expected = f"global_step_{step}"
+        if folder.name.startswith("global_step_") and folder.name != expected:
             report["problems"].append(f"it was renamed: it holds step {step}")
 
 
 def _compare(
-    folder: Folder, files: Mapping[str, Any], threads: int | None, report: dict[str, Any]
+    folder: Folder,
+    files: Mapping[str, Any],
+    threads: int | None,
+    report: Report,
 ) -> list[str]:
     report["files"] += len(files)
     report["bytes"] += sum(entry["bytes"] for entry in files.values())
     return find_damage(folder, files, threads)
 
 
-def _verify_export(folder: Folder, report: dict[str, Any]) -> None:
+def _verify_export(folder: Folder, report: Report) -> None:
+    """Check a folder without digests: the weight files have what their headers and index say."""
     from ...engine.hf.weight_files import WeightReader
 
     if folder.path is None:
@@ -160,22 +222,36 @@ def _verify_export(folder: Folder, report: dict[str, Any]) -> None:
     with WeightReader(folder.path) as weights:
         weights.layout()
     sizes = folder.sizes()
-    report |= {"digests": False, "files": len(sizes), "bytes": sum(sizes.values())}
+    report["digests"] = False
+    report["files"] = len(sizes)
+    report["bytes"] = sum(sizes.values())
 
 
-def _row(report: dict[str, Any]) -> list[str]:
-    rate = report["bytes"] / max(report["seconds"], 1e-9)
-    sound = "sound" if report["digests"] else "whole (it has no digests)"
-    if base := report.get("changes_from"):
-        sound += f", holds the changes from version {base.partition('-')[0]}"
-    problems = [
-        re.sub(r" has digest .*", " is not what was written", problem)
-        for problem in report["problems"]
-    ]
+def _row(report: Report) -> list[str]:
+    verdict = "sound"
+    if not report["digests"]:
+        verdict = "whole (it has no digests)"
+    base = report.get("changes_from")
+    if base:
+        verdict += f", holds the changes from version {base.partition('-')[0]}"
+    if report["problems"]:
+        # The digests themselves are in the JSON.
+        problems = "; ".join(map(_without_digests, report["problems"]))
+        verdict = f"DAMAGED: {problems}"
+
+    # Headers alone are read at no rate.
+    rate = ""
+    if report["digests"] and report["bytes"]:
+        per_second = report["bytes"] / max(report["seconds"], 1e-9)
+        rate = f"{size_text(int(per_second))}/s"
     return [
         report["where"].rpartition("/")[2],
         str(report["files"]),
         size_text(report["bytes"]),
-        f"{size_text(int(rate))}/s" if report["digests"] and report["bytes"] else "",
-        sound if not report["problems"] else "DAMAGED: " + "; ".join(problems),
+        rate,
+        verdict,
     ]
+
+
+def _without_digests(problem: str) -> str:
+    return re.sub(r" has digest .*", " is not what was written", problem)

@@ -1,16 +1,36 @@
 """``holdfast why``: show how each attempt of a run ended, and how much time that cost."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
 from .attempts import AttemptRecord, read_attempts
 from .in_use import use_of
-from .output import json_option, print_json, print_rich, print_table, seconds_text, time_text
+from .output import (
+    json_option,
+    print_json,
+    print_rich,
+    print_table,
+    seconds_text,
+    time_text,
+)
 from .runs import Run, run_argument
 
-_WIDTH, _MOST_ROWS = 64, 24
+_WIDTH = 64
+"""Characters of a picture for all steps."""
+_MOST_ROWS = 24
+_COLUMNS = (
+    "",
+    "began",
+    "ranks>",
+    "from>",
+    "to>",
+    "redone>",
+    "load>",
+    "back after>",
+    "what ended it",
+)
 
 
 @click.command("why", short_help="Show how each attempt of a run ended.")
@@ -26,80 +46,116 @@ def why_command(run: str, as_json: bool) -> None:
     """
     place = Run(run)
     attempts = read_attempts(place.trial_root)
-    in_use = use_of(place.trial_root, attempts[-1] if attempts else None).known
-    verdicts = [one.verdict(one is attempts[-1], in_use) for one in attempts]
-    redone, gone_s = sum(one.redone for one in attempts), sum(one.gone_s or 0.0 for one in attempts)
+    last = attempts[-1] if attempts else None
+    in_use = use_of(place.trial_root, last).known
+    verdicts = [one.verdict(one is last, in_use) for one in attempts]
+
+    # Sums over all attempts.
+    redone = sum(one.redone for one in attempts)
+    gone_s = sum(one.gone_s or 0.0 for one in attempts)
+    judged = list(zip(attempts, verdicts, strict=True))
     if as_json:
-        rows = [
-            vars(one) | {"verdict": verdict}
-            for one, verdict in zip(attempts, verdicts, strict=True)
-        ]
         print_json(
-            {"run": place.where, "attempts": rows, "redone": redone, "gone_s": round(gone_s, 3)}
+            {
+                "run": place.where,
+                "attempts": [{**vars(one), "verdict": verdict} for one, verdict in judged],
+                "redone": redone,
+                "gone_s": round(gone_s, 3),
+            }
         )
         return
-    columns = (
-        "",
-        "began",
-        "ranks>",
-        "from>",
-        "to>",
-        "redone>",
-        "load>",
-        "back after>",
-        "what ended it",
-    )
-    print_table(
-        columns,
-        [_row(one, verdict) for one, verdict in zip(attempts, verdicts, strict=True)],
-        place.where,
-    )
+
+    # A table, a picture, and a line in words.
+    rows = [_row(one, verdict) for one, verdict in judged]
+    print_table(_COLUMNS, rows, place.where)
     print_rich(_picture(attempts))
-    steps = max((one.last + 1 for one in attempts if one.last is not None), default=0)
+    ends = [one.last + 1 for one in attempts if one.last is not None]
+    plural = "" if len(attempts) == 1 else "s"
     click.echo(
-        f"\n{len(attempts)} attempt{'s' * (len(attempts) != 1)}, {steps} steps; {redone} were "
+        f"\n{len(attempts)} attempt{plural}, {max(ends, default=0)} steps; {redone} were "
         f"trained again, and {seconds_text(gone_s)} went by between attempts"
     )
 
 
 def _row(one: AttemptRecord, verdict: str) -> list[str]:
+    begin = ""
+    load = ""
+    if one.loaded:
+        begin = "fresh" if one.resumed is None else str(one.resumed + 1)
+        load = seconds_text(one.load_s)
+    end = ""
+    if one.last is not None:
+        end = str(one.last)
+    gone = ""
+    if one.gone_s is not None:
+        gone = seconds_text(one.gone_s)
+    if one.losses > 1:
+        verdict += f"; workers were lost {one.losses} times"
+
+    # Zeros are left out.
     return [
         str(one.number),
         time_text(one.began),
         str(one.world_size or ""),
-        "" if not one.loaded else "fresh" if one.resumed is None else str(one.resumed + 1),
-        "" if one.last is None else str(one.last),
+        begin,
+        end,
         str(one.redone or ""),
-        seconds_text(one.load_s) if one.loaded else "",
-        "" if one.gone_s is None else seconds_text(one.gone_s),
-        verdict + (f"; workers were lost {one.losses} times" if one.losses > 1 else ""),
+        load,
+        gone,
+        verdict,
     ]
+
+
+class _Bar(NamedTuple):
+    """The steps of an attempt: ``[first, new)`` had been trained before, ``[new, end)`` had not."""
+
+    number: int
+    first: int
+    new: int
+    end: int
+
+
+def _bars(attempts: list[AttemptRecord]) -> list[_Bar]:
+    """A bar for each attempt that has trained a step."""
+    bars: list[_Bar] = []
+    reached = -1  # the last step of all earlier attempts
+    for one in attempts:
+        if one.first is None or one.last is None:
+            continue
+        new = min(reached + 1, one.last + 1)
+        bars.append(_Bar(one.number, one.first, new, one.last + 1))
+        reached = max(reached, one.last)
+    return bars
 
 
 def _picture(attempts: list[AttemptRecord]) -> Any:
     """Draw one line per attempt, with the steps from left to right."""
     from rich.text import Text
 
-    trained = [one for one in attempts if one.first is not None and one.last is not None]
-    shown, picture = trained[-_MOST_ROWS:], Text()
-    if not shown:
+    picture = Text()
+    bars = _bars(attempts)[-_MOST_ROWS:]
+    if not bars:
         return picture
-    begin, end = min(one.first or 0 for one in shown), max(one.last or 0 for one in shown) + 1
-    scale = (end - begin) / min(_WIDTH, end - begin)
-    reached = -1
-    for one in trained:
-        first, last = one.first or 0, one.last or 0
-        again, reached = min(reached + 1, last + 1), max(reached, last)
-        if one not in shown:
-            continue
+
+    begin = min(bar.first for bar in bars)
+    end = max(bar.end for bar in bars)
+    width = min(_WIDTH, end - begin)
+    scale = (end - begin) / width  # steps of a character
+    for bar in bars:
         # Both kinds of steps get at least one character, also where a character stands for several
         # steps.
-        left = int((first - begin) / scale)
-        middle = max(int((again - begin) / scale), left + (again > first))
-        right = max(math.ceil((last + 1 - begin) / scale), middle + (last >= again))
-        picture.append(f"{one.number:>3} " + " " * left)
+        left = int((bar.first - begin) / scale)
+        middle = int((bar.new - begin) / scale)
+        middle = max(middle, left + (bar.new > bar.first))
+        right = math.ceil((bar.end - begin) / scale)
+        right = max(right, middle + (bar.end > bar.new))
+
+        picture.append(f"{bar.number:>3} " + " " * left)
         picture.append("▒" * (middle - left), style="yellow")
         picture.append("█" * (right - middle) + "\n", style="green")
-    picture.append(f"    {begin}".ljust(4 + min(_WIDTH, end - begin)) + f"{end - 1}\n")
+
+    # The first and the last step below the ends of the bars.
+    ruler = f"    {begin}".ljust(4 + width)
+    picture.append(f"{ruler}{end - 1}\n")
     picture.append("    █ trained  ▒ trained again; steps from left to right, an attempt a line")
     return picture

@@ -1,6 +1,4 @@
-"""``holdfast export`` of generations with adapters: merged into their base, or as a folder of
-PEFT.
-"""
+"""``holdfast export`` of generations with adapters: merged into their base, or as a PEFT folder."""
 
 import json
 import shutil

@@ -1,6 +1,4 @@
-"""``why`` and ``top``, and the journal they read, for runs that were killed, stopped, and
-failed.
-"""
+"""``why`` and ``top``, and the journal they read, for runs that were killed, stopped or failed."""
 
 import json
 import multiprocessing
@@ -219,10 +217,8 @@ _DAMAGED = (
     '{"event": "step", "time": 1e300, "step": 4}',
     '{"event": "step", "time": 1790000000.0, "step": "4"}',
     '{"event": "save", "time": 1790000000.0, "step": 4}',
-    (
-        '{"event": "start", "time": 1790000000.0, "step": 1, "world_size": [1], "host": 7, '
-        '"keep": {"last": "x"}}'
-    ),
+    '{"event": "start", "time": 1790000000.0, "step": 1, "world_size": [1], "host": 7, '
+    '"keep": {"last": "x"}}',
     '{"event": "start", "time": 1790000000.0, "process_started": null, "load_s": "soon"}',
     '{"event": "end", "time": NaN, "how": 1}',
     '{"event": "failed", "time": 1790000000.0, "error": {}}',
@@ -330,10 +326,8 @@ def test_attempts_that_end_before_a_load_are_distinguished_from_replaced_workers
 
     assert verdicts(began, began, start, end, lost, began, lost, spent) == [
         "WorkerLost: trainer",
-        (
-            "before it had loaded: worker group None lost rank(s) None: died; given up: "
-            "RetriesExhausted: too many"
-        ),
+        "before it had loaded: worker group None lost rank(s) None: died; given up: "
+        "RetriesExhausted: too many",
     ]
     assert verdicts(began, lost, start, in_use=True) == ["goes on"], (
         "one group was started again, and it came up"

@@ -355,7 +355,7 @@ def test_an_export_of_a_generation_is_the_one_that_the_run_has_made(
 SMALL_MEMORY = """
 import resource, sys
 import transformers.models.qwen3.modeling_qwen3
-import holdfast.recover.convert.conversion, holdfast.recover.ranks
+import holdfast.recover.export.writing, holdfast.recover.ranks
 from holdfast.recover.cli.main import cli
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

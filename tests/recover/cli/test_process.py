@@ -22,8 +22,19 @@ from holdfast.recover.cli.main import cli
 try:
     cli.main(sys.argv[1:])
 finally:
-    heavy = ("torch", "transformers", "numpy", "ray")
-    print([name for name in heavy if name in sys.modules], file=sys.stderr)
+    slow = ("torch", "transformers", "numpy", "ray")
+    print([name for name in slow if name in sys.modules], file=sys.stderr)
+"""
+
+WITHOUT_CONVERTER = """
+import sys
+class Missing:
+    def find_spec(name, path=None, target=None):
+        if name == "holdfast_convert":
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Missing)
+from holdfast.recover.cli.main import cli
+cli.main(sys.argv[1:])
 """
 
 
@@ -58,6 +69,25 @@ def test_misuse_ends_with_2_and_a_line_that_says_what_to_do(tmp_path: Path) -> N
     ):
         code, out, err = finish(start(*args))
         assert (code, out) == (2, "") and told in err and "Traceback" not in err
+
+
+def test_convert_says_how_to_install_it_where_it_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_CONVERTER]
+    told = (
+        "error: the converter is not installed: pip install holdfast-convert, or from a checkout "
+        "pip install -e plugins/convert\n"
+    )
+    for args, code, expected in (
+        (["convert", str(tmp_path), "there", "--to", "hf", "--json"], 2, told),
+        (["convert"], 2, told),
+        (["convert", "--help"], 0, ""),
+        (["--help"], 0, ""),
+    ):
+        done = subprocess.run(
+            [*command, *args], capture_output=True, text=True, timeout=stretched(60)
+        )
+        assert (done.returncode, done.stderr) == (code, expected)
+        assert ("holdfast-convert" in done.stdout) == (code == 0)
 
 
 def test_found_damage_ends_with_1(run: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from holdfast_convert import convert
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,10 +21,9 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.root_names import Root, find_roots
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.recover.convert import convert
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.helpers import run_ranks
-from tests.recover.convert.hosts import Host, assert_same, tiny_config
+from tests.plugins.convert.hosts import Host, assert_same, tiny_config
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from holdfast_convert import convert
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
@@ -20,10 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.recover.convert import convert
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.helpers import run_ranks
-from tests.recover.convert.hosts import Host, assert_same, tiny_config, tiny_experts
+from tests.plugins.convert.hosts import Host, assert_same, tiny_config, tiny_experts
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,6 +1,4 @@
-"""Files of verl with odd contents: each is refused in one line that names the file and the
-entry.
-"""
+"""Files of verl with odd contents: each is refused in one line with the file and the entry."""
 
 import random
 from collections.abc import Callable
@@ -10,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from holdfast_convert import convert
 
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.state import DCPState
-from holdfast.recover.convert import convert
 from holdfast.utils.errors import CheckpointError, CheckpointMismatchError, ConfigError
-from tests.recover.convert.hosts import Host
+from tests.plugins.convert.hosts import Host
 
 Files = dict[str, Any]
 """The contents of the files of one rank: ``model``, ``optim`` and ``extra_state``."""

@@ -7,8 +7,8 @@ import torch
 
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
+from tests.plugins.convert.hosts import Host, assert_same, tiny_config
 from tests.recover.cli.commands import answer, holdfast
-from tests.recover.convert.hosts import Host, assert_same, tiny_config
 
 pytestmark = pytest.mark.timeout(60)
 

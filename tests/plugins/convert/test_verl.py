@@ -1,6 +1,4 @@
-"""Checkpoints of verl's FSDP workers: every tensor, schedule and generator, at any number of
-ranks.
-"""
+"""Checkpoints of verl's FSDP workers: tensors, schedule and generators, on any number of ranks."""
 
 import logging
 import shutil
@@ -10,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from holdfast_convert import convert
+from holdfast_convert.verl import _require_alike, _step
 from transformers import AutoModelForCausalLM
 
 from holdfast.engine.api import FinetuneSpec, StepInfo
 from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.convert import convert
-from holdfast.recover.convert.verl import _require_alike, _step
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from tests.helpers import run_ranks
-from tests.recover.convert.hosts import Host, assert_same, load_as_verl, save_as_verl
+from tests.plugins.convert.hosts import Host, assert_same, load_as_verl, save_as_verl
 
 pytestmark = pytest.mark.timeout(120)
 

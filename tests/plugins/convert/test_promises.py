@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from holdfast_convert import convert, writers
+from holdfast_convert.shards import from_ranks
+from holdfast_convert.torch_files import read_file
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -26,9 +29,6 @@ from holdfast.engine.dcp.load import load_dcp
 from holdfast.engine.dcp.save import save_dcp
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler
-from holdfast.recover.convert import convert, writers
-from holdfast.recover.convert.verl import from_ranks
-from holdfast.recover.convert.weights import read_file
 from holdfast.utils.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -39,7 +39,7 @@ from holdfast.utils.errors import (
 from holdfast.utils.manifest import file_entries, write_manifest
 from tests.helpers import run_ranks
 from tests.limits import stretched
-from tests.recover.convert.hosts import Host, assert_same, tiny_config, tiny_experts
+from tests.plugins.convert.hosts import Host, assert_same, tiny_config, tiny_experts
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -57,7 +57,7 @@ def config_folder(root: Path, config: Any = None) -> Path:
 KILLED = """
 import sys
 from pathlib import Path
-from holdfast.recover.convert import convert, writers
+from holdfast_convert import convert, writers
 
 write = writers.write_entries
 
@@ -199,8 +199,8 @@ def test_nothing_is_written_over_and_a_run_in_use_is_left_alone(tmp_path: Path) 
     with RecoverHandler(config, SPEC) as handler:
         handler.load(host.state)
         code = (
-            "import sys; from holdfast.recover.convert import convert; convert(*sys.argv[1:], "
-            "to='generation')"
+            "import sys; from holdfast_convert import convert; "
+            "convert(*sys.argv[1:], to='generation')"
         )
         command = [sys.executable, "-c", code, str(tmp_path / "source"), str(tmp_path / "e" / "t")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=stretched(60))
@@ -323,7 +323,7 @@ def test_shards_of_two_dims_are_put_together_and_shards_of_one_twice_are_refused
 
 PEAK = """
 import resource, sys
-from holdfast.recover.convert import convert
+from holdfast_convert import convert
 from holdfast.engine.memory.lazy_tensor import BLOCK_BYTES
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert(sys.argv[1], sys.argv[2], to="dcp")
