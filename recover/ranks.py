@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -32,12 +32,23 @@ from ..utils.errors import ConfigError, WorkerLost
 from ..utils.logging import get_logger
 from .engines import RankEngines, engines_of
 
-if TYPE_CHECKING:
-    from ..engine.workers.group import WorkerGroup
-
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+
+class DrivenGroup(Protocol):
+    """The methods of a `WorkerGroup` that recovery needs."""
+
+    world_size: int
+
+    def run_all(self, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
+        """Call ``fn(worker, *args)`` on every rank. Results are in rank order."""
+        ...
+
+    def run_in_background(self, fn: Callable[..., Any], /, *args: Any) -> list[Any]:
+        """`run_all` on a separate thread in every worker, while other calls continue."""
+        ...
 
 
 @dataclass
@@ -160,7 +171,7 @@ class DrivenRanks:
     caller = 0
 
     def __init__(
-        self, group: "WorkerGroup", session: SessionRef, *, in_background: bool = False
+        self, group: DrivenGroup, session: SessionRef, *, in_background: bool = False
     ) -> None:
         self._group = group
         self._session = session
