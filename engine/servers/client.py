@@ -69,7 +69,7 @@ from .content_check import (
 )
 from .groups import KeptGroup, SenderGroup
 from .http import Calls, Connections, Json, leads_to_a_server, readable
-from .sleep import TAGS, Sleep, Sleeping
+from .sleep import TAGS, Sleep, SleepCalls, Sleeping
 from .stream import BucketReader
 
 logger = get_logger(__name__)
@@ -161,7 +161,17 @@ class ServerClient(ABC):
         self._seconds: Mapping[str, float] = {}
         self._updating = Lock()
         self._allowed_s = _UPDATE_TIMEOUT_S
-        self._sleeping = Sleeping(self)
+        self._sleeping = Sleeping(
+            SleepCalls(
+                keeps_weights=self._keeps_weights,
+                read_sleep=self._read_sleep,
+                is_paused=self._is_paused,
+                put_to_sleep=self._put_to_sleep,
+                wake=self._wake,
+                set_label=self._set_label,
+                go_on=self._go_on,
+            )
+        )
         self._group = KeptGroup()
 
         # Results of the content checks so far, and warnings that are logged once.

@@ -8,14 +8,10 @@ that a step is under way. After a kill there, the server has to be restarted.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .http import Calls
-
-if TYPE_CHECKING:
-    from .client import ServerClient
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -55,36 +51,49 @@ class Sleep:
         return f"{self.weights} (asleep: {', '.join(self.tags)}{mark})"
 
 
+@dataclass(frozen=True)
+class SleepCalls:
+    """HTTP calls of a client that differ between kinds of servers."""
+
+    keeps_weights: Callable[[Calls], bool]
+    read_sleep: Callable[[Calls], Sleep]
+    is_paused: Callable[[Calls], bool]
+    put_to_sleep: Callable[[Calls, Sleep, Sleep, int], None]
+    wake: Callable[[Calls, str, Sleep], None]
+    set_label: Callable[[Calls, str], None]
+    go_on: Callable[[Calls], None]
+
+
 class Sleeping:
     """Puts the server of a client to sleep and wakes it up: the order of the steps, and the label
-    after each. The client makes the HTTP calls.
+    after each.
     """
 
-    def __init__(self, client: "ServerClient") -> None:
-        self._client = client
+    def __init__(self, server: SleepCalls) -> None:
+        self._server = server
         self.seen = False  # whether a part of the server slept when the client last asked
 
     def fall_asleep(self, calls: Calls, level: int) -> None:
         """Free the memory of the whole server. See `ServerClient.sleep`."""
-        client = self._client
-        kept = client._keeps_weights(calls) and level == 1
-        before = client._read_sleep(calls)
-        if not before.tags and client._is_paused(calls):
+        server = self._server
+        kept = server.keeps_weights(calls) and level == 1
+        before = server.read_sleep(calls)
+        if not before.tags and server.is_paused(calls):
             kept = False  # an update was cut off
 
         # No requests from now on, also if one of the calls fails.
         self.seen = True
         asleep = Sleep(TAGS, before.weights if kept else DROPPED)
-        client._put_to_sleep(calls, before, asleep, level)
+        server.put_to_sleep(calls, before, asleep, level)
 
     def wake_up(self, calls: Calls, tags: Collection[str] = TAGS) -> None:
         """Wake parts that sleep, without a load."""
-        client = self._client
-        asleep = client._read_sleep(calls)
+        server = self._server
+        asleep = server.read_sleep(calls)
         if WEIGHTS in asleep.tags and WEIGHTS in tags:
-            client._wake(calls, WEIGHTS, asleep)
+            server.wake(calls, WEIGHTS, asleep)
             asleep = Sleep((KV_CACHE,), asleep.weights)
-            client._set_label(calls, asleep.label)
+            server.set_label(calls, asleep.label)
 
         if asleep.tags and KV_CACHE in tags:
             if WEIGHTS in asleep.tags:
@@ -95,9 +104,9 @@ class Sleeping:
                     "SGLang without --enable-weights-cpu-backup), or an update was cut off: "
                     "publish all weights to it, or restart it"
                 )
-            client._wake(calls, KV_CACHE, asleep)
-            client._set_label(calls, asleep.weights)
-            client._go_on(calls)
+            server.wake(calls, KV_CACHE, asleep)
+            server.set_label(calls, asleep.weights)
+            server.go_on(calls)
             asleep = Sleep((), asleep.weights)
 
         self.seen = bool(asleep.tags)
@@ -106,12 +115,12 @@ class Sleeping:
         """Make a paused server ready to load weights. If it sleeps, return True: its KV cache goes
         on sleeping.
         """
-        client = self._client
-        asleep = client._read_sleep(calls)
+        server = self._server
+        asleep = server.read_sleep(calls)
         if WEIGHTS in asleep.tags:
-            client._wake(calls, WEIGHTS, asleep)
+            server.wake(calls, WEIGHTS, asleep)
 
         # What the weights are is unknown until the load has ended, also after a kill.
         if asleep.tags:
-            client._set_label(calls, Sleep((KV_CACHE,), DROPPED).label)
+            server.set_label(calls, Sleep((KV_CACHE,), DROPPED).label)
         return bool(asleep.tags)

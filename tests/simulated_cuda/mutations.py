@@ -126,8 +126,8 @@ MUTATIONS = (
     Mutation(
         "tensors that are being copied are kept alive",
         WEIGHT_CHANGES,
-        "list(starmap(_version, self._tensors))\n",
-        "list(starmap(_version, self._tensors))\n        self._tensors = []\n",
+        "        self._samples = _sample(sampled)\n",
+        "        self._samples = _sample(sampled)\n        self._live = []\n",
         COPIES,
         "moments_that_are_dropped_during_the_copy_are_in_the_snapshot",
     ),

@@ -40,7 +40,8 @@ def table_of_keys(table: Mapping[str, Fate]) -> str:
 def table_of_rules() -> str:
     lines = ["| keys | result |", "|---|---|"]
     for rule in (rule for rules in RULES.values() for rule in rules):
-        keys, _, fate = (rule.__doc__ or "").partition(": ")
+        words = " ".join((rule.__doc__ or "").split())
+        keys, _, fate = words.partition(": ")
         lines.append(f"| {keys} | {fate.rstrip('.')} |")
     return "\n".join(lines)
 
