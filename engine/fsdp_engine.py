@@ -46,7 +46,7 @@ from .hf.sidecars import adopt_base
 from .lora.adapters import adapters_off
 from .lora.build import require_adapters_for, require_base
 from .model.initial_model import base_of, build_initial_model, load_weights
-from .model.model_folder import find_model_folder
+from .model_folder import find_model_folder
 from .servers.api import InferenceServer
 from .servers.fleet import ServerFleet
 from .servers.publish import PublishedWeights, ServerConnection

@@ -26,7 +26,7 @@ from holdfast.engine import (
     WeightUpdateMeta,
 )
 from holdfast.engine.api import Batch
-from holdfast.engine.model.model_folder import find_model_folder
+from holdfast.engine.model_folder import find_model_folder
 from holdfast.engine.rl import PPOActor, PPOActorConfig
 from holdfast.engine.servers.publish import PublishedWeights
 from holdfast.engine.worker_group import STRATEGIES, WorkerResources

@@ -28,7 +28,7 @@ from copy_task import CopyPrompts, require_copy_tokenizer, sft_collate, write_mo
 from transformers import AutoTokenizer
 
 from holdfast.engine import FinetuneSpec, FSDPEngine, SaveLoadMeta, TrainEngineConfig
-from holdfast.engine.model.model_folder import require_model_folder
+from holdfast.engine.model_folder import require_model_folder
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.config import load_config, require_choice

@@ -24,7 +24,7 @@ from ..engine.hf.load import names_as_in
 from ..engine.lora.adapters import adapted_layers, base_view, transformers_model
 from ..engine.memory.per_model import PerModel
 from ..engine.memory.tensors import by_clean_name, clean_name
-from ..engine.model.model_folder import find_source_folder
+from ..engine.model_folder import find_source_folder
 from ..engine.training.counters import EngineCounters
 from ..utils.compat.torch_private import without_compile
 from ..utils.distributed import get_rank, get_world_size

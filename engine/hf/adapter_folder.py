@@ -1,5 +1,8 @@
 """PEFT folders with adapters: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
+The layers themselves are in `engine.lora.adapters`. `engine.servers.adapters` gives such folders to
+servers.
+
 ``PeftModel.from_pretrained`` and vLLM load such a folder on top of the base model. Adapters are
 small: every rank gathers or reads all of them. All methods of PEFT that adapt layers can be saved
 (LoRA, DoRA, IA3, ``modules_to_save``), from any ``PeftModel``, but only plain LoRA can be loaded.
@@ -37,7 +40,8 @@ from ..memory.weight_changes import changing_weights
 from ..training.weights import keep_own_shard
 from .shard_ranges import whole_tensor
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 ROOT = "base_model.model."
 """PEFT's name for the model inside a PeftModel."""
 
@@ -87,9 +91,14 @@ def write_adapters(
     with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
         if get_rank(group) != 0:
             return []
-        for name, tensor in whole.items() if options.dtype is not None else ():
-            if tensor.is_floating_point():  # counters in ``modules_to_save`` keep their dtype
-                whole[name] = tensor.to(options.dtype)
+
+        # Counters in ``modules_to_save`` keep their dtype.
+        if options.dtype is not None:
+            for name, tensor in whole.items():
+                if tensor.is_floating_point():
+                    whole[name] = tensor.to(options.dtype)
+
+        # The weights come last, because they are made durable by themselves.
         config = copy.deepcopy(_peft_config(model))
         config.inference_mode = True
         config.save_pretrained(str(folder))
@@ -112,7 +121,8 @@ def require_adapters(model: PreTrainedModel) -> None:
             f"{what} {type(model).__name__} has none (config key 'use_lora'); publish by type "
             "'disk'"
         )
-    if others := _trained_beside(model, _named_adapters(model)):
+    others = _trained_beside(model, _named_adapters(model))
+    if others:
         raise ConfigError(
             f"{what} {others[0]} ({len(others)} such) is trained beside them; publish by type "
             "'disk'"
@@ -140,7 +150,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         raise CheckpointMismatchError(
             f"{config.peft_type} is a prompt and no adapter of layers; use model.save_pretrained"
         )
-    from peft import get_peft_model_state_dict  # installed, because the model has its layers
+    # installed, because the model has its layers
+    from peft import get_peft_model_state_dict
 
     live = {
         clean_name(name): tensor
@@ -148,7 +159,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     own = {"state_dict": live, "adapter_name": _adapter_name(model), "save_embedding_layers": False}
     found = get_peft_model_state_dict(model, **own)  # type: ignore[arg-type]
-    if others := _trained_beside(model, found):
+    others = _trained_beside(model, found)
+    if others:
         raise CheckpointMismatchError(
             f"{others[0]} ({len(others)} such) is trained beside the adapters and would be "
             "missing; use weight_format 'hf', which has all weights merged"
@@ -179,9 +191,10 @@ def _peft_config(model: nn.Module) -> Any:
 
 def _adapter_name(model: nn.Module) -> str:
     configs: Any = getattr(model, "peft_config", {})
-    active = {
-        name for layer in adapted_layers(model).values() for name in layer.active_adapters
-    } or set(configs)
+    active: set[str] = set()
+    for layer in adapted_layers(model).values():
+        active.update(layer.active_adapters)
+    active = active or set(configs)
     if len(active) != 1:
         raise CheckpointMismatchError(
             f"{type(model).__name__} has {len(active)} active adapters "
@@ -193,15 +206,19 @@ def _adapter_name(model: nn.Module) -> str:
 def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Name in a PEFT folder -> live tensor of the one active adapter, which must be plain LoRA."""
     _adapter_name(model)
-    return {
-        f"{ROOT}{weight.removesuffix('.weight')}.{part}.weight": tensor
-        for weight, (adapter,) in plain_adapters(model).items()
-        for part, tensor in (("lora_A", adapter.a), ("lora_B", adapter.b))
-    }
+    named = {}
+    for weight, (adapter,) in plain_adapters(model).items():
+        layer = f"{ROOT}{weight.removesuffix('.weight')}"
+        named[f"{layer}.lora_A.weight"] = adapter.a
+        named[f"{layer}.lora_B.weight"] = adapter.b
+    return named
 
 
 def load_adapters(
-    model: PreTrainedModel, path: str | os.PathLike[str], *, group: dist.ProcessGroup | None = None
+    model: PreTrainedModel,
+    path: str | os.PathLike[str],
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load a PEFT folder into the adapters of a model: ``load_adapters(model,
     "exports/step_100")``, on every rank.
@@ -226,9 +243,12 @@ def load_adapters(
 
 
 def _read(
-    folder: Path, model: PreTrainedModel, adapters: Mapping[str, torch.Tensor]
+    folder: Path,
+    model: PreTrainedModel,
+    adapters: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    from peft import LoraConfig, PeftConfig  # installed, because the model has its layers
+    # installed, because the model has its layers
+    from peft import LoraConfig, PeftConfig
 
     try:
         values = load_file(folder / WEIGHTS)
@@ -238,7 +258,10 @@ def _read(
         ) from error
     except SafetensorError as error:
         raise CheckpointCorruptError(f"{folder / WEIGHTS}: {error}") from error
-    if strangers := sorted(adapters.keys() ^ values.keys()):
+
+    # Names and shapes must be those of the model.
+    strangers = sorted(adapters.keys() ^ values.keys())
+    if strangers:
         whose = "the folder" if strangers[0] in values else "the model"
         raise CheckpointMismatchError(
             f"{folder}: only {whose} has {strangers[0]} ({len(strangers)} differ)"
@@ -249,6 +272,8 @@ def _read(
                 f"{folder}: {name} is {list(values[name].shape)}, the model's "
                 f"{list(tensor.shape)}; is lora_rank the same?"
             )
+
+    # The config has the scaling. A pattern may give layers their own, which is not checked.
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError) as error:
@@ -256,7 +281,8 @@ def _read(
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"{folder} holds {config.peft_type} adapters; expected LoRA")
     own = next(iter(adapted_layers(model).values())).scaling.values()
-    scaling = config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r)
+    divisor = config.r**0.5 if config.use_rslora else config.r
+    scaling = config.lora_alpha / divisor
     if scaling not in own and not (config.rank_pattern or config.alpha_pattern):
         raise CheckpointMismatchError(
             f"{folder}: adapters count {scaling:g} (alpha {config.lora_alpha}, rank {config.r}), "

@@ -14,6 +14,7 @@ gathered whole on all ranks, as in `save_hf`.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,8 @@ from ..lora.adapters import plain_view
 from ..memory.tensors import bytes_of
 from .name_mapping import element_map
 from .save import ExportPlan, plan_export
-from .shard_ranges import MergedWeights, own_share, whole_tensor
-from .tensor_origins import FileTensor
+from .shard_ranges import MergedWeights, own_share
+from .tensor_origins import FileTensor, sources_of
 
 _STRIDED_BYTES = 64 << 20
 """Memory for received rows that go to several places."""
@@ -52,9 +53,11 @@ class Bucket:
     @cached_property
     def offsets(self) -> Mapping[str, int]:
         """Tensor name -> its first byte."""
-        found, end = dict[str, int](), 0
+        found = {}
+        end = 0
         for tensor in self.tensors:
-            found[tensor.key], end = end, end + tensor.nbytes
+            found[tensor.key] = end
+            end += tensor.nbytes
         return found
 
     @cached_property
@@ -69,7 +72,8 @@ class _Rows(NamedTuple):
     offset: int  # of the first row
     count: int
     length: int  # of a row
-    pitch: int  # from the beginning of a row to the next
+    # from the beginning of a row to the next
+    pitch: int
 
     @property
     def nbytes(self) -> int:
@@ -77,22 +81,37 @@ class _Rows(NamedTuple):
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
         """The rows in the bytes of a bucket, ``[count, length]``."""
-        return data[self.offset :].as_strided((self.count, self.length), (self.pitch, 1))
+        shape = (self.count, self.length)
+        return data[self.offset :].as_strided(shape, (self.pitch, 1))
+
+
+class _Pending(NamedTuple):
+    """Rows on their way to rank 0."""
+
+    received: Any  # the work of gloo
+    rows: _Rows
+    # their memory, unless it is their place in the bucket
+    apart: torch.Tensor | None
 
 
 def cut_buckets(tensors: Sequence[FileTensor], limit_bytes: int) -> list[Bucket]:
     """Cut ``tensors`` into buckets of at most ``limit_bytes``, in order. A larger tensor fills a
     bucket alone.
     """
-    cuts, size = list[list[FileTensor]](), 0
+    cuts = []
+    size = 0
     for tensor in tensors:
         if not cuts or size + tensor.nbytes > limit_bytes:
             cuts.append([])
             size = 0
         cuts[-1].append(tensor)
         size += tensor.nbytes
-    in_order = (sorted(some, key=lambda tensor: -tensor.dtype.itemsize) for some in cuts)
-    return [Bucket(number, tuple(some)) for number, some in enumerate(in_order)]
+
+    buckets = []
+    for number, cut in enumerate(cuts):
+        cut.sort(key=lambda tensor: -tensor.dtype.itemsize)
+        buckets.append(Bucket(number, tuple(cut)))
+    return buckets
 
 
 class WeightGatherer:
@@ -123,9 +142,14 @@ class WeightGatherer:
     ) -> None:
         with all_ranks_succeed("preparing to send weights", group):
             self._plan = plan_export(model, options, get_group_ranks(group))
-        self._merged, self._model = MergedWeights(model, group), plain_view(model)
+        self._merged = MergedWeights(model, group)
+        self._model = plain_view(model)
         self._group = group
-        self._converted: tuple[Sequence[FileTensor], Mapping[str, torch.Tensor]] = ((), {})
+
+        # the last tensors without spans, and on rank 0 their values, which several buckets may need
+        self._together: Sequence[FileTensor] = ()
+        self._converted: Mapping[str, torch.Tensor] = {}
+
         self.buckets = cut_buckets(_in_file_order(self._plan), limit_bytes)
         self.on_gpu = any(part.data.is_cuda for part in self._plan.transfers.parts.values())
 
@@ -139,13 +163,18 @@ class WeightGatherer:
         """
         with all_ranks_succeed(f"preparing {bucket.tensors[0].key} to be sent", self._group):
             own = list(self._own_rows(bucket, target))
+
+        # Tensors without spans are gathered whole, and rank 0 puts them into the bucket.
         for together in self._plan.transfers.unmapped:
             for tensor in bucket.tensors:
-                if tensor in together:
-                    self._convert(together)
-                    if target is not None:
-                        place = target[bucket.offsets[tensor.key] :][: tensor.nbytes]
-                        place.copy_(bytes_of(self._converted[1][tensor.key]))
+                if tensor not in together:
+                    continue
+                self._convert(together)
+                if target is not None:
+                    place = target[bucket.offsets[tensor.key] :][: tensor.nbytes]
+                    place.copy_(bytes_of(self._converted[tensor.key]))
+
+        # All others are sent row by row, as many as each rank announces.
         by_rank = gather_objects([rows for rows, _ in own], self._group)
         if target is None:
             self._send([bytes_of(values) for _, values in own])
@@ -154,60 +183,77 @@ class WeightGatherer:
         beat()
 
     def _own_rows(
-        self, bucket: Bucket, target: torch.Tensor | None
+        self,
+        bucket: Bucket,
+        target: torch.Tensor | None,
     ) -> Iterator[tuple[_Rows, torch.Tensor]]:
         """The rows that this rank sends. Rank 0 puts its rows into ``target`` instead."""
         parts = self._plan.transfers.parts
         for tensor in bucket.tensors:
-            first, size = bucket.offsets[tensor.key], tensor.dtype.itemsize
+            first = bucket.offsets[tensor.key]
+            size = tensor.dtype.itemsize
             for span in tensor.spans or ():
-                for at, values, pitch in own_share(
-                    span, self._merged.part(span.source, parts[span.source])
-                ):
-                    length = values.numel() // len(values)
-                    shape = (1, values.numel()) if length == pitch else (len(values), length)
-                    rows = _Rows(first + at * size, shape[0], shape[1] * size, pitch * size)
+                part = self._merged.part(span.source, parts[span.source])
+                for at, values, pitch in own_share(span, part):
+                    # Rows without elements between them are one row.
+                    count = len(values)
+                    length = values.numel() // count
+                    if length == pitch:
+                        count = 1
+                        length = values.numel()
+                    rows = _Rows(first + at * size, count, length * size, pitch * size)
+
                     if target is None:
                         yield rows, _host_copy(values, tensor.dtype)
-                    elif rows.count == 1:
-                        place = target[rows.offset : rows.offset + rows.length].view(tensor.dtype)
+                        continue
+
+                    # Rank 0 has no messages for itself.
+                    if count == 1:
+                        place = target[rows.offset : rows.offset + rows.length]
+                        place = place.view(tensor.dtype)
                         place.view(values.shape).copy_(values)
                     else:
-                        place = target[first : first + tensor.nbytes].view(tensor.dtype)
-                        place[at:].as_strided(shape, (pitch, 1)).copy_(values.reshape(shape))
+                        shape = (count, length)
+                        place = target[first : first + tensor.nbytes]
+                        place = place.view(tensor.dtype)[at:]
+                        place = place.as_strided(shape, (pitch, 1))
+                        place.copy_(values.reshape(shape))
 
     def _convert(self, together: Sequence[FileTensor]) -> None:
         """Gather the sources of tensors without spans and convert them. A collective."""
-        if self._converted[0] is together:
+        if self._together is together:
             return
         stored = self._plan.stored
-        sources = sorted({source for tensor in together for source in tensor.sources})
-        wholes = [
-            self._merged.whole(source, whole_tensor(stored[source], self._group))
-            for source in sources
-        ]
+        sources = sources_of(together)
+        shapes = {source: stored[source].shape for source in sources}
+        wholes = [self._merged.whole(source, stored[source]) for source in sources]
+
+        # All ranks convert, because an error on one of them must end the others too.
         with all_ranks_succeed(f"converting {together[0].key}", self._group):
             flat = torch.cat([whole.reshape(-1) for whole in wholes])
-            elements = element_map(
-                self._model, {source: stored[source].shape for source in sources}, together
-            )
-            converted = {
-                tensor.key: flat[elements[tensor.key]].to(tensor.dtype) for tensor in together
-            }
-            self._converted = together, converted if get_rank(self._group) == 0 else {}
+            elements = element_map(self._model, shapes, together)
+            converted = {}
+            for tensor in together:
+                converted[tensor.key] = flat[elements[tensor.key]].to(tensor.dtype)
+            self._together = together
+            self._converted = converted if get_rank(self._group) == 0 else {}
 
     def _send(self, messages: Sequence[torch.Tensor]) -> None:
         group = control_group(self._group)
-        for sent in [dist.isend(data, group=group, group_dst=0) for data in messages]:
+        # All are begun before the first wait, in the order in which rank 0 expects them.
+        begun = [dist.isend(data, group=group, group_dst=0) for data in messages]
+        for sent in begun:
             assert sent is not None
             sent.wait()
 
-    def _receive(self, by_rank: Sequence[Sequence[_Rows]], target: torch.Tensor) -> None:
-        group, pending, held = (
-            control_group(self._group),
-            list[tuple[Any, _Rows, torch.Tensor | None]](),
-            0,
-        )
+    def _receive(
+        self,
+        by_rank: Sequence[Sequence[_Rows]],
+        target: torch.Tensor,
+    ) -> None:
+        group = control_group(self._group)
+        pending = []
+        held = 0  # bytes of rows apart
 
         def finish() -> None:
             for received, rows, apart in pending:
@@ -218,12 +264,18 @@ class WeightGatherer:
 
         for rank, theirs in enumerate(by_rank):
             for rows in theirs:
-                apart = None if rows.count == 1 else torch.empty(rows.nbytes, dtype=torch.uint8)
-                if apart is not None and (held := held + rows.nbytes) > _STRIDED_BYTES:
-                    finish()
-                    held = rows.nbytes
-                place = target[rows.offset : rows.offset + rows.length] if apart is None else apart
-                pending.append((dist.irecv(place, group=group, group_src=rank), rows, apart))
+                # One row is received at its place. Others are spread when all of them are here.
+                apart = None
+                place = target[rows.offset : rows.offset + rows.length]
+                if rows.count > 1:
+                    held += rows.nbytes
+                    if held > _STRIDED_BYTES:
+                        finish()
+                        held = rows.nbytes
+                    apart = torch.empty(rows.nbytes, dtype=torch.uint8)
+                    place = apart
+                received = dist.irecv(place, group=group, group_src=rank)
+                pending.append(_Pending(received, rows, apart))
         finish()
 
 
@@ -231,9 +283,8 @@ def _in_file_order(plan: ExportPlan) -> list[FileTensor]:
     """All file tensors. Tensors that are gathered whole come last."""
     by_key = {tensor.key: tensor for tensor in plan.transfers.tensors}
     ordered = [by_key[key] for key in plan.layout.slots]
-    return [tensor for tensor in ordered if tensor.spans is not None] + [
-        tensor for together in plan.transfers.unmapped for tensor in together
-    ]
+    traced = [tensor for tensor in ordered if tensor.spans is not None]
+    return [*traced, *chain.from_iterable(plan.transfers.unmapped)]
 
 
 def _host_copy(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -242,6 +293,10 @@ def _host_copy(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if values.device.type == "cpu":
         return values.to(dtype).contiguous()
-    return torch.empty(values.shape, dtype=dtype, device="cpu", pin_memory=values.is_cuda).copy_(
-        values
+    copied = torch.empty(
+        values.shape,
+        dtype=dtype,
+        device="cpu",
+        pin_memory=values.is_cuda,
     )
+    return copied.copy_(values)

@@ -23,11 +23,10 @@ def holds_delta_alone(folder: str | os.PathLike[str]) -> bool:
 def base_of(folder: Path) -> Path:
     """The base of a version of changes: the folder before them. Raises as `read_manifest`."""
     changes = read_manifest(folder / DELTA_NAME)
-    if changes["base"]["version"] >= changes["weight_version"]:
-        raise CheckpointCorruptError(
-            f"{folder} is made from version {changes['base']['version']}, which is not older"
-        )
-    return version_path(folder.parent, changes["base"]["version"])
+    base = changes["base"]["version"]
+    if base >= changes["weight_version"]:
+        raise CheckpointCorruptError(f"{folder} is made from version {base}, which is not older")
+    return version_path(folder.parent, base)
 
 
 def made_from(folder: Path) -> list[Path]:
@@ -36,11 +35,14 @@ def made_from(folder: Path) -> list[Path]:
     """
     folders = [folder]
     try:
-        while holds_delta_alone(folders[-1]):
-            folders.append(base_of(folders[-1]))
+        while holds_delta_alone(folder):
+            folder = base_of(folder)
+            folders.append(folder)
     except CheckpointError:
         return []
-    return folders if folders[-1].is_dir() else []
+    if not folder.is_dir():
+        return []
+    return folders
 
 
 def chain_problem(folder: Path) -> str | None:
@@ -50,12 +52,14 @@ def chain_problem(folder: Path) -> str | None:
     Sizes of all files are compared, and the bytes of the newest changes. The bytes of older files
     are not read again.
     """
-    newest = folder
+    compare = verify_folder
     try:
         while holds_delta_alone(folder):
-            compare = verify_folder if folder == newest else check_listing
             compare(folder / DELTA_NAME)
             folder = base_of(folder)
+
+            # The bytes of older changes were compared when they were the newest.
+            compare = check_listing
         check_listing(folder)
     except (OSError, CheckpointError) as error:
         return str(error)

@@ -7,7 +7,6 @@ docs/checkpoint-format.md.
 """
 
 import io
-import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,9 +17,10 @@ import numpy as np
 from ...utils.files import DurableFile
 from ...utils.manifest import FileEntry
 from ...utils.pieces import Piece
+from .safetensors_layout import encode_header
 
-_IN_MEMORY_BYTES = 64 << 20  # larger changes wait on the disk until the header is known
-_DTYPES = {1: "U8", 2: "U16", 4: "U32", 8: "U64"}
+# Larger changes wait on the disk until the header is known.
+_IN_MEMORY_BYTES = 64 << 20
 
 
 def unsigned(itemsize: int) -> np.dtype:
@@ -28,7 +28,10 @@ def unsigned(itemsize: int) -> np.dtype:
     return np.dtype(f"<u{itemsize}")
 
 
-def encode_places(places: np.ndarray, mask: np.ndarray | None) -> tuple[str, np.ndarray]:
+def encode_places(
+    places: np.ndarray,
+    mask: np.ndarray | None,
+) -> tuple[str, np.ndarray]:
     """Encode rising ``places`` in the code that takes the fewest bytes. Returns the name of the
     code and its values.
 
@@ -37,36 +40,57 @@ def encode_places(places: np.ndarray, mask: np.ndarray | None) -> tuple[str, np.
     - ``bits``: a mask of all elements, lowest bit first. Possible if ``mask`` has one value for
       each element.
     """
-    n_bits = np.inf if mask is None else -(-len(mask) // 8)
-    if mask is not None and n_bits <= len(places):  # a gap takes at least a byte
+    # Many changes are shortest as bits, whatever the gaps are: a gap takes at least a byte.
+    mask_bytes = np.inf if mask is None else -(-len(mask) // 8)
+    if mask is not None and mask_bytes <= len(places):
         return "bits", np.packbits(mask, bitorder="little")
-    gaps = np.diff(places, prepend=-1) - 1
-    n_bytes = {
-        "gap8": len(gaps) + int((gaps // 255).sum()),
-        "gap16": 2 * (len(gaps) + int((gaps // 65535).sum())),
-    }
-    code = min(n_bytes, key=n_bytes.__getitem__)
-    if mask is not None and n_bits <= n_bytes[code]:
+
+    # 255 and 65535 are the codes that skip elements.
+    gaps = np.diff(places, prepend=-1)
+    gaps -= 1
+    gap8_bytes = _count_codes(gaps, 255)
+    gap16_bytes = 2 * _count_codes(gaps, 65535)
+    if mask is not None and mask_bytes <= min(gap8_bytes, gap16_bytes):
         return "bits", np.packbits(mask, bitorder="little")
-    dtype = unsigned(1 if code == "gap8" else 2)
+    if gap8_bytes <= gap16_bytes:
+        return "gap8", _gap_codes(gaps, unsigned(1))
+    return "gap16", _gap_codes(gaps, unsigned(2))
+
+
+def _count_codes(gaps: np.ndarray, most: int) -> int:
+    """Number of codes for ``gaps``, with those that skip ``most`` elements."""
+    skips = gaps // most
+    return len(gaps) + int(skips.sum())
+
+
+def _gap_codes(gaps: np.ndarray, dtype: np.dtype) -> np.ndarray:
     most = np.iinfo(dtype).max
     skips = gaps // most
-    codes = np.full(n_bytes[code] // dtype.itemsize, most, dtype)
-    codes[np.cumsum(skips + 1) - 1] = gaps - skips * most
-    return code, codes
+
+    # The code of a gap follows its skips, and everything else is a skip.
+    codes = np.full(len(gaps) + int(skips.sum()), most, dtype)
+    ends = np.cumsum(skips + 1) - 1
+    codes[ends] = gaps - skips * most
+    return codes
 
 
 class DeltaFile:
     """The file ``name`` in ``folder``. Both are created by `close` if there are changes."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+        self._folder = folder
+        self._name = name
         self._data: Any = io.BytesIO()
         self._header: dict[str, Any] = {}
         self.changed = 0
 
     def add(
-        self, tensor: str, first: int, piece: Piece, changed: np.ndarray, values: np.ndarray
+        self,
+        tensor: str,
+        first: int,
+        piece: Piece,
+        changed: np.ndarray,
+        values: np.ndarray,
     ) -> None:
         """Add the changes of a piece of a file tensor, which begins at its element ``first``.
 
@@ -78,22 +102,37 @@ class DeltaFile:
             return
         self.changed += len(places)
         new = values[places]
-        if piece.rows > 1:  # in the tensor there are other elements between the runs
-            run, step = piece.run // values.itemsize, piece.step // values.itemsize
+        mask = changed
+
+        # In the tensor there are other elements between the runs, which the mask does not cover.
+        if piece.rows > 1:
+            run = piece.run // values.itemsize
+            step = piece.step // values.itemsize
             places = places // run * step + places % run
-        code, codes = encode_places(places, changed if piece.rows == 1 else None)
-        for kind, part in ((code, codes), ("values", new)):
-            self._put(f"{tensor}@{first}.{kind}", part)
+            mask = None
+
+        code, codes = encode_places(places, mask)
+        name = f"{tensor}@{first}"
+        self._put(f"{name}.{code}", codes)
+        self._put(f"{name}.values", new)
 
     def _put(self, name: str, values: np.ndarray) -> None:
         begin = self._data.tell()
         if begin > _IN_MEMORY_BYTES and isinstance(self._data, io.BytesIO):
-            self._folder.mkdir(exist_ok=True)
-            memory, self._data = self._data, tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
-            self._data.write(memory.getbuffer())
+            self._move_to_disk(self._data)
         self._data.write(values.data)
-        dtype, offsets = _DTYPES[values.itemsize], [begin, begin + values.nbytes]
-        self._header[name] = {"dtype": dtype, "shape": list(values.shape), "data_offsets": offsets}
+
+        # Offsets count from the end of the header.
+        self._header[name] = {
+            "dtype": f"U{8 * values.itemsize}",
+            "shape": list(values.shape),
+            "data_offsets": [begin, begin + values.nbytes],
+        }
+
+    def _move_to_disk(self, in_memory: io.BytesIO) -> None:
+        self._folder.mkdir(exist_ok=True)
+        self._data = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+        self._data.write(in_memory.getbuffer())
 
     def close(self) -> list[FileEntry]:
         """Write and fsync the file. Returns its entry for a manifest. Without changes there is no
@@ -101,11 +140,10 @@ class DeltaFile:
         """
         if not self._header:
             return []
-        text = json.dumps(self._header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        # The header comes first in the file, and is known last.
         self._folder.mkdir(exist_ok=True)
         with self._data, DurableFile(self._folder / self._name) as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(encode_header(self._header))
             self._data.seek(0)
             shutil.copyfileobj(self._data, file, 1 << 20)
         return [FileEntry(self._name, file.bytes, file.digest)]

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -48,8 +49,10 @@ from .weight_files import WeightWriter
 
 logger = get_logger(__name__)
 
-_MOST_OF_FULL = 0.5  # a larger delta is not worth it
-_MOST_UNFIT = 2  # publications in a row with larger deltas, after which no more are tried
+# A larger delta is not worth it.
+_MOST_OF_FULL = 0.5
+# Publications in a row with larger deltas, after which no more are tried.
+_MOST_UNFIT = 2
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,26 @@ class Base:
     path: str
     version: int
     label: str  # ``<version>-<digest of its manifest>``
-    layout: str  # digest of the names and headers of all weight files
+    # digest of the names and headers of all weight files
+    layout: str
     world_size: int
-    deltas: int  # versions without weight files since the last one with them
-    unfit: int  # publications in a row, up to this one, whose changes were too large
+    # versions without weight files since the last one with them
+    deltas: int
+    # publications in a row, up to this one, whose changes were too large
+    unfit: int
+
+    @property
+    def root(self) -> Path:
+        """The folder of versions that it is in."""
+        return Path(self.path).parent
+
+
+class _Kept(NamedTuple):
+    """The elements of a piece that were published last."""
+
+    file: str
+    piece: Piece
+    values: np.ndarray
 
 
 class PublishedCopy:
@@ -76,30 +95,37 @@ class PublishedCopy:
     def __init__(self) -> None:
         self.base: Base | None = None
         self.given_up = False
-        self._pieces: list[tuple[str, Piece, np.ndarray]] = []
+        self._pieces: list[_Kept] = []
         self._at = 0
 
     def begin(self) -> None:
         """Begin a publication. The copy is invalid until ``base`` is set again."""
-        self.base, self._at = None, 0
+        self.base = None
+        self._at = 0
 
-    def swap(self, file: str, piece: Piece, new: np.ndarray) -> np.ndarray | None:
+    def swap(
+        self,
+        file: str,
+        piece: Piece,
+        new: np.ndarray,
+    ) -> np.ndarray | None:
         """Keep ``new``, the elements of the next piece. Returns a mask of those that differ from
         the previous ones.
 
         None if the previous publication had another piece at this point.
         """
-        at, self._at = self._at, self._at + 1
-        if (
-            at < len(self._pieces)
-            and self._pieces[at][:2] == (file, piece)
-            and self._pieces[at][2].dtype == new.dtype
-        ):
-            kept = self._pieces[at][2]
-            changed = new != kept
-            np.copyto(kept, new)
-            return changed
-        self._pieces[at:] = [(file, piece, new.copy())]
+        at = self._at
+        self._at += 1
+        if at < len(self._pieces):
+            kept = self._pieces[at]
+            same_place = (kept.file, kept.piece) == (file, piece)
+            if same_place and kept.values.dtype == new.dtype:
+                changed = new != kept.values
+                np.copyto(kept.values, new)
+                return changed
+
+        # The cut into pieces is another one from here on.
+        self._pieces[at:] = [_Kept(file, piece, new.copy())]
         return None
 
     def end(self) -> bool:
@@ -117,7 +143,8 @@ class PublishedCopy:
 
     def give_up(self) -> None:
         """Free the copy. No later version is a delta."""
-        self._pieces, self.given_up = [], True
+        self._pieces = []
+        self.given_up = True
 
 
 def _base_problem(base: Base) -> str | None:
@@ -126,7 +153,9 @@ def _base_problem(base: Base) -> str | None:
         label = f"{base.version}-{manifest_digest(base.path)}"
     except OSError as error:
         return str(error)
-    return chain_problem(Path(base.path)) if label == base.label else f"{base.path} was replaced"
+    if label != base.label:
+        return f"{base.path} was replaced"
+    return chain_problem(Path(base.path))
 
 
 class DeltaPublication:
@@ -155,50 +184,73 @@ class DeltaPublication:
         anchor_interval: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._copy, self._final, self._version = copy, final, version
-        self._anchor_interval, self._group = anchor_interval, group
+        self._copy = copy
+        self._final = final
+        self._version = version
+        self._anchor_interval = anchor_interval
+        self._group = group
         self.base: Base | None = None
         self.full = True
         self.n_changed: int | None = None
         self.compare_s = 0.0
-        self._torn, self._unfit = False, 0
+
+        # Whether this rank's pieces are not those of the last publication.
+        self._torn = False
+        self._unfit = 0
 
     def open(self, folder: Path, layout: Layout) -> WeightWriter:
-        """Decide whether the staged ``folder`` gets weight files, and open the writer of this rank."""
-        self._folder, self._layout = folder, layout
-        self._file = DeltaFile(folder / DELTA_NAME, f"rank_{get_rank(self._group):05d}.safetensors")
+        """Decide whether the staged ``folder`` gets weight files, and open this rank's writer."""
+        self._folder = folder
+        self._layout = layout
+        name = f"rank_{get_rank(self._group):05d}.safetensors"
+        self._file = DeltaFile(folder / DELTA_NAME, name)
         self._names = {
-            (s.file, s.offset): key for key, s in layout.slots.items() if 0 not in s.shape
+            (slot.file, slot.offset): key
+            for key, slot in layout.slots.items()
+            if 0 not in slot.shape
         }
+
+        # Changes are of use if all ranks can make them from the same version.
         bases = gather_objects(self._usable_base(), self._group)
-        self.base = bases[0] if all(base == bases[0] for base in bases) else None
+        self.base = bases[0] if bases.count(bases[0]) == len(bases) else None
         self.full = self.base is None or 0 < self._anchor_interval <= self.base.deltas
+
         self._copy.begin()
-        return WeightWriter(
-            folder if self.full else None, None if self._copy.given_up else self._take
-        )
+        watch = None if self._copy.given_up else self._take
+        return WeightWriter(folder if self.full else None, watch)
 
     @property
     def _layout_key(self) -> str:
-        return bytes_digest(
-            b"".join(file.name.encode() + file.header for file in self._layout.files)
-        )
+        headers = [file.name.encode() + file.header for file in self._layout.files]
+        return bytes_digest(b"".join(headers))
 
     def _usable_base(self) -> Base | None:
-        base, group = self._copy.base, self._group
-        if base is None or Path(base.path).parent != self._final.parent:
+        base = self._copy.base
+        if base is None or base.root != self._final.parent:
             return None
-        if (base.layout, base.world_size) != (self._layout_key, get_world_size(group)):
+        if base.layout != self._layout_key or base.world_size != get_world_size(self._group):
             return None
-        if get_rank(group) == 0 and (problem := _base_problem(base)) is not None:
-            logger.warning(
-                "version %d gets all weights, because changes from version %d would be of no use: %s",
-                *(self._version, base.version, problem),
-            )
-            return None
-        return base
 
-    def _take(self, slot: TensorSlot, piece: Piece, data: memoryview) -> None:
+        # One rank looks at the files for all.
+        problem = None
+        if get_rank(self._group) == 0:
+            problem = _base_problem(base)
+        if problem is None:
+            return base
+        logger.warning(
+            "version %d gets all weights, because changes from version %d would be of no use: %s",
+            self._version,
+            base.version,
+            problem,
+        )
+        return None
+
+    def _take(
+        self,
+        slot: TensorSlot,
+        piece: Piece,
+        data: memoryview,
+    ) -> None:
         started = time.perf_counter()
         new = np.frombuffer(data, unsigned(slot.dtype.itemsize))
         changed = self._copy.swap(slot.file, piece, new)
@@ -216,14 +268,18 @@ class DeltaPublication:
         self._torn |= not self._copy.end()
         if self.base is None:
             return []
-        entries = list[FileEntry]()
+        entries = []
         with (
             all_ranks_succeed(f"writing the changes of {self._final}", self._group),
             as_write_error(self._final),
         ):
-            entries = [] if self._torn else self._file.close()
-        numbers = [self._torn, sum(entry.bytes for entry in entries), self._file.changed]
-        torn, n_bytes, n_changed = map(sum, zip(*gather_numbers(numbers, self._group), strict=True))
+            if not self._torn:
+                entries = self._file.close()
+
+        # Sums over the ranks.
+        own_bytes = sum(entry.bytes for entry in entries)
+        by_rank = gather_numbers([self._torn, own_bytes, self._file.changed], self._group)
+        torn, n_bytes, n_changed = (sum(numbers) for numbers in zip(*by_rank, strict=True))
         if not torn:
             self.n_changed = int(n_changed)
             if n_bytes <= _MOST_OF_FULL * self._layout.total_bytes:
@@ -234,7 +290,8 @@ class DeltaPublication:
 
     def _drop(self) -> None:
         """Remove the changes, and write the weight files from the copy unless they are there."""
-        group, folder = self._group, self._folder
+        group = self._group
+        folder = self._folder
         with (
             all_ranks_succeed(f"creating {folder}", group),
             as_write_error(folder),
@@ -243,8 +300,9 @@ class DeltaPublication:
             if get_rank(group) == 0:
                 if (folder / DELTA_NAME).exists():
                     shutil.rmtree(folder / DELTA_NAME)
-                for file in () if self.full else self._layout.files:
-                    files.create(file)
+                if not self.full:
+                    for file in self._layout.files:
+                        files.create(file)
                 files.sync()
         with (
             all_ranks_succeed(f"writing {folder}", group),
@@ -254,7 +312,9 @@ class DeltaPublication:
             if not self.full:
                 self._copy.write_into(files)
                 files.sync()
-        self.base, self.full = None, True
+        self.base = None
+        self.full = True
+
         if self._unfit == _MOST_UNFIT:
             self._copy.give_up()
             if get_rank(group) == 0:
@@ -262,7 +322,9 @@ class DeltaPublication:
                     "version %d changes %.0f %% of the weights (%s). For the second time in a "
                     "row, the changes are larger than half of all weights, so no more are tried; "
                     "publish in 16 bits, or without delta",
-                    *(self._version, 100 * self.figures["changed"], self._dtype),
+                    self._version,
+                    100 * self.figures["changed"],
+                    self._dtype,
                 )
 
     @property
@@ -271,15 +333,14 @@ class DeltaPublication:
         if compared.
         """
         figures = {"delta": float(not self.full)}
-        return (
-            figures
-            if self.n_changed is None
-            else figures | {"changed": self.n_changed / self._n_elements}
-        )
+        if self.n_changed is not None:
+            figures["changed"] = self.n_changed / self._n_elements
+        return figures
 
     @property
     def _n_elements(self) -> int:
-        return max(1, sum(math.prod(slot.shape) for slot in self._layout.slots.values()))
+        n_elements = sum(math.prod(slot.shape) for slot in self._layout.slots.values())
+        return max(1, n_elements)
 
     @property
     def _dtype(self) -> str:
@@ -295,17 +356,18 @@ class DeltaPublication:
         """
         if self.base is None:
             return 0
-        root, before, entries = (
-            self._folder / DELTA_NAME,
-            read_manifest(self.base.path)["files"],
-            list(changes),
-        )
+        before = read_manifest(self.base.path)["files"]
+        root = self._folder / DELTA_NAME
         root.mkdir(exist_ok=True)
+
+        # Small files that changed belong to the changes as they are.
+        entries = list(changes)
         for file in files:
             if not file.pieces and before.get(file.name, {}).get("digest") != file.digest:
                 name = f"{DELTA_FILES}/{file.name}"
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
-                entries.append(write_entry(root, name, (self._folder / file.name).read_bytes()))
+                data = (self._folder / file.name).read_bytes()
+                entries.append(write_entry(root, name, data))
         facts = {
             "format_version": FORMAT_VERSION,
             "weight_version": self._version,
@@ -314,20 +376,30 @@ class DeltaPublication:
             "changed": self.n_changed,
         }
         write_manifest(root, entries, facts)
-        for path in () if self.full else sorted(self._folder.iterdir()):
-            if path != root:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+        if not self.full:
+            for path in sorted(self._folder.iterdir()):
+                if path == root:
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
         return sum(entry.bytes for entry in entries)
 
     def commit(self, label: str) -> None:
         """Declare the copy valid for the new version, which has been renamed."""
-        if not self._copy.given_up:
-            deltas = 0 if self.base is None or self.full else self.base.deltas + 1
-            place = (
-                str(self._final),
-                self._version,
-                label,
-                self._layout_key,
-                get_world_size(self._group),
-            )
-            self._copy.base = Base(*place, deltas, self._unfit)
+        if self._copy.given_up:
+            return
+        deltas = 0
+        if self.base is not None and not self.full:
+            deltas = self.base.deltas + 1
+        self._copy.base = Base(
+            str(self._final),
+            self._version,
+            label,
+            layout=self._layout_key,
+            world_size=get_world_size(self._group),
+            deltas=deltas,
+            unfit=self._unfit,
+        )

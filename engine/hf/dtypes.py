@@ -22,15 +22,24 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.transformers_private import build_from_config, float32_patterns
 from ...utils.errors import CheckpointNotFoundError
-from ..training.unsharded import unsharded_class
+from ..memory.per_model import PerModel
+from ..training.unsharded import original_of, unsharded_class
 from .weight_files import WeightReader
 
-_TWIN_DTYPES = "_holdfast_twin_dtypes"
-_ASKED = torch.float64  # a dtype that no model has by itself
+# A dtype that no model has by itself.
+_ASKED = torch.float64
+
+_twin_dtypes = PerModel[Mapping[str, torch.dtype]](
+    "twin_dtypes",
+    "``state_dict`` key -> dtype in a new model of the same class and config, on meta. Set by "
+    "`_built_dtypes` at the first question, which `adopt_base` asks, and ends with the model.",
+)
 
 
 def file_dtypes(
-    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+    model: PreTrainedModel,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
 ) -> dict[str, torch.dtype]:
     """``state_dict`` key -> dtype in an export. Without ``dtype`` tensors keep theirs, as in
     ``save_pretrained``.
@@ -38,11 +47,14 @@ def file_dtypes(
     found = {key: tensor.dtype for key, tensor in tensors.items()}
     if dtype is None:
         return found
+
+    # transformers' own exceptions come first, then those of the code, then the requested dtype.
     kept = float32_patterns(model, dtype)
     own = own_dtypes(model)
-    for key in (key for key, tensor in tensors.items() if tensor.is_floating_point()):
-        planned = (kept[pattern] for pattern in kept if re.search(pattern, key))
-        found[key] = next(planned, own.get(key, dtype))
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point():
+            planned = (kept[pattern] for pattern in kept if re.search(pattern, key))
+            found[key] = next(planned, own.get(key, dtype))
     return found
 
 
@@ -52,7 +64,7 @@ def own_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
     """
     return {
         key: dtype
-        for key, dtype in _twin_dtypes(model).items()
+        for key, dtype in _built_dtypes(model).items()
         if dtype.is_floating_point and dtype != _ASKED
     }
 
@@ -61,44 +73,51 @@ def unknown_keys(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
     """The ``keys`` that a new model of this class and config does not have. Empty if none can be
     built.
     """
-    known = _twin_dtypes(model)
-    return [key for key in keys if key not in known] if known else []
+    known = _built_dtypes(model)
+    if not known:
+        return []
+    return [key for key in keys if key not in known]
 
 
-def _twin_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
+def _built_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
     """``state_dict`` key -> dtype, for a new model on meta, built with `_ASKED`. Empty if a config
     does not suffice.
 
-    Kept on the model, so that an export in the background need not build a model during training.
+    Kept for the model, so that an export in the background need not build a model during training.
     """
-    if (known := getattr(model, _TWIN_DTYPES, None)) is not None:
+    owner = original_of(model)
+    known = _twin_dtypes.of(owner)
+    if known is not None:
         return known
     try:
         model_class: Any = unsharded_class(model)
         config = copy.deepcopy(model.config)
         with torch.device("meta"):
-            state = build_from_config(
-                model_class, config, _ASKED, attn_implementation="eager"
-            ).state_dict()
+            twin = build_from_config(model_class, config, _ASKED, attn_implementation="eager")
+            state = twin.state_dict()
     except TypeError:
         state = {}
-    found = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
-    setattr(model, _TWIN_DTYPES, found)
-    return found
+    dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return _twin_dtypes.set(owner, dtypes)
 
 
 def set_config_dtype(
-    config: PretrainedConfig, model: PreTrainedModel, dtype: torch.dtype | None
+    config: PretrainedConfig,
+    model: PreTrainedModel,
+    dtype: torch.dtype | None,
 ) -> None:
     """Set the dtypes in ``config`` as ``save_pretrained`` would for these weights."""
     if dtype is not None:
-        for part in (getattr(config, name) for name in config.sub_configs):
+        for name in config.sub_configs:
+            part = getattr(config, name)
             if part is not None:
                 part.dtype = dtype
-    first = next(
-        (key, param) for key, param in model.named_parameters() if param.is_floating_point()
-    )
-    (config.dtype,) = file_dtypes(model, dict([first]), dtype).values()
+
+    # As in transformers, the first tensor speaks for all.
+    for key, param in model.named_parameters():
+        if param.is_floating_point():
+            config.dtype = file_dtypes(model, {key: param}, dtype)[key]
+            return
 
 
 def base_dtype(model: PreTrainedModel, folder: str | os.PathLike[str]) -> torch.dtype:
@@ -108,20 +127,16 @@ def base_dtype(model: PreTrainedModel, folder: str | os.PathLike[str]) -> torch.
     float32 if neither names a dtype. ``model`` was built from the folder, a local one, with or
     without weights.
     """
-    config = type(model.config).from_pretrained(
-        folder
-    )  # of a multimodal folder, the part for the text
-    if (
-        isinstance(config.dtype, torch.dtype) and config.dtype.itemsize > 1
-    ):  # eight bits are for quantized files
+    # Eight bits are for quantized files. Of a multimodal folder, this is the part for the text.
+    config = type(model.config).from_pretrained(folder)
+    if isinstance(config.dtype, torch.dtype) and config.dtype.itemsize > 1:
         return config.dtype
     try:
         with WeightReader(Path(folder)) as files:
             slots = files.layout()
     except CheckpointNotFoundError:
         return torch.float32
-    ordered = (slots[key].dtype for key in sorted(slots, key=lambda key: (slots[key].file, key)))
-    return next(
-        (dtype for dtype in ordered if dtype.is_floating_point and dtype.itemsize > 1),
-        torch.float32,
-    )
+    ordered = sorted(slots, key=lambda key: (slots[key].file, key))
+    dtypes = (slots[key].dtype for key in ordered)
+    plain = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)
+    return next(plain, torch.float32)

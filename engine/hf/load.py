@@ -9,9 +9,10 @@ tensors that an export would gather.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -26,13 +27,13 @@ from ...utils.remote import FETCH_FIRST, require_local
 from ..memory.offloaded import require_onloaded
 from ..memory.tensors import is_expanded, local_box, local_tensor
 from ..memory.weight_changes import changing_weights
-from ..model.model_folder import read_raw_config
+from ..model_folder import read_raw_config
 from ..training.unsharded import unsharded_class
 from .name_mapping import LoadPlan, invert_fills, loaded_elements, plan_loading, stored_tensors
 from .quantized import refuse_quantized
 from .safetensors_layout import Slots
-from .shard_ranges import TransferPlan, overlap, plan_transfers
-from .tensor_origins import FileTensor
+from .shard_ranges import TransferPlan, equal_share, overlap, plan_transfers
+from .tensor_origins import FileTensor, sources_of
 from .weight_files import WeightReader
 
 
@@ -46,8 +47,8 @@ def load_hf(
 ) -> list[str]:
     """Load the weights of a Hugging Face folder. Every rank of ``group`` calls this.
 
-        load_hf(model, "exports/step_100") load_hf(critic, "models/Qwen3-0.6B",
-        allow_missing=["score.*"], allow_unexpected=["lm_head.*"])
+        load_hf(model, "exports/step_100")
+        load_hf(critic, path, allow_missing=["score.*"], allow_unexpected=["lm_head.*"])
 
     The result and the names are the same as with `from_pretrained`: the prefix of the base model
     may be absent on either side, tensors may be fused, split or renamed, and other parts of a
@@ -80,7 +81,6 @@ def load_hf(
         again before you use it.
     """
     folder = require_local(path, "loading", FETCH_FIRST)
-    rank, world_size = get_rank(group), get_world_size(group)
     with WeightReader(folder) as reader:
         with all_ranks_succeed(f"checking {folder}", group):
             require_onloaded(model)
@@ -88,19 +88,22 @@ def load_hf(
             refuse_quantized(folder, slots)
             shapes = {name: slot.shape for name, slot in slots.items()}
             stored, tied = stored_tensors(model)
+
+            # What the folder has, and how it becomes the model.
             try:
                 loading = plan_loading(model, shapes)
                 chosen, copies = _choose(loading, tied)
                 missing = _missing(model, loading, stored, chosen, allow_missing)
                 _refuse_unexpected(model, folder, loading, allow_unexpected)
                 state = model.state_dict()
-                transfers = plan_transfers(
-                    invert_fills(chosen, shapes), state, get_group_ranks(group)
-                )
+                fills = invert_fills(chosen, shapes)
+                transfers = plan_transfers(fills, state, get_group_ranks(group))
                 _check_plan(model, transfers, slots)
-                _compare_copies(reader, slots, copies, rank, world_size)
+                _compare_copies(reader, slots, copies, group)
             except CheckpointMismatchError as error:
                 raise CheckpointMismatchError(f"{folder}: {error}") from error
+
+        # Nothing is changed before all ranks have come so far.
         reading = all_ranks_succeed(f"reading {folder}", group)
         with reading, changing_weights(model), half_loaded(folder), torch.no_grad():
             for tensor, span in transfers.direct:
@@ -108,13 +111,16 @@ def load_hf(
                     reader.read(slots[tensor.key], *rows)
             for tensors in transfers.unmapped:
                 _read_unmapped(reader, model, tensors, slots, state)
+
     # An export reverts these, as after `from_pretrained`.
     set_conversions(model, loading.conversions)
     return missing
 
 
 def names_as_in(
-    folder: Path, model: PreTrainedModel, group: dist.ProcessGroup | None = None
+    folder: Path,
+    model: PreTrainedModel,
+    group: dist.ProcessGroup | None,
 ) -> set[str]:
     """The ``state_dict`` keys whose values on this rank are bit for bit the values that `load_hf`
     would read.
@@ -127,14 +133,17 @@ def names_as_in(
         slots = reader.layout()
         shapes = {name: slot.shape for name, slot in slots.items()}
         loading = plan_loading(model, shapes)
-        chosen, _ = _choose(loading, stored_tensors(model)[1])
-        fills, state = invert_fills(chosen, shapes), model.state_dict()
-        transfers = plan_transfers(fills, state, get_group_ranks(group))
-        others = set[str]().union(*map(_sources, transfers.unmapped))
+        _, tied = stored_tensors(model)
+        chosen, _ = _choose(loading, tied)
+        fills = invert_fills(chosen, shapes)
+        transfers = plan_transfers(fills, model.state_dict(), get_group_ranks(group))
+
+        # One difference is enough: the other spans of such a tensor are not read.
+        others = set(sources_of(chain.from_iterable(transfers.unmapped)))
         for tensor, span in transfers.direct:
-            for at, live, pitch in (
-                overlap(span, transfers.parts[span.source]) if span.source not in others else ()
-            ):
+            if span.source in others:
+                continue
+            for at, live, pitch in overlap(span, transfers.parts[span.source]):
                 there = torch.empty_like(live, memory_format=torch.contiguous_format)
                 reader.read(slots[tensor.key], at, there, pitch)
                 if not torch.equal(there.view(torch.uint8), live.contiguous().view(torch.uint8)):
@@ -150,11 +159,16 @@ def _choose(
     Returns ``state_dict`` key -> chosen tensor, and pairs of a chosen tensor and another one for
     the same key.
     """
-    chosen, copies = dict[str, FileTensor](), []
+    chosen = {}
+    copies = []
+
+    # The name that files usually have comes first.
     for key in sorted(loading.filled, key=lambda key: key in tied):
-        name, tensor = tied.get(key, key), loading.filled[key]
-        if chosen.setdefault(name, tensor) is not tensor:
-            copies.append((chosen[name], tensor))
+        name = tied.get(key, key)
+        tensor = loading.filled[key]
+        first = chosen.setdefault(name, tensor)
+        if first is not tensor:
+            copies.append((first, tensor))
     return chosen, copies
 
 
@@ -165,12 +179,12 @@ def _missing(
     chosen: Mapping[str, FileTensor],
     allow_missing: Sequence[str],
 ) -> list[str]:
-    """The missing keys. Raises if a key is neither allowed to be missing nor computed by the model."""
+    """The missing keys. Raises if one may not be missing, and is not computed by the model."""
     computed = loading.optional & {name for name, _ in model.named_buffers()}
     missing = sorted(stored.keys() - chosen.keys())
-    if needed := [
-        key for key in missing if key not in computed and not _matches(key, allow_missing)
-    ]:
+    needed = [key for key in missing if key not in computed]
+    needed = [key for key in needed if not _matches(key, allow_missing)]
+    if needed:
         raise CheckpointMismatchError(
             f"tensor {needed[0]} of shape {list(stored[needed[0]].shape)} is missing "
             f"({len(needed)} in all; {len(loading.filled)} were found); "
@@ -180,26 +194,23 @@ def _missing(
 
 
 def _refuse_unexpected(
-    model: PreTrainedModel, folder: Path, loading: LoadPlan, allow_unexpected: Sequence[str]
+    model: PreTrainedModel,
+    folder: Path,
+    loading: LoadPlan,
+    allow_unexpected: Sequence[str],
 ) -> None:
-    # The folder is of a multimodal model, and the model is its language model.
+    # If the folder is of a multimodal model, and the model is its language model, the other modules
+    # have no place in it.
     partial = "text_config" in read_raw_config(folder) and not model.config.sub_configs
-    names = [
-        *loading.filled,
-        *(source for tensor in loading.filled.values() for source in tensor.sources),
-    ]
+    names = [*loading.filled, *sources_of(loading.filled.values())]
     used = {".".join(name.split(".")[:depth]) for name in names for depth in (1, 2)}
 
-    def in_other_module(name: str) -> bool:
-        first, *rest = name.split(".")
-        return bool(rest) and (
-            first not in used or (len(rest) > 1 and f"{first}.{rest[0]}" not in used)
-        )
-
-    unexpected = [
-        name for name in sorted(loading.unexpected) if not _matches(name, allow_unexpected)
-    ]
-    if unexpected := [name for name in unexpected if not (partial and in_other_module(name))]:
+    unexpected = []
+    for name in sorted(loading.unexpected):
+        elsewhere = partial and _in_other_module(name, used)
+        if not elsewhere and not _matches(name, allow_unexpected):
+            unexpected.append(name)
+    if unexpected:
         raise CheckpointMismatchError(
             f"unexpected tensor {unexpected[0]} ({len(unexpected)} in all) has no place in "
             f"{unsharded_class(model).__name__}; allow_unexpected={list(allow_unexpected)}"
@@ -211,22 +222,37 @@ def _refuse_unexpected(
         )
 
 
+def _in_other_module(name: str, used: Collection[str]) -> bool:
+    """Whether neither the first component of ``name`` nor the first two are in use."""
+    first, *rest = name.split(".")
+    if not rest:
+        return False
+    if first not in used:
+        return True
+    return len(rest) > 1 and f"{first}.{rest[0]}" not in used
+
+
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Slots) -> None:
+def _check_plan(
+    model: PreTrainedModel,
+    transfers: TransferPlan,
+    slots: Slots,
+) -> None:
     """Refuse dtypes, memory layouts and conversions that would fail during the load, or give wrong
     values.
     """
     for tensor in transfers.tensors:
         dtype = slots[tensor.key].dtype
-        if dtype != tensor.dtype and not (
-            dtype.is_floating_point and tensor.dtype.is_floating_point
-        ):
+        may_cast = dtype.is_floating_point and tensor.dtype.is_floating_point
+        if dtype != tensor.dtype and not may_cast:
             raise CheckpointMismatchError(
                 f"{tensor.key} has dtype {dtype}, the model needs {tensor.dtype}"
             )
+
+    # Elements that share memory would be written over each other.
     for _, span in transfers.direct:
         if is_expanded(transfers.parts[span.source].data):
             raise CheckpointMismatchError(
@@ -234,20 +260,28 @@ def _check_plan(model: PreTrainedModel, transfers: TransferPlan, slots: Slots) -
                 "own before loading"
             )
     for tensors in transfers.unmapped:
-        loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, _sources(tensors))
+        _elements(model, tensors)
+
+
+def _elements(
+    model: PreTrainedModel,
+    tensors: Sequence[FileTensor],
+) -> dict[str, torch.Tensor]:
+    shapes = {tensor.key: tensor.shape for tensor in tensors}
+    return loaded_elements(model, shapes, sources_of(tensors))
 
 
 def _compare_copies(
     reader: WeightReader,
     slots: Slots,
     copies: Sequence[tuple[FileTensor, FileTensor]],
-    rank: int,
-    world_size: int,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Refuse a folder whose copies of a tied weight differ. Every rank compares an equal share."""
     for tensor, copy in copies:
-        first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
-        ours, theirs = (slots[found.sources[0]] for found in (tensor, copy))
+        first, last = equal_share(tensor.numel, get_rank(group), get_world_size(group))
+        ours = slots[tensor.sources[0]]
+        theirs = slots[copy.sources[0]]
         if not reader.same(ours, theirs, first, last, tensor.dtype):
             raise CheckpointMismatchError(
                 f"the model ties {tensor.key}, but the folder has another tensor for one of its "
@@ -262,19 +296,18 @@ def _read_unmapped(
     slots: Slots,
     state: Mapping[str, torch.Tensor],
 ) -> None:
-    sources = _sources(tensors)
-    elements = loaded_elements(model, {tensor.key: tensor.shape for tensor in tensors}, sources)
+    elements = _elements(model, tensors)
+    sources = sources_of(tensors)
     dtype = reduce(torch.promote_types, (state[source].dtype for source in sources))
-    flat = torch.empty(sum(tensor.numel for tensor in tensors), dtype=dtype, device="cpu")
-    for tensor, values in zip(
-        tensors, flat.split([tensor.numel for tensor in tensors]), strict=True
-    ):
+
+    # All values, in the order in which the elements are counted.
+    sizes = [tensor.numel for tensor in tensors]
+    flat = torch.empty(sum(sizes), dtype=dtype, device="cpu")
+    for tensor, values in zip(tensors, flat.split(sizes), strict=True):
         reader.read(slots[tensor.key], 0, values)
+
+    # Each rank keeps its block. The numbers of a tensor, 8 bytes per element, go with it.
     for source in sources:
-        local_tensor(state[source]).detach().copy_(
-            local_box(state[source]).of(flat[elements.pop(source)])
-        )
-
-
-def _sources(tensors: Sequence[FileTensor]) -> list[str]:
-    return sorted({source for tensor in tensors for source in tensor.sources})
+        target = local_tensor(state[source]).detach()
+        box = local_box(state[source])
+        target.copy_(box.of(flat[elements.pop(source)]))

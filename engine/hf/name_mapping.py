@@ -13,9 +13,9 @@ Cost: no tensor memory, 50 microseconds (save) or 200 (load) per file tensor.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from operator import attrgetter, itemgetter
-from typing import Any
+from itertools import chain, product
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from ...utils.compat.transformers_private import (
 )
 from ...utils.errors import CheckpointMismatchError
 from ..training.unsharded import unsharded_class, unsharded_view
-from .tensor_origins import FileTensor, Origins, Span
+from .tensor_origins import FileTensor, Origins, Span, sources_of
 
 _MOST_RUNS = 4096
 """A tensor made of more runs of file elements is not split into spans: `loaded_elements` finds its
@@ -56,36 +56,38 @@ def stored_tensors(
             f"{unsharded_class(model).__name__} is quantized or carries adapters; expected plain "
             "weights"
         )
+
+    # All entries must be tensors with memory.
     state = model.state_dict()
-    if strange := next(
-        (key for key, value in state.items() if not isinstance(value, torch.Tensor)), None
-    ):
-        raise CheckpointMismatchError(
-            f"state_dict entry {strange} is a {type(state[strange]).__name__}, not a tensor"
-        )
-    if not on_meta and (
-        empty := next((key for key, value in state.items() if value.is_meta), None)
-    ):
-        raise CheckpointMismatchError(
-            f"{empty} is on the meta device; give it memory with to_empty() first"
-        )
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointMismatchError(
+                f"state_dict entry {key} is a {type(value).__name__}, not a tensor"
+            )
+    for key, value in state.items():
+        if value.is_meta and not on_meta:
+            raise CheckpointMismatchError(
+                f"{key} is on the meta device; give it memory with to_empty() first"
+            )
     for key in keys_not_saved(model):
         state.pop(key, None)
-    owners: dict[int, list[str]] = {}
-    for named in (
+
+    # All names of each tensor.
+    owners = {}
+    named = chain(
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
-    ):
-        for key, value in named:
-            if key in state:
-                owners.setdefault(id(value), []).append(key)
-    left_out: dict[str, str] = {}
+    )
+    for key, value in named:
+        if key in state:
+            owners.setdefault(id(value), []).append(key)
+
+    # The rule of transformers: leave out declared targets in the order of names, as long as one key
+    # remains.
+    left_out = {}
     for keys in owners.values():
-        # The rule of transformers: leave out declared targets in the order of names, as long as one
-        # key remains.
-        targets = [key for key in sorted(keys) if key in model.all_tied_weights_keys][
-            : len(keys) - 1
-        ]
+        declared = [key for key in sorted(keys) if key in model.all_tied_weights_keys]
+        targets = declared[: len(keys) - 1]
         kept = [key for key in keys if key not in targets]
         if len(kept) > 1:
             raise CheckpointMismatchError(
@@ -93,7 +95,8 @@ def stored_tensors(
                 f"{sorted(model.all_tied_weights_keys)} as tied"
             )
         left_out |= dict.fromkeys(targets, kept[0])
-    return {key: value for key, value in state.items() if key not in left_out}, left_out
+    stored = {key: value for key, value in state.items() if key not in left_out}
+    return stored, left_out
 
 
 def file_tensors(
@@ -106,12 +109,13 @@ def file_tensors(
     ``stored`` comes from `stored_tensors`, and ``dtypes`` from `file_dtypes`. Without dtypes each
     tensor keeps its own.
     """
-    probes = {
-        key: torch.empty(
-            value.shape, dtype=value.dtype if dtypes is None else dtypes[key], device="meta"
-        )
-        for key, value in stored.items()
-    }
+    probes = {}
+    for key, value in stored.items():
+        dtype = value.dtype
+        if dtypes is not None:
+            dtype = dtypes[key]
+        probes[key] = torch.empty(value.shape, dtype=dtype, device="meta")
+
     origins = Origins(probes)
     with origins, torch.no_grad():
         results = revert_weight_conversion(unsharded_view(model), dict(probes))
@@ -119,7 +123,9 @@ def file_tensors(
 
 
 def element_map(
-    model: PreTrainedModel, shapes: Mapping[str, torch.Size], tensors: Sequence[FileTensor]
+    model: PreTrainedModel,
+    shapes: Mapping[str, torch.Size],
+    tensors: Sequence[FileTensor],
 ) -> dict[str, torch.Tensor]:
     """Find the elements of file tensors by converting element numbers. Takes 8 bytes per element.
 
@@ -130,26 +136,33 @@ def element_map(
     numbers, end = _element_numbers(shapes)
     with torch.no_grad():
         results = revert_weight_conversion(unsharded_view(model), numbers)
-    found = {
-        tensor.key: tuple(results[tensor.key].shape) for tensor in tensors if tensor.key in results
-    }
+    problem = _more_than_rearranged(shapes, str(sorted(results)))
+
+    maps = {}
+    n_elements = 0
     seen = torch.zeros(end, dtype=torch.bool)
-    maps = {key: results[key].reshape(-1) for key in found}
-    for indices in maps.values():
-        seen[indices[(indices >= 0) & (indices < end)].long()] = True
-    rearranged = all(indices.dtype == torch.int64 for indices in maps.values())
-    pure = (
-        rearranged and bool(seen.all()) and sum(indices.numel() for indices in maps.values()) == end
-    )
-    if not pure or found != {tensor.key: tensor.shape for tensor in tensors}:
-        raise _more_than_rearranged(shapes, str(sorted(results)))
+    for tensor in tensors:
+        made = results.get(tensor.key)
+        if made is None or tuple(made.shape) != tensor.shape or made.dtype != torch.int64:
+            raise problem
+        indices = made.reshape(-1)
+        inside = (indices >= 0) & (indices < end)
+        seen[indices[inside]] = True
+        n_elements += indices.numel()
+        maps[tensor.key] = indices
+
+    # As many elements as there are, and each of them: every element has one place.
+    if n_elements != end or not seen.all():
+        raise problem
     return maps
 
 
 def _element_numbers(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, torch.Tensor], int]:
-    numbers, end = {}, 0
+    numbers = {}
+    end = 0
     for key, shape in shapes.items():
-        start, end = end, end + math.prod(shape)
+        start = end
+        end += math.prod(shape)
         numbers[key] = torch.arange(start, end, dtype=torch.int64).view(tuple(shape))
     return numbers, end
 
@@ -167,14 +180,18 @@ def _more_than_rearranged(
 class LoadPlan:
     """Result of `from_pretrained` for the tensors of a folder."""
 
-    filled: dict[
-        str, FileTensor
-    ]  # ``state_dict`` key -> what fills it: sources and spans are of the folder
-    missing: set[str]  # ``state_dict`` keys that nothing fills
-    optional: set[str]  # missing keys that transformers tolerates
-    unexpected: set[str]  # tensors that transformers would report, under their names in the model
-    unused: set[str]  # tensors of the folder that would be loaded over others
-    conversions: list[Any]  # the conversions that applied, as ``save_pretrained`` reverts them
+    # ``state_dict`` key -> what fills it: sources and spans are of the folder
+    filled: dict[str, FileTensor]
+    # ``state_dict`` keys that nothing fills
+    missing: set[str]
+    # missing keys that transformers tolerates
+    optional: set[str]
+    # tensors that transformers would report, under their names in the model
+    unexpected: set[str]
+    # tensors of the folder that would be loaded over others
+    unused: set[str]
+    # the conversions that applied, as ``save_pretrained`` reverts them
+    conversions: list[Any]
 
 
 def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> LoadPlan:
@@ -184,7 +201,8 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
     Raises CheckpointMismatchError if a tensor has another shape than the model's, or cannot be
     converted. The model, sharded or not, is not changed.
     """
-    origins, taken = Origins({}), set()
+    origins = Origins({})
+    taken = set()
 
     def probe(key: str, dtype: torch.dtype | None) -> torch.Tensor:
         taken.add(key)
@@ -192,21 +210,33 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
         origins.add(key, stand_in)
         return stand_in
 
+    # transformers takes stand-ins, which are traced, for the tensors of the folder.
     twin = _twin(model)
     with origins:
         info = _load_twin(twin, shapes, probe)
-    state, missing = twin.state_dict(), set(info.missing_keys)
-    drop_tolerated_keys(twin, info)
+    missing = set(info.missing_keys)
     filled = {
-        key: origins.describe(key, tensor) for key, tensor in state.items() if key not in missing
+        key: origins.describe(key, tensor)
+        for key, tensor in twin.state_dict().items()
+        if key not in missing
     }
-    unused = taken - {source for tensor in filled.values() for source in tensor.sources}
-    optional, unexpected = missing - set(info.missing_keys), set(info.unexpected_keys)
-    return LoadPlan(filled, missing, optional, unexpected, unused, conversions_of(twin))
+
+    # This takes the keys that transformers tolerates out of the report.
+    drop_tolerated_keys(twin, info)
+    return LoadPlan(
+        filled,
+        missing,
+        optional=missing - set(info.missing_keys),
+        unexpected=set(info.unexpected_keys),
+        unused=taken.difference(sources_of(filled.values())),
+        conversions=conversions_of(twin),
+    )
 
 
 def loaded_elements(
-    model: PreTrainedModel, shapes: Mapping[str, Sequence[int]], keys: Sequence[str]
+    model: PreTrainedModel,
+    shapes: Mapping[str, Sequence[int]],
+    keys: Sequence[str],
 ) -> dict[str, torch.Tensor]:
     """Find the elements of the model tensors ``keys`` by loading element numbers. Takes 8 bytes per
     element.
@@ -215,31 +245,40 @@ def loaded_elements(
     shapes of the model tensors, and the numbers count as in `element_map`.
     """
     numbers, end = _element_numbers(shapes)
+
+    # What is not loaded stays on meta.
     twin = _twin(model)
     _load_twin(twin, shapes, lambda key, _: numbers[key])
     state = twin.state_dict()
     for key in keys:
         elements = state[key]
-        known = not elements.is_meta and elements.dtype == torch.int64
-        if not known or (
-            elements.numel() and not 0 <= int(elements.min()) <= int(elements.max()) < end
-        ):
+        rearranged = elements.dtype == torch.int64 and not elements.is_meta
+        if rearranged and elements.numel():
+            rearranged = int(elements.min()) >= 0 and int(elements.max()) < end
+        if not rearranged:
             raise _more_than_rearranged(shapes, key)
     return {key: state[key] for key in keys}
+
+
+_Materialize = Callable[[str, torch.dtype | None], torch.Tensor]
+"""Name in the folder, and the dtype that transformers wants -> the tensor."""
 
 
 class _StandIn:
     """Replaces a tensor of a file: transformers indexes it, then moves and casts it."""
 
-    def __init__(
-        self, key: str, materialize: Callable[[str, torch.dtype | None], torch.Tensor]
-    ) -> None:
-        self._key, self._materialize = key, materialize
+    def __init__(self, key: str, materialize: _Materialize) -> None:
+        self._key = key
+        self._materialize = materialize
 
     def __getitem__(self, _: object) -> "_StandIn":
         return self
 
-    def to(self, device: object = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def to(
+        self,
+        device: object = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         return self._materialize(self._key, dtype)
 
 
@@ -247,7 +286,7 @@ class _StandIn:
 def _load_twin(
     twin: PreTrainedModel,
     shapes: Mapping[str, Sequence[int]],
-    materialize: Callable[[str, torch.dtype | None], torch.Tensor],
+    materialize: _Materialize,
 ) -> Any:
     """Load stand-ins into a twin as `from_pretrained` loads a folder, and return the report of
     transformers.
@@ -264,9 +303,10 @@ def _load_twin(
             f"{key} has shape {list(found)}, the model needs {list(wanted)}"
         )
     for key, error in info.conversion_errors.items():
-        reason, name = error.strip().splitlines()[-1], type(twin).__name__
+        reason = error.strip().splitlines()[-1]
         raise CheckpointMismatchError(
-            f"transformers cannot make {key} of {name} from the tensors it found: {reason}"
+            f"transformers cannot make {key} of {type(twin).__name__} from the tensors it found: "
+            f"{reason}"
         )
     return info
 
@@ -275,16 +315,16 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     """The same modules with parameters and buffers on the meta device, whole and not tied."""
     twin = unsharded_view(model)
     for module in twin.modules():
-        parameters = {
-            name: param
-            if param is None
-            else nn.Parameter(_memoryless(param), requires_grad=param.is_floating_point())
-            for name, param in parameters_of(module).items()
-        }
-        buffers = {
-            name: None if found is None else _memoryless(found)
-            for name, found in buffers_of(module).items()
-        }
+        parameters = dict(parameters_of(module))
+        for name, param in parameters.items():
+            if param is not None:
+                trained = param.is_floating_point()
+                parameters[name] = nn.Parameter(_memoryless(param), requires_grad=trained)
+
+        buffers = dict(buffers_of(module))
+        for name, found in buffers.items():
+            if found is not None:
+                buffers[name] = _memoryless(found)
         replace_members(module, parameters=parameters, buffers=buffers)
     return twin
 
@@ -302,54 +342,93 @@ def invert_fills(
     Its spans are the blocks of model tensors that it fills. If one without spans fills a model
     tensor, none with spans fills the same.
     """
-    spans: dict[str, list[Span]] = {}
-    fed: dict[str, dict[str, torch.dtype]] = {}  # source -> the model tensors that it fills
+    spans = {}
+    # source -> the model tensors that it fills, with their dtypes
+    fed = {}
     unmapped = set()
+
     for key, tensor in filled.items():
         for source in tensor.sources:
             fed.setdefault(source, {})[key] = tensor.dtype
-        runs = None if tensor.spans is None else _runs_of_files(tensor.spans, key)
+        runs = None
+        if tensor.spans is not None:
+            runs = _runs_of_files(tensor.spans, key)
         if runs is None:
             unmapped.add(key)
-        for source, run in runs or ():
+            continue
+        for source, run in runs:
             spans.setdefault(source, []).append(run)
-    blind: set[str] = set()
-    while more := {source for source, keys in fed.items() if not unmapped.isdisjoint(keys)} - blind:
-        blind |= more
-        unmapped |= {key for source in more for key in fed[source]}
+
+    # A model tensor without spans makes its sources blind, and these all that they fill.
+    blind = set()
+    n_known = -1
+    while n_known < len(unmapped):
+        n_known = len(unmapped)
+        for source, keys in fed.items():
+            if not unmapped.isdisjoint(keys):
+                blind.add(source)
+                unmapped.update(keys)
+
+    # The file tensors in the order of ``shapes``.
     inverted = []
-    for source in (source for source in shapes if source in fed):
-        found = (
-            None if source in blind else tuple(sorted(spans.get(source, ()), key=attrgetter("at")))
-        )
-        shape, dtype = tuple(shapes[source]), next(iter(fed[source].values()))
+    for source, shape in shapes.items():
+        if source not in fed:
+            continue
+        found = None
+        if source not in blind:
+            found = tuple(sorted(spans.get(source, ()), key=attrgetter("at")))
         inverted.append(
-            FileTensor(source, shape, dtype, source, 0, tuple(sorted(fed[source])), found)
+            FileTensor(
+                source,
+                tuple(shape),
+                dtype=next(iter(fed[source].values())),
+                block=source,
+                block_bytes=0,
+                sources=tuple(sorted(fed[source])),
+                spans=found,
+            )
         )
     return inverted
+
+
+class _Dim(NamedTuple):
+    """A dimension of a block of a file."""
+
+    # from an element to the next, in the file
+    stride: int
+    size: int
+    # from an element to the next, in the run of the model tensor
+    step: int
 
 
 def _runs_of_files(spans: Sequence[Span], key: str) -> list[tuple[str, Span]] | None:
     """Turn blocks of files that fill runs of ``key`` into runs of files that fill blocks of
     ``key``. None: too many.
     """
-    runs: list[tuple[str, Span]] = []
+    runs = []
     for span in spans:
         steps = torch.empty(span.shape, device="meta").stride()
-        dims = [dim for dim in zip(span.stride, span.shape, steps, strict=True) if dim[1] != 1]
-        dims.sort(key=itemgetter(0), reverse=True)
-        inner, expected = len(dims), 1
-        while inner and dims[inner - 1][0] == expected:
-            inner -= 1
-            expected *= dims[inner][1]
-        outer, (_, shape, stride) = (
-            dims[:inner],
-            zip(*dims[inner:], strict=True) if dims[inner:] else ((), (), ()),
-        )
-        if math.prod(size for _, size, _ in outer) + len(runs) > _MOST_RUNS:
+        dims = list(map(_Dim, span.stride, span.shape, steps))
+        dims = [dim for dim in dims if dim.size != 1]
+        dims.sort(key=attrgetter("stride"), reverse=True)
+
+        # The dimensions that are side by side in the file make a run.
+        inner = []
+        expected = 1
+        while dims and dims[-1].stride == expected:
+            expected *= dims[-1].size
+            inner.insert(0, dims.pop())
+        shape = tuple(dim.size for dim in inner)
+        stride = tuple(dim.step for dim in inner)
+
+        # There is a run for each element of the other dimensions.
+        if math.prod(dim.size for dim in dims) + len(runs) > _MOST_RUNS:
             return None
-        for index in product(*(range(size) for _, size, _ in outer)):
-            at = span.offset + sum(i * step for i, (step, _, _) in zip(index, outer, strict=True))
-            offset = span.at + sum(i * step for i, (_, _, step) in zip(index, outer, strict=True))
+        for index in product(*(range(dim.size) for dim in dims)):
+            at = span.offset
+            offset = span.at
+            for number, dim in zip(index, dims, strict=True):
+                at += number * dim.stride
+                offset += number * dim.step
             runs.append((span.source, Span(key, offset, shape, stride, at)))
     return runs

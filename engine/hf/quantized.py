@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...utils.errors import ConfigError
-from ..model.model_folder import read_raw_config
+from ..model_folder import read_raw_config
 
 _CONFIGS = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Method -> the config class of transformers that dequantizes on load."""
@@ -29,21 +29,23 @@ def refuse_quantized(folder: Path, tensors: Iterable[str] = ()) -> None:
     """Raise ConfigError if ``config.json`` or the names of ``tensors`` show quantized weights in
     ``folder``.
     """
-    named = (
-        method for name in tensors for method, pattern in _NAMES.items() if re.search(pattern, name)
-    )
-    method = _declared(read_raw_config(folder)) or next(named, None)
+    method = _declared(read_raw_config(folder)) or _named(tensors)
     if method is None:
         return
-    problem = f"{folder} holds weights that are quantized with {method}; expected plain ones, in bfloat16 or float32"
+    problem = (
+        f"{folder} holds weights that are quantized with {method}; "
+        "expected plain ones, in bfloat16 or float32"
+    )
+
+    # The lines that dequantize, if transformers can.
+    imported = ""
+    then = ""
     if method in _CONFIGS:
-        imported, option, then = (
-            f", {_CONFIGS[method]}",
-            f"quantization_config={_CONFIGS[method]}(dequantize=True)",
-            "",
-        )
+        imported = f", {_CONFIGS[method]}"
+        option = f"quantization_config={_CONFIGS[method]}(dequantize=True)"
     elif method == "bitsandbytes":
-        imported, option, then = "", "device_map='auto'", ".dequantize()"
+        option = "device_map='auto'"
+        then = ".dequantize()"
     else:
         raise ConfigError(
             f"{problem}. Use the weights that it was made from; its model card usually names them"
@@ -58,13 +60,27 @@ def refuse_quantized(folder: Path, tensors: Iterable[str] = ()) -> None:
     )
 
 
+def _named(tensors: Iterable[str]) -> str | None:
+    """The method that the name of a tensor shows."""
+    for name in tensors:
+        for method, pattern in _NAMES.items():
+            if re.search(pattern, name):
+                return method
+    return None
+
+
 def _declared(config: Any) -> str | None:
     if not isinstance(config, Mapping):
         return None
     for key in ("quantization_config", "compression_config"):
-        if isinstance(found := config.get(key), Mapping) and found:
+        found = config.get(key)
+        if isinstance(found, Mapping) and found:
             bits = found.get("load_in_4bit") or found.get("load_in_8bit")
             return str(found.get("quant_method") or ("bitsandbytes" if bits else key))
-    return next(
-        (method for value in config.values() if (method := _declared(value)) is not None), None
-    )
+
+    # The config of a part of the model.
+    for value in config.values():
+        method = _declared(value)
+        if method is not None:
+            return method
+    return None

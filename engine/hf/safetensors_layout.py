@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -29,7 +29,18 @@ INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_SIZE_BYTES = 50 * 10**9
 """Size at which ``save_pretrained`` begins a second file."""
 
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones too
+# The safetensors library refuses longer headers too.
+_MAX_HEADER_BYTES = 100_000_000
+
+# What reading a JSON document of another form may raise.
+_NOT_AS_EXPECTED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
 
 # In the order of safetensors' Dtype enum. Files list tensors from the last dtype to the first.
 DTYPE_CODES: dict[torch.dtype, str] = {
@@ -62,7 +73,8 @@ class TensorSpec:
     dtype: torch.dtype  # its dtype in the file
     # tensors of one block share a file (``save_pretrained`` keeps views of one storage together)
     block: Hashable
-    block_bytes: int  # bytes of the whole block, counted towards the size of a file
+    # bytes of the whole block, counted towards the size of a file
+    block_bytes: int
 
     @property
     def numel(self) -> int:
@@ -80,9 +92,11 @@ class TensorSlot:
     """The place of a tensor's bytes in a file."""
 
     file: str  # name of the file, without folder
-    offset: int  # first byte, counted from the start of the file
+    # first byte, counted from the start of the file
+    offset: int
     shape: tuple[int, ...]  # shape of the tensor
-    dtype: torch.dtype  # dtype of the tensor in the file
+    # dtype of the tensor in the file
+    dtype: torch.dtype
 
 
 Slots = Mapping[str, TensorSlot]
@@ -104,7 +118,8 @@ class Layout:
     """All weight files of a folder."""
 
     files: Sequence[WeightFile]
-    index: bytes | None  # contents of ``model.safetensors.index.json``. None for a single file
+    # contents of ``model.safetensors.index.json``. None for a single file
+    index: bytes | None
 
     @property
     def slots(self) -> dict[str, TensorSlot]:
@@ -118,7 +133,9 @@ class Layout:
 
 
 def plan_layout(
-    tensors: Sequence[TensorSpec], max_shard_size_bytes: int, total_parameters: int
+    tensors: Sequence[TensorSpec],
+    max_shard_size_bytes: int,
+    total_parameters: int,
 ) -> Layout:
     """Deal tensors, in the order of ``save_pretrained``, to files as
     ``save_pretrained(max_shard_size=...)`` does.
@@ -126,23 +143,27 @@ def plan_layout(
     A larger file holds a single tensor (or block). The index has ``total_parameters``,
     ``model.num_parameters()``. CheckpointMismatchError if safetensors does not know a dtype.
     """
-    if strange := next((tensor for tensor in tensors if tensor.dtype not in DTYPE_CODES), None):
-        raise CheckpointMismatchError(
-            f"{strange.key} has dtype {strange.dtype}; safetensors files hold "
-            f"{', '.join(map(str, DTYPE_CODES))}"
-        )
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_CODES:
+            raise CheckpointMismatchError(
+                f"{tensor.key} has dtype {tensor.dtype}; safetensors files hold "
+                f"{', '.join(map(str, DTYPE_CODES))}"
+            )
+
+    # The rule of `save_pretrained` which tensors go to which file.
+    by_key = {tensor.key: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
-        {tensor.key: tensor for tensor in tensors},
+        by_key,
         get_storage_size=lambda tensor: tensor.block_bytes,
         get_storage_id=lambda tensor: tensor.block,
         filename_pattern=WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=max_shard_size_bytes,
     )
-    by_key = {tensor.key: tensor for tensor in tensors}
     files = [
         _plan_file(name, [by_key[key] for key in keys])
         for name, keys in split.filename_to_tensors.items()
     ]
+
     index = None
     if split.is_sharded:
         metadata = {"total_parameters": total_parameters, **split.metadata}
@@ -154,22 +175,32 @@ def plan_layout(
 def _plan_file(name: str, tensors: Iterable[TensorSpec]) -> WeightFile:
     ranking = list(DTYPE_CODES).index
     ordered = sorted(tensors, key=lambda tensor: (-ranking(tensor.dtype), tensor.key.encode()))
+
+    # Offsets in the header count from its end.
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        code, shape = DTYPE_CODES[tensor.dtype], list(tensor.shape)
-        entries[tensor.key] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+        start = end
+        end += tensor.nbytes
+        entries[tensor.key] = {
+            "dtype": DTYPE_CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    header = encode_header(entries)
+
+    slots = {}
+    for tensor in ordered:
+        start, _ = entries[tensor.key]["data_offsets"]
+        slots[tensor.key] = TensorSlot(name, len(header) + start, tensor.shape, tensor.dtype)
+    return WeightFile(name, header, len(header) + end, slots)
+
+
+def encode_header(entries: Mapping[str, Any]) -> bytes:
+    """The first bytes of a file: the length of the JSON, and the JSON padded to 8 bytes."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    slots = {
-        tensor.key: TensorSlot(
-            name, len(header) + entries[tensor.key]["data_offsets"][0], tensor.shape, tensor.dtype
-        )
-        for tensor in ordered
-    }
-    return WeightFile(name, header, len(header) + end, slots)
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_layout(
@@ -197,8 +228,10 @@ def read_layout(
             f"{root} has neither {WEIGHTS_NAME} nor {INDEX_NAME} (found {found}); "
             "other weight formats must be converted to safetensors first"
         )
+
+    # Several files. Each tensor must be in the one that the index names, and in no other.
     weight_map = _read_index(root / INDEX_NAME)
-    slots: dict[str, TensorSlot] = {}
+    slots = {}
     for name in sorted(set(weight_map.values())):
         if not (root / name).is_file():
             raise CheckpointCorruptError(f"{root / INDEX_NAME} names {name}, which is missing")
@@ -220,22 +253,33 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         names = {str(key): str(name) for key, name in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _NOT_AS_EXPECTED as error:
         raise CheckpointCorruptError(
             f"{path} is not a weight index: {type(error).__name__}: {error}"
         ) from error
-    if outside := next((name for name in names.values() if Path(name).name != name), None):
-        raise CheckpointCorruptError(
-            f"{path} names the file {outside!r}, which is outside of its folder"
-        )
+    for name in names.values():
+        if Path(name).name != name:
+            raise CheckpointCorruptError(
+                f"{path} names the file {name!r}, which is outside of its folder"
+            )
     return names
+
+
+class _Described(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    # of its first byte and after its last
+    offsets: tuple[int, ...]
 
 
 def read_header(file: BufferedReader) -> dict[str, TensorSlot]:
     """Find every tensor of one safetensors file that is open at its start. Raises as `read_layout`
     does.
     """
-    path, size = Path(file.name), os.fstat(file.fileno()).st_size
+    path = Path(file.name)
+    size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
         raise CheckpointCorruptError(
@@ -246,21 +290,14 @@ def read_header(file: BufferedReader) -> dict[str, TensorSlot]:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         described = {
-            str(key): (
+            str(key): _Described(
                 str(entry["dtype"]),
                 tuple(map(int, entry["shape"])),
                 tuple(map(int, entry["data_offsets"])),
             )
             for key, entry in entries.items()
         }
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ) as error:
+    except _NOT_AS_EXPECTED as error:
         raise CheckpointCorruptError(
             f"{path} has a broken header: {type(error).__name__}: {error}"
         ) from error
@@ -271,21 +308,24 @@ def _check_header(
     path: Path,
     start: int,
     size: int,
-    described: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]],
+    described: Mapping[str, _Described],
 ) -> dict[str, TensorSlot]:
-    slots, expected = {}, start
-    for key, (code, shape, offsets) in sorted(described.items(), key=lambda item: item[1][2]):
+    slots = {}
+    expected = start
+    for key in sorted(described, key=lambda key: described[key].offsets):
+        code, shape, offsets = described[key]
         if code not in _DTYPES:
             raise CheckpointMismatchError(
                 f"{path}: {key} has dtype {code}; expected one of {', '.join(_DTYPES)}"
             )
-        if (
-            not all(size >= 0 for size in shape)
-            or math.prod(max(size, 1) for size in shape) >= 1 << 63
-        ):
+
+        # torch counts elements with 63 bits, even those of an empty tensor.
+        if min(shape, default=0) < 0 or math.prod(max(size, 1) for size in shape) >= 1 << 63:
             raise CheckpointCorruptError(
                 f"{path} has a broken header: {key} cannot have the shape {list(shape)}"
             )
+
+        # Tensors follow each other without gaps.
         nbytes = math.prod(shape) * _DTYPES[code].itemsize
         if len(offsets) != 2 or start + offsets[0] != expected or offsets[1] - offsets[0] != nbytes:
             raise CheckpointCorruptError(

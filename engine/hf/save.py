@@ -56,18 +56,19 @@ from .safetensors_layout import (
 from .shard_ranges import (
     MergedWeights,
     TransferPlan,
+    equal_share,
     own_share,
     plan_transfers,
     whole_tensor,
 )
 from .sidecars import write_sidecars
+from .tensor_origins import sources_of
 from .weight_files import WeightWriter
 
 logger = get_logger(__name__)
 
-_MAX_SHARE_BYTES = (
-    5 * 10**9
-)  # size limit of a file if the number of files follows the number of ranks
+# Size limit of a file if the number of files follows the number of ranks.
+_MAX_SHARE_BYTES = 5 * 10**9
 
 
 def save_hf(
@@ -115,7 +116,12 @@ def save_hf(
         PeerError: another rank failed.
     """
     options = HFExportOptions(
-        dtype, tokenizer, processor, base_model_path, max_shard_size_bytes, staging_folder
+        dtype,
+        tokenizer,
+        processor,
+        base_model_path,
+        max_shard_size_bytes,
+        staging_folder,
     )
     export_hf(model, path, options, group=group)
 
@@ -128,7 +134,8 @@ def export_hf(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """`save_hf` with its options in one object."""
-    if (folder := local_folder(path)) is None:
+    folder = local_folder(path)
+    if folder is None:
         _export_to_url(model, os.fspath(path), options, group)
         return
     with staged_folder(folder, group) as staging:
@@ -144,42 +151,47 @@ def _export_to_url(
     started = time.monotonic()
     with all_ranks_succeed(f"preparing {without_secrets(url)}", group):
         remote = RemoteFolder(url, setting="path", error=CheckpointWriteError)
-        plan = plan_export(
-            model, options, get_group_ranks(group), share_bytes=upload.MIN_FILE_BYTES
-        )
+        ranks = get_group_ranks(group)
+        plan = plan_export(model, options, ranks, share_bytes=upload.MIN_FILE_BYTES)
+    layout = plan.layout
     with upload.staging_folder(
-        remote.url, plan.layout.total_bytes, options.staging_folder, group
+        remote.url, layout.total_bytes, options.staging_folder, group
     ) as staging:
-        weights = [file.name for file in plan.layout.files] + [INDEX_NAME] * (
-            plan.layout.index is not None
-        )
-        rank_zero_decides(
-            partial(upload.require_absent, remote, weights), group
-        )  # before the weights are written
+        # What would be written over is refused before the weights are written.
+        weights = [file.name for file in layout.files]
+        if layout.index is not None:
+            weights.append(INDEX_NAME)
+        rank_zero_decides(partial(upload.require_absent, remote, weights), group)
+
         entries = _write_planned(plan, model, staging, options, WeightWriter(staging), group)
-        names = [entry.name for entry in entries]
         rank_zero_decides(partial(upload.begin, remote, staging), group)
-        all_ranks_succeed_slowly(
-            f"uploading to {remote.url}", partial(upload.put_files, remote, staging, names), group
-        )
+
+        # Each rank uploads the files that it describes.
+        names = [entry.name for entry in entries]
+        put = partial(upload.put_files, remote, staging, names)
+        all_ranks_succeed_slowly(f"uploading to {remote.url}", put, group)
         rank_zero_decides(partial(upload.commit_upload, remote, staging), group)
-    seconds = time.monotonic() - started
+
     logger.info(
         "exported to %s: %d bytes of weights in %.1f s",
         remote.url,
-        plan.layout.total_bytes,
-        seconds,
+        layout.total_bytes,
+        time.monotonic() - started,
     )
+
+
+def _open_writer(folder: Path, _: Layout) -> WeightWriter:
+    return WeightWriter(folder)
 
 
 def write_hf(
     model: PreTrainedModel,
-    folder: str | os.PathLike[str],
+    folder: Path,
     options: HFExportOptions,
     *,
     group: dist.ProcessGroup | None = None,
     share_bytes: int | None = None,
-    open_writer: Callable[[Path, Layout], WeightWriter] = lambda folder, _: WeightWriter(folder),
+    open_writer: Callable[[Path, Layout], WeightWriter] = _open_writer,
 ) -> list[FileEntry]:
     """Write and fsync the files of `save_hf` in an empty folder that every rank sees and that the
     caller commits.
@@ -191,8 +203,8 @@ def write_hf(
     """
     with all_ranks_succeed(f"preparing {folder}", group):
         plan = plan_export(model, options, get_group_ranks(group), share_bytes=share_bytes)
-    writer = open_writer(Path(folder), plan.layout)
-    return _write_planned(plan, model, Path(folder), options, writer, group)
+    writer = open_writer(folder, plan.layout)
+    return _write_planned(plan, model, folder, options, writer, group)
 
 
 @dataclass(frozen=True)
@@ -201,8 +213,10 @@ class ExportPlan:
     are this rank's.
     """
 
-    stored: dict[str, torch.Tensor]  # ``state_dict`` key -> live (sharded) tensor
-    transfers: TransferPlan  # how this rank gets the elements of every file tensor
+    # ``state_dict`` key -> live (sharded) tensor
+    stored: dict[str, torch.Tensor]
+    # how this rank gets the elements of every file tensor
+    transfers: TransferPlan
     layout: Layout  # the weight files
 
 
@@ -225,7 +239,8 @@ def plan_export(
     tensors = file_tensors(model, stored, file_dtypes(model, stored, options.dtype))
     limit = options.max_shard_size_bytes
     if limit is None and share_bytes is not None:
-        share = -(-sum(tensor.nbytes for tensor in tensors) // len(ranks))
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        share = -(-n_bytes // len(ranks))
         limit = min(max(share, share_bytes), _MAX_SHARE_BYTES)
     layout = plan_layout(tensors, limit or MAX_SHARD_SIZE_BYTES, model.num_parameters())
     return ExportPlan(stored, plan_transfers(tensors, stored, ranks), layout)
@@ -237,22 +252,30 @@ def exportable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     hold a tensor.
     """
     require_onloaded(model)
+
+    # Trained prompts are in no layer.
     inside = {id(param) for param in transformers_model(model).parameters()}
-    if beside := [name for name, param in model.named_parameters() if id(param) not in inside]:
+    beside = [name for name, param in model.named_parameters() if id(param) not in inside]
+    if beside:
         raise CheckpointMismatchError(
             f"{beside[0]} ({len(beside)} such) is beside the layers of the model, as the prompts "
             "of PEFT are, so that no weight can take it in; save it with PEFT's save_pretrained"
         )
-    adapted, model = plain_adapters(model), plain_view(model)
+
+    # A file has one place for a tied weight, and an adapter may be at one of its uses.
+    adapted = plain_adapters(model)
+    model = plain_view(model)
     stored, left_out = stored_tensors(model)
-    if tied := sorted(adapted.keys() & left_out.keys()):
+    tied = sorted(adapted.keys() & left_out.keys())
+    if tied:
         raise CheckpointMismatchError(
             f"{tied[0]} has an adapter and is tied to {left_out[tied[0]]}, so that a file has no "
             "place for the sum; train adapters of other layers"
         )
-    if unknown := unknown_keys(
-        model, [key for key, _ in model.named_parameters() if key in stored]
-    ):
+
+    parameters = [key for key, _ in model.named_parameters() if key in stored]
+    unknown = unknown_keys(model, parameters)
+    if unknown:
         raise CheckpointMismatchError(
             f"{unsharded_class(model).__name__} has no parameter {unknown[0]} ({len(unknown)} "
             "such), so nothing would load it again; take out what was added to the model, or "
@@ -266,8 +289,11 @@ def deal_files(files: Sequence[WeightFile], world_size: int) -> list[list[Weight
     different nodes.
     """
     count = min(len(files), world_size)
-    loads = [(0, number * world_size // count) for number in range(count)]
     dealt: list[list[WeightFile]] = [[] for _ in range(world_size)]
+
+    # The largest file that is left goes to the rank with the fewest bytes, the first in a heap of
+    # (bytes, rank).
+    loads = [(0, number * world_size // count) for number in range(count)]
     for file in sorted(files, key=lambda file: -file.total_bytes):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + file.total_bytes, rank))
@@ -283,20 +309,25 @@ def _write_planned(
     files: WeightWriter,
     group: dist.ProcessGroup | None,
 ) -> list[FileEntry]:
-    rank, layout, transfers = get_rank(group), plan.layout, plan.transfers
-    merged, model = MergedWeights(model, group), plain_view(model)
-    slots, small_files = layout.slots, list[FileEntry]()
+    rank = get_rank(group)
+    layout = plan.layout
+    transfers = plan.transfers
+    merged = MergedWeights(model, group)
+    model = plain_view(model)
+    slots = layout.slots
+    small_files = []
     with files:
+        # Rank 0 creates all files at their full size, and every rank writes into them.
         with all_ranks_succeed(f"creating {folder}", group), as_write_error(folder):
-            for file in layout.files if rank == 0 else ():
-                files.create(file)
+            if rank == 0:
+                for file in layout.files:
+                    files.create(file)
         with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
             if rank == 0:
                 small_files = file_entries(folder, write_sidecars(model, folder, options, layout))
             for tensor, span in transfers.direct:
-                for share in own_share(
-                    span, merged.part(span.source, transfers.parts[span.source])
-                ):
+                part = merged.part(span.source, transfers.parts[span.source])
+                for share in own_share(span, part):
                     files.write(slots[tensor.key], *share)
             if not transfers.unmapped:
                 files.sync()
@@ -306,18 +337,22 @@ def _write_planned(
 
 
 def _describe(
-    layout: Layout, files: WeightWriter, group: dist.ProcessGroup | None
+    layout: Layout,
+    files: WeightWriter,
+    group: dist.ProcessGroup | None,
 ) -> list[FileEntry]:
     """The entries of this rank's share of the weight files. All ranks exchange the digests of their
     pieces.
     """
     by_rank = gather_objects(files.digests, group)
+    dealt = deal_files(layout.files, len(by_rank))
     entries = []
-    for file in deal_files(layout.files, len(by_rank))[get_rank(group)]:
+    for file in dealt[get_rank(group)]:
         written = sorted(part for digests in by_rank for part in digests.get(file.name, ()))
-        pieces, digests = zip(*written, strict=True)
+        pieces = tuple(piece for piece, _ in written)
         require_whole(pieces, file.total_bytes)
-        entries.append(FileEntry(file.name, file.total_bytes, join_digests(digests), pieces))
+        digest = join_digests(digest for _, digest in written)
+        entries.append(FileEntry(file.name, file.total_bytes, digest, pieces))
     return entries
 
 
@@ -332,22 +367,22 @@ def _write_gathered(
     """Gather the tensors that need it, write an equal share of each on every rank, and sync all
     files.
     """
-    stored, slots = plan.stored, plan.layout.slots
-    rank, world_size = get_rank(group), get_world_size(group)
+    stored = plan.stored
+    slots = plan.layout.slots
     for tensors in plan.transfers.unmapped:
-        sources = sorted({source for tensor in tensors for source in tensor.sources})
-        wholes = (merged.whole(source, whole_tensor(stored[source], group)) for source in sources)
+        sources = sources_of(tensors)
+        shapes = {source: stored[source].shape for source in sources}
+        wholes = (merged.whole(source, stored[source]) for source in sources)
         flat = torch.cat([whole.reshape(-1) for whole in wholes])
         with (
             all_ranks_succeed(f"writing {tensors[0].key} to {folder}", group),
             as_write_error(folder),
         ):
-            elements = element_map(
-                model, {source: stored[source].shape for source in sources}, tensors
-            )
+            elements = element_map(model, shapes, tensors)
             for tensor in tensors:
-                first, last = (tensor.numel * number // world_size for number in (rank, rank + 1))
-                files.write(slots[tensor.key], first, flat[elements[tensor.key][first:last]])
+                first, last = equal_share(tensor.numel, get_rank(group), get_world_size(group))
+                own = elements[tensor.key][first:last]
+                files.write(slots[tensor.key], first, flat[own])
     with all_ranks_succeed(f"writing {folder}", group), as_write_error(folder):
         files.sync()
 
@@ -367,12 +402,14 @@ def full_state_dict(
         ``{}`` on other ranks.
     """
     require_onloaded(model)
-    gathered: dict[str, torch.Tensor] = {}
-    first: dict[int, str] = {}
-    owners = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    gathered = {}
+    first = {}
+    owners = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     for key, tensor in model.state_dict().items():
+        # A tied tensor is gathered under its first name.
         twin = first.setdefault(id(owners.get(key, tensor)), key)
         whole = whole_tensor(tensor) if twin == key else None
         if get_rank(group) == 0:

@@ -5,7 +5,6 @@ The files equal the files that `save` writes for the same model. Memory is one b
 `LazyTensor`). A conversion of transformers that is not slices needs all tensors that it joins.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -21,7 +20,7 @@ from .name_mapping import element_map, file_tensors, stored_tensors
 from .safetensors_layout import MAX_SHARD_SIZE_BYTES, plan_layout
 from .shard_ranges import overlap, plan_transfers, rows_part
 from .sidecars import write_sidecars
-from .tensor_origins import FileTensor, Span
+from .tensor_origins import sources_of
 from .weight_files import WeightWriter
 
 
@@ -29,9 +28,9 @@ from .weight_files import WeightWriter
 def write_lazily(
     model: PreTrainedModel,
     tensors: Mapping[str, LazyTensor],
-    folder: str | os.PathLike[str],
+    folder: Path,
     options: HFExportOptions,
-    seen: Callable[[str, int, torch.Tensor], None] = lambda name, first, values: None,
+    seen: Callable[[str, int, torch.Tensor], object],
 ) -> None:
     """Write and fsync the files that ``save_pretrained`` of ``model`` would write for ``tensors``,
     block by block.
@@ -45,24 +44,31 @@ def write_lazily(
         seen: called for every block with the key, the index of the block's first element and its
             values.
     """
-    folder = Path(folder)
     stored, tied = stored_tensors(model, on_meta=True)
     sources = _match(model, stored, tied, tensors)
+
+    # config.json takes its dtype from the parameters.
     for key, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if key in sources:  # config.json takes its dtype from them
-            tensor.data = torch.empty(tensor.shape, dtype=sources[key].dtype, device="meta")
+        if key in sources:
+            dtype = sources[key].dtype
+            tensor.data = torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+    # The places of all tensors, as `save` plans them for one rank.
     stored, _ = stored_tensors(model, on_meta=True)
     dtypes = file_dtypes(model, stored, options.dtype)
-    sources = {key: tensor.to(dtypes[key]) for key, tensor in sources.items()}
+    for key, tensor in sources.items():
+        sources[key] = tensor.to(dtypes[key])
     planned = file_tensors(model, stored, dtypes)
-    layout = plan_layout(
-        planned, options.max_shard_size_bytes or MAX_SHARD_SIZE_BYTES, model.num_parameters()
-    )
-    transfers = plan_transfers(planned, stored, [0])
+    limit = options.max_shard_size_bytes or MAX_SHARD_SIZE_BYTES
+    layout = plan_layout(planned, limit, model.num_parameters())
     slots = layout.slots
-    wanted: dict[str, list[tuple[FileTensor, Span]]] = {key: [] for key in stored}
+    transfers = plan_transfers(planned, stored, [0])
+
+    # The spans of each source, because a source is read once.
+    wanted = {}
     for file_tensor, span in transfers.direct:
-        wanted[span.source].append((file_tensor, span))
+        slot = slots[file_tensor.key]
+        wanted.setdefault(span.source, []).append((slot, span))
 
     def read(key: str) -> Iterator[tuple[int, torch.Tensor]]:
         for first, values in sources[key].blocks():
@@ -73,19 +79,25 @@ def write_lazily(
         for file in layout.files:
             files.create(file)
         write_sidecars(model, folder, options, layout)
+
+        # All places of a block are written while it is in memory.
         for key, source in sources.items():
             for first, values in read(key):
-                part = rows_part(values, first // source.row_elements, source.shape)
-                for file_tensor, span in wanted[key]:
+                row = first // source.row_elements
+                part = rows_part(values, row, source.shape)
+                for slot, span in wanted.get(key, ()):
                     for rows in overlap(span, part):
-                        files.write(slots[file_tensor.key], *rows)
-                values = part = rows = None  # freed before the next block is read
+                        files.write(slot, *rows)
+                # They are freed before the next block is read.
+                values = part = rows = None
+
+        # Conversions that are not slices need all their sources at once.
         for together in transfers.unmapped:
-            keys = sorted({key for tensor in together for key in tensor.sources})
-            flat = torch.cat([values.reshape(-1) for key in keys for _, values in read(key)])
-            elements = element_map(
-                model, {key: torch.Size(sources[key].shape) for key in keys}, together
-            )
+            keys = sources_of(together)
+            shapes = {key: torch.Size(sources[key].shape) for key in keys}
+            blocks = chain.from_iterable(read(key) for key in keys)
+            flat = torch.cat([values.reshape(-1) for _, values in blocks])
+            elements = element_map(model, shapes, together)
             for tensor in together:
                 files.write(slots[tensor.key], 0, flat[elements[tensor.key]])
         files.sync()
@@ -97,21 +109,30 @@ def _match(
     tied: Mapping[str, str],
     tensors: Mapping[str, LazyTensor],
 ) -> dict[str, LazyTensor]:
-    found = {tied.get(key, key): tensor for key, tensor in tensors.items()}
-    found |= {key: tensor for key, tensor in tensors.items() if key in stored}
+    # A tensor may have any of its names. The name that is stored has precedence.
+    found = {}
+    for key, tensor in tensors.items():
+        found[tied.get(key, key)] = tensor
+    for key in stored.keys() & tensors.keys():
+        found[key] = tensors[key]
+
     name = type(model).__name__
-    if missing := sorted(stored.keys() - found.keys()):
+    missing = sorted(stored.keys() - found.keys())
+    if missing:
         raise CheckpointMismatchError(
             f"{name} needs {missing[0]!r}, which is not there ({len(missing)} missing)"
         )
-    if unknown := sorted(found.keys() - model.state_dict().keys()):
+    known = model.state_dict()
+    unknown = sorted(found.keys() - known.keys())
+    if unknown:
         raise CheckpointMismatchError(
             f"{unknown[0]!r} is no tensor of {name} ({len(unknown)} unknown)"
         )
     for key, tensor in stored.items():
-        if tuple(tensor.shape) != found[key].shape:
+        shape = found[key].shape
+        if shape != tuple(tensor.shape):
             raise CheckpointMismatchError(
-                f"{key} has shape {list(found[key].shape)}; {name} needs {list(tensor.shape)}: is "
-                "it of another config?"
+                f"{key} has shape {list(shape)}; {name} needs {list(tensor.shape)}: "
+                "is it of another config?"
             )
     return {key: found[key] for key in stored}

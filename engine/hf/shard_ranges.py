@@ -29,13 +29,14 @@ from .tensor_origins import FileTensor, Span
 class LocalPart:
     """The block of a model tensor that this rank holds."""
 
-    data: torch.Tensor  # the live values of the block, with any strides
+    # the live values of the block, with any strides
+    data: torch.Tensor
     box: Box  # where it is in the tensor
     shape: tuple[int, ...]  # of the whole tensor
-    replica: int = (
-        0  # number of this rank among those that hold the block. Each writes an equal share
-    )
-    replicas: int = 1  # number of ranks that hold the block
+    # number of this rank among those that hold the block. Each writes an equal share
+    replica: int = 0
+    # number of ranks that hold the block
+    replicas: int = 1
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -47,10 +48,11 @@ class LocalPart:
         """First and last element of the block in the flattened whole tensor. The last is before the
         first if empty.
         """
-        first, last = (
-            sum(map(mul, ends, self.strides)) for ends in (self.box.offsets, self.box.last)
-        )
-        return (first, last) if self.data.numel() else (0, -1)
+        if not self.data.numel():
+            return 0, -1
+        first = _place(self.box.offsets, self.strides)
+        last = _place(self.box.last, self.strides)
+        return first, last
 
 
 def local_part(tensor: torch.Tensor, ranks: Sequence[int]) -> LocalPart:
@@ -65,19 +67,35 @@ def local_part(tensor: torch.Tensor, ranks: Sequence[int]) -> LocalPart:
     )
 
 
-def rows_part(values: torch.Tensor, first: int, shape: Sequence[int]) -> LocalPart:
+def rows_part(
+    values: torch.Tensor,
+    first: int,
+    shape: Sequence[int],
+) -> LocalPart:
     """A part with ``values``, the rows from ``first`` on of a tensor with this ``shape``."""
+    offsets = [0] * values.ndim
+    if offsets:
+        offsets[0] = first
     return LocalPart(
-        values, Box((first, *[0] * values.ndim)[: values.ndim], tuple(values.shape)), tuple(shape)
+        data=values,
+        box=Box(tuple(offsets), tuple(values.shape)),
+        shape=tuple(shape),
     )
+
+
+def _place(index: Sequence[int], strides: Sequence[int]) -> int:
+    """Place of an element in memory with these strides."""
+    return sum(map(mul, index, strides))
 
 
 class FileRows(NamedTuple):
     """Runs of elements of a file tensor, at equal distances."""
 
     at: int  # the first element
-    values: torch.Tensor  # a view of live values: each of its rows fills a run
-    pitch: int  # elements from the beginning of a run to the beginning of the next
+    # a view of live values: each of its rows fills a run
+    values: torch.Tensor
+    # elements from the beginning of a run to the beginning of the next
+    pitch: int
 
 
 class _Walk(NamedTuple):
@@ -85,26 +103,37 @@ class _Walk(NamedTuple):
 
     size: int
     dim: int
-    jump: int  # from an element to the next, along ``dim`` of the model tensor
-    step: int  # from an element to the next, in the flattened file tensor
+    # from an element to the next, along ``dim`` of the model tensor
+    jump: int
+    # from an element to the next, in the flattened file tensor
+    step: int
 
 
 class _Block(NamedTuple):
     """Elements of a span at the crossings of its walks."""
 
-    index: tuple[int, ...]  # of the first element, in the model tensor
-    at: int  # the first element, in the flattened file tensor
+    # of the first element, in the model tensor
+    index: tuple[int, ...]
+    # the first element, in the flattened file tensor
+    at: int
     walks: tuple[_Walk, ...]  # in the order of the file
 
-    def narrow(self, walk: _Walk, first: int, size: int) -> "_Block":
+    def narrow(
+        self,
+        walk: _Walk,
+        first: int,
+        size: int,
+    ) -> "_Block":
         """The same block with ``size`` elements of a walk, from its element ``first`` on."""
-        index = tuple(
-            at + (dim == walk.dim) * first * walk.jump for dim, at in enumerate(self.index)
-        )
-        narrowed = (one if one is not walk else _Walk(size, *walk[1:]) for one in self.walks)
-        return _Block(
-            index, self.at + first * walk.step, tuple(one for one in narrowed if one.size > 1)
-        )
+        index = list(self.index)
+        index[walk.dim] += first * walk.jump
+        at = self.at + first * walk.step
+
+        # A walk of one element is none.
+        narrowed = walk._replace(size=size)
+        walks = [narrowed if one is walk else one for one in self.walks]
+        walks = [one for one in walks if one.size > 1]
+        return _Block(tuple(index), at, tuple(walks))
 
 
 def overlap(span: Span, part: LocalPart) -> Iterator[FileRows]:
@@ -112,90 +141,156 @@ def overlap(span: Span, part: LocalPart) -> Iterator[FileRows]:
     live values.
     """
     first, last = part.reach
-    if span.numel and span.offset <= last and first <= span.last:  # seldom so for experts
-        for block in _straight_blocks(span, part.shape, part.strides):
-            for held in _held(block, part):
-                yield from _file_rows(held, part)
+
+    # Most spans of experts are in no part of this rank.
+    if not span.numel or last < span.offset or span.last < first:
+        return
+    for block in _straight_blocks(span, part.shape, part.strides):
+        for held in _held(block, part):
+            yield from _file_rows(held, part)
 
 
 def own_share(span: Span, part: LocalPart) -> Iterator[FileRows]:
     """This rank's share of the `overlap`, which all replicas hold: an equal part for each."""
     for at, values, pitch in overlap(span, part):
-        first, last = (
-            len(values) * number // part.replicas for number in (part.replica, part.replica + 1)
-        )
+        first, last = equal_share(len(values), part.replica, part.replicas)
         if first < last:
             yield FileRows(at + first * pitch, values[first:last], pitch)
 
 
-def _straight_blocks(span: Span, shape: Sequence[int], strides: Sequence[int]) -> Iterator[_Block]:
+def equal_share(
+    count: int,
+    number: int,
+    shares: int,
+) -> tuple[int, int]:
+    """First and last (excluded) of ``count`` things in share ``number`` of ``shares``."""
+    return count * number // shares, count * (number + 1) // shares
+
+
+class _Axis(NamedTuple):
+    """A dimension of a strided view: of a span in the flattened model tensor, or of live values."""
+
+    size: int
+    # from an element to the next, in the model tensor or in memory
+    stride: int
+    # from an element to the next, in the flattened file tensor
+    step: int
+
+
+class _Rest(NamedTuple):
+    """A part of a span that is still to be cut into blocks."""
+
+    # first element, in the flattened model tensor
+    offset: int
+    # first element, in the flattened file tensor
+    at: int
+    axes: Sequence[_Axis]
+
+
+def _straight_blocks(
+    span: Span,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> Iterator[_Block]:
     """Cut a span into blocks whose walks stay in one dimension of the model tensor, as they usually
     do.
     """
+    axes = map(_Axis, span.shape, span.stride, row_major(span.shape))
     dims = [dim for dim, size in enumerate(shape) if size > 1]
-    todo = [
-        (
-            span.offset,
-            span.at,
-            list(zip(span.shape, span.stride, row_major(span.shape), strict=True)),
-        )
-    ]
+    todo = [_Rest(span.offset, span.at, list(axes))]
     while todo:
-        offset, at, rest = todo.pop()
-        index = tuple(offset // stride % size for size, stride in zip(shape, strides, strict=True))
-        reach, walks = list(index), list[_Walk]()
-        for number, (size, stride, step) in enumerate(rest):
-            if size == 1:
+        rest = todo.pop()
+        begin = [rest.offset // stride % size for size, stride in zip(shape, strides, strict=True)]
+
+        # Each axis becomes a walk, as long as the last index stays in its dimension.
+        reach = begin.copy()
+        walks = []
+        for number, one in enumerate(rest.axes):
+            if one.size == 1:
                 continue
-            dim = next((dim for dim in dims if strides[dim] <= stride), 0)
-            jump, between = divmod(stride, strides[dim])
-            if between or reach[dim] + jump * (size - 1) >= shape[dim]:
-                per_row = shape[dim] // jump
-                if (
-                    not between
-                    and jump * per_row == shape[dim]
-                    and index[dim] < jump
-                    and size > per_row
-                ):
-                    cut = size - size % per_row  # whole rows
-                    inner = [
-                        (cut // per_row, stride * per_row, step * per_row),
-                        (per_row, stride, step),
-                    ]
-                else:
-                    left = (shape[dim] - 1 - index[dim]) // jump + 1  # in this row
-                    cut = size // 2 if between or left >= size else left
-                    inner = [(cut, stride, step)]
-                todo.append((offset, at, [*rest[:number], *inner, *rest[number + 1 :]]))
-                if cut < size:
-                    others = [*rest[:number], (size - cut, stride, step), *rest[number + 1 :]]
-                    todo.append((offset + cut * stride, at + cut * step, others))
+
+            # The walk goes along the outermost dimension whose stride is not above its own.
+            dim = next((dim for dim in dims if strides[dim] <= one.stride), 0)
+            jump, between = divmod(one.stride, strides[dim])
+            reach[dim] += jump * (one.size - 1)
+            if between or reach[dim] >= shape[dim]:
+                todo += _cut(rest, number, begin[dim], shape[dim], jump, bool(between))
                 break
-            reach[dim] += jump * (size - 1)
-            walks.append(_Walk(size, dim, jump, step))
+            walks.append(_Walk(one.size, dim, jump, one.step))
         else:
-            yield _Block(index, at, tuple(walks))
+            yield _Block(tuple(begin), rest.at, tuple(walks))
+
+
+def _cut(
+    rest: _Rest,
+    number: int,
+    begin: int,
+    length: int,
+    jump: int,
+    between: bool,
+) -> Iterator[_Rest]:
+    """Cut a part of a span, because its axis ``number`` leaves a dimension of the tensor.
+
+    Args:
+        begin: first index in the dimension of the tensor.
+        length: size of the dimension of the tensor.
+        jump: from an element to the next, along the dimension of the tensor.
+        between: whether the next element is elsewhere in other dimensions too.
+    """
+    one = rest.axes[number]
+    per_row = length // jump
+    divides = not between and jump * per_row == length
+    if divides and begin < jump and one.size > per_row:
+        # Whole rows become two axes.
+        n_rows = one.size // per_row
+        size = n_rows * per_row
+        inner = [
+            _Axis(n_rows, one.stride * per_row, one.step * per_row),
+            one._replace(size=per_row),
+        ]
+    else:
+        # What is left of this row, or half of the axis.
+        size = (length - 1 - begin) // jump + 1
+        if between or size >= one.size:
+            size = one.size // 2
+        inner = [one._replace(size=size)]
+
+    before = rest.axes[:number]
+    after = rest.axes[number + 1 :]
+    yield rest._replace(axes=[*before, *inner, *after])
+    if size < one.size:
+        others = one._replace(size=one.size - size)
+        yield _Rest(
+            rest.offset + size * one.stride,
+            rest.at + size * one.step,
+            [*before, others, *after],
+        )
 
 
 def _held(block: _Block, part: LocalPart) -> Iterator[_Block]:
     """The elements of a block that are in a part, as blocks."""
     for dim, (low, size) in enumerate(zip(*part.box, strict=True)):
-        along = sorted(
-            (walk for walk in block.walks if walk.dim == dim and walk.jump), key=attrgetter("jump")
-        )
+        high = low + size
+        along = [walk for walk in block.walks if walk.dim == dim and walk.jump]
         first = block.index[dim]
-        last = first + sum(walk.jump * (walk.size - 1) for walk in along)
-        if last < low or first >= low + size:
+        last = first
+        for walk in along:
+            last += walk.jump * (walk.size - 1)
+        if last < low or first >= high:
             return
-        if low <= first and last < low + size:
+        if low <= first and last < high:
             continue
+
+        # With several walks, no range of one is right for every element of the others.
+        along.sort(key=attrgetter("jump"))
         walk = along.pop()
-        if along:  # no range of the walk is right for every element of the others
+        if along:
             for number in range(walk.size):
                 yield from _held(block.narrow(walk, number, 1), part)
             return
+
         begin = max(0, -((first - low) // walk.jump))
-        end = min(walk.size, (low + size - 1 - first) // walk.jump + 1)
+        end = min(walk.size, (high - 1 - first) // walk.jump + 1)
         if begin >= end:
             return
         block = block.narrow(walk, begin, end - begin)
@@ -205,30 +300,47 @@ def _held(block: _Block, part: LocalPart) -> Iterator[_Block]:
 def _file_rows(block: _Block, part: LocalPart) -> Iterator[FileRows]:
     """The runs of a block in the file. They are rows of a few matrices, usually of one."""
     strides = part.data.stride()
-    offset = part.data.storage_offset() + sum(
-        map(mul, map(sub, block.index, part.box.offsets), strides)
-    )
-    outer = [(walk.size, walk.jump * strides[walk.dim], walk.step) for walk in block.walks]
-    run, inner = 1, list[tuple[int, int]]()
-    while outer and outer[-1][2] == run:
-        size, stride, _ = outer.pop()
-        run, inner = run * size, [(size, stride), *inner]
+    inside = tuple(map(sub, block.index, part.box.offsets))
+    offset = int(part.data.storage_offset())
+    offset += _place(inside, strides)
+    outer = []
+    for walk in block.walks:
+        stride = walk.jump * strides[walk.dim]
+        outer.append(_Axis(walk.size, stride, walk.step))
+
+    # The inner walks whose elements are side by side in the file make a run.
+    run = 1
+    inner = []
+    while outer and outer[-1].step == run:
+        run *= outer[-1].size
+        inner.insert(0, outer.pop())
+
     if not outer:
-        sizes, steps = zip(*inner or [(1, 1)], strict=True)
-        values = part.data.as_strided(sizes, steps, offset)
-        values = values.reshape(-1) if values.is_contiguous() else values
+        values = _view(part.data, inner or [_Axis(1, 1, 1)], offset)
+        if values.is_contiguous():
+            values = values.reshape(-1)
         yield FileRows(block.at, values, run // len(values))
         return
-    *outer, (rows, stride, pitch) = outer
-    sizes, steps = zip((rows, stride), *inner, strict=True)
-    for numbers in product(*(range(size) for size, *_ in outer)):
-        begin = offset + sum(
-            number * stride for number, (_, stride, _) in zip(numbers, outer, strict=True)
-        )
-        at = block.at + sum(
-            number * step for number, (*_, step) in zip(numbers, outer, strict=True)
-        )
-        yield FileRows(at, part.data.as_strided(sizes, steps, begin), pitch)
+
+    # The innermost of the other walks gives the rows of a matrix, its outer walks one matrix each.
+    rows = outer.pop()
+    strides = [axis.stride for axis in outer]
+    steps = [axis.step for axis in outer]
+    for numbers in product(*(range(axis.size) for axis in outer)):
+        at = block.at + _place(numbers, steps)
+        begin = offset + _place(numbers, strides)
+        values = _view(part.data, [rows, *inner], begin)
+        yield FileRows(at, values, rows.step)
+
+
+def _view(
+    data: torch.Tensor,
+    axes: Sequence[_Axis],
+    offset: int,
+) -> torch.Tensor:
+    sizes = [axis.size for axis in axes]
+    strides = [axis.stride for axis in axes]
+    return data.as_strided(sizes, strides, offset)
 
 
 @dataclass(frozen=True)
@@ -238,19 +350,21 @@ class TransferPlan:
     Each element is in the same one of ``direct`` and ``unmapped`` on every rank.
     """
 
-    tensors: Sequence[FileTensor]  # every file tensor, in file order
-    parts: Mapping[str, LocalPart]  # ``state_dict`` key -> this rank's part
-    direct: Sequence[
-        tuple[FileTensor, Span]
-    ]  # spans that each rank reads or writes in its own part
-    unmapped: Sequence[
-        Sequence[FileTensor]
-    ]  # file tensors without spans (rare), whose sources are converted together
+    # every file tensor, in file order
+    tensors: Sequence[FileTensor]
+    # ``state_dict`` key -> this rank's part
+    parts: Mapping[str, LocalPart]
+    # spans that each rank reads or writes in its own part
+    direct: Sequence[tuple[FileTensor, Span]]
+    # file tensors without spans (rare), whose sources are converted together
+    unmapped: Sequence[Sequence[FileTensor]]
 
 
 @torch.no_grad()
 def plan_transfers(
-    tensors: Sequence[FileTensor], stored: Mapping[str, torch.Tensor], ranks: Sequence[int]
+    tensors: Sequence[FileTensor],
+    stored: Mapping[str, torch.Tensor],
+    ranks: Sequence[int],
 ) -> TransferPlan:
     """Plan how this rank gets the elements of ``tensors``, which are made from (or fill) the
     tensors ``stored``.
@@ -261,16 +375,22 @@ def plan_transfers(
         ConfigError: a rank holds no block of a tensor (see `local_box`).
     """
     direct = [(tensor, span) for tensor in tensors for span in tensor.spans or ()]
-    groups: list[tuple[set[str], list[FileTensor]]] = []
-    for tensor in (tensor for tensor in tensors if tensor.spans is None):
-        touched = [group for group in groups if not group[0].isdisjoint(tensor.sources)]
-        merged = (
-            set(tensor.sources).union(*(sources for sources, _ in touched)),
-            [other for _, others in touched for other in others] + [tensor],
-        )
-        groups = [group for group in groups if group not in touched] + [merged]
+
+    # A source of several tensors is converted once, with all of them: sources -> tensors.
+    groups = {}
+    for tensor in tensors:
+        if tensor.spans is not None:
+            continue
+        sources = frozenset(tensor.sources)
+        together = []
+        for known in list(groups):
+            if not known.isdisjoint(tensor.sources):
+                sources |= known
+                together += groups.pop(known)
+        groups[sources] = [*together, tensor]
+
     parts = {key: local_part(tensor, ranks) for key, tensor in stored.items()}
-    return TransferPlan(tensors, parts, direct, [group for _, group in groups])
+    return TransferPlan(tensors, parts, direct, list(groups.values()))
 
 
 def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -278,13 +398,19 @@ def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -
 
     A collective over the mesh of the tensor, or over ``group``: gloo, with all ranks of the mesh.
     """
-    if isinstance(tensor, DTensor) and group is not None:
+    if not isinstance(tensor, DTensor):
+        full = local = tensor
+    elif group is not None:
         return _gather_over(tensor, group)
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    else:
+        local = tensor.to_local()
+        full = tensor.full_tensor()
     full = full.detach().cpu()
-    shares_memory = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return full.clone() if shares_memory else full
+
+    # A tensor on the CPU that no mesh divides is still the live one.
+    if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+        return full.clone()
+    return full
 
 
 def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -294,29 +420,30 @@ def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
     It does not use DTensor's caches either, which mistake one mesh for another and keep its group
     forever.
     """
-    local, whole = (
-        tensor.to_local().detach().cpu(),
-        torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"),
-    )
+    local = tensor.to_local().detach().cpu()
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    # The first rank that has a block sends it.
     offsets, sizes = local_box(tensor)
-    holders: dict[Box, int] = {}  # block -> the first rank that has it
-    for rank, numbers in enumerate(gather_numbers([*offsets, *sizes], group)):
-        numbers = tuple(map(int, numbers))
-        holders.setdefault(Box(numbers[: tensor.ndim], numbers[tensor.ndim :]), rank)
+    holders = {}
+    for rank, gathered in enumerate(gather_numbers([*offsets, *sizes], group)):
+        numbers = tuple(map(int, gathered))
+        box = Box(numbers[: tensor.ndim], numbers[tensor.ndim :])
+        holders.setdefault(box, rank)
     n_found = sum(math.prod(box.sizes) for box in holders)
     assert n_found == tensor.numel(), (
         f"the ranks of the group hold {n_found} of {tensor.numel()} elements"
     )
+
     for box, rank in holders.items():
-        if math.prod(box.sizes):
-            own = rank == dist.get_rank(group)
-            part = (
-                local.contiguous()
-                if own
-                else torch.empty(box.sizes, dtype=tensor.dtype, device="cpu")
-            )
-            dist.broadcast(part, group=group, group_src=rank)
-            box.of(whole).copy_(part)
+        if not math.prod(box.sizes):
+            continue
+        if rank == dist.get_rank(group):
+            part = local.contiguous()
+        else:
+            part = torch.empty(box.sizes, dtype=tensor.dtype, device="cpu")
+        dist.broadcast(part, group=group, group_src=rank)
+        box.of(whole).copy_(part)
     return whole
 
 
@@ -327,29 +454,55 @@ class MergedWeights:
     memory: a copy of one rank's part of one tensor.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self._adapters: Mapping[str, list[tuple[Adapter, torch.Tensor, torch.Tensor]]] = {
-            key: [(one, whole_tensor(one.a, group), whole_tensor(one.b, group)) for one in adapters]
-            for key, adapters in plain_adapters(model).items()
-        }
-        self._last: tuple[str, LocalPart, LocalPart] | None = None
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = group
+        self._adapters: dict[str, list[Adapter]] = {}
+        for key, adapters in plain_adapters(model).items():
+            self._adapters[key] = [
+                replace(one, a=whole_tensor(one.a, group), b=whole_tensor(one.b, group))
+                for one in adapters
+            ]
 
-    def part(self, key: str, part: LocalPart) -> LocalPart:
+        # a part as it was given, and merged: spans of one part follow each other
+        self._last: tuple[LocalPart, LocalPart] | None = None
+
+    def part(
+        self,
+        key: str,
+        part: LocalPart,
+    ) -> LocalPart:
         """``part`` of the tensor ``key`` in the plain model, plus its adapters."""
         if key not in self._adapters or not part.data.numel():
             return part
-        if self._last is None or self._last[0] != key or self._last[1] is not part:
-            self._last = key, part, replace(part, data=self._added(key, part.data, part.box))
-        return self._last[2]
+        if self._last is None or self._last[0] is not part:
+            merged = self._added(key, part.data, part.box)
+            self._last = part, replace(part, data=merged)
+        return self._last[1]
 
-    def whole(self, key: str, values: torch.Tensor) -> torch.Tensor:
-        """``values``, the whole tensor ``key``, plus its adapters."""
-        return self._added(key, values, local_box(values)) if key in self._adapters else values
+    def whole(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole ``tensor`` of this key, plus its adapters. A collective, see `whole_tensor`."""
+        values = whole_tensor(tensor, self._group)
+        if key not in self._adapters:
+            return values
+        return self._added(key, values, local_box(values))
 
-    def _added(self, key: str, values: torch.Tensor, box: Box) -> torch.Tensor:
-        merged = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
-        (first, column), (rows, columns) = box
-        for adapter, a, b in self._adapters[key]:
-            delta = adapter.rows(first, first + rows, a.to(values.device), b.to(values.device))
+    def _added(
+        self,
+        key: str,
+        values: torch.Tensor,
+        box: Box,
+    ) -> torch.Tensor:
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        merged = values.to(dtype, copy=True)
+        first, column = box.offsets
+        rows, columns = box.sizes
+        for adapter in self._adapters[key]:
+            a = adapter.a.to(values.device)
+            b = adapter.b.to(values.device)
+            delta = adapter.rows(first, first + rows, a, b)
             merged += delta[:, column : column + columns]
         return merged

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,43 +19,57 @@ from ...utils.files import fsync_file, walk_files, write_durably
 from ...utils.logging import get_logger
 from ...utils.manifest import DELTA_NAME, MANIFEST_NAME
 from ..api import HFExportOptions
-from ..training.unsharded import unsharded_view
+from ..memory.per_model import PerModel
+from ..training.unsharded import original_of, unsharded_view
 from .dtypes import base_dtype, own_dtypes, set_config_dtype
 from .safetensors_layout import INDEX_NAME, Layout
 
 logger = get_logger(__name__)
 
 WEIGHT_SUFFIXES = (
-    *(
-        ".safetensors",
-        ".bin",
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".h5",
-        ".msgpack",
-        ".gguf",
-        ".onnx",
-        ".index.json",
-    ),
-    ".pkl",  # generators, as Accelerate keeps them
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".index.json",
+    # generators, as Accelerate keeps them
+    ".pkl",
 )
 PROBE_NAME = "weights_probe.json"
 """File of a published version, with log-probabilities of its weights. See
 `holdfast.engine.servers.content_check`.
 """
 
-_NOT_OF_MODEL = (
-    MANIFEST_NAME,
-    PROBE_NAME,
-    "trainer_state.json",
-)  # files that a run leaves in the folder of a model
+# Files that a run leaves in the folder of a model.
+_NOT_OF_MODEL = (MANIFEST_NAME, PROBE_NAME, "trainer_state.json")
 _SIDECAR_FOLDERS = (CHAT_TEMPLATE_DIR, "custom_generate")
-_VERBATIM = "_holdfast_generation_config"
+
+
+class _Verbatim(NamedTuple):
+    """A generation config that exports copy byte for byte."""
+
+    # as transformers understands it
+    config: GenerationConfig
+    data: bytes  # the file
+
+
+_verbatim = PerModel[_Verbatim](
+    "generation_config",
+    "The generation config of the model's folder, if transformers would not write it again. Set by "
+    "`adopt_base`, and ends with the model.",
+)
 
 
 def write_sidecars(
-    model: PreTrainedModel, folder: Path, options: HFExportOptions, layout: Layout
+    model: PreTrainedModel,
+    folder: Path,
+    options: HFExportOptions,
+    layout: Layout,
 ) -> list[str]:
     """Write and fsync all files except the weights, as ``save_pretrained`` does, and return their
     names.
@@ -65,10 +80,13 @@ def write_sidecars(
     config.architectures = [type(model).__name__]
     for part in (config, config.get_text_config(decoder=True)):
         if hasattr(part, "use_cache"):
-            part.use_cache = True  # training turns it off, but servers want it
+            # Training turns it off, but servers want it.
+            part.use_cache = True
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]
     config.save_pretrained(folder)
+
+    # The small files that come from the model, from the caller, or from the folder of the base.
     if model.can_generate() and model.generation_config is not None:
         _write_generation_config(model, folder)
     for part in (options.tokenizer, options.processor):
@@ -76,7 +94,9 @@ def write_sidecars(
             part.save_pretrained(folder)
     if options.base_model_path is not None:
         _copy_base_files(Path(options.base_model_path), folder)
-    others = {file.name for file in layout.files}  # of other ranks, as is the folder of changes
+
+    # The weight files are those of all ranks, as is the folder of changes.
+    others = {file.name for file in layout.files}
     names = [
         name
         for name in walk_files(folder)
@@ -91,7 +111,9 @@ def write_sidecars(
 
 
 def adopt_base(
-    model: PreTrainedModel, folder: str | os.PathLike[str], group: dist.ProcessGroup | None = None
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    group: dist.ProcessGroup | None = None,
 ) -> torch.dtype:
     """Give a model the generation config of its folder, as in ``from_pretrained``. Every rank of
     ``group`` calls this.
@@ -114,10 +136,9 @@ def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
     if not model.can_generate():
         return
     if not path.is_file():
-        read = GenerationConfig.from_pretrained(
+        model.generation_config = GenerationConfig.from_pretrained(
             folder, config_file_name=CONFIG_NAME, _from_model_config=True
         )
-        model.generation_config = read
         return
     try:
         data = path.read_bytes()
@@ -127,11 +148,13 @@ def _adopt_generation_config(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config = GenerationConfig.from_pretrained(folder)
         with tempfile.TemporaryDirectory(prefix="holdfast-generation-") as scratch:
             model.generation_config.save_pretrained(scratch)
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # values may be of any type
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        # Values may be of any type.
         logger.warning(
             "%s goes into exports as it is; transformers would not write it again: %s", path, error
         )
-        setattr(model, _VERBATIM, (copy.deepcopy(model.generation_config), data))
+        verbatim = _Verbatim(copy.deepcopy(model.generation_config), data)
+        _verbatim.set(original_of(model), verbatim)
 
 
 def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
@@ -139,9 +162,9 @@ def _write_generation_config(model: PreTrainedModel, folder: Path) -> None:
     fail an export.
     """
     config: GenerationConfig = model.generation_config
-    replaced, data = getattr(model, _VERBATIM, (None, b""))
-    if replaced is not None and replaced == config:
-        (folder / GENERATION_CONFIG_NAME).write_bytes(data)
+    verbatim = _verbatim.of(original_of(model))
+    if verbatim is not None and verbatim.config == config:
+        (folder / GENERATION_CONFIG_NAME).write_bytes(verbatim.data)
         return
     try:
         config.save_pretrained(folder)
@@ -166,14 +189,15 @@ def _copy_base_files(base: Path, folder: Path) -> None:
 
 def small_files(base: Path) -> dict[str, Path]:
     """The files of a model folder that are no weights, by POSIX path relative to it."""
-    folders = (base, *(base / name for name in _SIDECAR_FOLDERS))
+    paths = [*base.glob("*")]
+    for name in _SIDECAR_FOLDERS:
+        paths += (base / name).glob("*")
+
     found = {}
-    for path in sorted(path for folder in folders for path in folder.glob("*")):
-        is_other = (
-            path.name.startswith(".")
-            or path.name in _NOT_OF_MODEL
-            or path.name.endswith(WEIGHT_SUFFIXES)
-        )
-        if path.is_file() and not is_other:
-            found[path.relative_to(base).as_posix()] = path
+    for path in sorted(paths):
+        if not path.is_file() or path.name.startswith("."):
+            continue
+        if path.name in _NOT_OF_MODEL or path.name.endswith(WEIGHT_SUFFIXES):
+            continue
+        found[path.relative_to(base).as_posix()] = path
     return found

@@ -7,9 +7,9 @@ shard alone. Other results get no spans.
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product, takewhile
+from itertools import product
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from ...utils.compat.torch_private import (
     writes_in_place,
 )
 from ...utils.errors import CheckpointMismatchError
+from ..memory.tensors import row_major
 from .safetensors_layout import TensorSpec
 
 
@@ -29,11 +30,16 @@ from .safetensors_layout import TensorSpec
 class Span:
     """A strided block of one model tensor that fills consecutive elements of a file tensor."""
 
-    source: str  # ``state_dict`` key of the model tensor
-    offset: int  # first element, in the flattened model tensor
-    shape: tuple[int, ...]  # shape of the block, in the order of the file
-    stride: tuple[int, ...]  # its strides, in elements of the flattened model tensor
-    at: int  # the first element that it fills, in the flattened file tensor
+    # ``state_dict`` key of the model tensor
+    source: str
+    # first element, in the flattened model tensor
+    offset: int
+    # shape of the block, in the order of the file
+    shape: tuple[int, ...]
+    # its strides, in elements of the flattened model tensor
+    stride: tuple[int, ...]
+    # the first element that it fills, in the flattened file tensor
+    at: int
 
     @property
     def numel(self) -> int:
@@ -46,26 +52,38 @@ class Span:
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
-                return self.numel == 0  # an empty block is contiguous
+                # an empty block is contiguous
+                return self.numel == 0
             expected *= size
         return True
 
     @property
     def last(self) -> int:
         """The highest element of the block in the flattened model tensor."""
-        return self.offset + sum(
-            (size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)
-        )
+        return self.offset + _distance(self.shape, self.stride)
+
+
+def _distance(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """From the first element of a strided block to its last."""
+    distance = 0
+    for size, step in zip(shape, stride, strict=True):
+        distance += (size - 1) * step
+    return distance
 
 
 @dataclass(frozen=True)
 class FileTensor(TensorSpec):
     """A tensor of a Hugging Face file and the model tensors that it is made of."""
 
-    sources: tuple[str, ...]  # the ``state_dict`` keys of these model tensors
-    spans: (
-        tuple[Span, ...] | None
-    )  # the blocks that fill it, in file order. None: only `element_map` knows
+    # the ``state_dict`` keys of these model tensors
+    sources: tuple[str, ...]
+    # the blocks that fill it, in file order. None: only `element_map` knows
+    spans: tuple[Span, ...] | None
+
+
+def sources_of(tensors: Iterable[FileTensor]) -> list[str]:
+    """The keys of all model tensors that these file tensors are made of, sorted."""
+    return sorted({source for tensor in tensors for source in tensor.sources})
 
 
 class Origins(TorchDispatchMode):
@@ -82,7 +100,8 @@ class Origins(TorchDispatchMode):
         self.roots: dict[int, str] = {}
         self.pieces: dict[int, list[_JoinedPart]] = {}
         self.inputs: dict[int, set[str]] = {}
-        self.alive: list[Any] = []  # a storage's address must not be used again
+        # a storage's address must not be used again
+        self.alive: list[Any] = []
         for key, probe in probes.items():
             self.add(key, probe)
 
@@ -92,34 +111,53 @@ class Origins(TorchDispatchMode):
         self.inputs[storage_id(probe)] = {key}
         self.alive.append(probe)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         used = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (
-                writes_in_place(func) or storage_id(tensor) not in self.inputs
-            ):
-                self._note(func, tensor, used, args)
+        for made in tree_leaves(result):
+            if not isinstance(made, torch.Tensor):
+                continue
+            if writes_in_place(func) or storage_id(made) not in self.inputs:
+                self._note(func, made, used, args)
         return result
 
-    def _note(self, func: Any, made: torch.Tensor, used: list[torch.Tensor], args: Any) -> None:
-        storage, aten = storage_id(made), torch.ops.aten
+    def _note(
+        self,
+        func: Any,
+        made: torch.Tensor,
+        used: list[torch.Tensor],
+        args: Any,
+    ) -> None:
+        storage = storage_id(made)
         self.alive += [made, *used]
-        known = (self.inputs.get(storage_id(tensor), set()) for tensor in (made, *used))
-        self.inputs[storage] = set().union(*known)
-        self.roots.pop(storage, None)  # written in place: no longer the probe's own elements
+        names = set()
+        for tensor in (made, *used):
+            names |= self.inputs.get(storage_id(tensor), set())
+        self.inputs[storage] = names
+
+        # After a write in place the elements are no longer the probe's own.
+        self.roots.pop(storage, None)
         self.pieces.pop(storage, None)
-        dim = args[1] % made.dim() if len(args) > 1 and isinstance(args[1], int) else 0
+
+        # Only copies and joins are traced. A join has its dimension as the second argument.
+        aten = torch.ops.aten
+        traced = (aten.cat.default, aten.stack.default, aten.clone.default)
+        if func not in traced or not made.is_contiguous():
+            return
+        dim = 0
+        if func is not aten.clone.default and len(args) > 1:
+            dim = args[1] % made.dim()
+        if len(used) * math.prod(made.shape[:dim]) > _MOST_PIECES:
+            return
         if func is aten.stack.default:
             used = [tensor.unsqueeze(dim) for tensor in used]
-        elif func is aten.clone.default:
-            dim = 0
-        joined = (
-            func in (aten.cat.default, aten.stack.default, aten.clone.default)
-            and made.is_contiguous()
-        )
-        if joined and len(used) * math.prod(made.shape[:dim]) <= _MOST_PIECES:
-            self.pieces[storage] = _joined(used, dim)
+        self.pieces[storage] = _joined(used, dim)
 
     def describe(self, key: str, tensor: torch.Tensor) -> FileTensor:
         """The file tensor ``key`` for the result ``tensor`` of the conversion. Its sources are
@@ -131,35 +169,49 @@ class Origins(TorchDispatchMode):
             raise CheckpointMismatchError(
                 f"transformers makes {key} of no tensor that it was given; it cannot be stored"
             )
-        spans, nbytes = self._spans(tensor, 0), tensor.untyped_storage().nbytes()
-        found = None if spans is None else tuple(spans)
-        return FileTensor(key, tuple(tensor.shape), tensor.dtype, storage, nbytes, sources, found)
+        spans = self._spans(tensor, 0)
+        return FileTensor(
+            key,
+            tuple(tensor.shape),
+            tensor.dtype,
+            block=storage,
+            block_bytes=tensor.untyped_storage().nbytes(),
+            sources=sources,
+            spans=None if spans is None else tuple(spans),
+        )
 
     def _spans(self, view: torch.Tensor, at: int) -> list[Span] | None:
         storage = storage_id(view)
-        if storage in self.roots:
-            shape, stride = tuple(view.shape), tuple(view.stride())
-            return [Span(self.roots[storage], int(view.storage_offset()), shape, stride, at)]
-        parts = _shown(view, self.pieces[storage]) if storage in self.pieces else None
+        source = self.roots.get(storage)
+        if source is not None:
+            offset = int(view.storage_offset())
+            return [Span(source, offset, tuple(view.shape), tuple(view.stride()), at)]
+
+        # The parts of a join may be joins themselves.
+        if storage not in self.pieces:
+            return None
+        parts = _shown(view, self.pieces[storage])
         if parts is None:
             return None
-        spans: list[Span] = []
+        spans = []
         for part in parts:
             inner = self._spans(part, at)
             if inner is None:
                 return None
-            spans, at = spans + inner, at + part.numel()
+            spans += inner
+            at += part.numel()
         return spans
 
 
-_MOST_PIECES = (
-    4096  # a tensor joined of more pieces is not traced: `element_map` finds its elements
-)
+# A tensor joined of more pieces is not traced: `element_map` finds its elements.
+_MOST_PIECES = 4096
 
 
 class _JoinedPart(NamedTuple):
-    start: int  # first element of the joined storage that it fills
-    tensor: torch.Tensor  # its elements, in row-major order
+    # first element of the joined storage that it fills
+    start: int
+    # its elements, in row-major order
+    tensor: torch.Tensor
 
     @property
     def stop(self) -> int:
@@ -169,16 +221,20 @@ class _JoinedPart(NamedTuple):
 
 def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
     """The pieces that fill the storage of ``torch.cat(parts, dim)``."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     for row in product(*map(range, parts[0].shape[:dim])):
         for part in parts:
-            pieces.append(_JoinedPart(start, part[row]))
-            start = pieces[-1].stop
+            piece = _JoinedPart(start, part[row])
+            pieces.append(piece)
+            start = piece.stop
     return pieces
 
 
 def _shown(
-    view: torch.Tensor, pieces: Sequence[_JoinedPart], by_rows: bool = True
+    view: torch.Tensor,
+    pieces: Sequence[_JoinedPart],
+    by_rows: bool = True,
 ) -> list[torch.Tensor] | None:
     """The views of ``pieces`` that make up a view of their joined storage, in row-major order. None
     if no views do.
@@ -186,53 +242,71 @@ def _shown(
     if view.numel() == 0:
         return []
     start = int(view.storage_offset())
-    stop = (
-        start
-        + 1
-        + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
-    )
+    stop = start + _distance(view.shape, view.stride()) + 1
     first = bisect_right(pieces, start, key=attrgetter("start")) - 1
-    if stop <= pieces[first].stop:
-        inside = _view_through_copy(view, start - pieces[first].start, pieces[first].tensor)
+
+    # The view is inside of one piece.
+    piece = pieces[first]
+    if stop <= piece.stop:
+        inside = _view_through_copy(view, start - piece.start, piece.tensor)
         return None if inside is None else [inside]
-    parts: list[torch.Tensor] = []
+
+    # Each row may be inside of one piece.
+    parts = []
     if not view.is_contiguous():
-        for row in view if by_rows and len(view) <= _MOST_PIECES else ():
-            if (shown := _shown(row, pieces, by_rows=False)) is None:
+        if not by_rows or len(view) > _MOST_PIECES:
+            return None
+        for row in view:
+            shown = _shown(row, pieces, by_rows=False)
+            if shown is None:
                 return None
             parts += shown
-        return parts or None
-    for piece in takewhile(lambda piece: piece.start < stop, pieces[first:]):
-        low, high = max(start, piece.start) - piece.start, min(stop, piece.stop) - piece.start
-        if high - low < piece.tensor.numel() and not piece.tensor.is_contiguous():
+        return parts
+
+    # The view is a run of whole pieces, except the first and the last.
+    for piece in pieces[first:]:
+        if piece.start >= stop:
+            break
+        low = max(start, piece.start) - piece.start
+        high = min(stop, piece.stop) - piece.start
+        if high - low == piece.tensor.numel():
+            parts.append(piece.tensor)
+        elif piece.tensor.is_contiguous():
+            parts.append(piece.tensor.reshape(-1)[low:high])
+        else:
             return None
-        parts.append(
-            piece.tensor
-            if high - low == piece.tensor.numel()
-            else piece.tensor.reshape(-1)[low:high]
-        )
     return parts
 
 
-def _view_through_copy(view: torch.Tensor, rest: int, copied: torch.Tensor) -> torch.Tensor | None:
+def _view_through_copy(
+    view: torch.Tensor,
+    rest: int,
+    copied: torch.Tensor,
+) -> torch.Tensor | None:
     """The view of ``copied`` like ``view``, which is from element ``rest`` of its contiguous copy,
     if there is one.
     """
     offset = int(copied.storage_offset())
     if copied.is_contiguous():
         return copied.as_strided(view.shape, view.stride(), offset + rest)
-    stride_of, room = (
-        {},
-        {},
-    )  # by the stride that a dim has in the copy: its stride in the original, its rest length
-    for dim, step in enumerate(torch.empty(copied.shape, device="meta").stride()):
+
+    # For a dimension with this stride in the copy: its stride in the original, and its size from
+    # the first element of the view on.
+    stride_of = {}
+    room = {}
+    for dim, step in enumerate(row_major(copied.shape)):
         if copied.shape[dim] > 1:
             index, rest = divmod(rest, step)
             offset += index * copied.stride(dim)
-            stride_of[step], room[step] = copied.stride(dim), copied.shape[dim] - index
-    walked = [
-        (step, size) for size, step in zip(view.shape, view.stride(), strict=True) if size > 1
-    ]
-    if len(dict(walked)) < len(walked) or any(size > room.get(step, 0) for step, size in walked):
-        return None
-    return copied.as_strided(view.shape, [stride_of.get(step, 0) for step in view.stride()], offset)
+            stride_of[step] = copied.stride(dim)
+            room[step] = copied.shape[dim] - index
+
+    # Each dimension of the view must go along one of them, and none twice.
+    walked = set()
+    for size, step in zip(view.shape, view.stride(), strict=True):
+        if size > 1:
+            if step in walked or size > room.get(step, 0):
+                return None
+            walked.add(step)
+    strides = [stride_of.get(step, 0) for step in view.stride()]
+    return copied.as_strided(view.shape, strides, offset)

@@ -65,10 +65,13 @@ def staging_folder(
             needed_bytes,
             f"make room, or export to {url} with a staging_folder that has more",
         )
-        staging = open_staging(
-            folder / f"holdfast-export-{bytes_digest(url.encode()).split(':')[1]}"
-        )
-        staging.chmod(0o700)  # TMPDIR may be shared by all users
+
+        # A killed export to the same URL left this folder, which is emptied.
+        _, digest = bytes_digest(url.encode()).split(":")
+        staging = open_staging(folder / f"holdfast-export-{digest}")
+
+        # TMPDIR may be shared by all users.
+        staging.chmod(0o700)
         return staging
 
     staging = rank_zero_decides(make, group)
@@ -97,13 +100,16 @@ def require_absent(remote: RemoteFolder, names: Iterable[str]) -> None:
             f"{remote.url} has a {_COMMIT_NAME}, so there is a model, which is never written "
             "over; choose another path"
         )
+
+    # Files of the same name are those of an export that failed, if its marker is there.
     ours = {PurePosixPath(name).parts[0] for name in names}
-    if others := sorted(
-        name
-        for name in present
-        if (name in ours and MARKER_NAME not in present)
-        or (name not in ours and name.endswith(WEIGHT_SUFFIXES))
-    ):
+    others = []
+    for name in sorted(present):
+        written_over = name in ours and MARKER_NAME not in present
+        mixed = name not in ours and name.endswith(WEIGHT_SUFFIXES)
+        if written_over or mixed:
+            others.append(name)
+    if others:
         raise CheckpointExistsError(
             f"{remote.url} has {others[:5]}, which an export would write over, or be mixed with; "
             "remove them or choose another path"
@@ -128,13 +134,14 @@ def put_files(remote: RemoteFolder, staging: Path, names: Sequence[str]) -> None
 def commit_upload(remote: RemoteFolder, staging: Path) -> None:
     """Check that all files are in the store, then upload ``config.json``."""
     with as_write_error(remote.url):
+        # The store says what it has. A file may have been lost without an error.
         found = remote.sizes("")
-        sizes = {
-            name: (staging / name).stat().st_size
-            for name in walk_files(staging)
-            if name != _COMMIT_NAME
-        }
-        if lost := [(name, size) for name, size in sizes.items() if found.get(name) != size]:
+        lost = []
+        for name in walk_files(staging):
+            size = (staging / name).stat().st_size
+            if name != _COMMIT_NAME and found.get(name) != size:
+                lost.append((name, size))
+        if lost:
             name, size = lost[0]
             raise CheckpointWriteError(
                 f"{remote.url}/{name} was put with {size} bytes, the store says "

@@ -56,9 +56,8 @@ def published_versions(root: str | os.PathLike[str]) -> list[int]:
     """The complete versions under ``root``, oldest first. Empty if there is no such folder."""
     if not Path(root).is_dir():
         return []
-    return sorted(
-        int(match[1]) for entry in os.listdir(root) if (match := _VERSION.fullmatch(entry))
-    )
+    matches = map(_VERSION.fullmatch, os.listdir(root))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 @dataclass(frozen=True)
@@ -97,56 +96,69 @@ def write_version(
     version has only its manifest and small files, and only rank 0 needs to see the folder.
     """
     assert meta.path is not None, "the caller names a folder"
-    final, facts = version_path(meta.path, version), {"weight_version": version}
-    delta = (
-        DeltaPublication(copy or PublishedCopy(), final, version, meta.anchor_interval, group)
-        if meta.delta
-        else None
-    )
-    if (
-        delta is None
-        and copy is not None
-        and copy.base is not None
-        and Path(copy.base.path).parent == final.parent
-    ):
-        # a later delta would be from a version before this one, which may be deleted by then
+    final = version_path(meta.path, version)
+    delta = None
+    if meta.delta:
+        kept = copy or PublishedCopy()
+        delta = DeltaPublication(kept, final, version, meta.anchor_interval, group)
+    elif copy is not None and copy.base is not None and copy.base.root == final.parent:
+        # A later delta would be from a version before this one, which may be deleted by then.
         copy.begin()
-    seconds: dict[str, float] = {}
+
+    facts: dict[str, Any] = {"weight_version": version}
     if meta.type == "adapter":
         base = next((name for name, dtype in EXPORT_DTYPES.items() if dtype == base_dtype), None)
         facts |= {"base_dtype": base, "dtype": meta.dtype}
+
+    seconds = {}
     rank_zero_decides(lambda: _clear(final, version), group)
     with staged_folder(final, group) as staging:
         with timed(seconds, "write"):
             own, changes = _write_files(
-                model, staging, meta, group, base_model_path, base_dtype, delta, weights
+                model,
+                staging,
+                meta,
+                group,
+                base_model_path,
+                base_dtype,
+                delta,
+                weights,
             )
         written = time.monotonic()
         with all_ranks_succeed(f"describing {final}", group), as_write_error(final):
             if extra_files and get_rank(group) == 0:
                 own += [write_entry(staging, name, data) for name, data in extra_files.items()]
+
+        # Rank 0 writes the manifest for all.
         by_rank = gather_objects((own, changes), group)
         files = [file for theirs, _ in by_rank for file in theirs]
+        all_changes = [change for _, theirs in by_rank for change in theirs]
 
         def seal() -> tuple[str, int]:
-            n_bytes = (
-                0
-                if delta is None
-                else delta.seal(files, [file for _, theirs in by_rank for file in theirs])
-            )
+            delta_bytes = 0
+            if delta is not None:
+                delta_bytes = delta.seal(files, all_changes)
             write_manifest(staging, files, facts)
-            return f"{version}-{manifest_digest(staging)}", n_bytes
+            return f"{version}-{manifest_digest(staging)}", delta_bytes
 
         label, delta_bytes = rank_zero_decides(seal, group)
+
     full_bytes = sum(file.bytes for file in files)
-    written_bytes = full_bytes if weights else sum(file.bytes for file in files if not file.pieces)
-    figures = {"bytes": written_bytes, "full_bytes": full_bytes, "delta": 0.0}
+    small_bytes = sum(file.bytes for file in files if not file.pieces)
+    figures = {
+        "bytes": full_bytes if weights else small_bytes,
+        "full_bytes": full_bytes,
+        "delta": 0.0,
+    }
     if delta is not None:
         delta.commit(label)
         seconds["compare"] = delta.compare_s
         figures |= delta.figures
-        figures["bytes"] = delta_bytes + (full_bytes if delta.full else 0)
-    return WrittenVersion(seconds | {"commit": time.monotonic() - written}, figures)
+        figures["bytes"] = delta_bytes
+        if delta.full:
+            figures["bytes"] += full_bytes
+    seconds["commit"] = time.monotonic() - written
+    return WrittenVersion(seconds, figures)
 
 
 def _write_files(
@@ -161,22 +173,28 @@ def _write_files(
 ) -> tuple[list[FileEntry], list[FileEntry]]:
     """Entries of the files that this rank describes, and of its changes."""
     if meta.type == "adapter":
-        names = write_adapters(
-            model, folder, HFExportOptions(export_dtype(meta.dtype, None)), group=group
-        )
+        options = HFExportOptions(export_dtype(meta.dtype, None))
+        names = write_adapters(model, folder, options, group=group)
         with all_ranks_succeed(f"describing {folder}", group), as_write_error(folder):
             return file_entries(folder, names), []
-    options = HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path)
 
     def open_writer(place: Path, layout: Layout) -> WeightWriter:
-        return (
-            WeightWriter(place if weights else None) if delta is None else delta.open(place, layout)
-        )
+        if delta is not None:
+            return delta.open(place, layout)
+        return WeightWriter(place if weights else None)
 
     entries = write_hf(
-        model, folder, options, group=group, share_bytes=_MIN_FILE_BYTES, open_writer=open_writer
+        model,
+        folder,
+        HFExportOptions(export_dtype(meta.dtype, base_dtype), base_model_path=base_model_path),
+        group=group,
+        share_bytes=_MIN_FILE_BYTES,
+        open_writer=open_writer,
     )
-    return entries, [] if delta is None else delta.settle()
+    changes = []
+    if delta is not None:
+        changes = delta.settle()
+    return entries, changes
 
 
 def holds_adapters(manifest: Mapping[str, Any]) -> bool:
@@ -190,8 +208,9 @@ def _clear(final: Path, version: int) -> None:
         for pattern in (".staging-v*", ".retired-v*", f"{AMPLIFIED_PREFIX}v*"):
             for leftover in root.glob(pattern):
                 remove_or_log(leftover)
-        for newer in [v for v in published_versions(root) if v >= version]:
-            remove_or_log(version_path(root, newer))
+        for newer in published_versions(root):
+            if newer >= version:
+                remove_or_log(version_path(root, newer))
 
 
 def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
@@ -225,7 +244,8 @@ def published_file(folder: str | os.PathLike[str], name: str) -> Path:
     if not holds_delta_alone(here) or name not in read_manifest(here)["files"]:
         return here / name
     while holds_delta_alone(here):
-        if (changed := here / DELTA_NAME / DELTA_FILES / name).exists():
+        changed = here / DELTA_NAME / DELTA_FILES / name
+        if changed.exists():
             return changed
         here = base_of(here)
     return here / name

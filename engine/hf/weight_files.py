@@ -64,7 +64,8 @@ class WeightWriter:
         folder: Path | None,
         watch: Callable[[TensorSlot, Piece, memoryview], object] | None = None,
     ) -> None:
-        self._folder, self._watch = folder, watch
+        self._folder = folder
+        self._watch = watch
         self._fds: dict[str, int] = {}
         self._blocks: dict[torch.device, HostBlocks] = {}
         self.digests: dict[str, list[tuple[Piece, bytes]]] = {}
@@ -82,67 +83,109 @@ class WeightWriter:
         """
         if self._folder is not None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            fd = self._fds[file.name] = os.open(self._folder / file.name, flags, 0o666)
+            fd = os.open(self._folder / file.name, flags, 0o666)
+            self._fds[file.name] = fd
             os.ftruncate(fd, file.total_bytes)
-        for offset in range(0, len(file.header), PIECE_BYTES):
-            data = memoryview(file.header)[offset : offset + PIECE_BYTES]
-            self._note(file.name, Piece(offset, len(data), 0, 1), data)
+
+        header = memoryview(file.header)
+        for offset in range(0, len(header), PIECE_BYTES):
+            data = header[offset : offset + PIECE_BYTES]
+            piece = Piece(offset, len(data), 0, 1)
+            self._note(file.name, piece, data)
 
     def write(
-        self, slot: TensorSlot, at: int, values: torch.Tensor, pitch: int | None = None
+        self,
+        slot: TensorSlot,
+        at: int,
+        values: torch.Tensor,
+        pitch: int | None = None,
     ) -> None:
         """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at
         ``slot``.
 
         With ``pitch``, each row of ``values`` goes that many elements after the one before.
         """
-        run, step = (n * slot.dtype.itemsize for n in _run_and_pitch(values, pitch))
-        offset, done = slot.offset + at * slot.dtype.itemsize, 0
+        itemsize = slot.dtype.itemsize
+        run, step = _run_and_pitch(values, pitch)
+        run *= itemsize
+        step *= itemsize
+        start = slot.offset + at * itemsize
+        # bytes, without those between the runs
+        done = 0
+
         for data in self._bytes(values, slot.dtype, run):
             while data:
                 row, begin = divmod(done, run)
-                rows = 1 if begin else max(1, len(data) // run)
+
+                # The rest of a run that was begun, as many whole runs as there are, or the begin
+                # of one.
+                rows = 1
+                if begin == 0:
+                    rows = max(1, len(data) // run)
                 part = data[: rows * run - begin]
-                piece = Piece(
-                    offset + row * step + begin, len(part) // rows, step if rows > 1 else 0, rows
-                )
+                offset = start + row * step + begin
+                piece = Piece(offset, len(part), 0, 1)
+                if rows > 1:
+                    piece = Piece(offset, run, step, rows)
+
                 self._note(slot.file, piece, part)
                 if self._watch is not None:
                     self._watch(slot, piece, part)
-                data, done = data[len(part) :], done + len(part)
+                data = data[len(part) :]
+                done += len(part)
 
-    def _bytes(self, values: torch.Tensor, dtype: torch.dtype, run: int) -> Iterator[memoryview]:
+    def _bytes(
+        self,
+        values: torch.Tensor,
+        dtype: torch.dtype,
+        run: int,
+    ) -> Iterator[memoryview]:
         """The bytes of ``values`` as ``dtype``, cut where runs end if several runs fit into one
         result.
         """
-        blocks = self._blocks.setdefault(values.device, HostBlocks(WRITE_BYTES, values.device))
-        most = (
-            WRITE_BYTES - WRITE_BYTES % run if 0 < run < WRITE_BYTES else WRITE_BYTES
-        ) // dtype.itemsize
-        for as_it_is, chunks in groupby(
-            _chunks_of(values, most), partial(_is_in_memory, dtype=dtype)
-        ):
-            convert = partial(map, _bytes_of) if as_it_is else partial(blocks.pack, dtype=dtype)
-            yield from convert(chunks)
+        device = values.device
+        blocks = self._blocks.setdefault(device, HostBlocks(WRITE_BYTES, device))
 
-    def _note(self, file: str, piece: Piece, data: memoryview) -> None:
+        most_bytes = WRITE_BYTES
+        if 0 < run < WRITE_BYTES:
+            most_bytes -= WRITE_BYTES % run
+        chunks = _chunks_of(values, most_bytes // dtype.itemsize)
+
+        # Chunks in a row that need a cast or a copy share a block.
+        as_it_is = partial(_is_in_memory, dtype=dtype)
+        for in_memory, some in groupby(chunks, as_it_is):
+            if in_memory:
+                yield from map(_bytes_of, some)
+            else:
+                yield from blocks.pack(some, dtype)
+
+    def _note(
+        self,
+        file: str,
+        piece: Piece,
+        data: memoryview,
+    ) -> None:
         self.digests.setdefault(file, []).append((piece, piece_digest(data)))
         if self._folder is not None:
             self.put(file, piece, data)
 
-    def put(self, file: str, piece: Piece, data: memoryview) -> None:
+    def put(
+        self,
+        file: str,
+        piece: Piece,
+        data: memoryview,
+    ) -> None:
         """Write the bytes of a piece, without a digest. The file was created, here or by another
         rank.
         """
         if file not in self._fds:
             assert self._folder is not None, "a writer without a folder has no files"
             self._fds[file] = os.open(self._folder / file, os.O_WRONLY)
-        for row in range(piece.rows):
-            _write_all(
-                self._fds[file],
-                data[row * piece.run :][: piece.run],
-                piece.offset + row * piece.step,
-            )
+        fd = self._fds[file]
+        offset = piece.offset
+        for begin in range(0, piece.n_bytes, piece.run):
+            _write_all(fd, data[begin : begin + piece.run], offset)
+            offset += piece.step
 
     def sync(self) -> None:
         """Bring everything that was written to stable storage."""
@@ -151,12 +194,16 @@ class WeightWriter:
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    start, rest = offset, data
+    rest = data
+    end = offset
     while rest:
-        written = os.pwrite(fd, rest, offset)
-        rest, offset = rest[written:], offset + written
-    if offset - start >= WRITE_BYTES // 4:
-        start_writeback(fd, start, offset - start)
+        written = os.pwrite(fd, rest, end)
+        rest = rest[written:]
+        end += written
+
+    # Small writes are left to the kernel, which gathers them.
+    if end - offset >= WRITE_BYTES // 4:
+        start_writeback(fd, offset, end - offset)
     beat()
 
 
@@ -186,11 +233,16 @@ class WeightReader:
         return read_layout(self._folder, self._open)
 
     def _open(self, name: str) -> BufferedReader:
-        self._files[name] = file = open(self._folder / name, "rb")  # noqa: SIM115
+        file = open(self._folder / name, "rb")  # noqa: SIM115
+        self._files[name] = file
         return file
 
     def read(
-        self, slot: TensorSlot, at: int, target: torch.Tensor, pitch: int | None = None
+        self,
+        slot: TensorSlot,
+        at: int,
+        target: torch.Tensor,
+        pitch: int | None = None,
     ) -> None:
         """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the
         tensor at ``slot``.
@@ -200,25 +252,44 @@ class WeightReader:
         """
         run, step = _run_and_pitch(target, pitch)
         if run < target.numel():
-            n_rows = (
-                1
-                if run * slot.dtype.itemsize >= LONG_BYTES
-                else max(1, READ_BYTES // slot.dtype.itemsize // step)
-            )
-            for first in range(0, len(target), n_rows):
-                rows, begin = target[first : first + n_rows], at + first * step
-                if len(rows) == 1:
-                    self.read(slot, begin, rows)
-                else:
-                    between = torch.empty(
-                        (len(rows) - 1) * step + run, dtype=slot.dtype, device="cpu"
-                    )
-                    self.read(slot, begin, between)
-                    rows.copy_(between.as_strided(rows.shape, (step, *row_major(rows.shape[1:]))))
-            return
-        for piece in (
-            _chunks_of(target, READ_BYTES // slot.dtype.itemsize) if target.numel() else ()
-        ):
+            self._read_rows(slot, at, target, step)
+        elif run:
+            self._read_run(slot, at, target)
+
+    def _read_rows(
+        self,
+        slot: TensorSlot,
+        at: int,
+        target: torch.Tensor,
+        step: int,
+    ) -> None:
+        run = target[0].numel()
+        itemsize = slot.dtype.itemsize
+        n_rows = 1
+        if run * itemsize < LONG_BYTES:
+            n_rows = max(1, READ_BYTES // itemsize // step)
+
+        for first in range(0, len(target), n_rows):
+            rows = target[first : first + n_rows]
+            begin = at + first * step
+            if len(rows) == 1:
+                self._read_run(slot, begin, rows)
+                continue
+
+            # Rows with the elements between them, of which a strided view leaves the rows.
+            size = (len(rows) - 1) * step + run
+            staged = torch.empty(size, dtype=slot.dtype, device="cpu")
+            self._read_run(slot, begin, staged)
+            strides = (step, *row_major(rows.shape[1:]))
+            rows.copy_(staged.as_strided(rows.shape, strides))
+
+    def _read_run(
+        self,
+        slot: TensorSlot,
+        at: int,
+        target: torch.Tensor,
+    ) -> None:
+        for piece in _chunks_of(target, READ_BYTES // slot.dtype.itemsize):
             if _is_in_memory(piece, slot.dtype):
                 self._fill(piece, slot, at)
             elif piece.is_cuda or not self._copy_mapped(piece, slot, at):
@@ -227,52 +298,90 @@ class WeightReader:
             beat()
 
     def same(
-        self, one: TensorSlot, other: TensorSlot, first: int, last: int, dtype: torch.dtype
+        self,
+        one: TensorSlot,
+        other: TensorSlot,
+        first: int,
+        last: int,
+        dtype: torch.dtype,
     ) -> bool:
         """Whether elements ``[first, last)`` of two tensors are equal bit for bit as ``dtype``."""
         most = READ_BYTES // 4 // dtype.itemsize
         for at in range(first, last, most):
-            ours, theirs = torch.empty(2, min(most, last - at), dtype=dtype, device="cpu")
+            size = min(most, last - at)
+            ours, theirs = torch.empty(2, size, dtype=dtype, device="cpu")
             self.read(one, at, ours)
             self.read(other, at, theirs)
             if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
                 return False
         return True
 
-    def _copy_read(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> None:
+    def _copy_read(
+        self,
+        piece: torch.Tensor,
+        slot: TensorSlot,
+        at: int,
+    ) -> None:
         """Fill ``piece`` through a block. On a GPU, the copy follows the order of its stream."""
-        blocks = self._blocks.setdefault(piece.device, HostBlocks(READ_BYTES, piece.device))
+        device = piece.device
+        blocks = self._blocks.setdefault(device, HostBlocks(READ_BYTES, device))
         values = blocks.take(piece.numel() * slot.dtype.itemsize)
         self._fill(values, slot, at)
         blocks.copy(piece, values.view(slot.dtype).view(piece.shape))
 
-    def _copy_mapped(self, piece: torch.Tensor, slot: TensorSlot, at: int) -> bool:
-        fd, start = self._files[slot.file].fileno(), slot.offset + at * slot.dtype.itemsize
-        n_bytes = piece.numel() * slot.dtype.itemsize
-        askew = start % slot.dtype.itemsize  # as an odd header leaves values
-        if askew or (window := map_window(fd, start, n_bytes)) is None:
-            return False
-        piece.copy_(torch.frombuffer(window, dtype=slot.dtype).view(piece.shape))
-        return os.fstat(fd).st_size >= start + n_bytes  # the last page of a file goes on with zeros
-
-    def _fill(self, values: torch.Tensor, slot: TensorSlot, at: int) -> None:
-        rest, offset = _bytes_of(values), slot.offset + at * slot.dtype.itemsize
+    def _copy_mapped(
+        self,
+        piece: torch.Tensor,
+        slot: TensorSlot,
+        at: int,
+    ) -> bool:
+        """Fill ``piece`` from a mapped window. False if that is not possible."""
         fd = self._files[slot.file].fileno()
+        itemsize = slot.dtype.itemsize
+        start = slot.offset + at * itemsize
+        n_bytes = piece.numel() * itemsize
+        # An odd header leaves values askew.
+        if start % itemsize:
+            return False
+        window = map_window(fd, start, n_bytes)
+        if window is None:
+            return False
+
+        values = torch.frombuffer(window, dtype=slot.dtype)
+        piece.copy_(values.view(piece.shape))
+        # The last page of a file goes on with zeros, which may have been copied.
+        return os.fstat(fd).st_size >= start + n_bytes
+
+    def _fill(
+        self,
+        values: torch.Tensor,
+        slot: TensorSlot,
+        at: int,
+    ) -> None:
+        fd = self._files[slot.file].fileno()
+        offset = slot.offset + at * slot.dtype.itemsize
+        rest = _bytes_of(values)
         while rest:
             count = os.preadv(fd, [rest], offset)
             if count == 0:
                 raise CheckpointCorruptError(
                     f"{self._folder / slot.file} ends at byte {offset}; it became shorter"
                 )
-            rest, offset = rest[count:], offset + count
+            rest = rest[count:]
+            offset += count
 
 
 def _run_and_pitch(values: torch.Tensor, pitch: int | None) -> tuple[int, int]:
     """Elements that are side by side in the file, and from the beginning of such a run to the next
     one.
     """
-    row = values[0].numel() if pitch is not None and values.numel() else values.numel()
-    return (values.numel(), values.numel()) if pitch in (None, row) else (row, pitch)  # type: ignore[return-value]
+    whole = values.numel()
+    if pitch is None or not whole:
+        return whole, whole
+    row = values[0].numel()
+    if row == pitch:
+        return whole, whole
+    return row, pitch
 
 
 def _is_in_memory(values: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -287,8 +396,14 @@ def _chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     """Cut a tensor in row-major order into pieces of at most ``most`` elements, without a copy."""
     if values.numel() <= most:
         yield values
-    elif values.is_contiguous():
+        return
+    if values.is_contiguous():
         yield from values.view(-1).split(most)
-    else:
-        for row in values.split(max(most * values.shape[0] // values.numel(), 1)):
-            yield from _chunks_of(row[0] if row.shape[0] == 1 else row, most)
+        return
+
+    # As many rows as fit, or one row in parts.
+    n_rows = most * values.shape[0] // values.numel()
+    for rows in values.split(max(n_rows, 1)):
+        if len(rows) == 1:
+            rows = rows[0]
+        yield from _chunks_of(rows, most)

@@ -26,6 +26,7 @@ from ..hf.quantized import refuse_quantized
 from ..hf.weight_files import WeightReader
 from ..lora.adapters import plain_view
 from ..lora.build import add_adapters, draw_adapters
+from ..model_folder import index_digest, is_first_of_its_node
 from ..training.adam8bit import require_whole_blocks
 from ..training.attention import keep_lengths_out_of_graphs
 from ..training.compilation import compile_blocks
@@ -43,7 +44,6 @@ from ..training.value_model import body_name
 from ..training.vision import require_whole_rows
 from ..training.weights import draw_weights, give_memory
 from .memory_plan import log_plan
-from .model_folder import index_digest, is_first_of_its_node
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...utils.errors import PromptError
-from ..model.model_folder import read_raw_config
+from ..model_folder import read_raw_config
 from .adapters import adapter_label
 from .api import GenerationHyperparameters, ModelRequest, ModelResponse, labelled_version
 

@@ -29,7 +29,7 @@ from ...utils.compat.transformers_private import float32_patterns, has_head
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
 from ..config import TrainEngineConfig
-from ..model.model_folder import require_model_folder
+from ..model_folder import require_model_folder
 from .checkpointing import checkpoint_activations
 from .rotary import fix_frequencies
 from .value_model import body_name, build_value_model, value_model_class

@@ -1,10 +1,13 @@
 """A model as it was before FSDP2 replaced the classes of its modules."""
 
 from typing import TypeVar
+from weakref import ref
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...utils.compat.torch_private import children_of, replace_members
+from ..memory.per_model import PerModel
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,4 +42,19 @@ def unsharded_view(model: M) -> M:
             for name, child in children_of(module).items()
         }
         replace_members(view, children=children)
+        if isinstance(module, PreTrainedModel):
+            _originals.set(view, ref(original_of(module)))
     return views[model]  # type: ignore[return-value]
+
+
+_originals = PerModel["ref[nn.Module]"](
+    "original",
+    "The transformers model that a view of it shows. Set by `unsharded_view`, ends with the view.",
+)
+
+
+def original_of(model: M) -> M:
+    """The model that a view shows, or ``model`` itself: the owner of state that belongs to it."""
+    shown = _originals.of(model)
+    original = shown and shown()
+    return model if original is None else original  # type: ignore[return-value]

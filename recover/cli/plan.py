@@ -495,7 +495,7 @@ def _print_changes(found: dict[str, Any]) -> None:
 
 def _folder_of(model: str) -> str:
     """A folder with the model's config.json, fetched from the hub if ``model`` is no folder."""
-    from ...engine.model.model_folder import fetch_config
+    from ...engine.model_folder import fetch_config
 
     if Path(model).exists():
         return model

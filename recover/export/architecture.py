@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 
 from ...engine.memory.tensors import first_names
-from ...engine.model.model_folder import read_raw_config
+from ...engine.model_folder import read_raw_config
 from ...engine.training.model import UNUSABLE, describe_unusable
 from ...utils.compat.transformers_private import build_from_config
 from ...utils.errors import ConfigError

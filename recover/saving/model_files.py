@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ...engine.hf.dtypes import base_dtype
 from ...engine.hf.sidecars import small_files
 from ...engine.lora.adapters import adapted_layers, transformers_model
-from ...engine.model.model_folder import find_source_folder
+from ...engine.model_folder import find_source_folder
 from ...engine.training.unsharded import unsharded_view
 from ...utils.errors import CheckpointCorruptError
 from ...utils.logging import get_logger

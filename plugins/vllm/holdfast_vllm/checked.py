@@ -30,11 +30,18 @@ class CheckedEngine(WeightTransferEngine):
     """
 
     _mixed = False
-    _loaded: set[str] | None = None  # parameters loaded so far. None: no layer is apart
-    _names_known = True  # whether the model tells which parameters it loads
+    # parameters loaded so far. None: no layer is apart
+    _loaded: set[str] | None = None
+    # whether the model tells which parameters it loads
+    _names_known = True
 
     @abstractmethod
-    def checked_weights(self, update_info: Any, rank: int, world_size: int) -> Weights:
+    def checked_weights(
+        self,
+        update_info: Any,
+        rank: int,
+        world_size: int,
+    ) -> Weights:
         """Check and return the weights of a call, or raise. The workers may share the checks by
         ``rank``.
         """
@@ -57,7 +64,9 @@ class CheckedEngine(WeightTransferEngine):
         weights = self._agree(update_info)
         try:
             if self._loaded is None:
-                self._mixed, self._loaded, self._names_known = True, set(), True
+                self._mixed = True
+                self._loaded = set()
+                self._names_known = True
                 initialize_layerwise_reload(self.model)
             loaded = self.model.load_weights(weights)  # type: ignore[operator]
             self._names_known = self._names_known and loaded is not None
@@ -76,11 +85,12 @@ class CheckedEngine(WeightTransferEngine):
 
     def _complete(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        loaded, self._loaded = self._loaded or set(), None
+        loaded = self._loaded or set()
+        self._loaded = None
+
+        # Parameters of quantized models have other names.
         kept = sorted({name for name, _ in self.model.named_parameters()} - loaded)
-        if (
-            kept and self.model_config.quantization is None and self._names_known
-        ):  # quantized ones have other names
+        if kept and self.model_config.quantization is None and self._names_known:
             raise RuntimeError(f"{kept[0]} was not in it ({len(kept)} in all)")
         self._mixed = False
 
@@ -102,15 +112,22 @@ class CheckedEngine(WeightTransferEngine):
 
     def _agree(self, update_info: Any) -> Weights:
         """Call `checked_weights`, and raise on all workers if one raised."""
-        workers, weights, cause, refusal = get_world_group(), (), None, None
+        workers = get_world_group()
+        weights: Weights = ()
+        cause = None
+        refusal = None
         try:
             weights = self.checked_weights(update_info, workers.rank_in_group, workers.world_size)
         except Exception as error:
-            cause, refusal = error, f"{type(error).__name__}: {error}"
+            cause = error
+            refusal = f"{type(error).__name__}: {error}"
+
+        # Each worker tells its refusal, and whether its weights are mixed.
         answers: list[tuple[str | None, bool]] = [(None, False)] * workers.world_size
         dist.all_gather_object(answers, (refusal, self._mixed), group=workers.cpu_group)
-        if refusals := [refusal for refusal, _ in answers if refusal]:
-            self._put_back()
-            stay = "are still mixed" if any(mixed for _, mixed in answers) else "stay as they are"
-            raise RuntimeError(f"refused, the weights {stay}: {refusals[0]}") from cause
-        return weights
+        refusals = [refusal for refusal, _ in answers if refusal]
+        if not refusals:
+            return weights
+        self._put_back()
+        stay = "are still mixed" if any(mixed for _, mixed in answers) else "stay as they are"
+        raise RuntimeError(f"refused, the weights {stay}: {refusals[0]}") from cause

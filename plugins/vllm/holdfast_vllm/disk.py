@@ -44,7 +44,12 @@ class DiskWeightTransferEngine(CheckedEngine):
     def init_transfer_engine(self, init_info: DiskInitInfo) -> None:
         """Do nothing."""
 
-    def checked_weights(self, update_info: DiskUpdateInfo, rank: int, world_size: int) -> Weights:
+    def checked_weights(
+        self,
+        update_info: DiskUpdateInfo,
+        rank: int,
+        world_size: int,
+    ) -> Weights:
         """Check that the folder is the published one and fits the served model, then return its
         weights.
         """
@@ -61,6 +66,7 @@ class DiskWeightTransferEngine(CheckedEngine):
 
 def _stored_tensors(folder: Path, files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name in files:
+        # One file is open, and one tensor is in memory, at a time.
         if name.endswith(".safetensors"):
             with safe_open(folder / name, framework="pt") as opened:
                 for tensor in opened.keys():  # noqa: SIM118

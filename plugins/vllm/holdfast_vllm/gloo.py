@@ -32,10 +32,13 @@ _SENDER = 0
 class GlooInitInfo(WeightTransferInitInfo):
     """The group to join."""
 
-    master_address: str  # host of the trainer's ``TCPStore``
+    # host of the trainer's ``TCPStore``
+    master_address: str
     master_port: int
-    rank_offset: int  # rank of this server's first worker
-    world_size: int  # all workers, and the sender as rank 0
+    # rank of this server's first worker
+    rank_offset: int
+    # all workers, and the sender as rank 0
+    world_size: int
     timeout_s: float  # longest wait for a rank
 
 
@@ -43,7 +46,8 @@ class GlooInitInfo(WeightTransferInitInfo):
 class GlooUpdateInfo(WeightTransferUpdateInfo):
     """A bucket: tensors whose bytes are side by side. Wide dtypes come first."""
 
-    names: list[str]  # names as in a Hugging Face folder
+    # names as in a Hugging Face folder
+    names: list[str]
     dtype_names: list[str]  # such as "bfloat16"
     shapes: list[list[int]]
     digest: str  # "xxh3_128:<hex>" of all bytes
@@ -69,7 +73,12 @@ class GlooWeightTransferEngine(CheckedEngine):
         rank = init_info.rank_offset + worker
         self._group = dist.ProcessGroupGloo(store, rank, init_info.world_size, timeout)
 
-    def checked_weights(self, update_info: GlooUpdateInfo, rank: int, world_size: int) -> Weights:
+    def checked_weights(
+        self,
+        update_info: GlooUpdateInfo,
+        rank: int,
+        world_size: int,
+    ) -> Weights:
         """Receive a bucket into host memory and compare its digest with the sender's."""
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         sizes = [
@@ -83,6 +92,8 @@ class GlooWeightTransferEngine(CheckedEngine):
                 f"the tensors that arrived have digest {found}, those that were sent "
                 f"{update_info.digest}"
             )
+
+        # The bytes of each tensor, which follow each other.
         tensors = zip(data.split(sizes), dtypes, update_info.shapes, strict=True)
         shaped = [part.view(dtype).view(shape) for part, dtype, shape in tensors]
         return zip(update_info.names, shaped, strict=True)

@@ -4,7 +4,6 @@ loaded.
 The reader of manifests is ``holdfast_weights``. Nothing here imports torch or vLLM.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ __all__ = ["FolderError", "check_files", "check_model", "read_manifest"]
 _SHAPING = ("model_type", "tie_word_embeddings")
 
 
-def read_manifest(folder: str | os.PathLike[str], digest: str) -> Files:
+def read_manifest(folder: str | Path, digest: str) -> Files:
     """Read the files of a published folder whose manifest has ``digest``, or raise FolderError."""
     try:
         manifest = _read_manifest(folder)
@@ -32,17 +31,24 @@ def read_manifest(folder: str | os.PathLike[str], digest: str) -> Files:
     return manifest.files
 
 
-def check_model(stored: Mapping[str, Any], served: Mapping[str, Any], where: str | Path) -> None:
+def check_model(
+    stored: Mapping[str, Any],
+    served: Mapping[str, Any],
+    where: str | Path,
+) -> None:
     """Raise FolderError if the config of a folder and the served one differ in a key that shapes
     tensors.
     """
     for key in sorted(stored.keys() & served.keys()):
-        here, there = stored[key], served[key]
+        here = stored[key]
+        there = served[key]
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             check_model(here, there, f"{where}, {key}")
-        elif here != there and (
-            key in _SHAPING or key.startswith("num_") or key.endswith(("_dim", "_size"))
-        ):
+            continue
+
+        # Keys of numbers and sizes shape tensors, others only the computation.
+        shapes = key in _SHAPING or key.startswith("num_") or key.endswith(("_dim", "_size"))
+        if here != there and shapes:
             raise FolderError(
                 f"{where}: {key} is {here!r}, this server's model has {there!r}; it is another "
                 "model"

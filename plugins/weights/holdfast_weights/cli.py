@@ -37,7 +37,8 @@ def main() -> None:
     Other machines need the token in the environment variable HOLDFAST_WEIGHTS_TOKEN.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an end at any point leaves nothing to clean up
+    # An end at any point leaves nothing to clean up.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @main.command()
@@ -52,7 +53,12 @@ def main() -> None:
     metavar="SECONDS",
     help="Seconds between looks for a new version. 0: only when a trainer asks.",
 )
-def mirror(source: str, local: Path, listen: str, poll: float) -> None:
+def mirror(
+    source: str,
+    local: Path,
+    listen: str,
+    poll: float,
+) -> None:
     """Keep the newest versions of SOURCE, complete and verified, in the folder LOCAL.
 
     SOURCE is the trainer's folder, a URL such as s3://bucket/weights, or http://host:port of
@@ -60,6 +66,8 @@ def mirror(source: str, local: Path, listen: str, poll: float) -> None:
     """
     token = os.environ.get(TOKEN) or None
     kept = Mirror(Source(source, token), local)
+
+    # The address is taken first: an error of it comes before the work of `open`.
     with Server(listen, token, MirrorHandler, kept) as server:
         kept.open()
         if poll:
@@ -91,8 +99,11 @@ def verify(folder: Path) -> None:
             "are complete"
         )
     if delta is not None:
-        changed, elements = (delta.manifest.facts[count] for count in ("changed", "elements"))
-        click.echo(
-            f"{folder}: a delta of {delta.manifest.bytes} bytes, {changed} of {elements} elements, "
-            f"from {delta.base_label}{'' if full else ' to ' + manifest.label}"
+        facts = delta.manifest.facts
+        message = (
+            f"{folder}: a delta of {delta.manifest.bytes} bytes, "
+            f"{facts['changed']} of {facts['elements']} elements, from {delta.base_label}"
         )
+        if not full:
+            message += f" to {manifest.label}"
+        click.echo(message)

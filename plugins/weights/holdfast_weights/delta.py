@@ -22,16 +22,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from .errors import FolderError
+from .errors import NOT_AS_EXPECTED, FolderError
 from .files import read_exactly, write_exactly
 from .manifest import PIECE_BYTES
 from .threads import in_parallel
 from .versions import Delta
 
 MAX_HEADER_BYTES = 100_000_000
+# Bytes of places that a thread decodes at a time.
 _BLOCK_BYTES = 256 << 10
 _ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -74,7 +76,9 @@ class Chunk:
 
 
 def apply_deltas(
-    folder: Path, weights: Iterable[str], deltas: Sequence[tuple[Path, Delta]]
+    folder: Path,
+    weights: Iterable[str],
+    deltas: Sequence[tuple[Path, Delta]],
 ) -> None:
     """Change the weight files of ``folder`` by deltas, in their order, in place.
 
@@ -86,7 +90,8 @@ def apply_deltas(
     Raises:
         FolderError: a rank file is wrong. The weight files may have changed.
     """
-    tensors: dict[str, Tensor] = {}
+    # All tensors of the base, and their number of elements.
+    tensors = {}
     for name in weights:
         for tensor in read_header(folder / name):
             if tensor.name in tensors:
@@ -95,27 +100,34 @@ def apply_deltas(
                 )
             tensors[tensor.name] = tensor
     elements = sum(tensor.count for tensor in tensors.values())
-    changes: dict[str, list[Chunk]] = {}
+
+    # Everything but the places is checked before a byte is changed.
+    changes = {}
     for path, delta in deltas:
-        where, facts = delta.manifest.where, delta.manifest.facts
-        if facts["elements"] != elements:
+        manifest = delta.manifest
+        if manifest.facts["elements"] != elements:
             raise FolderError(
-                f"{where} counts {facts['elements']} elements, the weights of its base have "
-                f"{elements}"
+                f"{manifest.where} counts {manifest.facts['elements']} elements, "
+                f"the weights of its base have {elements}"
             )
-        names = (name for name in delta.manifest.files if name in delta.manifest.weights)
-        chunks = [chunk for name in names for chunk in read_chunks(path / name, tensors)]
-        if (changed := sum(chunk.values.count for chunk in chunks)) != facts["changed"]:
+        chunks = []
+        for name in manifest.weights:
+            chunks += read_chunks(path / name, tensors)
+        changed = sum(chunk.values.count for chunk in chunks)
+        if changed != manifest.facts["changed"]:
             raise FolderError(
-                f"{where} counts {facts['changed']} changed elements, its rank files have {changed}"
+                f"{manifest.where} counts {manifest.facts['changed']} changed elements, "
+                f"its rank files have {changed}"
             )
         for chunk in chunks:
             changes.setdefault(chunk.tensor, []).append(chunk)
 
+    # A thread applies all chunks of a tensor in their order.
     def change(item: tuple[str, list[Chunk]]) -> None:
-        tensor = tensors[item[0]]
+        name, chunks = item
+        tensor = tensors[name]
         with open(tensor.path, "r+b", buffering=0) as file:
-            for chunk in item[1]:
+            for chunk in chunks:
                 _apply(file, tensor, chunk)
 
     in_parallel(change, changes.items())
@@ -140,15 +152,10 @@ def read_header(path: Path) -> list[Tensor]:
         tensors = [_parse_tensor(path, name, entry, 8 + length) for name, entry in entries.items()]
     except FolderError:
         raise
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        OverflowError,
-    ) as error:
+    except NOT_AS_EXPECTED as error:
         raise FolderError(f"{path} has a broken header: {type(error).__name__}: {error}") from error
+
+    # Tensors follow each other without gaps, from the end of the header to the end of the file.
     expected = 8 + length
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.count)):
         if tensor.offset != expected:
@@ -161,17 +168,22 @@ def read_header(path: Path) -> list[Tensor]:
     return tensors
 
 
-def _parse_tensor(path: Path, name: str, entry: Mapping[str, object], start: int) -> Tensor:
-    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[misc]
+def _parse_tensor(
+    path: Path,
+    name: str,
+    entry: Mapping[str, Any],
+    start: int,
+) -> Tensor:
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    begin, end = entry["data_offsets"]
     if dtype not in _ITEM_BYTES:
         raise FolderError(
             f"{path}: {name} has dtype {dtype!r}, expected one of {', '.join(_ITEM_BYTES)}"
         )
-    if len(shape) > 32 or not all(
-        type(n) is int and 0 <= n < 1 << 48 for n in (*shape, begin, end)
-    ):  # type: ignore
+    if len(shape) > 32 or not all(map(_is_count, (*shape, begin, end))):
         raise FolderError(f"{path}: {name} has the shape {shape} at {[begin, end]}")
-    tensor = Tensor(path, name, str(dtype), math.prod(shape), start + begin)  # type: ignore[arg-type]
+    tensor = Tensor(path, name, dtype, math.prod(shape), start + begin)
     if tensor.count * tensor.item_bytes != end - begin:
         raise FolderError(
             f"{path}: {name} with {tensor.count} elements of {dtype} cannot be at {[begin, end]}"
@@ -179,22 +191,29 @@ def _parse_tensor(path: Path, name: str, entry: Mapping[str, object], start: int
     return tensor
 
 
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number < 1 << 48
+
+
 def read_chunks(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
     """Yield the chunks of a rank file, checked against the tensors that they change, but for their
     places.
     """
-    parts: dict[tuple[str, int], dict[str, Tensor]] = {}
+    parts = {}
     for stored in read_header(path):
         match = _CHUNK_NAME.fullmatch(stored.name)
-        if match is None or (target := tensors.get(match[1])) is None:
+        if match is None or match[1] not in tensors:
             raise FolderError(f"{path}: {stored.name!r} is no change of a tensor in the base")
-        code = match[3]
+        name, first, code = match.groups()
+        target = tensors[name]
         expected = _CODES.get(code) or f"U{8 * target.item_bytes}"
         if stored.dtype != expected:
             raise FolderError(
                 f"{path}: {stored.name} has dtype {stored.dtype}, expected {expected}"
             )
-        parts.setdefault((match[1], int(match[2])), {})[code] = stored
+        parts.setdefault((name, int(first)), {})[code] = stored
+
+    # A chunk has its places in one code, and its values.
     for (name, first), found in parts.items():
         values = found.pop("values", None)
         if values is None or len(found) != 1:
@@ -208,7 +227,8 @@ def read_chunks(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
 
 def _apply(file: FileIO, tensor: Tensor, chunk: Chunk) -> None:
     """Write the values of a chunk into a weight file."""
-    window, dtype = PIECE_BYTES // tensor.item_bytes, np.dtype(f"<u{tensor.item_bytes}")
+    itemsize = tensor.item_bytes
+    dtype = np.dtype(f"<u{itemsize}")
     done = 0
     with open(chunk.values.path, "rb", buffering=0) as changes:
         for places in _places(changes, chunk):
@@ -218,23 +238,10 @@ def _apply(file: FileIO, tensor: Tensor, chunk: Chunk) -> None:
                 )
             if done + places.size > chunk.values.count:
                 break
-            offset = chunk.values.offset + done * tensor.item_bytes
-            values = np.frombuffer(
-                read_exactly(changes, offset, places.size * tensor.item_bytes), dtype
-            )
+            offset = chunk.values.offset + done * itemsize
+            data = read_exactly(changes, offset, places.size * itemsize)
+            _change(file, tensor, places, np.frombuffer(data, dtype))
             done += places.size
-            while places.size:
-                first, count = int(places[0]), int(np.searchsorted(places, places[0] + window))
-                span, at = (
-                    int(places[count - 1]) - first + 1,
-                    tensor.offset + first * tensor.item_bytes,
-                )
-                stored = np.frombuffer(
-                    bytearray(read_exactly(file, at, span * tensor.item_bytes)), dtype
-                )
-                stored[places[:count] - first] = values[:count]
-                write_exactly(file, at, stored.data.cast("B"))
-                places, values = places[count:], values[count:]
         else:
             if done == chunk.values.count:
                 return
@@ -243,21 +250,46 @@ def _apply(file: FileIO, tensor: Tensor, chunk: Chunk) -> None:
     )
 
 
+def _change(
+    file: FileIO,
+    tensor: Tensor,
+    places: np.ndarray,
+    values: np.ndarray,
+) -> None:
+    """Set the elements at rising ``places``. Reads and writes a window of the file at a time."""
+    itemsize = tensor.item_bytes
+    window = PIECE_BYTES // itemsize
+    while places.size:
+        first = int(places[0])
+        count = int(np.searchsorted(places, first + window))
+        inside = places[:count] - first
+
+        offset = tensor.offset + first * itemsize
+        n_bytes = (int(inside[-1]) + 1) * itemsize
+        data = bytearray(read_exactly(file, offset, n_bytes))
+        np.frombuffer(data, values.dtype)[inside] = values[:count]
+        write_exactly(file, offset, memoryview(data))
+
+        places = places[count:]
+        values = values[count:]
+
+
 def _places(file: FileIO, chunk: Chunk) -> Iterator[np.ndarray]:
     """Yield the changed elements of a chunk, rising, a block at a time."""
     n_bytes = chunk.places.count * chunk.places.item_bytes
     dtype = np.dtype(f"<u{chunk.places.item_bytes}")
     next_place = chunk.first
     for at in range(0, n_bytes, _BLOCK_BYTES):
-        data = read_exactly(file, chunk.places.offset + at, min(_BLOCK_BYTES, n_bytes - at))
+        size = min(_BLOCK_BYTES, n_bytes - at)
+        codes = np.frombuffer(read_exactly(file, chunk.places.offset + at, size), dtype)
         if chunk.code == "bits":
-            yield next_place + np.flatnonzero(
-                np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-            )
-            next_place += 8 * len(data)
-        else:
-            gaps = np.frombuffer(data, dtype).astype(np.int64)
-            changed = gaps != np.iinfo(dtype).max
-            ends = next_place + np.cumsum(gaps + changed)
-            yield ends[changed] - 1
-            next_place = int(ends[-1])
+            yield next_place + np.flatnonzero(np.unpackbits(codes, bitorder="little"))
+            next_place += 8 * size
+            continue
+
+        # A gap is followed by a change, the largest code only skips elements.
+        gaps = codes.astype(np.int64)
+        changed = gaps != np.iinfo(dtype).max
+        ends = next_place + np.cumsum(gaps + changed)
+        yield ends[changed] - 1
+        next_place = int(ends[-1])

@@ -2,8 +2,19 @@
 
 
 class FolderError(ValueError):
-    """A folder or a delta differs from the published one, or cannot be read. Nothing was changed."""
+    """A folder or a delta is not the published one, or cannot be read. Nothing was changed."""
 
 
 class MissingError(FolderError):
     """A file that was expected does not exist."""
+
+
+# What reading a JSON document of another form may raise.
+NOT_AS_EXPECTED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)

@@ -12,14 +12,22 @@ from pathlib import Path
 
 from .errors import FolderError
 
-_NO_COPY_IN_KERNEL = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP}
+# Answers of kernels and file systems that cannot copy by themselves.
+_NO_COPY_IN_KERNEL = {
+    errno.ENOSYS,
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+}
 
 
 def read_exactly(file: FileIO, offset: int, n_bytes: int) -> bytes:
     """Read a part of an open file. FolderError if the file is shorter."""
+    # Usually one call reads everything.
     data = os.pread(file.fileno(), n_bytes, offset)
     while len(data) < n_bytes:
-        if not (more := os.pread(file.fileno(), n_bytes - len(data), offset + len(data))):
+        more = os.pread(file.fileno(), n_bytes - len(data), offset + len(data))
+        if not more:
             raise FolderError(f"{file.name} is shorter than {offset + n_bytes} bytes")
         data += more
     return data
@@ -30,7 +38,8 @@ def write_exactly(file: FileIO, offset: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         written = os.pwrite(file.fileno(), rest, offset)
-        rest, offset = rest[written:], offset + written
+        rest = rest[written:]
+        offset += written
 
 
 def allocate(path: Path, n_bytes: int) -> None:
@@ -44,7 +53,11 @@ def copy_file(source: Path, target: Path) -> None:
     """Copy a file to a new one. File systems with reflinks (XFS, Btrfs) share the blocks, so
     nothing is copied.
     """
-    with open(source, "rb", buffering=0) as old, open(target, "xb", buffering=0) as new:
+    with (
+        open(source, "rb", buffering=0) as old,
+        open(target, "xb", buffering=0) as new,
+    ):
+        # The kernel copies, or shares, as much as it likes at a time.
         try:
             while os.copy_file_range(old.fileno(), new.fileno(), 1 << 30):
                 pass
@@ -63,12 +76,13 @@ def fsync(path: Path) -> None:
         os.close(fd)
 
 
-def list_files(folder: str | os.PathLike[str]) -> Iterator[str]:
+def list_files(folder: Path) -> Iterator[str]:
     """Yield every file below ``folder`` as a relative POSIX path. FolderError for a link or another
     special file.
     """
     for here, folders, names in os.walk(folder, onerror=_raise):
-        for path in (Path(here, name) for name in (*folders, *names)):
+        for name in (*folders, *names):
+            path = Path(here, name)
             mode = path.lstat().st_mode
             if stat.S_ISREG(mode):
                 yield path.relative_to(folder).as_posix()

@@ -54,30 +54,41 @@ class Mirror:
     """
 
     def __init__(self, source: Source, local: Path) -> None:
-        self.source, self.local = source, local.absolute()
-        self._making = threading.Lock()  # one version at a time
-        self._state = threading.RLock()  # of the attributes below
+        self.source = source
+        self.local = local.absolute()
+
+        # One version is made at a time. The other lock is of the attributes below.
+        self._making = threading.Lock()
+        self._state = threading.RLock()
         self._held: dict[int, Manifest] = {}
         self._current: int | None = None
-        self._answered: tuple[int, float] | None = (
-            None  # the last version given to a server, and when
-        )
-        self._doing, self._error = "starting", ""
+        # The last version given to a server, and when.
+        self._answered: tuple[int, float] | None = None
+        self._doing = "starting"
+        self._error = ""
+
         self._lock_fd = self._own()
 
     def _own(self) -> int:
-        real, other = self.local.resolve(), self.source.folder and self.source.folder.resolve()
-        if other and (real == other or real in other.parents or other in real.parents):
-            raise FolderError(
-                f"{self.local} and its source {other} overlap; choose a folder of its own for the "
-                "mirror"
-            )
+        """Lock the folder against other mirrors. Returns the open lock."""
+        if self.source.folder is not None:
+            # The mirror would find its own versions in the source, or remove the trainer's.
+            real = self.local.resolve()
+            other = self.source.folder.resolve()
+            if real == other or real in other.parents or other in real.parents:
+                raise FolderError(
+                    f"{self.local} and its source {other} overlap; "
+                    "choose a folder of its own for the mirror"
+                )
+
+        # A mirror removes files, so the folder must be empty or a mirror's.
         self.local.mkdir(parents=True, exist_ok=True)
         if os.listdir(self.local) and not (self.local / _LOCK).is_file():
             raise FolderError(
                 f"{self.local} has files that no mirror made, and a mirror removes files; choose "
                 "another"
             )
+
         fd = os.open(self.local / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,7 +102,8 @@ class Mirror:
         it is needed.
         """
         for name in os.listdir(self.local):
-            path, version = self.local / name, version_of(name)
+            path = self.local / name
+            version = version_of(name)
             if name.startswith((".staging-", ".retired-", ".current-")):
                 _remove(path)
             elif version is not None:
@@ -101,6 +113,8 @@ class Mirror:
                 except FolderError as error:
                     logger.warning("%s is damaged and removed: %s", path, error)
                     self._remove_version(version)
+
+        # ``current`` stays where it is, if that version is held, or goes to the newest.
         link = self.local / CURRENT
         pointed = version_of(os.readlink(link)) if link.is_symlink() else None
         if pointed in self._held:
@@ -131,11 +145,9 @@ class Mirror:
     def _give(self, version: int, label: str) -> bool:
         with self._state:
             held = self._held.get(version)
-            if (
-                held is None
-                or held.label != label
-                or not (self.local / version_name(version) / MANIFEST_NAME).exists()
-            ):
+            if held is None or held.label != label:
+                return False
+            if not (self.local / version_name(version) / MANIFEST_NAME).exists():
                 return False
             self._answered = (version, time.monotonic())
             if self._current != version:
@@ -152,6 +164,7 @@ class Mirror:
                 self.prepare_newest()
                 wait_s = every_s
             except Exception as error:
+                # Whatever it is, the source may be all right the next time.
                 wait_s = max(every_s, min(2 * wait_s, _MOST_WAIT_S))
                 self._error = f"{type(error).__name__}: {error}"
                 expected = isinstance(error, FolderError | OSError)
@@ -166,7 +179,8 @@ class Mirror:
         for version in reversed(self.source.versions()):
             try:
                 tail = self.source.manifest_tail(version_name(version))
-            except MissingError:  # it is being uploaded or removed
+            except MissingError:
+                # The version is being uploaded or removed.
                 continue
             with self._making:
                 held = self._held.get(version)
@@ -193,7 +207,8 @@ class Mirror:
         """Make a version and move ``current`` to it. Without a label, take any, and do nothing if
         it has to wait.
         """
-        name, began = version_name(version), time.monotonic()
+        name = version_name(version)
+        began = time.monotonic()
         try:
             self._doing = f"planning {name}"
             plan = make_plan(self.source, version, label, self._held)
@@ -201,10 +216,8 @@ class Mirror:
                 return
             try:
                 self._write(plan)
-            except (
-                FolderError,
-                FileNotFoundError,
-            ) as error:  # a delta, or the local base, is not as it was published
+            except (FolderError, FileNotFoundError) as error:
+                # A delta, or the local base, is not as it was published.
                 if not plan.held:
                     raise
                 logger.warning("%s: %s; once more from a full version", name, error)
@@ -212,16 +225,19 @@ class Mirror:
                     plan = make_plan(self.source, version, plan.target.label, {})
                     self._write(plan)
                 except FolderError as second:
-                    raise FolderError(
-                        f"{error}; once more from a full version: {second}"
-                    ) from second
+                    both = f"{error}; once more from a full version: {second}"
+                    raise FolderError(both) from second
         finally:
             self._doing = "idle"
         self._error = ""
-        seconds = time.monotonic() - began
         logger.info(
             "%s: fetched %d of %d bytes in %d deltas and %d full versions, verified, %.2f s",
-            *(name, plan.bytes, plan.target.bytes, len(plan.deltas), not plan.held, seconds),
+            name,
+            plan.bytes,
+            plan.target.bytes,
+            len(plan.deltas),
+            not plan.held,
+            time.monotonic() - began,
         )
 
     def _make_room(self, plan: Plan, wait: bool) -> bool:
@@ -235,6 +251,8 @@ class Mirror:
                 answered, when = self._answered
                 if answered in doomed and time.monotonic() < when + _LOAD_S:
                     return False
+
+            # From here on no server is given a version whose folder will be removed.
             for version in doomed:
                 del self._held[version]
         if keep is not None and keep != self._current:
@@ -251,29 +269,34 @@ class Mirror:
         try:
             target.mkdir(parents=True)
             self._doing = f"fetching {plan.bytes} bytes for {name}"
-            deltas = [
-                (self._fetch_delta(delta, staging / version_name(delta.version)), delta)
-                for delta in plan.deltas
-            ]
+            folders = {}
+            for delta in plan.deltas:
+                folder = staging / version_name(delta.version)
+                folders[delta.version] = self._fetch_delta(delta, folder)
+
+            # The files of the first folder that no delta replaces.
             small = plan.small_files()
-            self._begin(
-                plan, [file for file in plan.target.files if small.get(file) is None], target
-            )
-            self._doing = f"applying {len(deltas)} deltas to {name}"
-            if deltas:
+            begin = [file for file in plan.target.files if small.get(file) is None]
+            self._begin(plan, begin, target)
+
+            self._doing = f"applying {len(folders)} deltas to {name}"
+            if folders:
+                deltas = [(folders[delta.version], delta) for delta in plan.deltas]
                 apply_deltas(target, plan.target.weights, deltas)
             for file, delta in small.items():
                 if delta is not None:
                     (target / file).parent.mkdir(parents=True, exist_ok=True)
-                    copy_file(
-                        staging / version_name(delta.version) / SMALL_FILES / file, target / file
-                    )
+                    copy_file(folders[delta.version] / SMALL_FILES / file, target / file)
             (target / MANIFEST_NAME).write_bytes(plan.target.data)
             self._doing = f"verifying {name}"
             check_folder(target)
-            if deltas:  # for mirrors of this one
-                os.rename(deltas[-1][0], target / DELTA_NAME)
+
+            # Mirrors of this one may want the last delta.
+            if plan.deltas:
+                os.rename(folders[plan.deltas[-1].version], target / DELTA_NAME)
+
             self._doing = f"syncing {name}"
+            # Files first, then the folders that name them, from the innermost.
             in_parallel(fsync, (target / file for file in list_files(target)))
             for folder, _, _ in os.walk(target, topdown=False):
                 fsync(Path(folder))
@@ -288,11 +311,17 @@ class Mirror:
         (folder / MANIFEST_NAME).write_bytes(delta.manifest.data)
         return folder
 
-    def _begin(self, plan: Plan, files: Sequence[str], target: Path) -> None:
+    def _begin(
+        self,
+        plan: Plan,
+        files: Sequence[str],
+        target: Path,
+    ) -> None:
         """Copy or fetch the files of the first folder."""
         folder = version_name(plan.begin_version)
         if not plan.held:
-            self.source.fetch(folder, {file: plan.begin.files[file] for file in files}, target)
+            wanted = {file: plan.begin.files[file] for file in files}
+            self.source.fetch(folder, wanted, target)
             return
         for file in files:
             (target / file).parent.mkdir(parents=True, exist_ok=True)
@@ -300,12 +329,15 @@ class Mirror:
 
     def _commit(self, target: Path, plan: Plan) -> None:
         final = self.local / version_name(plan.version)
-        if final.exists():  # the version of another label, from before a crash of the trainer
+        if final.exists():
+            # The version of another label, from before a crash of the trainer.
             with self._state:
                 self._held.pop(plan.version, None)
             self._remove_version(plan.version)
         os.rename(target, final)
-        fsync(target.parent)  # the rename is certain when both folders are
+
+        # The rename is certain when both folders are.
+        fsync(target.parent)
         fsync(self.local)
         with self._state:
             self._held[plan.version] = plan.target

@@ -45,7 +45,11 @@ class Server(ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(
-        self, listen: str, token: str | None, handler: type["_Handler"], subject: Any
+        self,
+        listen: str,
+        token: str | None,
+        handler: type["_Handler"],
+        subject: Any,
     ) -> None:
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
@@ -58,10 +62,12 @@ class Server(ThreadingTCPServer):
                 f"{listen} can be reached by other machines: set HOLDFAST_WEIGHTS_TOKEN, or "
                 "listen on 127.0.0.1"
             )
-        self.address_family, *_, address = socket.getaddrinfo(
-            host, int(port), type=socket.SOCK_STREAM
-        )[0]
-        self.token, self.subject = token, subject
+
+        # The first address that the host has.
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        self.address_family, *_, address = found[0]
+        self.token = token
+        self.subject = subject
         super().__init__(address[:2], handler)  # type: ignore[arg-type]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -72,11 +78,9 @@ class Server(ThreadingTCPServer):
     def url(self) -> str:
         """Its address, with the real port if 0 was given."""
         host, port = self.server_address[:2]
-        return (
-            f"http://[{host}]:{port}"
-            if self.address_family == socket.AF_INET6
-            else f"http://{host}:{port}"
-        )
+        if self.address_family == socket.AF_INET6:
+            host = f"[{host}]"
+        return f"http://{host}:{port}"
 
 
 def _is_loopback(host: str) -> bool:
@@ -89,8 +93,11 @@ def _is_loopback(host: str) -> bool:
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
-    server_version, sys_version = "holdfast-weights", ""
-    timeout = 60  # seconds without a byte from the client
+    server_version = "holdfast-weights"
+    sys_version = ""
+
+    # seconds without a byte from the client
+    timeout = 60
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)
@@ -110,10 +117,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: HTTPStatus, body: dict[str, Any]) -> None:
         self._send(status, json.dumps(body).encode(), "application/json")
 
-    def _send(self, status: HTTPStatus, data: bytes, kind: str) -> None:
+    def _send(
+        self,
+        status: HTTPStatus,
+        data: bytes,
+        kind: str,
+    ) -> None:
         self.send_response(status)
         if status >= HTTPStatus.BAD_REQUEST and self.command == "POST":
-            self.send_header("Connection", "close")  # a body may be unread
+            # A body may be unread.
+            self.send_header("Connection", "close")
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -146,28 +159,29 @@ class MirrorHandler(_Handler):
                 return
             version, label = _parse_request(body)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            self._answer(
-                HTTPStatus.BAD_REQUEST, {"error": f"expected a version and its label: {error}"}
-            )
+            message = f"expected a version and its label: {error}"
+            self._answer(HTTPStatus.BAD_REQUEST, {"error": message})
             return
+
         mirror: Mirror = self.server.subject
         try:
             path = mirror.prepare(version, label)
         except (FolderError, OSError) as error:
-            logger.warning("%s was not prepared: %s", label, error)
-            self._answer(HTTPStatus.CONFLICT, {"error": f"{label} was not prepared: {error}"})
+            message = f"{label} was not prepared: {error}"
+            logger.warning("%s", message)
+            self._answer(HTTPStatus.CONFLICT, {"error": message})
         except Exception as error:
             logger.exception("%s was not prepared", label)
-            self._answer(
-                HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
-            )
+            message = f"{type(error).__name__}: {error}"
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": message})
         else:
             self._answer(HTTPStatus.OK, {"path": str(path)})
 
 
 def _parse_request(body: bytes) -> tuple[int, str]:
     document = json.loads(body)
-    version, label = document["version"], document["label"]
+    version = document["version"]
+    label = document["label"]
     match = LABEL.fullmatch(label)
     if type(version) is not int or match is None or int(match[1]) != version:
         raise ValueError(f"{version!r} and {label!r} do not belong together")
@@ -181,7 +195,11 @@ class FileHandler(_Handler):
         """Answer with a file, or a part of it."""
         if not self._is_allowed():
             return
-        root, path = self.server.subject, unquote(self.path.partition("?")[0]).removeprefix("/")
+        root = self.server.subject
+        path, _, _ = self.path.partition("?")
+        path = unquote(path).removeprefix("/")
+
+        # The page of versions.
         if not path:
             names = sorted(entry.name for entry in os.scandir(root) if _is_version(entry))
             links = "".join(f'<a href="{name}">{name}</a>\n' for name in names)
@@ -199,15 +217,21 @@ class FileHandler(_Handler):
 
     def _send_file(self, file: BinaryIO) -> None:
         size = os.fstat(file.fileno()).st_size
+        start = 0
+        stop = size
+        status = HTTPStatus.OK
         wanted = self.headers.get("Range")
-        start, stop = (0, size) if wanted is None else _parse_range(wanted, size)
-        if wanted is not None and start >= stop:
-            self.send_response(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
-            self.send_header("Content-Range", f"bytes */{size}")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.send_response(HTTPStatus.OK if wanted is None else HTTPStatus.PARTIAL_CONTENT)
+        if wanted is not None:
+            status = HTTPStatus.PARTIAL_CONTENT
+            start, stop = _parse_range(wanted, size)
+            if start >= stop:
+                self.send_response(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+                self.send_header("Content-Range", f"bytes */{size}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+
+        self.send_response(status)
         if wanted is not None:
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
         self.send_header("Accept-Ranges", "bytes")
@@ -216,17 +240,24 @@ class FileHandler(_Handler):
         self.end_headers()
         if self.command != "HEAD" and stop > start:
             sent = self.connection.sendfile(file, start, stop - start)
-            self.close_connection |= sent < stop - start  # the file became shorter
+            # If the file became shorter, the client waits for the rest.
+            self.close_connection |= sent < stop - start
 
 
 def _parse_range(text: str, size: int) -> tuple[int, int]:
-    """First byte, and the byte after the last one. Equal if the range is empty or not understood."""
+    """First byte, and the byte after the last one. Equal if empty or not understood."""
     match = _RANGE.fullmatch(text)
-    if match is None or not (match[1] or match[2]):
+    if match is None:
         return size, size
-    if not match[1]:
-        return max(0, size - int(match[2])), size
-    return int(match[1]), min(size, int(match[2]) + 1) if match[2] else size
+    first, last = match.groups()
+    if first and last:
+        return int(first), min(size, int(last) + 1)
+    if first:
+        return int(first), size
+    if last:
+        # The last bytes of the file.
+        return max(0, size - int(last)), size
+    return size, size
 
 
 def _is_version(entry: os.DirEntry[str]) -> bool:
@@ -237,16 +268,19 @@ def _open_below(root: Path, path: str) -> BinaryIO:
     """Open a regular file of a version without following a link. OSError or FolderError if there is
     none.
     """
-    first, *_ = parts = path.split("/")
-    if not stays_inside(path) or version_of(first) is None:
+    *folders, name = path.split("/")
+    version, _, _ = path.partition("/")
+    if not stays_inside(path) or version_of(version) is None:
         raise FolderError("not the file of a version")
+
+    # Folder by folder, so that none of them may be a link.
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for part in parts[:-1]:
+        for part in folders:
             inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
-        fd = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     finally:
         os.close(folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):

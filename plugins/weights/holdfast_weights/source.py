@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import fsspec.core
@@ -24,6 +24,14 @@ _WAITS_S = (0.5, 2.0)
 """Seconds before the second and the third attempt."""
 
 
+class _Part(NamedTuple):
+    """Bytes of a file."""
+
+    name: str
+    start: int
+    stop: int
+
+
 def version_name(version: int) -> str:
     """Name of a version's folder: ``v00000121``."""
     return f"v{version:08d}"
@@ -32,7 +40,10 @@ def version_name(version: int) -> str:
 def version_of(name: str) -> int | None:
     """Version of a folder, or None if its name is not a version's."""
     match = re.fullmatch(r"v(\d{8,18})", name, re.ASCII)
-    return int(match[1]) if match and version_name(int(match[1])) == name else None
+    if match is None:
+        return None
+    version = int(match[1])
+    return version if version_name(version) == name else None
 
 
 class Source:
@@ -54,7 +65,12 @@ class Source:
     def __init__(self, url: str, token: str | None = None) -> None:
         self.name = re.sub(r"(:/+)[^/\s]*@", r"\1", url)
         self._http = url.startswith(("http://", "https://"))
-        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+
+        # Nothing that was read earlier is believed.
+        options: dict[str, Any] = {
+            "skip_instance_cache": True,
+            "use_listings_cache": False,
+        }
         if self._http and token:
             options["client_kwargs"] = {"headers": {"Authorization": f"Bearer {token}"}}
         try:
@@ -62,7 +78,9 @@ class Source:
         except (ImportError, ValueError, OSError) as error:
             raise FolderError(f"{self.name} cannot be opened: {error}") from error
         self._root = root.rstrip("/")
-        self.folder = Path(self._root or "/") if isinstance(self._fs, LocalFileSystem) else None
+        self.folder: Path | None = None
+        if isinstance(self._fs, LocalFileSystem):
+            self.folder = Path(self._root or "/")
 
     def versions(self) -> list[int]:
         """List the versions, oldest first. Empty if the folder does not exist."""
@@ -70,6 +88,8 @@ class Source:
             names = self._call("", self._fs.ls, detail=False)
         except MissingError:
             return []
+
+        # Backends list paths, some with a slash behind folders.
         found = (version_of(name.rstrip("/").rpartition("/")[2]) for name in names)
         return sorted(version for version in found if version is not None)
 
@@ -80,9 +100,16 @@ class Source:
             raise FolderError(f"{self.name}/{path} is not a regular file with a size")
         return info["size"]
 
-    def read(self, path: str, start: int, stop: int) -> bytes:
+    def read(
+        self,
+        path: str,
+        start: int,
+        stop: int,
+    ) -> bytes:
         """Read the bytes of a file from ``start`` up to ``stop``."""
-        data = self._call(path, self._fs.cat_file, start=start, end=stop) if stop > start else b""
+        data = b""
+        if stop > start:
+            data = self._call(path, self._fs.cat_file, start=start, end=stop)
         if len(data) != stop - start:
             raise FolderError(
                 f"{self.name}/{path} gave {len(data)} bytes in place of {start} to {stop}"
@@ -92,7 +119,8 @@ class Source:
     def read_manifest(self, folder: str) -> Manifest:
         """Read the manifest of a folder."""
         path = f"{folder}/{MANIFEST_NAME}"
-        if (size := self.size(path)) > MAX_MANIFEST_BYTES:
+        size = self.size(path)
+        if size > MAX_MANIFEST_BYTES:
             raise FolderError(
                 f"{self.name}/{path} has {size} bytes, more than {MAX_MANIFEST_BYTES}"
             )
@@ -104,46 +132,48 @@ class Source:
         size = self.size(path)
         return self.read(path, max(0, size - TAIL_BYTES), size)
 
-    def fetch(self, folder: str, files: Files, target: Path) -> None:
+    def fetch(
+        self,
+        folder: str,
+        files: Files,
+        target: Path,
+    ) -> None:
         """Copy files of a folder into ``target``, several parts at once. Their digests are not
         checked.
         """
+        # Room for everything first. Then each part goes to its place.
+        parts = []
         for name, entry in files.items():
-            if (size := self.size(f"{folder}/{name}")) != entry["bytes"]:
+            size = self.size(f"{folder}/{name}")
+            if size != entry["bytes"]:
                 raise FolderError(
                     f"{self.name}/{folder}/{name} has {size} bytes, the manifest says "
                     f"{entry['bytes']}"
                 )
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             allocate(target / name, size)
+            for start in range(0, size, _CHUNK_BYTES):
+                parts.append(_Part(name, start, min(start + _CHUNK_BYTES, size)))
 
-        def copy(part: tuple[str, int, int]) -> None:
-            name, start, stop = part
-            with open(target / name, "r+b", buffering=0) as file:
-                write_exactly(file, start, self.read(f"{folder}/{name}", start, stop))
+        def copy(part: _Part) -> None:
+            data = self.read(f"{folder}/{part.name}", part.start, part.stop)
+            with open(target / part.name, "r+b", buffering=0) as file:
+                write_exactly(file, part.start, data)
 
-        sizes = ((name, entry["bytes"]) for name, entry in files.items())
-        in_parallel(
-            copy,
-            (
-                (name, start, min(start + _CHUNK_BYTES, size))
-                for name, size in sizes
-                for start in range(0, size, _CHUNK_BYTES)
-            ),
-        )
+        in_parallel(copy, parts)
 
     def _call(self, path: str, function: Callable[..., T], **options: Any) -> T:
-        url = f"{self._root}/{quote(path) if self._http else path}".rstrip("/")
+        quoted = quote(path) if self._http else path
+        url = f"{self._root}/{quoted}".rstrip("/")
         for wait_s in (*_WAITS_S, None):
             try:
                 return function(url, **options)
-            except Exception as error:  # backends raise types of their own, such as aiohttp's
-                cause = (
-                    error.__cause__ if self._http else None
-                )  # over HTTP, every failed request for a size is one
-                if isinstance(error, FileNotFoundError) and (
-                    cause is None or getattr(cause, "status", None) == 404
-                ):
+            except Exception as error:
+                # Backends raise types of their own, such as aiohttp's. Over HTTP, every failed
+                # request for a size is a FileNotFoundError.
+                cause = error.__cause__ if self._http else None
+                absent = cause is None or getattr(cause, "status", None) == 404
+                if isinstance(error, FileNotFoundError) and absent:
                     raise MissingError(f"{self.name}/{path} is missing") from None
                 if wait_s is None:
                     cause = cause or error

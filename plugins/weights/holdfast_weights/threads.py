@@ -12,15 +12,17 @@ THREADS = min(8, os.cpu_count() or 1)
 _END = object()
 
 
-def in_parallel(work: Callable[[T], object], items: Iterable[T], threads: int = THREADS) -> None:
+def in_parallel(work: Callable[[T], object], items: Iterable[T]) -> None:
     """Call ``work`` with every item. After an error no thread begins another item, and the first
     error is raised.
     """
-    pending, lock = iter(items), threading.Lock()
+    pending = iter(items)
+    lock = threading.Lock()
     failed = threading.Event()
 
     def drain() -> None:
         while not failed.is_set():
+            # A generator of items must not run in two threads at once.
             with lock:
                 item = next(pending, _END)
             if item is _END:
@@ -31,7 +33,7 @@ def in_parallel(work: Callable[[T], object], items: Iterable[T], threads: int = 
                 failed.set()
                 raise
 
-    with ThreadPoolExecutor(threads) as pool:
-        running = [pool.submit(drain) for _ in range(threads)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        running = [pool.submit(drain) for _ in range(THREADS)]
     for each in running:
         each.result()

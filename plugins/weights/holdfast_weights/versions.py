@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import FolderError, MissingError
 from .files import list_files
@@ -54,7 +55,8 @@ class Plan:
 
     version: int
     target: Manifest  # of the version
-    begin_version: int  # copied if it is held, else fetched whole
+    # copied if it is held, else fetched whole
+    begin_version: int
     begin: Manifest
     held: bool
     deltas: Sequence[Delta]  # oldest first
@@ -62,25 +64,26 @@ class Plan:
     @property
     def bytes(self) -> int:
         """Bytes to fetch."""
-        return (0 if self.held else self.begin.bytes) + sum(
-            delta.manifest.bytes for delta in self.deltas
-        )
+        n_bytes = sum(delta.manifest.bytes for delta in self.deltas)
+        if not self.held:
+            n_bytes += self.begin.bytes
+        return n_bytes
 
     def small_files(self) -> dict[str, Delta | None]:
         """The origin of each small file: the last delta that has it, else None for the first
         folder.
         """
-        origins: dict[str, Delta | None] = {}
+        origins = {}
         for name, entry in self.target.files.items():
             if name in self.target.weights:
                 continue
-            having = [delta for delta in self.deltas if name in delta.small_files]
-            origins[name] = having[-1] if having else None
-            stored = (
-                having[-1].manifest.files[SMALL_FILES + name]
-                if having
-                else self.begin.files.get(name)
-            )
+            origin = None
+            stored = self.begin.files.get(name)
+            for delta in self.deltas:
+                if name in delta.small_files:
+                    origin = delta
+                    stored = delta.manifest.files[SMALL_FILES + name]
+            origins[name] = origin
             if stored != entry:
                 raise FolderError(
                     f"{self.target.where} has {name} as {entry}, its base and deltas have {stored}"
@@ -89,7 +92,10 @@ class Plan:
 
 
 def make_plan(
-    source: Source, version: int, label: str | None, held: Mapping[int, Manifest]
+    source: Source,
+    version: int,
+    label: str | None,
+    held: Mapping[int, Manifest],
 ) -> Plan:
     """Find the way to a version that fetches the fewest bytes.
 
@@ -103,26 +109,32 @@ def make_plan(
         FolderError: there is no such version, or no way to it.
     """
     target = read_version(source, version, label)
-    at, content, best = version, target, None
+    at = version
+    content = target
+    best: Plan | None = None
     deltas: tuple[Delta, ...] = ()
     while True:
         try:
+            # A full version may be the first folder. An older one may need fewer bytes, but not if
+            # the deltas alone are as many.
             if _is_full(source, at, content):
                 best = _cheaper(best, Plan(version, target, at, content, False, deltas))
             if best and best.bytes <= sum(delta.manifest.bytes for delta in deltas):
                 break
+
+            # One step back, to the base, whose manifest may be here.
             delta = _read_delta(source, at, content)
-            deltas, at = (delta, *deltas), delta.base_version
-            if is_held := at in held and held[at].label == delta.base_label:
-                base = held[at]
-            else:
-                base = _read_base(source, delta)
+            deltas = (delta, *deltas)
+            at = delta.base_version
+            is_held = at in held and held[at].label == delta.base_label
+            base = held[at] if is_held else _read_base(source, delta)
             _require_same_layout(base, content, delta)
             content = base
             if is_held:
                 best = _cheaper(best, Plan(version, target, at, content, True, deltas))
                 break
         except FolderError:
+            # The way ends here. An earlier one may do.
             if best is None:
                 raise
             break
@@ -131,10 +143,12 @@ def make_plan(
 
 
 def _cheaper(one: Plan | None, other: Plan) -> Plan:
-    return one if one and one.bytes <= other.bytes else other
+    if one is None or other.bytes < one.bytes:
+        return other
+    return one
 
 
-def read_version(source: Source, version: int, label: str | None = None) -> Manifest:
+def read_version(source: Source, version: int, label: str | None) -> Manifest:
     """Read the manifest of a version. FolderError if there is none, or if it has another label."""
     manifest = source.read_manifest(version_name(version))
     _require_version(manifest, version)
@@ -154,6 +168,9 @@ def _is_full(source: Source, version: int, content: Manifest) -> bool:
     """Whether the files of a version are there, and not only its delta."""
     if not content.files:
         return True
+
+    # The largest file is a weight file, if there are any, and a version that is only a delta has
+    # none.
     largest = max(content.files, key=lambda name: content.files[name]["bytes"])
     try:
         source.size(f"{version_name(version)}/{largest}")
@@ -175,18 +192,16 @@ def _read_delta(source: Source, version: int, content: Manifest) -> Delta:
 def parse_delta(manifest: Manifest, version: int, content: Manifest) -> Delta:
     """Check the manifest of the folder ``delta`` of a version with the manifest ``content``."""
     _require_version(manifest, version)
-    where, facts = manifest.where, manifest.facts
-    base = facts.get("base")
-    if (
-        not isinstance(base, dict)
-        or type(base.get("version")) is not int
-        or type(base.get("label")) is not str
-    ):
+    where = manifest.where
+    facts = manifest.facts
+
+    # The base is older, and its label is one of its version.
+    base: Any = facts.get("base")
+    named = isinstance(base, dict) and [type(base.get(key)) for key in ("version", "label")]
+    if named != [int, str]:
         raise FolderError(f"{where} has the base {base!r}, expected a version and a label")
-    if (
-        not LABEL.fullmatch(base["label"])
-        or int(base["label"].partition("-")[0]) != base["version"]
-    ):
+    match = LABEL.fullmatch(base["label"])
+    if match is None or int(match[1]) != base["version"]:
         raise FolderError(
             f"{where} has a base of version {base['version']} with the label {base['label']!r}"
         )
@@ -198,6 +213,8 @@ def parse_delta(manifest: Manifest, version: int, content: Manifest) -> Delta:
         raise FolderError(
             f"{where} has {facts.get('changed')!r} of {facts.get('elements')!r} elements changed"
         )
+
+    # Small files are those of the version, and all others belong to a rank.
     for name, entry in manifest.files.items():
         if name.startswith(SMALL_FILES):
             if entry != content.files.get(name.removeprefix(SMALL_FILES)):
@@ -216,10 +233,12 @@ def check_version(folder: Path) -> tuple[Manifest, Delta | None, bool]:
     Returns:
         The manifest, the delta if there is one, and whether the folder is full: not only a delta.
     """
-    if (version := version_of(folder.name)) is None:
+    version = version_of(folder.name)
+    if version is None:
         raise FolderError(f"{folder} is not called as a version, such as v00000121")
-    manifest, delta = read_manifest(folder), None
+    manifest = read_manifest(folder)
     _require_version(manifest, version)
+    delta = None
     if (folder / DELTA_NAME).exists():
         delta = parse_delta(check_folder(folder / DELTA_NAME), version, manifest)
     full = delta is None or any(
@@ -241,10 +260,9 @@ def _read_base(source: Source, delta: Delta) -> Manifest:
 
 
 def _require_same_layout(base: Manifest, content: Manifest, delta: Delta) -> None:
-    """Raise FolderError if a delta leads to other names or sizes of weight files than its base has."""
-    old, new = (
-        {name: entry["bytes"] for name, entry in each.weights.items()} for each in (base, content)
-    )
+    """Raise FolderError if a delta leads to other names or sizes of weight files than its base."""
+    old = {name: entry["bytes"] for name, entry in base.weights.items()}
+    new = {name: entry["bytes"] for name, entry in content.weights.items()}
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise FolderError(

@@ -9,19 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from holdfast.engine import FSDPEngine, SaveLoadMeta, WeightUpdateMeta, save_hf
 from holdfast.engine.api import export_dtype
 from holdfast.engine.dcp.state import DCPState
+from holdfast.engine.hf.dtypes import own_dtypes
 from holdfast.engine.hf.sidecars import adopt_base
+from holdfast.engine.lora.adapters import plain_view, transformers_model
+from holdfast.engine.memory.per_model import attached
+from holdfast.engine.training.unsharded import original_of, unsharded_view
 from holdfast.recover import RecoverConfig, RecoverHandler
 from holdfast.utils.errors import PeerError
 from holdfast.utils.rng import capture_rng
 from tests.engine.architectures.tiny import tiny_config
 from tests.engine.hf.test_export import _contents as contents
 from tests.engine.hf.test_export import _tokenizer
+from tests.engine.hf_models import tiny_model
 from tests.engine.models import tiny_qwen3
 from tests.engine.shelf import shelf_url
 from tests.helpers import run_ranks
@@ -307,3 +313,14 @@ def test_a_model_is_asked_for_dtypes_once_and_nothing_random_is_drawn(
         "torch.bfloat16",
         "torch.float32",
     }
+
+
+def test_state_of_a_model_is_found_through_its_views_and_through_peft() -> None:
+    model: Any = tiny_model("llama")
+    adapted: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    view = unsharded_view(unsharded_view(adapted))
+    assert original_of(transformers_model(view)) is model
+    assert original_of(plain_view(adapted)) is model
+    assert original_of(model) is model
+    own_dtypes(plain_view(adapted))
+    assert attached(model)["twin_dtypes"].keys() == plain_view(adapted).state_dict().keys()

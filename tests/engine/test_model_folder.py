@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from holdfast.engine import SaveLoadMeta, TrainEngineConfig, WeightUpdateMeta
-from holdfast.engine.model.model_folder import find_model_folder
+from holdfast.engine.model_folder import find_model_folder
 from holdfast.utils.errors import ConfigError
 from tests.engine.hf_models import tiny_model
 from tests.engine.hub import Hub, serve_hub
@@ -28,7 +28,7 @@ from tests.once import make_once
 
 RANK = """
 import json, sys
-from tests.engine.model.test_model_folder import report
+from tests.engine.test_model_folder import report
 print("REPORT" + json.dumps(report(json.loads(sys.argv[1]))))
 """
 

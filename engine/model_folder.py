@@ -18,8 +18,8 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ...utils.compat.transformers_private import commit_of
-from ...utils.distributed import (
+from ..utils.compat.transformers_private import commit_of
+from ..utils.distributed import (
     all_ranks_succeed,
     all_ranks_succeed_slowly,
     any_rank,
@@ -27,10 +27,10 @@ from ...utils.distributed import (
     get_rank,
     rank_zero_decides,
 )
-from ...utils.errors import ConfigError
-from ...utils.files import bytes_digest
-from ...utils.logging import get_logger
-from ..config import TrainEngineConfig
+from ..utils.errors import ConfigError
+from ..utils.files import bytes_digest
+from ..utils.logging import get_logger
+from .config import TrainEngineConfig
 
 logger = get_logger(__name__)
 
