@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from ..utils.config import require_at_least, require_choice
 from ..utils.errors import ConfigError
+from ..utils.files import StrPath
 from ..utils.remote import require_local
 from .parallel_strategy import ParallelStrategy as ParallelStrategy
 from .steps import FinetuneSpec as FinetuneSpec
 from .steps import StepInfo as StepInfo
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 """Padded ``[batch, seqlen]`` tensors (``input_ids``, ``attention_mask``, ``loss_mask`` ...) and
 ``[batch]`` tensors (``rewards``). Per-token values are aligned with their token: ``logprobs[i, t]``
 is the log-probability of ``input_ids[i, t]`` given the earlier tokens, and 0 at the first token.
@@ -26,17 +28,17 @@ Trajectories = Batch | Sequence[Batch]
 `join_trajectories`.
 """
 
-LossFn = Callable[[Any, Batch], torch.Tensor]
+LossFn = Callable[[Any, Batch], Tensor]
 """``loss_fn(output, micro_batch)`` -> scalar mean over the micro-batch. ``output`` is the
 `ModelOutput` of an actor (``output.logprobs``, ``output.entropy``, or ``output.logits``), or the
 ``[tokens]`` values of a critic. Per-token tensors of ``micro_batch`` are packed to ``[tokens]``. A
 loss that does not depend on ``output`` has a gradient of zeros.
 """
 
-PostFn = Callable[[Any, Batch], torch.Tensor]
+PostFn = Callable[[Any, Batch], Tensor]
 """``post_fn(output, micro_batch)`` -> ``[tokens]``. ``output`` as in `LossFn`."""
 
-LossWeightFn = Callable[[Batch], torch.Tensor]
+LossWeightFn = Callable[[Batch], Tensor]
 """``loss_weight_fn(micro_batch)`` -> scalar: the weight of this micro-batch's mean, usually its
 loss tokens.
 """
@@ -86,9 +88,9 @@ class HFExportOptions:
     dtype: torch.dtype | None = None
     tokenizer: Any = None
     processor: Any = None
-    base_model_path: str | os.PathLike[str] | None = None
+    base_model_path: StrPath | None = None
     max_shard_size_bytes: int | None = None
-    staging_folder: str | os.PathLike[str] | None = None
+    staging_folder: StrPath | None = None
 
     def __post_init__(self) -> None:
         require_at_least(self, max_shard_size_bytes=1)
@@ -288,13 +290,11 @@ class TrainEngine(Protocol):
         """Take one optimizer step on this rank's share of a batch."""
         ...
 
-    def eval_batch(
-        self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn
-    ) -> torch.Tensor:
+    def eval_batch(self, batch: Batch, loss_fn: LossFn, loss_weight_fn: LossWeightFn) -> Tensor:
         """The loss that `train_batch` would report, without gradients."""
         ...
 
-    def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor:
+    def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> Tensor:
         """Per-token results ``[batch, seqlen]`` without gradients."""
         ...
 

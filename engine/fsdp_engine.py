@@ -14,6 +14,7 @@ from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..utils.config import require_choice, require_range
@@ -328,15 +329,15 @@ class FSDPEngine:
         self._train_stats.add(stats)
         return stats
 
-    def _zero_loss(self) -> torch.Tensor:
+    def _zero_loss(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _clip_and_step(
         self,
-        loss: torch.Tensor,
+        loss: Tensor,
         weight: float,
         correction: float,
-        more: Mapping[str, torch.Tensor],
+        more: Mapping[str, Tensor],
         n_losses: int = 1,
     ) -> dict[str, float]:
         optimizer = self._require_optimizer()
@@ -358,7 +359,7 @@ class FSDPEngine:
     @torch.no_grad()
     def eval_batch(
         self, batch: Trajectories, loss_fn: LossFn, loss_weight_fn: LossWeightFn
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The loss that `train_batch` would report, over all ranks, in evaluation mode: a scalar on
         the CPU.
         """
@@ -383,15 +384,15 @@ class FSDPEngine:
         return torch.tensor(total_loss * (weighed.total / total))
 
     @overload
-    def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> torch.Tensor: ...
+    def forward_batch(self, batch: Batch, post_fn: PostFn | None = None) -> Tensor: ...
     @overload
     def forward_batch(
         self, batch: Sequence[Batch], post_fn: PostFn | None = None
-    ) -> list[torch.Tensor]: ...
+    ) -> list[Tensor]: ...
     @torch.no_grad()
     def forward_batch(
         self, batch: Trajectories, post_fn: PostFn | None = None
-    ) -> torch.Tensor | list[torch.Tensor]:
+    ) -> Tensor | list[Tensor]:
         """Per-token results in evaluation mode.
 
         Args:
@@ -416,9 +417,7 @@ class FSDPEngine:
             return result
         return split_like(result, batch)
 
-    def _weighted_loss(
-        self, mb: MicroBatch, share: float, loss_fn: LossFn
-    ) -> tuple[torch.Tensor, bool]:
+    def _weighted_loss(self, mb: MicroBatch, share: float, loss_fn: LossFn) -> tuple[Tensor, bool]:
         """The loss times ``share``, and whether it depends on the model. Its gradient does in any
         case.
         """
@@ -432,7 +431,7 @@ class FSDPEngine:
 
         output = self._output(mb)
         loss = loss_fn(output, mb.data)
-        if not isinstance(loss, torch.Tensor):
+        if not isinstance(loss, Tensor):
             raise ConfigError(
                 f"the loss function returned {loss!r}, a {type(loss).__name__}; expected a tensor "
                 "with one value, from which gradients can be computed (do not call .item() on it)"
@@ -491,7 +490,7 @@ class FSDPEngine:
         peers = self._meshes.peers
         if peers is None:
             return joined()
-        received = rank_zero_decides(lambda: map_tensors(joined(), torch.Tensor.cpu), peers)
+        received = rank_zero_decides(lambda: map_tensors(joined(), Tensor.cpu), peers)
         return own or received
 
     # AReaL's names.
@@ -815,9 +814,9 @@ def _checked(tags: Collection[str]) -> set[str]:
     return set(tags)
 
 
-def _values(output: Any, _: Batch) -> torch.Tensor:
+def _values(output: Any, _: Batch) -> Tensor:
     return output
 
 
-def _logprobs(output: Any, _: Batch) -> torch.Tensor:
+def _logprobs(output: Any, _: Batch) -> Tensor:
     return output.logprobs

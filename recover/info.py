@@ -4,7 +4,6 @@ people.
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ..engine.steps import StepInfo
 from ..utils.errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
+from ..utils.files import StrPath
 
 INFO_NAME = "recover_info.json"
 DRIVER_STATE = "state/driver.pt"
@@ -105,7 +105,7 @@ class RecoverInfo:
             ) from error
 
     @classmethod
-    def parse(cls, data: bytes, path: str | os.PathLike[str]) -> "RecoverInfo":
+    def parse(cls, data: bytes, path: StrPath) -> "RecoverInfo":
         """Parse the contents of the file. Errors name it ``path``. Raises as `read`."""
         try:
             document = json.loads(data)

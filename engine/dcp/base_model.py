@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ...utils.distributed import gather_objects, get_rank, get_world_size
@@ -131,7 +131,7 @@ def describe_base(
     frozen: Tensors,
     folder: BaseFolder,
     adapters: Mapping[str, Any] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Describe frozen parameters that a checkpoint leaves out, as JSON in uint8. The same on every
     rank.
 
@@ -164,7 +164,7 @@ def describe_base(
 def sample_base(
     frozen: Tensors,
     sums: Mapping[str, int] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """This rank's share of the fingerprint of frozen parameters (see `pack_share`). ``sums`` if
     they are known.
     """
@@ -175,7 +175,7 @@ def sample_base(
     return pack_share(int(sampled["model"]), total)
 
 
-def pack_share(*numbers: int) -> torch.Tensor:
+def pack_share(*numbers: int) -> Tensor:
     """Pack sample and sum over every bit of a rank's parameters: ``[16]`` uint8, little-endian."""
     halves = [(number % _MODULUS).to_bytes(_HALF, "little") for number in numbers]
     packed = b"".join(halves)
@@ -186,7 +186,7 @@ def check_base(
     path: PathLike,
     saved: Tensors,
     frozen: Tensors,
-    own: torch.Tensor,
+    own: Tensor,
     folder: BaseFolder,
     group: dist.ProcessGroup | None,
 ) -> None:
@@ -229,11 +229,11 @@ def check_own_base(
 
 def _compare(
     path: PathLike,
-    base: torch.Tensor,
-    shares: Sequence[torch.Tensor],
+    base: Tensor,
+    shares: Sequence[Tensor],
     frozen: Tensors,
     folder: BaseFolder,
-    own: Sequence[torch.Tensor],
+    own: Sequence[Tensor],
 ) -> None:
     there: Any = unpack_json(base, BASE)
     here: Any = unpack_json(describe_base(frozen, folder), BASE)
@@ -283,7 +283,7 @@ def _cuts_of(frozen: Tensors) -> list[str]:
     return sorted(cuts - {usual})
 
 
-def base_fingerprint(shares: Iterable[torch.Tensor]) -> str:
+def base_fingerprint(shares: Iterable[Tensor]) -> str:
     """The fingerprint of frozen parameters, from every rank's `sample_base`: 32 hex digits, 16 for
     an older folder.
     """

@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...utils.compat.torch_private import note_rates, schedules_inside
@@ -223,7 +224,7 @@ class Configured:
         before = [float(group["lr"]) for group in groups]
         after = [float(rate) for rate in rates]
         for group, rate in zip(groups, after, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
+            if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -319,7 +320,7 @@ def _schedule_settings(schedule: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)

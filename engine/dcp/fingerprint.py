@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..memory.tensors import counts_here, local_box, local_tensor
@@ -53,10 +54,10 @@ class _Picked(NamedTuple):
     """Places of this rank's samples of a tensor."""
 
     positions: np.ndarray  # in the flattened global tensor
-    places: torch.Tensor  # in the flattened local tensor, on its device
+    places: Tensor  # in the flattened local tensor, on its device
 
 
-def sample_state(tensors: Mapping[str, torch.Tensor]) -> Sums:
+def sample_state(tensors: Mapping[str, Tensor]) -> Sums:
     """This rank's share of the fingerprints of a state.
 
     Args:
@@ -122,7 +123,7 @@ class BlockSampler:
         name: str,
         numel: int,
         first: int,
-        values: torch.Tensor,
+        values: Tensor,
     ) -> None:
         """Take the samples of one block of a tensor with ``numel`` elements: ``values``,
         contiguous, on the CPU.
@@ -163,7 +164,7 @@ def _is_sampled(
 
 
 def _pick(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     device: torch.device,
 ) -> _Picked:
     box = local_box(tensor)
@@ -200,9 +201,9 @@ def _positions(numel: int) -> np.ndarray:
 
 
 def _take(
-    local: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
+    local: Tensor,
+    positions: Tensor,
+) -> Tensor:
     """Bytes ``[n, itemsize]`` of elements, on the device. Taken as integers: not every dtype can be
     gathered.
     """
@@ -212,7 +213,7 @@ def _take(
     return taken.view(torch.uint8).reshape(len(positions), -1)
 
 
-def _to_host(values: list[torch.Tensor]) -> list[np.ndarray]:
+def _to_host(values: list[Tensor]) -> list[np.ndarray]:
     """``[n, itemsize]`` bytes of each, with one copy from each device."""
     host: list[Any] = [None] * len(values)
     for device in {value.device for value in values}:
@@ -251,7 +252,7 @@ def _hash(
 
 def bit_sum(
     name: str,
-    block: torch.Tensor,
+    block: Tensor,
     offsets: Sequence[int],
 ) -> int:
     """Sum over a block of the tensor ``name``, as an int64. ``offsets`` are the first index of each
@@ -309,7 +310,7 @@ def _weights_of(
     first: int,
     size: int,
     device: torch.device,
-) -> torch.Tensor:
+) -> Tensor:
     """Odd pseudo-random weights (``[size]`` int64) of the indices from ``first`` on.
 
     Each index, mixed with the hash of ``key``, goes through the function that ends a step of

@@ -33,6 +33,7 @@ from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -45,11 +46,12 @@ from torch.utils.serialization import config as serialization_config
 
 from ...utils.compat.torch_private import StorageInfo
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
+from ...utils.files import StrPath
 from ...utils.plain_values import DAMAGE
 from ..memory.tensors import Box
 
-PathLike = str | os.PathLike[str]
-Tensors = Mapping[str, torch.Tensor]
+PathLike = StrPath
+Tensors = Mapping[str, Tensor]
 """Tensors by name."""
 
 
@@ -200,7 +202,7 @@ class Destination(NamedTuple):
     """
 
     box: Box
-    tensor: torch.Tensor
+    tensor: Tensor
 
     def like(self) -> "Destination":
         """The same box with fresh host memory."""

@@ -23,6 +23,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...utils.distributed import all_ranks_succeed, get_rank, get_world_size, rank_zero_decides
 from ...utils.errors import CheckpointError, CheckpointMismatchError, ConfigError
@@ -141,7 +142,7 @@ def dry_load(
     start.check_values(small)
 
 
-def _described(tensors: Mapping[str, torch.Tensor]) -> FolderLayout:
+def _described(tensors: Mapping[str, Tensor]) -> FolderLayout:
     """The layout of a folder that holds ``tensors``, without the places of their bytes."""
     nothing = np.empty(0, np.int64)
     chunks = Chunks(nothing[:, None], nothing[:, None])
@@ -314,10 +315,10 @@ class DCPLoad:
 
     state: DCPState  # the live state, with the parameters that the folder holds
     # memory for tensors that the live state does not have yet
-    _proposed: Mapping[str, torch.Tensor]
+    _proposed: Mapping[str, Tensor]
     _reader: TensorReader
     # a live tensor and its values, if not read in place
-    _copies: list[tuple[torch.Tensor, torch.Tensor]]
+    _copies: list[tuple[Tensor, Tensor]]
     _values: SavedValues
 
     @property
@@ -379,7 +380,7 @@ class _Destinations:
         ties: second name of a tied tensor in the folder -> its name in ``live``.
     """
 
-    proposed: dict[str, torch.Tensor]
+    proposed: dict[str, Tensor]
     live: dict[str, Destination]
     small: dict[str, Destination]
     ties: dict[str, str]
@@ -496,7 +497,7 @@ def _check_same_names(
 def _check_same_tensor(
     folder: Checkpoint,
     name: str,
-    live: torch.Tensor,
+    live: Tensor,
     state: DCPState,
 ) -> None:
     stored = folder.layout.tensors.get(name)

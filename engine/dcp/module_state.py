@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...utils.compat.torch_private import (
@@ -66,7 +66,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def pack_module_state(state: Mapping[str, Any]) -> torch.Tensor:
+def pack_module_state(state: Mapping[str, Any]) -> Tensor:
     """Pack the result of `module_state` as uint8: length (8 bytes, little-endian), ``torch.save``
     data, zeros.
 
@@ -77,7 +77,7 @@ def pack_module_state(state: Mapping[str, Any]) -> torch.Tensor:
 
 
 def unpack_module_state(
-    packed: torch.Tensor,
+    packed: Tensor,
     model: nn.Module,
 ) -> dict[str, Any]:
     """Unpack the result of `pack_module_state`. Tensors that were on a GPU are put on the device of
@@ -250,7 +250,7 @@ class BufferSlot(NamedTuple):
     name: str
     module: nn.Module
     key: str
-    buffer: torch.Tensor | None
+    buffer: Tensor | None
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[BufferSlot]:
@@ -265,7 +265,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[BufferSlot]:
 def propose_buffers(
     model: nn.Module,
     names: Mapping[str, tuple[torch.Size, torch.dtype]],
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Allocate new buffers if a checkpoint cannot be copied into the old ones.
 
     Takes dotted name -> shape and dtype, and returns dotted name -> tensor, for `adopt_buffers`. A
@@ -273,7 +273,7 @@ def propose_buffers(
     """
     # A buffer that does not exist yet goes to where the parameters are.
     device = _device_of(model)
-    proposed: dict[str, torch.Tensor] = {}
+    proposed: dict[str, Tensor] = {}
     for slot in persistent_buffers(model):
         name = PREFIX + clean_name(slot.name)
         buffer = slot.buffer
@@ -289,14 +289,14 @@ def propose_buffers(
 
 def adopt_buffers(
     model: nn.Module,
-    proposed: Mapping[str, torch.Tensor],
+    proposed: Mapping[str, Tensor],
 ) -> None:
     """Install the buffers that `propose_buffers` allocated, under every name of the old ones."""
     if not proposed:
         return
 
     # An empty slot has one name. A buffer may be in several modules, and is known by its id.
-    filled: dict[int, torch.Tensor] = {}
+    filled: dict[int, Tensor] = {}
     empty = []
     for slot in persistent_buffers(model):
         new = proposed.get(PREFIX + clean_name(slot.name))

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...utils.compat.torch_private import like_sharded, made_sharded
@@ -32,7 +32,7 @@ PREFIX = "optim.state."
 Parameters = Mapping[str, nn.Parameter]
 Groups = Sequence[Mapping[str, Any]]
 
-_CLASSES = (torch.Tensor, nn.Parameter)
+_CLASSES = (Tensor, nn.Parameter)
 """Classes of tensors that are nothing but their memory. Others may wrap tensors, or encode
 something in the bits.
 """
@@ -41,7 +41,7 @@ something in the bits.
 def tensor_entries(
     optimizer: torch.optim.Optimizer,
     params: Parameters,
-) -> dict[str, dict[str, torch.Tensor]]:
+) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of the optimizer state: parameter name -> entry -> tensor.
 
     A plain tensor with the shape of the local shard is returned as a DTensor. Others, such as
@@ -51,7 +51,7 @@ def tensor_entries(
     for name, param, state in _states(optimizer, params):
         entries = {}
         for key, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 entries[key] = _as_shard(param, value)
         if entries:
             found[name] = entries
@@ -69,7 +69,7 @@ def plain_entries(
     for name, _, state in _states(optimizer, params):
         entries = {}
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, Tensor):
                 entries[key] = value
         if entries:
             found[name] = entries
@@ -109,7 +109,7 @@ def check_entries(
     if strangers:
         first = strangers[0]
         what = repr(first)
-        if isinstance(first, torch.Tensor):
+        if isinstance(first, Tensor):
             what = f"a tensor {list(first.shape)}"
         raise ConfigError(
             f"the optimizer has state for {what}, which is no parameter of the model "
@@ -128,11 +128,11 @@ def check_entries(
         # The bits of a tensor must be its values.
         for key, value in state.items():
             kind = type(local_tensor(value))
-            if isinstance(value, torch.Tensor) and kind not in _CLASSES:
+            if isinstance(value, Tensor) and kind not in _CLASSES:
                 raise ConfigError(
                     f"{optimizer_name} keeps {key!r} of {name} as a "
                     f"{kind.__module__}.{kind.__qualname__}, whose values a checkpoint cannot "
-                    "hold; expected a torch.Tensor or a DTensor of one. Use an optimizer with "
+                    "hold; expected a Tensor or a DTensor of one. Use an optimizer with "
                     "plain state: torch's own, or Holdfast's (config key 'optimizer.type')"
                 )
 
@@ -160,7 +160,7 @@ def propose_state(
     optimizer: torch.optim.Optimizer,
     params: Parameters,
     names: Mapping[str, tuple[torch.Size, torch.dtype]],
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Allocate zeroed state that a checkpoint holds and `materialize_state` does not know.
 
     Takes dotted name -> shape and dtype, and returns dotted name -> tensor, for `adopt_state`. An
@@ -177,7 +177,7 @@ def propose_state(
         if group.get("capturable") or group.get("fused"):
             counts_on_device |= ids
 
-    proposed: dict[str, torch.Tensor] = {}
+    proposed: dict[str, Tensor] = {}
     for name, (shape, dtype) in names.items():
         # A frozen parameter is taken: it may have been trained before, or be trained later.
         fqn, entry = _split_name(name)
@@ -209,7 +209,7 @@ def propose_state(
 def adopt_state(
     optimizer: torch.optim.Optimizer,
     params: Parameters,
-    proposed: Mapping[str, torch.Tensor],
+    proposed: Mapping[str, Tensor],
     local: Mapping[str, Collection[str]],
 ) -> None:
     """Install the tensors that `propose_state` allocated. ``local`` is the `local_entries` of the
@@ -253,20 +253,20 @@ def _states(
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def _is_shard(
     param: DTensor,
-    value: torch.Tensor,
+    value: Tensor,
 ) -> bool:
     return value.ndim > 0 and value.shape == param.to_local().shape
 
 
 def _as_shard(
     param: nn.Parameter,
-    value: torch.Tensor,
-) -> torch.Tensor:
+    value: Tensor,
+) -> Tensor:
     """``value`` as a DTensor that is sharded like ``param``, if it is a plain tensor of this rank's
     shard.
     """

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from ...utils.distributed import get_rank
 from ...utils.errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -167,7 +168,7 @@ class _WantedChunk(NamedTuple):
     name: str
     stored: StoredTensor
     overlap: Overlap
-    target: torch.Tensor
+    target: Tensor
 
 
 def _chunks_wanted(
@@ -199,7 +200,7 @@ class _Read:
     at: int
     chunk_sizes: tuple[int, ...]
     box: Box
-    target: torch.Tensor
+    target: Tensor
 
     def contiguous_at(self) -> int | None:
         """First byte of the target in the file, if its bytes are contiguous in file and memory.
@@ -350,8 +351,8 @@ def _read_all(
 
 def _blocks_of(
     begin: int,
-    values: torch.Tensor,
-) -> Iterator[tuple[int, torch.Tensor]]:
+    values: Tensor,
+) -> Iterator[tuple[int, Tensor]]:
     """Cut ``[n]`` uint8 into blocks, each with its first byte in the file."""
     for at in range(0, len(values), BLOCK_BYTES):
         yield begin + at, values[at : at + BLOCK_BYTES]
@@ -359,7 +360,7 @@ def _blocks_of(
 
 def _read_into(
     file: IO[bytes],
-    ranges: Iterable[tuple[int, torch.Tensor]],
+    ranges: Iterable[tuple[int, Tensor]],
 ) -> None:
     """Fill host tensors (``[n]`` uint8), each from its place in the file, in the order of the file
     and in few calls.
@@ -390,8 +391,8 @@ def _read_into(
 def _read_block(
     file: IO[bytes],
     begin: int,
-    into: torch.Tensor,
-) -> torch.Tensor:
+    into: Tensor,
+) -> Tensor:
     _preadv(file, begin, [memory_of(into)])
     return into
 
@@ -475,7 +476,7 @@ def read_archives(
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return f"{list(value.shape)} {value.dtype}"
     return type(value).__name__
 
@@ -503,9 +504,9 @@ def _parse(
 
 
 def _narrow(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     box: Box,
-) -> torch.Tensor:
+) -> Tensor:
     for dim, (offset, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor

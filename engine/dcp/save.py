@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -193,7 +194,7 @@ class DCPSaver:
 def _write_data(
     folder: Path,
     plan: RankSavePlan,
-    tensors: list[torch.Tensor],
+    tensors: list[Tensor],
 ) -> FileEntry:
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     pieces = _pieces(_archived(tensors))
@@ -212,7 +213,7 @@ def _write_data(
     return FileEntry(plan.file, file.bytes, file.digest)
 
 
-def _archived(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _archived(tensors: list[Tensor]) -> Iterator[Tensor]:
     """The bytes of a data file: each tensor, from any device, inside its archive."""
     for tensor in tensors:
         archive = archive_of(tuple(tensor.shape), tensor.dtype)
@@ -222,11 +223,11 @@ def _archived(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield _as_uint8(archive.suffix)
 
 
-def _as_uint8(data: bytes) -> torch.Tensor:
+def _as_uint8(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _pieces(file: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _pieces(file: Iterable[Tensor]) -> Iterator[Tensor]:
     """The bytes of a file, cut at every multiple of `BLOCK_BYTES`."""
     room = BLOCK_BYTES
     for values in file:
@@ -272,7 +273,7 @@ class Entry(NamedTuple):
 def write_entries(
     folder: PathLike,
     entries: Iterable[Entry],
-    seen: Callable[[str, int, torch.Tensor], None] = lambda name, first, values: None,
+    seen: Callable[[str, int, Tensor], None] = lambda name, first, values: None,
 ) -> list[FileEntry]:
     """Write tensors that are read block by block, in one process, into the existing, empty
     ``folder``.
@@ -336,7 +337,7 @@ def _describe(
 def _framed(
     name: str,
     tensor: LazyTensor,
-    seen: Callable[[str, int, torch.Tensor], None],
+    seen: Callable[[str, int, Tensor], None],
 ) -> Iterator[Any]:
     # ``seen`` gets each block before it is written.
     archive = archive_of(tensor.shape, tensor.dtype)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -228,7 +229,7 @@ def _nested(values: Any) -> Any:
 def vote_on(
     structure: Structure,
     tensors: Tensors,
-) -> torch.Tensor:
+) -> Tensor:
     """This rank's input for `agree_on`, ``[5]`` int64."""
     # The largest of the inverted numbers is the inverse of the smallest.
     digest = np.frombuffer(structure.digest, np.int64)
@@ -242,7 +243,7 @@ def vote_on(
 
 
 def agree_on(
-    vote: torch.Tensor,
+    vote: Tensor,
     group: dist.ProcessGroup | None,
 ) -> bool:
     """Whether all ranks have one structure and know each other's shards. One small all-reduce."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful as TorchStateful
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -491,7 +491,7 @@ class DCPState(TorchStateful):
             if fqn not in untrained:
                 _check_keys(f"optimizer state of {fqn}", plain.get(fqn, {}), entries)
 
-    def live_tensors(self, *, readable: bool = True) -> dict[str, torch.Tensor]:
+    def live_tensors(self, *, readable: bool = True) -> dict[str, Tensor]:
         """Dotted name -> tensor that is loaded in place. EngineOffloadedError if it must be
         ``readable`` and is not.
         """
@@ -534,7 +534,7 @@ class DCPState(TorchStateful):
             return set()
         return self._parameters().keys() - trained
 
-    def changed_in_step(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+    def changed_in_step(self, tensors: Tensors) -> dict[str, Tensor]:
         """The live tensors that only ``optimizer.step`` changes. Empty without the promise
         ``changes_only_in_step``.
 
@@ -569,7 +569,7 @@ class DCPState(TorchStateful):
 
     def propose_state(
         self, names: Mapping[str, tuple[torch.Size, torch.dtype]]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Allocate tensors for entries of a checkpoint for which this state has no tensor of that
         shape or dtype.
 
@@ -614,7 +614,7 @@ class DCPState(TorchStateful):
                 module.reshard()
         return self.model.named_parameters(remove_duplicate=False)
 
-    def _model_tensors(self) -> dict[str, torch.Tensor]:
+    def _model_tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers. ``model.state_dict()`` has them too, but is slow: it
         copies every name.
         """
@@ -652,7 +652,7 @@ class DCPState(TorchStateful):
     def _is_left_out(
         self,
         name: str,
-        tensor: torch.Tensor,
+        tensor: Tensor,
     ) -> bool:
         if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
             return False

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import as_write_error, staged_folder
@@ -30,7 +30,7 @@ from ...utils.errors import (
     CheckpointNotFoundError,
     ConfigError,
 )
-from ...utils.files import fsync_file, walk_files
+from ...utils.files import StrPath, fsync_file, walk_files
 from ...utils.remote import FETCH_FIRST, require_local
 from ..api import HFExportOptions
 from ..lora.adapters import adapted_layers, plain_adapters
@@ -48,7 +48,7 @@ ROOT = "base_model.model."
 
 def save_adapters(
     model: nn.Module,
-    path: str | os.PathLike[str],
+    path: StrPath,
     options: HFExportOptions,
     *,
     group: dist.ProcessGroup | None = None,
@@ -129,7 +129,7 @@ def require_adapters(model: PreTrainedModel) -> None:
         )
 
 
-def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_adapter_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write and fsync the weights of a PEFT folder: name in the folder -> whole tensor."""
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -140,7 +140,7 @@ def write_adapter_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> 
     fsync_file(folder / WEIGHTS)
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Name in a PEFT folder -> live (sharded) tensor. CheckpointMismatchError if trained tensors
     cannot be stored.
     """
@@ -170,7 +170,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _trained_beside(model: nn.Module, adapters: Mapping[str, torch.Tensor]) -> list[str]:
+def _trained_beside(model: nn.Module, adapters: Mapping[str, Tensor]) -> list[str]:
     known = {id(tensor) for tensor in adapters.values()}
     return [
         name
@@ -203,7 +203,7 @@ def _adapter_name(model: nn.Module) -> str:
     return active.pop()
 
 
-def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _named_adapters(model: PreTrainedModel) -> dict[str, Tensor]:
     """Name in a PEFT folder -> live tensor of the one active adapter, which must be plain LoRA."""
     _adapter_name(model)
     named = {}
@@ -216,7 +216,7 @@ def _named_adapters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def load_adapters(
     model: PreTrainedModel,
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -245,8 +245,8 @@ def load_adapters(
 def _read(
     folder: Path,
     model: PreTrainedModel,
-    adapters: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
+    adapters: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
     # installed, because the model has its layers
     from peft import LoraConfig, PeftConfig
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...utils.distributed import (
@@ -79,7 +80,7 @@ class _Rows(NamedTuple):
     def nbytes(self) -> int:
         return self.count * self.length
 
-    def of(self, data: torch.Tensor) -> torch.Tensor:
+    def of(self, data: Tensor) -> Tensor:
         """The rows in the bytes of a bucket, ``[count, length]``."""
         shape = (self.count, self.length)
         return data[self.offset :].as_strided(shape, (self.pitch, 1))
@@ -91,7 +92,7 @@ class _Pending(NamedTuple):
     received: Any  # the work of gloo
     rows: _Rows
     # their memory, unless it is their place in the bucket
-    apart: torch.Tensor | None
+    apart: Tensor | None
 
 
 def cut_buckets(tensors: Sequence[FileTensor], limit_bytes: int) -> list[Bucket]:
@@ -148,13 +149,13 @@ class WeightGatherer:
 
         # the last tensors without spans, and on rank 0 their values, which several buckets may need
         self._together: Sequence[FileTensor] = ()
-        self._converted: Mapping[str, torch.Tensor] = {}
+        self._converted: Mapping[str, Tensor] = {}
 
         self.buckets = cut_buckets(_in_file_order(self._plan), limit_bytes)
         self.on_gpu = any(part.data.is_cuda for part in self._plan.transfers.parts.values())
 
     @torch.no_grad()
-    def gather(self, bucket: Bucket, target: torch.Tensor | None) -> None:
+    def gather(self, bucket: Bucket, target: Tensor | None) -> None:
         """Fill ``target``, ``[bucket.nbytes]`` uint8 on the CPU of rank 0. None on other ranks. All
         ranks call it.
 
@@ -185,8 +186,8 @@ class WeightGatherer:
     def _own_rows(
         self,
         bucket: Bucket,
-        target: torch.Tensor | None,
-    ) -> Iterator[tuple[_Rows, torch.Tensor]]:
+        target: Tensor | None,
+    ) -> Iterator[tuple[_Rows, Tensor]]:
         """The rows that this rank sends. Rank 0 puts its rows into ``target`` instead."""
         parts = self._plan.transfers.parts
         for tensor in bucket.tensors:
@@ -238,7 +239,7 @@ class WeightGatherer:
             self._together = together
             self._converted = converted if get_rank(self._group) == 0 else {}
 
-    def _send(self, messages: Sequence[torch.Tensor]) -> None:
+    def _send(self, messages: Sequence[Tensor]) -> None:
         group = control_group(self._group)
         # All are begun before the first wait, in the order in which rank 0 expects them.
         begun = [dist.isend(data, group=group, group_dst=0) for data in messages]
@@ -249,7 +250,7 @@ class WeightGatherer:
     def _receive(
         self,
         by_rank: Sequence[Sequence[_Rows]],
-        target: torch.Tensor,
+        target: Tensor,
     ) -> None:
         group = control_group(self._group)
         pending = []
@@ -287,7 +288,7 @@ def _in_file_order(plan: ExportPlan) -> list[FileTensor]:
     return [*traced, *chain.from_iterable(plan.transfers.unmapped)]
 
 
-def _host_copy(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _host_copy(values: Tensor, dtype: torch.dtype) -> Tensor:
     """``values`` in this dtype, side by side in host memory. Not a copy if they are like this
     already.
     """

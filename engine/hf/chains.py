@@ -6,15 +6,16 @@ import os
 from pathlib import Path
 
 from ...utils.errors import CheckpointCorruptError, CheckpointError
+from ...utils.files import StrPath
 from ...utils.manifest import DELTA_NAME, MANIFEST_NAME, check_listing, read_manifest, verify_folder
 
 
-def version_path(root: str | os.PathLike[str], version: int) -> Path:
+def version_path(root: StrPath, version: int) -> Path:
     """The folder of a version: ``<root>/v00000121``."""
     return Path(root) / f"v{version:08d}"
 
 
-def holds_delta_alone(folder: str | os.PathLike[str]) -> bool:
+def holds_delta_alone(folder: StrPath) -> bool:
     """Whether a published folder holds only the changes from the version before."""
     changes = Path(folder) / DELTA_NAME / MANIFEST_NAME
     return changes.is_file() and set(os.listdir(folder)) == {DELTA_NAME, MANIFEST_NAME}

@@ -11,17 +11,18 @@ Training keeps float32 masters, so their dtype says nothing. Three things decide
 """
 
 import copy
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...utils.compat.transformers_private import build_from_config, float32_patterns
 from ...utils.errors import CheckpointNotFoundError
+from ...utils.files import StrPath
 from ..memory.per_model import PerModel
 from ..training.unsharded import original_of, unsharded_class
 from .weight_files import WeightReader
@@ -38,7 +39,7 @@ _twin_dtypes = PerModel[Mapping[str, torch.dtype]](
 
 def file_dtypes(
     model: PreTrainedModel,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None,
 ) -> dict[str, torch.dtype]:
     """``state_dict`` key -> dtype in an export. Without ``dtype`` tensors keep theirs, as in
@@ -97,7 +98,7 @@ def _built_dtypes(model: PreTrainedModel) -> Mapping[str, torch.dtype]:
             state = twin.state_dict()
     except TypeError:
         state = {}
-    dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, torch.Tensor)}
+    dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
     return _twin_dtypes.set(owner, dtypes)
 
 
@@ -120,7 +121,7 @@ def set_config_dtype(
             return
 
 
-def base_dtype(model: PreTrainedModel, folder: str | os.PathLike[str]) -> torch.dtype:
+def base_dtype(model: PreTrainedModel, folder: StrPath) -> torch.dtype:
     """The dtype of ``from_pretrained(folder, dtype="auto")``: from the config, else from the first
     tensor of the files.
 

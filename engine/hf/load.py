@@ -8,7 +8,6 @@ Cost: one read of the weights, spread over the ranks. Extra memory is one chunk.
 tensors that an export would gather.
 """
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -17,12 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...utils.compat.transformers_private import set_conversions
 from ...utils.distributed import all_ranks_succeed, get_group_ranks, get_rank, get_world_size
 from ...utils.errors import CheckpointMismatchError
-from ...utils.files import half_loaded
+from ...utils.files import StrPath, half_loaded
 from ...utils.remote import FETCH_FIRST, require_local
 from ..memory.offloaded import require_onloaded
 from ..memory.tensors import is_expanded, local_box, local_tensor
@@ -39,7 +39,7 @@ from .weight_files import WeightReader
 
 def load_hf(
     model: PreTrainedModel,
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     group: dist.ProcessGroup | None = None,
     allow_missing: Sequence[str] = (),
@@ -175,7 +175,7 @@ def _choose(
 def _missing(
     model: PreTrainedModel,
     loading: LoadPlan,
-    stored: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Tensor],
     chosen: Mapping[str, FileTensor],
     allow_missing: Sequence[str],
 ) -> list[str]:
@@ -266,7 +266,7 @@ def _check_plan(
 def _elements(
     model: PreTrainedModel,
     tensors: Sequence[FileTensor],
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     shapes = {tensor.key: tensor.shape for tensor in tensors}
     return loaded_elements(model, shapes, sources_of(tensors))
 
@@ -294,7 +294,7 @@ def _read_unmapped(
     model: PreTrainedModel,
     tensors: Sequence[FileTensor],
     slots: Slots,
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Tensor],
 ) -> None:
     elements = _elements(model, tensors)
     sources = sources_of(tensors)

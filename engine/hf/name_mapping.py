@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -43,7 +43,7 @@ elements.
 
 def stored_tensors(
     model: PreTrainedModel, *, on_meta: bool = False
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The live (sharded) tensors that files store, by ``state_dict`` key, and tied key left out ->
     key stored instead.
 
@@ -60,7 +60,7 @@ def stored_tensors(
     # All entries must be tensors with memory.
     state = model.state_dict()
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             raise CheckpointMismatchError(
                 f"state_dict entry {key} is a {type(value).__name__}, not a tensor"
             )
@@ -101,7 +101,7 @@ def stored_tensors(
 
 def file_tensors(
     model: PreTrainedModel,
-    stored: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[FileTensor]:
     """The tensors that ``save_pretrained`` of the unsharded model would write, in its order.
@@ -126,7 +126,7 @@ def element_map(
     model: PreTrainedModel,
     shapes: Mapping[str, torch.Size],
     tensors: Sequence[FileTensor],
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Find the elements of file tensors by converting element numbers. Takes 8 bytes per element.
 
     ``shapes`` (``state_dict`` key -> shape) has exactly the sources of ``tensors``. The int64
@@ -157,7 +157,7 @@ def element_map(
     return maps
 
 
-def _element_numbers(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, torch.Tensor], int]:
+def _element_numbers(shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, Tensor], int]:
     numbers = {}
     end = 0
     for key, shape in shapes.items():
@@ -204,7 +204,7 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) ->
     origins = Origins({})
     taken = set()
 
-    def probe(key: str, dtype: torch.dtype | None) -> torch.Tensor:
+    def probe(key: str, dtype: torch.dtype | None) -> Tensor:
         taken.add(key)
         stand_in = torch.empty(tuple(shapes[key]), dtype=dtype, device="meta")
         origins.add(key, stand_in)
@@ -237,7 +237,7 @@ def loaded_elements(
     model: PreTrainedModel,
     shapes: Mapping[str, Sequence[int]],
     keys: Sequence[str],
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Find the elements of the model tensors ``keys`` by loading element numbers. Takes 8 bytes per
     element.
 
@@ -260,7 +260,7 @@ def loaded_elements(
     return {key: state[key] for key in keys}
 
 
-_Materialize = Callable[[str, torch.dtype | None], torch.Tensor]
+_Materialize = Callable[[str, torch.dtype | None], Tensor]
 """Name in the folder, and the dtype that transformers wants -> the tensor."""
 
 
@@ -278,7 +278,7 @@ class _StandIn:
         self,
         device: object = None,
         dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         return self._materialize(self._key, dtype)
 
 
@@ -329,7 +329,7 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def _memoryless(tensor: torch.Tensor) -> torch.Tensor:
+def _memoryless(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

@@ -23,6 +23,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from ...utils.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointNotFoundError
+from ...utils.files import StrPath
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -204,7 +205,7 @@ def encode_header(entries: Mapping[str, Any]) -> bytes:
 
 
 def read_layout(
-    folder: str | os.PathLike[str], open_file: Callable[[str], BufferedReader]
+    folder: StrPath, open_file: Callable[[str], BufferedReader]
 ) -> dict[str, TensorSlot]:
     """Find every tensor of an existing folder. Reads only headers and the index, and checks sizes.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import staged_folder
@@ -34,7 +35,7 @@ from ...utils.distributed import (
     rank_zero_decides,
 )
 from ...utils.errors import CheckpointMismatchError, CheckpointWriteError
-from ...utils.files import as_write_error
+from ...utils.files import StrPath, as_write_error
 from ...utils.logging import get_logger
 from ...utils.manifest import FileEntry, file_entries
 from ...utils.pieces import join_digests, require_whole
@@ -73,15 +74,15 @@ _MAX_SHARE_BYTES = 5 * 10**9
 
 def save_hf(
     model: PreTrainedModel,
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
     processor: Any = None,
-    base_model_path: str | os.PathLike[str] | None = None,
+    base_model_path: StrPath | None = None,
     max_shard_size_bytes: int | None = None,
-    staging_folder: str | os.PathLike[str] | None = None,
+    staging_folder: StrPath | None = None,
 ) -> None:
     """Write a folder that ``from_pretrained`` loads. Every rank of ``group`` calls this.
 
@@ -128,7 +129,7 @@ def save_hf(
 
 def export_hf(
     model: PreTrainedModel,
-    path: str | os.PathLike[str],
+    path: StrPath,
     options: HFExportOptions,
     *,
     group: dist.ProcessGroup | None = None,
@@ -214,7 +215,7 @@ class ExportPlan:
     """
 
     # ``state_dict`` key -> live (sharded) tensor
-    stored: dict[str, torch.Tensor]
+    stored: dict[str, Tensor]
     # how this rank gets the elements of every file tensor
     transfers: TransferPlan
     layout: Layout  # the weight files
@@ -247,7 +248,7 @@ def plan_export(
 
 
 @torch.no_grad()
-def exportable_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def exportable_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """`stored_tensors` of a model with or without adapters. CheckpointMismatchError if files cannot
     hold a tensor.
     """
@@ -389,7 +390,7 @@ def _write_gathered(
 
 def full_state_dict(
     model: torch.nn.Module, *, group: dist.ProcessGroup | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Gather the whole model on the CPU of rank 0, one tensor at a time. Every rank of ``group``
     calls this.
 

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...utils.errors import CheckpointMismatchError
@@ -30,7 +31,7 @@ def write_lazily(
     tensors: Mapping[str, LazyTensor],
     folder: Path,
     options: HFExportOptions,
-    seen: Callable[[str, int, torch.Tensor], object],
+    seen: Callable[[str, int, Tensor], object],
 ) -> None:
     """Write and fsync the files that ``save_pretrained`` of ``model`` would write for ``tensors``,
     block by block.
@@ -70,7 +71,7 @@ def write_lazily(
         slot = slots[file_tensor.key]
         wanted.setdefault(span.source, []).append((slot, span))
 
-    def read(key: str) -> Iterator[tuple[int, torch.Tensor]]:
+    def read(key: str) -> Iterator[tuple[int, Tensor]]:
         for first, values in sources[key].blocks():
             seen(key, first, values)
             yield first, values
@@ -105,7 +106,7 @@ def write_lazily(
 
 def _match(
     model: PreTrainedModel,
-    stored: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Tensor],
     tied: Mapping[str, str],
     tensors: Mapping[str, LazyTensor],
 ) -> dict[str, LazyTensor]:

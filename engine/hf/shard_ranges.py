@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...utils.distributed import gather_numbers
@@ -30,7 +30,7 @@ class LocalPart:
     """The block of a model tensor that this rank holds."""
 
     # the live values of the block, with any strides
-    data: torch.Tensor
+    data: Tensor
     box: Box  # where it is in the tensor
     shape: tuple[int, ...]  # of the whole tensor
     # number of this rank among those that hold the block. Each writes an equal share
@@ -55,7 +55,7 @@ class LocalPart:
         return first, last
 
 
-def local_part(tensor: torch.Tensor, ranks: Sequence[int]) -> LocalPart:
+def local_part(tensor: Tensor, ranks: Sequence[int]) -> LocalPart:
     """This rank's part of a DTensor, or of a plain tensor that all ``ranks`` of the default group
     have.
     """
@@ -68,7 +68,7 @@ def local_part(tensor: torch.Tensor, ranks: Sequence[int]) -> LocalPart:
 
 
 def rows_part(
-    values: torch.Tensor,
+    values: Tensor,
     first: int,
     shape: Sequence[int],
 ) -> LocalPart:
@@ -93,7 +93,7 @@ class FileRows(NamedTuple):
 
     at: int  # the first element
     # a view of live values: each of its rows fills a run
-    values: torch.Tensor
+    values: Tensor
     # elements from the beginning of a run to the beginning of the next
     pitch: int
 
@@ -334,10 +334,10 @@ def _file_rows(block: _Block, part: LocalPart) -> Iterator[FileRows]:
 
 
 def _view(
-    data: torch.Tensor,
+    data: Tensor,
     axes: Sequence[_Axis],
     offset: int,
-) -> torch.Tensor:
+) -> Tensor:
     sizes = [axis.size for axis in axes]
     strides = [axis.stride for axis in axes]
     return data.as_strided(sizes, strides, offset)
@@ -363,7 +363,7 @@ class TransferPlan:
 @torch.no_grad()
 def plan_transfers(
     tensors: Sequence[FileTensor],
-    stored: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Tensor],
     ranks: Sequence[int],
 ) -> TransferPlan:
     """Plan how this rank gets the elements of ``tensors``, which are made from (or fill) the
@@ -393,7 +393,7 @@ def plan_transfers(
     return TransferPlan(tensors, parts, direct, list(groups.values()))
 
 
-def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def whole_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Copy the whole tensor to new memory on the CPU.
 
     A collective over the mesh of the tensor, or over ``group``: gloo, with all ranks of the mesh.
@@ -413,7 +413,7 @@ def whole_tensor(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -
     return full
 
 
-def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather_over(tensor: DTensor, group: dist.ProcessGroup) -> Tensor:
     """`DTensor.full_tensor` without the groups of the mesh, which training uses. Any mesh, one
     broadcast per shard.
 
@@ -483,7 +483,7 @@ class MergedWeights:
             self._last = part, replace(part, data=merged)
         return self._last[1]
 
-    def whole(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    def whole(self, key: str, tensor: Tensor) -> Tensor:
         """The whole ``tensor`` of this key, plus its adapters. A collective, see `whole_tensor`."""
         values = whole_tensor(tensor, self._group)
         if key not in self._adapters:
@@ -493,9 +493,9 @@ class MergedWeights:
     def _added(
         self,
         key: str,
-        values: torch.Tensor,
+        values: Tensor,
         box: Box,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         dtype = torch.promote_types(values.dtype, torch.float32)
         merged = values.to(dtype, copy=True)
         first, column = box.offsets

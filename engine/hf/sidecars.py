@@ -1,7 +1,6 @@
 """The other files of a Hugging Face folder: configs, code, tokenizer, files of the base model."""
 
 import copy
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, CONFIG_NAME, GENERATION_CONFIG
 from ...utils.compat.transformers_private import custom_object_save
 from ...utils.distributed import all_ranks_succeed, rank_zero_decides
 from ...utils.errors import CheckpointNotFoundError
-from ...utils.files import fsync_file, walk_files, write_durably
+from ...utils.files import StrPath, fsync_file, walk_files, write_durably
 from ...utils.logging import get_logger
 from ...utils.manifest import DELTA_NAME, MANIFEST_NAME
 from ..api import HFExportOptions
@@ -112,7 +111,7 @@ def write_sidecars(
 
 def adopt_base(
     model: PreTrainedModel,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     group: dist.ProcessGroup | None = None,
 ) -> torch.dtype:
     """Give a model the generation config of its folder, as in ``from_pretrained``. Every rank of

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...utils.compat.torch_private import (
     TorchDispatchMode,
@@ -95,7 +96,7 @@ class Origins(TorchDispatchMode):
     their inputs.
     """
 
-    def __init__(self, probes: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, probes: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.roots: dict[int, str] = {}
         self.pieces: dict[int, list[_JoinedPart]] = {}
@@ -105,7 +106,7 @@ class Origins(TorchDispatchMode):
         for key, probe in probes.items():
             self.add(key, probe)
 
-    def add(self, key: str, probe: torch.Tensor) -> None:
+    def add(self, key: str, probe: Tensor) -> None:
         """Register ``probe`` as the tensor named ``key``."""
         self.roots[storage_id(probe)] = key
         self.inputs[storage_id(probe)] = {key}
@@ -119,9 +120,9 @@ class Origins(TorchDispatchMode):
         kwargs: Any = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        used = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        used = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         for made in tree_leaves(result):
-            if not isinstance(made, torch.Tensor):
+            if not isinstance(made, Tensor):
                 continue
             if writes_in_place(func) or storage_id(made) not in self.inputs:
                 self._note(func, made, used, args)
@@ -130,8 +131,8 @@ class Origins(TorchDispatchMode):
     def _note(
         self,
         func: Any,
-        made: torch.Tensor,
-        used: list[torch.Tensor],
+        made: Tensor,
+        used: list[Tensor],
         args: Any,
     ) -> None:
         storage = storage_id(made)
@@ -159,7 +160,7 @@ class Origins(TorchDispatchMode):
             used = [tensor.unsqueeze(dim) for tensor in used]
         self.pieces[storage] = _joined(used, dim)
 
-    def describe(self, key: str, tensor: torch.Tensor) -> FileTensor:
+    def describe(self, key: str, tensor: Tensor) -> FileTensor:
         """The file tensor ``key`` for the result ``tensor`` of the conversion. Its sources are
         names of probes.
         """
@@ -180,7 +181,7 @@ class Origins(TorchDispatchMode):
             spans=None if spans is None else tuple(spans),
         )
 
-    def _spans(self, view: torch.Tensor, at: int) -> list[Span] | None:
+    def _spans(self, view: Tensor, at: int) -> list[Span] | None:
         storage = storage_id(view)
         source = self.roots.get(storage)
         if source is not None:
@@ -211,7 +212,7 @@ class _JoinedPart(NamedTuple):
     # first element of the joined storage that it fills
     start: int
     # its elements, in row-major order
-    tensor: torch.Tensor
+    tensor: Tensor
 
     @property
     def stop(self) -> int:
@@ -219,7 +220,7 @@ class _JoinedPart(NamedTuple):
         return self.start + self.tensor.numel()
 
 
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
+def _joined(parts: Sequence[Tensor], dim: int) -> list[_JoinedPart]:
     """The pieces that fill the storage of ``torch.cat(parts, dim)``."""
     pieces = []
     start = 0
@@ -232,10 +233,10 @@ def _joined(parts: Sequence[torch.Tensor], dim: int) -> list[_JoinedPart]:
 
 
 def _shown(
-    view: torch.Tensor,
+    view: Tensor,
     pieces: Sequence[_JoinedPart],
     by_rows: bool = True,
-) -> list[torch.Tensor] | None:
+) -> list[Tensor] | None:
     """The views of ``pieces`` that make up a view of their joined storage, in row-major order. None
     if no views do.
     """
@@ -279,10 +280,10 @@ def _shown(
 
 
 def _view_through_copy(
-    view: torch.Tensor,
+    view: Tensor,
     rest: int,
-    copied: torch.Tensor,
-) -> torch.Tensor | None:
+    copied: Tensor,
+) -> Tensor | None:
     """The view of ``copied`` like ``view``, which is from element ``rest`` of its contiguous copy,
     if there is one.
     """

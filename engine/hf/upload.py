@@ -11,7 +11,6 @@ upload (s3fs: ``max_concurrency`` parts of 50 MB). The next export to the same U
 killed one left in the folder.
 """
 
-import os
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from ...utils.errors import (
     ConfigError,
 )
 from ...utils.files import (
+    StrPath,
     as_write_error,
     bytes_digest,
     remove_or_log,
@@ -51,7 +51,7 @@ MIN_FILE_BYTES = 500 * 10**6
 def staging_folder(
     url: str,
     needed_bytes: int,
-    parent: str | os.PathLike[str] | None,
+    parent: StrPath | None,
     group: dist.ProcessGroup | None,
 ) -> Iterator[Path]:
     """Yield an empty folder that has room for an export to ``url`` and that all ranks see. Remove

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ...utils.atomic_folder import staged_folder
 from ...utils.distributed import all_ranks_succeed, gather_objects, get_rank, rank_zero_decides
-from ...utils.files import as_write_error, remove_or_log
+from ...utils.files import StrPath, as_write_error, remove_or_log
 from ...utils.logging import get_logger
 from ...utils.manifest import (
     DELTA_FILES,
@@ -52,7 +52,7 @@ _MIN_FILE_BYTES = 64 << 20
 """Larger weights get one file per rank, so that servers read and check files in parallel."""
 
 
-def published_versions(root: str | os.PathLike[str]) -> list[int]:
+def published_versions(root: StrPath) -> list[int]:
     """The complete versions under ``root``, oldest first. Empty if there is no such folder."""
     if not Path(root).is_dir():
         return []
@@ -234,7 +234,7 @@ def delete_old(root: str, keep: int, spare: Collection[Path] = ()) -> None:
             remove_or_log(path)
 
 
-def published_file(folder: str | os.PathLike[str], name: str) -> Path:
+def published_file(folder: StrPath, name: str) -> Path:
     """Path of a small file of a published version, which may be in a version before if this one
     holds changes alone.
 

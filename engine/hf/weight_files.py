@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ...utils.errors import CheckpointCorruptError
 from ...utils.files import map_window, start_writeback
@@ -97,7 +98,7 @@ class WeightWriter:
         self,
         slot: TensorSlot,
         at: int,
-        values: torch.Tensor,
+        values: Tensor,
         pitch: int | None = None,
     ) -> None:
         """Write ``values`` (any strides, dtype and device) from element ``at`` of the tensor at
@@ -136,7 +137,7 @@ class WeightWriter:
 
     def _bytes(
         self,
-        values: torch.Tensor,
+        values: Tensor,
         dtype: torch.dtype,
         run: int,
     ) -> Iterator[memoryview]:
@@ -241,7 +242,7 @@ class WeightReader:
         self,
         slot: TensorSlot,
         at: int,
-        target: torch.Tensor,
+        target: Tensor,
         pitch: int | None = None,
     ) -> None:
         """Fill ``target`` (any strides, dtype and device) with values from element ``at`` of the
@@ -260,7 +261,7 @@ class WeightReader:
         self,
         slot: TensorSlot,
         at: int,
-        target: torch.Tensor,
+        target: Tensor,
         step: int,
     ) -> None:
         run = target[0].numel()
@@ -287,7 +288,7 @@ class WeightReader:
         self,
         slot: TensorSlot,
         at: int,
-        target: torch.Tensor,
+        target: Tensor,
     ) -> None:
         for piece in _chunks_of(target, READ_BYTES // slot.dtype.itemsize):
             if _is_in_memory(piece, slot.dtype):
@@ -318,7 +319,7 @@ class WeightReader:
 
     def _copy_read(
         self,
-        piece: torch.Tensor,
+        piece: Tensor,
         slot: TensorSlot,
         at: int,
     ) -> None:
@@ -331,7 +332,7 @@ class WeightReader:
 
     def _copy_mapped(
         self,
-        piece: torch.Tensor,
+        piece: Tensor,
         slot: TensorSlot,
         at: int,
     ) -> bool:
@@ -354,7 +355,7 @@ class WeightReader:
 
     def _fill(
         self,
-        values: torch.Tensor,
+        values: Tensor,
         slot: TensorSlot,
         at: int,
     ) -> None:
@@ -371,7 +372,7 @@ class WeightReader:
             offset += count
 
 
-def _run_and_pitch(values: torch.Tensor, pitch: int | None) -> tuple[int, int]:
+def _run_and_pitch(values: Tensor, pitch: int | None) -> tuple[int, int]:
     """Elements that are side by side in the file, and from the beginning of such a run to the next
     one.
     """
@@ -384,15 +385,15 @@ def _run_and_pitch(values: torch.Tensor, pitch: int | None) -> tuple[int, int]:
     return row, pitch
 
 
-def _is_in_memory(values: torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_in_memory(values: Tensor, dtype: torch.dtype) -> bool:
     return values.dtype == dtype and values.device.type == "cpu" and values.is_contiguous()
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
+def _bytes_of(values: Tensor) -> memoryview:
     return memory_of(bytes_of(values))
 
 
-def _chunks_of(values: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+def _chunks_of(values: Tensor, most: int) -> Iterator[Tensor]:
     """Cut a tensor in row-major order into pieces of at most ``most`` elements, without a copy."""
     if values.numel() <= most:
         yield values

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class HostBlocks:
@@ -26,7 +27,7 @@ class HostBlocks:
         self._copies = [dict[torch.device, torch.cuda.Event]() for _ in range(n_blocks)]
         self._turn = 0
 
-    def take(self, n_bytes: int) -> torch.Tensor:
+    def take(self, n_bytes: int) -> Tensor:
         """``[n_bytes]`` uint8, valid until the next call. Waits for earlier copies with it."""
         self._turn = (self._turn + 1) % len(self._blocks)
         self._wait(self._turn)
@@ -37,7 +38,7 @@ class HostBlocks:
             self._blocks[self._turn] = block
         return block[:n_bytes]
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: Tensor, source: Tensor) -> None:
         """Start a copy to or from the block of the last `take`. Values are cast on the device.
 
         On the device, the copy is ordered before later work in the current stream of the thread.
@@ -51,7 +52,7 @@ class HostBlocks:
         for turn in range(len(self._blocks)):
             self._wait(turn)
 
-    def pack(self, pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> Iterator[memoryview]:
+    def pack(self, pieces: Iterable[Tensor], dtype: torch.dtype) -> Iterator[memoryview]:
         """Yield the bytes of ``pieces`` (any strides, dtype and device) as ``dtype``, side by side.
 
         Each result holds as many whole pieces as fit into a block, and is valid until the next is
@@ -89,9 +90,7 @@ class HostBlocks:
         self._copies[turn].clear()
 
 
-def _begin_copy(
-    target: torch.Tensor, source: torch.Tensor
-) -> tuple[torch.device, torch.cuda.Event | None]:
+def _begin_copy(target: Tensor, source: Tensor) -> tuple[torch.device, torch.cuda.Event | None]:
     """Start a copy on the current stream of either device. On the CPU the copy is done at once,
     without an event.
     """

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 BLOCK_BYTES = 64 << 20
 """Approximate size of the part of a tensor that is in memory. At least one row."""
@@ -22,27 +23,27 @@ class LazyTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: Callable[[int, int], torch.Tensor]
+    rows: Callable[[int, int], Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "LazyTensor":
+    def of(cls, tensor: Tensor) -> "LazyTensor":
         """Wrap a tensor that is in memory or mapped."""
 
-        def rows(first: int, last: int) -> torch.Tensor:
+        def rows(first: int, last: int) -> Tensor:
             return tensor[first:last] if tensor.ndim else tensor
 
         return cls(tuple(tensor.shape), tensor.dtype, rows)
 
     @classmethod
     def read_at_once(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]
     ) -> "LazyTensor":
         """Wrap a tensor that can only be read as a whole. It is kept while its blocks are read in
         order.
         """
-        kept: list[torch.Tensor] = []
+        kept: list[Tensor] = []
 
-        def rows(first: int, last: int) -> torch.Tensor:
+        def rows(first: int, last: int) -> Tensor:
             if not kept:
                 kept.append(read())
             whole = kept[0]
@@ -74,7 +75,7 @@ class LazyTensor:
             return self
         return LazyTensor(self.shape, dtype, lambda first, last: self.rows(first, last).to(dtype))
 
-    def blocks(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """First element and values of consecutive blocks of rows, contiguous, of about
         `BLOCK_BYTES` each.
         """

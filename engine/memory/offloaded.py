@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...utils.compat.torch_private import storage_id
 from ...utils.errors import EngineOffloadedError
@@ -32,9 +31,9 @@ class Away:
         copy: the value in host memory, sharded like the tensor.
     """
 
-    local: torch.Tensor
+    local: Tensor
     n_bytes: int
-    copy: torch.Tensor
+    copy: Tensor
 
 
 _away = PerModel[dict[str, Away]](
@@ -52,12 +51,12 @@ def tensors_away(model: nn.Module) -> dict[str, Away]:
     return found
 
 
-def host_copies(model: nn.Module) -> dict[str, torch.Tensor]:
+def host_copies(model: nn.Module) -> dict[str, Tensor]:
     """Dotted name -> copy of each offloaded tensor."""
     return {name: one.copy for name, one in tensors_away(model).items()}
 
 
-def weights_on_host(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights_on_host(model: nn.Module) -> dict[str, Tensor]:
     """Clean name -> copy of each offloaded parameter and buffer."""
     return {
         name.removeprefix(MODEL): copy

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _ALIGNMENT_BYTES = 512  # as torch aligns on a GPU. No dtype and no cache line needs more
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
@@ -57,25 +58,23 @@ class _Mapping(mmap.mmap):
                 cudart.cudaHostUnregister(address)
 
 
-def host_copies_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def host_copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous CPU tensors with the names, shapes and dtypes of ``tensors``, without their
     values.
 
     Copies of tensors on one device share a mapping, which lives as long as any of them. Raises
     OSError if there is no memory, and RuntimeError if CUDA cannot pin it.
     """
-    of_device = defaultdict[torch.device, dict[str, torch.Tensor]](dict)
+    of_device = defaultdict[torch.device, dict[str, Tensor]](dict)
     for name, tensor in tensors.items():
         of_device[tensor.device][name] = tensor
-    copies: dict[str, torch.Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for device, some in of_device.items():
         copies |= _in_one_mapping(some, device)
     return copies
 
 
-def _in_one_mapping(
-    tensors: Mapping[str, torch.Tensor], device: torch.device
-) -> dict[str, torch.Tensor]:
+def _in_one_mapping(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     # One after the other, each at a multiple of the alignment.
     places: dict[str, int] = {}
     total = 0
@@ -91,7 +90,7 @@ def _in_one_mapping(
     if device.type == "cuda":
         mapping.pin(memory.data_ptr(), device)
 
-    copies: dict[str, torch.Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         data = memory[places[name] : places[name] + tensor.nbytes]
         copies[name] = data.view(tensor.dtype).view(tensor.shape)

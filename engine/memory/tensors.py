@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -17,7 +18,7 @@ from ...utils.distributed import get_rank, get_world_size
 from ...utils.errors import ConfigError
 from .per_model import PerModel
 
-T = TypeVar("T", bound=torch.Tensor)
+T = TypeVar("T", bound=Tensor)
 
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 """Names that activation checkpointing, torch.compile and FSDP1 give to the module that they wrap.
@@ -33,7 +34,7 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """``(dotted name, tensor)`` of nested mappings, named as in torch's DCP."""
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -42,7 +43,7 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -58,7 +59,7 @@ class Box(NamedTuple):
         """Last index in each dimension of the whole tensor."""
         return tuple(at + size - 1 for at, size in zip(self.offsets, self.sizes, strict=True))
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
+    def of(self, whole: Tensor) -> Tensor:
         """The block of a tensor, a view."""
         ranges = zip(self.offsets, self.sizes, strict=True)
         return whole[tuple(slice(at, at + size) for at, size in ranges)]
@@ -74,7 +75,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def local_box(tensor: torch.Tensor) -> Box:
+def local_box(tensor: Tensor) -> Box:
     """The block of a sharded tensor that this rank holds, or all of a plain tensor. No
     communication.
 
@@ -225,7 +226,7 @@ def _slices_like(own: np.ndarray, root: np.ndarray) -> np.ndarray:
     return slices if is_own.any() else own[None]
 
 
-def copy_number(tensor: torch.Tensor, group: Sequence[int] | None = None) -> tuple[int, int]:
+def copy_number(tensor: Tensor, group: Sequence[int] | None = None) -> tuple[int, int]:
     """This rank's number among the ranks that hold the same part of a tensor, and how many these
     are.
 
@@ -252,26 +253,26 @@ def copy_number(tensor: torch.Tensor, group: Sequence[int] | None = None) -> tup
     return int(np.ravel_multi_index(here[0][kept], sizes)), math.prod(sizes)
 
 
-def counts_here(tensor: torch.Tensor) -> bool:
+def counts_here(tensor: Tensor) -> bool:
     """Whether this rank is the first of the ranks that hold the same part of a tensor."""
     number, copies = copy_number(tensor)
     return number == 0 < copies
 
 
-def is_expanded(tensor: torch.Tensor) -> bool:
+def is_expanded(tensor: Tensor) -> bool:
     """Whether several elements share one place in memory."""
     dimensions = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in dimensions)
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as ``[n]`` uint8. A tensor of one element may have any
     stride.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def memory_of(data: torch.Tensor) -> memoryview:
+def memory_of(data: Tensor) -> memoryview:
     """The memory of `bytes_of` a CPU tensor, to read or to write. It keeps the tensor alive.
 
     ``Tensor.numpy`` would forbid for ever to resize the storage, and so to free the memory of a
@@ -281,7 +282,7 @@ def memory_of(data: torch.Tensor) -> memoryview:
 
 
 class _Memory:
-    def __init__(self, data: torch.Tensor) -> None:
+    def __init__(self, data: Tensor) -> None:
         self._data = data
         self.__array_interface__ = {
             "version": 3,

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...utils.compat.torch_private import n_writes
 from .tensors import local_tensor
@@ -93,8 +93,8 @@ class _Live(NamedTuple):
     """A watched tensor while it is watched."""
 
     name: str
-    tensor: torch.Tensor
-    local: torch.Tensor
+    tensor: Tensor
+    local: Tensor
     version: int  # when the watch began
 
 
@@ -104,10 +104,10 @@ class WriteWatch:
     Takes the name, the live tensor (a DTensor or plain) and the copy of its local part on the CPU.
     """
 
-    def __init__(self, watched: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, watched: Sequence[tuple[str, Tensor, Tensor]]) -> None:
         self._live: list[_Live] = []
-        self._sampled_copies: dict[str, torch.Tensor] = {}
-        sampled: list[torch.Tensor] = []
+        self._sampled_copies: dict[str, Tensor] = {}
+        sampled: list[Tensor] = []
         for name, tensor, copy in watched:
             local = local_tensor(tensor)
             self._live.append(_Live(name, tensor, local, _version(tensor, local)))
@@ -163,9 +163,9 @@ class WriteWatch:
         return sorted(self._written)
 
 
-def changed_since(live: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor]) -> set[str]:
+def changed_since(live: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> set[str]:
     """Names of the live tensors of which a few elements differ from their copy on the CPU."""
-    of_device = defaultdict[torch.device, list[tuple[str, torch.Tensor, torch.Tensor]]](list)
+    of_device = defaultdict[torch.device, list[tuple[str, Tensor, Tensor]]](list)
     for name, tensor in live.items():
         of_device[tensor.device].append((name, tensor, local_tensor(copies[name])))
     changed = set[str]()
@@ -178,22 +178,22 @@ def changed_since(live: Mapping[str, torch.Tensor], copies: Mapping[str, torch.T
     return changed
 
 
-def _version(tensor: torch.Tensor, local: torch.Tensor) -> int:
+def _version(tensor: Tensor, local: Tensor) -> int:
     """Number of operations that torch has counted on a DTensor and on its local tensor."""
     if tensor is local:
         return n_writes(local)
     return n_writes(local) + n_writes(tensor)
 
 
-def _count(tensor: torch.Tensor) -> int:
+def _count(tensor: Tensor) -> int:
     return min(tensor.numel(), SAMPLES)
 
 
-def _sample(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
+def _sample(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
     """Dtype -> samples of all tensors of this dtype. All tensors are contiguous and have two or
     more elements.
     """
-    views = defaultdict[torch.dtype, list[torch.Tensor]](list)
+    views = defaultdict[torch.dtype, list[Tensor]](list)
     for tensor in tensors:
         # Evenly spread from the first element on.
         count = _count(tensor)
@@ -202,5 +202,5 @@ def _sample(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, torch.Tensor]:
     return {dtype: torch.cat(some) for dtype, some in views.items()}
 
 
-def _bits(sample: torch.Tensor) -> torch.Tensor:
+def _bits(sample: Tensor) -> Tensor:
     return sample.view(torch.uint8).view(len(sample), -1)

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ...utils.errors import BatchError
 from ..api import Batch
 from ..servers.api import ModelResponse
 from ..training.batch import IMAGES, join_images, validate_batch, with_images
 
-Trajectory = dict[str, torch.Tensor]
+Trajectory = dict[str, Tensor]
 """The sequences of one ticket, right-padded: ``input_ids``, ``attention_mask``, ``loss_mask``,
 ``logprobs`` and ``versions`` of ``[n, S]``, ``rewards`` of ``[n]``. More entries of either shape
 may follow. ``truncated``, ``[n]`` bool, marks sequences that ended at a length limit. Values per
@@ -69,7 +70,7 @@ def to_trajectory(
     lengths = [len(sequence.input_ids) for sequence in sequences]
     longest = max(lengths)
 
-    def padded(name: str, dtype: torch.dtype) -> torch.Tensor:
+    def padded(name: str, dtype: torch.dtype) -> Tensor:
         padding = _PADDING.get(name, 0)
         rows = []
         for sequence in sequences:
@@ -118,7 +119,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
             raise BatchError(f"{name!r} has shape {list(found)}; expected {list(shape)}")
 
 
-def sampled_versions(trajectory: Trajectory) -> torch.Tensor:
+def sampled_versions(trajectory: Trajectory) -> Tensor:
     """Versions of the weights that sampled the tokens in the loss, ``[tokens]``."""
     versions = trajectory["versions"]
     in_loss = trajectory["loss_mask"].bool()
@@ -169,7 +170,7 @@ def _with_truncated(trajectory: Trajectory) -> Trajectory:
     return {_TRUNCATED: complete, **trajectory}
 
 
-def _widened(name: str, trajectory: Trajectory, length: int) -> torch.Tensor:
+def _widened(name: str, trajectory: Trajectory, length: int) -> Tensor:
     tensor = trajectory[name]
     if not tensor.is_floating_point():
         tensor = tensor.long()

@@ -24,6 +24,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ...utils.errors import PublishError
+from ...utils.files import StrPath
 from ..hf.adapter_folder import CONFIG, WEIGHTS
 from ..hf.versions import AMPLIFIED_PREFIX
 
@@ -38,7 +39,7 @@ class AdapterFacts:
     modules: Sequence[str]
 
 
-def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
+def read_facts(folder: StrPath) -> AdapterFacts:
     """Read rank and target modules of the LoRA adapters in a published folder.
 
     Raises PublishError if the folder holds no adapters, or is damaged.
@@ -52,7 +53,7 @@ def read_facts(folder: str | os.PathLike[str]) -> AdapterFacts:
 
 
 @contextmanager
-def amplified(folder: str | os.PathLike[str], size: float) -> Iterator[Path | None]:
+def amplified(folder: StrPath, size: float) -> Iterator[Path | None]:
     """Make a folder beside ``folder``, with the same adapters and a larger factor: each adds about
     ``size`` to a layer.
 

@@ -6,13 +6,13 @@ AReaL reads the same.
 """
 
 import base64
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ...utils.config import require_numbers, require_range
+from ...utils.files import StrPath
 from ...utils.manifest import manifest_digest
 
 StopReason = Literal["stop", "length"]
@@ -284,7 +284,7 @@ def server_stats(reports: Iterable[ServerReport]) -> dict[str, float]:
     return stats
 
 
-def weights_label(folder: str | os.PathLike[str], version: int) -> str:
+def weights_label(folder: StrPath, version: int) -> str:
     """Label of a server that serves the published ``folder``: ``<version>-<digest of the
     manifest>``.
     """

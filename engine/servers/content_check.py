@@ -20,15 +20,16 @@ So in 16 bits each server has to show two facts once, also while it is busy:
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...utils.config import require_choice
 from ...utils.errors import PublishError
+from ...utils.files import StrPath
 from ...utils.manifest import read_manifest
 from ..hf.sidecars import PROBE_NAME
 from ..hf.versions import holds_adapters, published_file
@@ -60,7 +61,7 @@ class WeightsProbe:
         return json.dumps(asdict(self)).encode()
 
 
-def read_weights_probe(folder: str | os.PathLike[str]) -> WeightsProbe | None:
+def read_weights_probe(folder: StrPath) -> WeightsProbe | None:
     """Read the probe of a published folder. None if there is none, and PublishError if it is
     damaged.
     """
@@ -99,7 +100,7 @@ def compute_weights_probe(engine: Any) -> WeightsProbe | None:
     return WeightsProbe(ids[0].tolist(), logprobs[0, 1:].tolist(), engine.config.dtype)
 
 
-def _prompt_ids(config: Any) -> torch.Tensor:
+def _prompt_ids(config: Any) -> Tensor:
     """Pseudo-random token ids, ``[1, tokens]``, the same for every model with this config."""
     # The server samples one more token, for which the context must have room.
     context = getattr(config, "max_position_embeddings", None) or _TOKENS + 1
@@ -112,7 +113,7 @@ def _prompt_ids(config: Any) -> torch.Tensor:
     return torch.randint(low, high, (1, tokens), generator=generator)
 
 
-def _logprobs_of_the_model(output: Any, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _logprobs_of_the_model(output: Any, data: Mapping[str, Tensor]) -> Tensor:
     return token_logprobs(output, data["input_ids"], data["cu_seqlens"], temperature=1.0)[0]
 
 
@@ -138,9 +139,7 @@ class CheckedAnswer:
     logprobs: Sequence[float]
 
 
-def expected_answer(
-    folder: str | os.PathLike[str], probe: WeightsProbe, dtype: str | None
-) -> ExpectedAnswer:
+def expected_answer(folder: StrPath, probe: WeightsProbe, dtype: str | None) -> ExpectedAnswer:
     """What a server must answer with the weights of a published folder and its ``probe``.
 
     The server computes in ``dtype``, or in the stored dtype of the folder.
@@ -214,7 +213,7 @@ def _mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
     return sum(differences) / len(differences)
 
 
-def _stored_dtype(folder: str | os.PathLike[str], manifest: Mapping[str, Any]) -> str:
+def _stored_dtype(folder: StrPath, manifest: Mapping[str, Any]) -> str:
     """Coarsest stored dtype, by the config of a model or the manifest of adapters and their base.
     Else float32.
     """

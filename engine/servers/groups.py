@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...utils.errors import PoisonedServerError, ServerError
 from ...utils.threads import on_daemon_thread
@@ -37,7 +37,7 @@ class SenderGroup(Protocol):
         """Form the group while the workers join it. Raises RuntimeError if they do not in time."""
         ...
 
-    def send(self, data: torch.Tensor) -> None:
+    def send(self, data: Tensor) -> None:
         """Broadcast bytes in host memory, which may change afterwards. RuntimeError if a worker is
         gone or too slow.
         """
@@ -86,7 +86,7 @@ class GlooGroup:
         """See `SenderGroup`."""
         self._group = dist.ProcessGroupGloo(self._store, 0, 1 + self._workers, self._limit)
 
-    def send(self, data: torch.Tensor) -> None:
+    def send(self, data: Tensor) -> None:
         """See `SenderGroup`."""
         assert self._group is not None, "send comes after connect"
         options = dist.BroadcastOptions()

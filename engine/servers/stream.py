@@ -16,6 +16,7 @@ from functools import cached_property
 from threading import Condition
 
 import torch
+from torch import Tensor
 
 from ...utils.files import bytes_digest
 from ..hf.buckets import Bucket
@@ -35,7 +36,7 @@ class FilledBucket:
     """A gathered bucket. ``data`` is valid until the reader releases it."""
 
     bucket: Bucket
-    data: torch.Tensor  # ``[nbytes]`` uint8
+    data: Tensor  # ``[nbytes]`` uint8
     last: bool  # whether it is the last one of the version
 
     @property
@@ -82,7 +83,7 @@ class WeightStream:
         self.problem: str | None = None  # why no more buckets are filled
         self._count = len(buckets)
         self._deadline = time.monotonic() + timeout_s
-        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._buffers: list[Tensor | None] = [None, None]
         self._pinned = pinned
         self._readers: list[BucketReader] | None = None
 
@@ -132,7 +133,7 @@ class WeightStream:
         # Before `open` the readers are still to come.
         return self._readers is None or any(one.problem is None for one in self._readers)
 
-    def target(self, bucket: Bucket) -> torch.Tensor:
+    def target(self, bucket: Bucket) -> Tensor:
         """The memory for a bucket. It is free after `make_room`."""
         turn = bucket.number % len(self._buffers)
         buffer = self._buffers[turn]

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from threading import RLock
 from weakref import WeakSet
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...utils.compat.torch_private import like_sharded, same_layout
@@ -26,7 +25,7 @@ class HostBuffers:
     _lock = RLock()  # threads that write snapshots end their reading
 
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         self._readers: WeakSet[object] = WeakSet()
 
     @classmethod
@@ -81,7 +80,7 @@ class HostBuffers:
         with self._lock:
             self._readers.add(reader)
 
-    def fit(self, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def fit(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a buffer for each live tensor: the one with its name, or a new one."""
         shards = {}
         for name, tensor in live.items():
@@ -105,8 +104,8 @@ _host_buffers = PerModel["WeakSet[HostBuffers]"](
 
 
 def _fits(
-    buffer: torch.Tensor | None,
-    live: torch.Tensor,
+    buffer: Tensor | None,
+    live: Tensor,
 ) -> bool:
     # Both sharded alike, or both plain.
     if isinstance(buffer, DTensor) and isinstance(live, DTensor):

@@ -18,6 +18,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...utils.compat.torch_private import storage_id
 from ...utils.devices import free_cached_memory
@@ -148,7 +149,7 @@ class Offload:
         self._release_buffers()
         self.tags.difference_update(tags)
 
-    def _tensors_of(self, tags: Collection[str]) -> dict[str, torch.Tensor]:
+    def _tensors_of(self, tags: Collection[str]) -> dict[str, Tensor]:
         """Dotted name -> tensor to offload. What shares its memory with another tensor stays."""
         tensors = self._state.live_tensors(readable=False)  # without gathered parameters
         model = self._state.model
@@ -175,7 +176,7 @@ class Offload:
                 found[name] = tensors[name]
         return found
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy tensors to host memory, and wait. Buffers of a snapshot that equal them are taken
         without a copy.
         """
@@ -184,7 +185,7 @@ class Offload:
 
         # Copies of snapshots.
         model = self._state.model
-        copies: dict[str, torch.Tensor] = {}
+        copies: dict[str, Tensor] = {}
         others = dict(tensors)
         for staging in stagings_of(model):
             lent = staging.lend(others, self, self._kept)

@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...utils.compat.torch_private import buffers_of, parameters_of, replace_members
 from ..hf.dtypes import own_dtypes
@@ -36,7 +36,7 @@ _base_locks = PerModel[Lock](
 @torch.no_grad()
 def staged_model(
     model: M,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
 ) -> M:
     """A view of ``model``, of transformers or PEFT, with staged weights as its parameters and
     buffers, for an export.
@@ -84,7 +84,7 @@ def reading_base(view: nn.Module) -> Iterator[None]:
 
 
 def offload_base(
-    copies: Mapping[int, torch.Tensor],
+    copies: Mapping[int, Tensor],
     reader: Callable[[object], None],
 ) -> None:
     """Give every view the copy of each frozen parameter of its base. Call it before the base is
@@ -105,7 +105,7 @@ def offload_base(
 
 def _replace_tensors(
     view: nn.Module,
-    of_id: Mapping[int, torch.Tensor],
+    of_id: Mapping[int, Tensor],
 ) -> None:
     for module in view.modules():
         parameters = _replaced(parameters_of(module), of_id)
@@ -115,6 +115,6 @@ def _replace_tensors(
 
 def _replaced(
     members: Mapping[str, Any],
-    of_id: Mapping[int, torch.Tensor],
+    of_id: Mapping[int, Tensor],
 ) -> dict[str, Any]:
     return {name: of_id.get(id(tensor), tensor) for name, tensor in members.items()}

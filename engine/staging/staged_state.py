@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...utils.compat.torch_private import storage_id
@@ -149,7 +149,7 @@ class Staging(LiveReader):
         live: Tensors,
         reader: object,
         kept: set[HostBuffers],
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Return the buffers that equal ``live`` tensors, by name, after the copy, for one more
         ``reader``.
 
@@ -215,8 +215,8 @@ class _Transfer(NamedTuple):
     """A live tensor, and the local tensor of the buffer for its copy."""
 
     name: str
-    live: torch.Tensor
-    buffer: torch.Tensor
+    live: Tensor
+    buffer: Tensor
 
 
 class _HostCopy:
@@ -376,7 +376,7 @@ def _nest(
 def _not_offloaded(
     state: DCPState,
     values: Mapping[str, Any],
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Dotted name -> tensor, for the `DCPState.state_dict` of ``state``, without copies in host
     memory.
     """

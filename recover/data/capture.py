@@ -15,6 +15,7 @@ from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ...engine.api import Stateful
@@ -48,7 +49,7 @@ class EpochOrder:
     # epoch of the sampler. None if the order does not depend on it, or it is unknown
     epoch: int | None = None
     # state before the first draw, uint8. None if there is none, or it is unknown
-    generator: torch.Tensor | None = None
+    generator: Tensor | None = None
     # seeds and generators of other names and kinds (`draws_of`)
     draws: dict[str, Any] = field(default_factory=dict)
 
@@ -102,7 +103,7 @@ class OrderNote:
         # the sampler moved on to another epoch by itself after the last sample
         self.advanced = False
         # after a restore: draw the next order from this state
-        self.resumed: torch.Tensor | None = None
+        self.resumed: Tensor | None = None
         self._begin = type(sampler).__iter__
 
     def next_order(self) -> EpochOrder:

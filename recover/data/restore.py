@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...engine.api import Stateful, StepInfo
@@ -198,9 +199,7 @@ class RestoredEpoch:
         )
 
 
-def _drawn_from(
-    note: OrderNote | None, order: EpochOrder, last_step: StepInfo
-) -> torch.Tensor | None:
+def _drawn_from(note: OrderNote | None, order: EpochOrder, last_step: StepInfo) -> Tensor | None:
     # State of the generator from which to draw the order. None if the order is not drawn from one.
     here = None if note is None else note.next_order().generator
     if here is None and order.generator is not None:
@@ -308,7 +307,7 @@ def _is_over(loader: Stateful, state_dict: Mapping[str, Any]) -> bool:
 
 def same_state(one: Any, other: Any) -> bool:
     """Whether two states have equal values of the same types. NaN equals NaN."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.dtype != other.dtype or one.shape != other.shape:
             return False
         return torch.equal(bytes_of(one.contiguous()), bytes_of(other.contiguous()))

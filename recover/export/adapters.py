@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ...engine.api import export_dtype
@@ -118,7 +118,7 @@ class StoredAdapters:
             )
         return folder
 
-    def in_folder(self) -> dict[str, torch.Tensor]:
+    def in_folder(self) -> dict[str, Tensor]:
         """Name in a PEFT folder -> tensor. Raises `ConfigError` if more than the adapters was
         trained.
         """
@@ -127,7 +127,7 @@ class StoredAdapters:
                 f"{self.where} holds {sorted(self._beside)[0]!r} ({len(self._beside)} such) beside "
                 "its adapters, which a folder of PEFT would lack; export it merged"
             )
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Tensor] = {}
         for layer, pair in self._pairs.items():
             found[f"{ROOT}{layer}.lora_A.weight"] = read_whole(pair.a)
             found[f"{ROOT}{layer}.lora_B.weight"] = read_whole(pair.b)
@@ -227,7 +227,7 @@ def write_peft(
     verify_folder(source)
 
     # They are small, so all are in memory.
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in adapters.in_folder().items():
         own = export_dtype(dtype, tensor.dtype)
         tensors[name] = tensor.to(own)
@@ -261,7 +261,7 @@ def _add(
     adapter = Adapter("", a, b, scaling, transposed)
     dtype = torch.promote_types(weight.dtype, torch.float32)
 
-    def rows(first: int, last: int) -> torch.Tensor:
+    def rows(first: int, last: int) -> Tensor:
         base = weight.rows(first, last).to(dtype, copy=True)
         return base + adapter.rows(first, last, a, b)
 

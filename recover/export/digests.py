@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import xxhash
+from torch import Tensor
 
 from ...engine.memory.tensors import bytes_of
 from ...utils.errors import CheckpointCorruptError
 from .stored_tensors import Tensors
 
-Seen = Callable[[str, int, torch.Tensor], None]
+Seen = Callable[[str, int, Tensor], None]
 """Called for each block with ``model.<name>`` or ``optim.state.<parameter>.<entry>``, first element
 and values.
 """
@@ -28,7 +29,7 @@ class Digests:
         self,
         name: str,
         first: int,
-        values: torch.Tensor,
+        values: Tensor,
     ) -> None:
         """Add a block, see `Seen`."""
         # A tensor that has several names is read for each, so it may begin again.

@@ -6,7 +6,6 @@ is written in the background. The files are written into a hidden staging folder
 rank, and become visible by one rename.
 """
 
-import os
 import platform
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -30,7 +29,7 @@ from ...engine.memory.tensors import flatten
 from ...engine.staging.staged_state import Staging
 from ...utils.distributed import all_ranks_succeed, drop_group, get_rank, new_background_group
 from ...utils.errors import CheckpointError, FolderInUseError
-from ...utils.files import as_write_error, require_free_space
+from ...utils.files import StrPath, as_write_error, require_free_space
 from ...utils.logging import get_logger
 from ...utils.manifest import FileEntry, write_entry
 from ...utils.plain_values import pack_plain
@@ -491,7 +490,7 @@ def capture_process(
     return pack_plain("generators", contents), rng
 
 
-def write_process(folder: str | os.PathLike[str], name: str, state: bytes) -> FileEntry:
+def write_process(folder: StrPath, name: str, state: bytes) -> FileEntry:
     """Write the bytes from `capture_process` as ``<folder>/<name>``."""
     (Path(folder) / name).parent.mkdir(exist_ok=True)
     return write_entry(folder, name, state)

@@ -24,6 +24,7 @@ from ...utils.errors import (
     CheckpointWriteError,
 )
 from ...utils.files import (
+    StrPath,
     as_write_error,
     commit_folder,
     fsync_dir,
@@ -108,7 +109,7 @@ class GenerationStore:
                 return RecoverInfo.read(path).run_id
         return None
 
-    def require_own(self, run_id: str | None, where: str | os.PathLike[str]) -> None:
+    def require_own(self, run_id: str | None, where: StrPath) -> None:
         """Raise `CheckpointMismatchError` if the generation at ``where`` is of another run than
         this folder.
 

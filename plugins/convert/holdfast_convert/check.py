@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from holdfast.engine.dcp.load import dry_load
 from holdfast.engine.dcp.state import GENERATORS, PACKED, DCPState
@@ -24,7 +24,7 @@ from .writers import dcp_entries, plain_groups
 def tensors_only(seen: Seen) -> Seen:
     """Leave out what is no tensor of model or optimizer: groups, schedule, generators."""
 
-    def only(name: str, first: int, values: torch.Tensor) -> None:
+    def only(name: str, first: int, values: Tensor) -> None:
         if name.startswith(("model.", "optim.state.")):
             seen(name, first, values)
 
@@ -87,7 +87,7 @@ def _nested_entries(checkpoint: Checkpoint) -> dict[Any, Any]:
     return values
 
 
-def _on_meta(tensor: LazyTensor) -> torch.Tensor:
+def _on_meta(tensor: LazyTensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

@@ -10,7 +10,6 @@ read as a whole. ``.bin`` files of torch before 1.6 are read completely. Disk: t
 Reads: source and target, once each.
 """
 
-import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from holdfast.recover.saving.snapshot import manifest_facts
 from holdfast.utils.atomic_folder import staged_folder
 from holdfast.utils.config import require_choice, require_range
 from holdfast.utils.errors import ConfigError
-from holdfast.utils.files import require_free_space
+from holdfast.utils.files import StrPath, require_free_space
 from holdfast.utils.manifest import require_outside_commits, write_manifest
 from holdfast.utils.remote import FETCH_FIRST, require_local
 
@@ -74,18 +73,18 @@ class Conversion:
 
 
 def convert(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: StrPath,
+    target: StrPath,
     *,
     to: str,
     dtype: str | None = None,
     root: str | None = None,
-    config: str | os.PathLike[str] | None = None,
+    config: StrPath | None = None,
     engine: str | None = None,
     step: int | None = None,
     steps_per_epoch: int | None = None,
     merge: bool = False,
-    base: str | os.PathLike[str] | None = None,
+    base: StrPath | None = None,
     progress: bool = False,
 ) -> Conversion:
     """Convert the checkpoint in ``source`` to ``target``, which appears only after it was read back

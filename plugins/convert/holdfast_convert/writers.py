@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from holdfast.engine.api import StepInfo
 from holdfast.engine.dcp.fingerprint import BlockSampler, combine_samples
@@ -61,7 +61,7 @@ def write_areal(checkpoint: Checkpoint, folder: Path, seen: Seen) -> list[FileEn
 
 
 def _below_root(seen: Seen) -> Seen:
-    def below(name: str, first: int, values: torch.Tensor) -> None:
+    def below(name: str, first: int, values: Tensor) -> None:
         seen(name.removeprefix(f"{ROOT}."), first, values)
 
     return below
@@ -302,7 +302,7 @@ def _sampled(checkpoint: Checkpoint, sampler: BlockSampler, seen: Seen) -> Seen:
     """Let ``sampler`` see every block, too."""
     numels = {name: tensor.numel for name, tensor in checkpoint.tensors()}
 
-    def both(name: str, first: int, values: torch.Tensor) -> None:
+    def both(name: str, first: int, values: Tensor) -> None:
         sampler.add(name, numels.get(name, 0), first, values)
         seen(name, first, values)
 
