@@ -26,13 +26,14 @@ LATENCY_S = 50e-6
 """Seconds that one message between two nodes takes over TCP."""
 REPEATS = 20
 
-NUMBERS, SUM, OBJECT, DECISION = (
-    "all_gather",
-    "all_reduce",
-    "all_gather_object",
-    "broadcast_object_list",
-)
-OURS, OBJECTS = "Holdfast agreement", "an exchange of objects for each agreement"
+# Functions of torch.distributed.
+NUMBERS = "all_gather"
+SUM = "all_reduce"
+OBJECT = "all_gather_object"
+DECISION = "broadcast_object_list"
+
+OURS = "Holdfast agreement"
+OBJECTS = "an exchange of objects for each agreement"
 OF_OBJECTS = [OBJECT, OBJECT, OBJECT, SUM, OBJECT, SUM, OBJECT, OBJECT, DECISION]
 """Collectives of a step that pickles an object for every agreement.
 
@@ -43,44 +44,55 @@ losses. In `dump`: success, reasons to stop, and the decision about snapshots.
 
 def agreement(options: Options) -> list[Figure]:
     """Measure 2 and 4 ranks, compute 64 and 512."""
-    figures, ours = [], list[str]()
+    figures = []
+    ours: list[str] = []
     for n_ranks in (2,) if options.quick else (2, 4):
         seconds, ours = on_ranks(_measure, options, ranks=n_ranks)
-        figures.append(_figure(n_ranks, seconds, ours, f"{n_ranks} processes of this machine"))
+        note = f"{n_ranks} processes of this machine"
+        figures.append(_figure(n_ranks, seconds, ours, note))
+
+    # A step has the same collectives at any world size.
+    note = f"computed: {LATENCY_S * 1e6:g} us for each message"
     for n_ranks in (64, 512):
         seconds = {
-            way: [_computed_s(kinds, n_ranks)]
-            for way, kinds in ((OURS, ours), (OBJECTS, OF_OBJECTS))
+            OURS: [_computed_s(ours, n_ranks)],
+            OBJECTS: [_computed_s(OF_OBJECTS, n_ranks)],
         }
-        figures.append(
-            _figure(n_ranks, seconds, ours, f"computed: {LATENCY_S * 1e6:g} us for each message")
-        )
+        figures.append(_figure(n_ranks, seconds, ours, note))
     return figures
 
 
 def _figure(n_ranks: int, seconds: dict[str, list[float]], ours: list[str], note: str) -> Figure:
-    title = f"seconds a step of all agreement / with objects for each: {n_ranks} ranks"
-    note += f"; {len(ours)} collectives ({', '.join(ours)}), with objects {len(OF_OBJECTS)}"
+    names = ", ".join(ours)
     return Figure(
         f"growth.agreement.{n_ranks}_ranks",
-        title,
+        f"seconds a step of all agreement / with objects for each: {n_ranks} ranks",
         "lower",
         over(OBJECTS, seconds),
         seconds=seconds,
-        note=note,
+        note=f"{note}; {len(ours)} collectives ({names}), with objects {len(OF_OBJECTS)}",
     )
 
 
 def _computed_s(kinds: list[str], n_ranks: int) -> float:
-    ring, tree = n_ranks - 1, math.ceil(math.log2(n_ranks))
-    # the size of the objects goes first
-    messages = {NUMBERS: ring, SUM: 2 * ring, OBJECT: 2 * ring, DECISION: 2 * tree}
+    # Messages that follow each other, around a ring or down a tree of ranks.
+    ring = n_ranks - 1
+    tree = math.ceil(math.log2(n_ranks))
+    messages = {
+        NUMBERS: ring,
+        SUM: 2 * ring,
+        OBJECT: 2 * ring,  # the size of the objects goes first
+        DECISION: 2 * tree,
+    }
     return LATENCY_S * sum(messages[kind] for kind in kinds)
 
 
 def _measure(session: Session) -> tuple[dict[str, list[float]], list[str]]:
     engine = build_engine(session, parameters=1_000_000)
-    batch, group = dense_batch(engine), engine.control_group
+    batch = dense_batch(engine)
+    group = engine.control_group
+
+    # A snapshot is due never, so that `dump` only agrees on that.
     config = RecoverConfig(
         fileroot=str(session.options.scratch),
         trial_name="agreement",
@@ -93,8 +105,8 @@ def _measure(session: Session) -> tuple[dict[str, list[float]], list[str]]:
             train(engine, batch)
             handler.dump(engine, StepInfo(0, 0, 0, SPEC.steps_per_epoch))
     ways = {
-        name: lambda kinds=kinds: _again(session, group, kinds)
-        for name, kinds in ((OURS, kinds), (OBJECTS, OF_OBJECTS))
+        OURS: lambda: _again(session, group, kinds),
+        OBJECTS: lambda: _again(session, group, OF_OBJECTS),
     }
     seconds = interleave(ways, session.options.rounds)["seconds"]
     engine.destroy()
@@ -106,11 +118,10 @@ def _recorded(group: dist.ProcessGroup) -> Iterator[list[str]]:
     """Record the names of the collectives on ``group`` inside the block. The model uses other
     groups.
     """
-    kinds, originals = (
-        list[str](),
-        {kind: getattr(dist, kind) for kind in (NUMBERS, SUM, OBJECT, DECISION)},
-    )
+    kinds: list[str] = []
+    originals = {kind: getattr(dist, kind) for kind in (NUMBERS, SUM, OBJECT, DECISION)}
 
+    # A collective of this group is noted, and then done as before.
     def noting(kind: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("group") is group:
@@ -130,8 +141,10 @@ def _recorded(group: dist.ProcessGroup) -> Iterator[list[str]]:
 
 def _again(session: Session, group: dist.ProcessGroup, kinds: list[str]) -> dict[str, float]:
     """Seconds of the collectives when nothing else runs."""
+    # A few numbers, as an agreement has, and empty objects.
     own = torch.zeros(3, dtype=torch.float64)
-    gathered, objects = list(own.new_empty((session.world_size, 3))), [None] * session.world_size
+    gathered = list(own.new_empty((session.world_size, 3)))
+    objects = [None] * session.world_size
     calls = {
         NUMBERS: lambda: dist.all_gather(gathered, own, group=group),
         SUM: lambda: dist.all_reduce(own, group=group),
@@ -139,6 +152,7 @@ def _again(session: Session, group: dist.ProcessGroup, kinds: list[str]) -> dict
         DECISION: lambda: dist.broadcast_object_list([b""], group=group, group_src=0),
     }
 
+    # Several steps, because one is shorter than the start of a measurement.
     def steps() -> None:
         for _ in range(REPEATS):
             for kind in kinds:

@@ -49,77 +49,111 @@ def make_baseline(document: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce results to a baseline: date, machine, options, and the spread of every ratio of
     Holdfast.
     """
-    figures = {
-        f"{figure.name}: {way}": {"better": figure.better, **asdict(figure.spread(way))}
-        for figure in read_figures(document)
-        for way in figure.samples
-        if way.startswith(OURS)
+    # Rivals do not count: their regressions are not ours.
+    figures = {}
+    for figure in read_figures(document):
+        for way in figure.samples:
+            if way.startswith(OURS):
+                spread = asdict(figure.spread(way))
+                figures[f"{figure.name}: {way}"] = {"better": figure.better, **spread}
+    return {
+        "date": document["date"],
+        "machine": document["machine"],
+        "options": document["options"],
+        "figures": figures,
     }
-    return {**{key: document[key] for key in ("date", "machine", "options")}, "figures": figures}
 
 
 def compare(baseline: Mapping[str, Any], document: Mapping[str, Any]) -> list[Change]:
     """Compare every figure that is in the baseline or in the results."""
-    before, after = baseline["figures"], make_baseline(document)["figures"]
+    before = baseline["figures"]
+    after = make_baseline(document)["figures"]
     changes = []
-    for name in [*before, *(name for name in after if name not in before)]:
-        spreads = [
-            Spread(f["median"], f["low"], f["high"]) if f else None
-            for f in (before.get(name), after.get(name))
-        ]
-        old, new = spreads
+    for name in before | after:
+        # A new figure, or one that was not measured, is listed without a verdict.
+        old = _spread(before.get(name))
+        new = _spread(after.get(name))
         if old is None or new is None:
             changes.append(Change(name, old, new))
             continue
-        lower = after[name]["better"] == "lower"
-        worse = _ratio(new.median, old.median) if lower else _ratio(old.median, new.median)
-        apart = new.low > old.high if lower else new.high < old.low
-        changes.append(Change(name, old, new, worse, worse >= MARGIN and apart))
+
+        # Worse is more of some figures, and less of others.
+        if after[name]["better"] == "lower":
+            worse = _ratio(new.median, old.median)
+            apart = new.low > old.high
+        else:
+            worse = _ratio(old.median, new.median)
+            apart = new.high < old.low
+        regressed = worse >= MARGIN and apart
+        changes.append(Change(name, old, new, worse, regressed))
     return changes
 
 
+def _spread(figure: Mapping[str, Any] | None) -> Spread | None:
+    if figure is None:
+        return None
+    return Spread(figure["median"], figure["low"], figure["high"])
+
+
 def _ratio(a: float, b: float) -> float:
-    return a / b if b else (1.0 if a == b else float("inf"))
+    if b:
+        return a / b
+    return 1.0 if a == b else float("inf")
 
 
 def show(changes: Sequence[Change], console: Console) -> None:
     """Print the table, with regressions in red."""
     table = Table("figure", "baseline", "now", "times worse", "")
     for change in changes:
-        spreads = [
-            "-" if s is None else f"{number(s.median)} ({number(s.low)} - {number(s.high)})"
-            for s in (change.before, change.after)
-        ]
-        measured = change.before is not None and change.after is not None
-        verdict = "REGRESSION" if change.regressed else "" if measured else "not in both"
-        table.add_row(
-            change.figure,
-            *spreads,
-            f"{change.worse:.2f}" if measured else "",
-            verdict,
-            style="red" if change.regressed else None,
-        )
+        worse = f"{change.worse:.2f}"
+        verdict = ""
+        style = None
+        if change.regressed:
+            verdict = "REGRESSION"
+            style = "red"
+
+        # A figure that only one of the two has cannot have changed.
+        if change.before is None or change.after is None:
+            worse = ""
+            verdict = "not in both"
+        before = _cell(change.before)
+        after = _cell(change.after)
+        table.add_row(change.figure, before, after, worse, verdict, style=style)
     console.print(table)
+
+
+def _cell(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{number(spread.median)} ({number(spread.low)} - {number(spread.high)})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, or accept. Returns 1 if a figure has regressed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument(
-        "results", type=Path, nargs="?", help="results of a run (default: measure everything now)"
+        "results",
+        type=Path,
+        nargs="?",
+        help="results of a run (default: measure everything now)",
     )
     parser.add_argument("--baseline", type=Path, default=BASELINE)
     parser.add_argument("--accept", action="store_true", help="make the results the baseline")
     given = parser.parse_args(argv)
+    # Without results, everything is measured first.
     results = given.results
     if results is None:
-        if code := run.main([]):
+        code = run.main([])
+        if code:
             return code
         results = Path("bench_out") / run.RESULTS
     document = json.loads(results.read_text())
+
     if given.accept:
-        given.baseline.write_text(json.dumps(make_baseline(document), indent=1) + "\n")
+        accepted = json.dumps(make_baseline(document), indent=1)
+        given.baseline.write_text(accepted + "\n")
         return 0
+
     changes = compare(json.loads(given.baseline.read_text()), document)
     show(changes, Console())
     return int(any(change.regressed for change in changes))

@@ -19,9 +19,10 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -54,7 +55,6 @@ COLUMNS = (
     "CPU s",
 )
 """A pair is the value of the delta, and that of all weights."""
-_PAIRS = ("MB", "s", "ready s", "paused s", "CPU s")
 WARM_UP = 25  # steps at a larger rate, so that the moments are those of a run
 _CHUNK_BYTES = 64 << 10
 
@@ -63,13 +63,17 @@ class Network:
     """A network that carries ``bytes_per_s``, shared by all connections."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s, self._free_at, self._lock = bytes_per_s, 0.0, Lock()
+        self._bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+        self._lock = Lock()
 
     def carry(self, n_bytes: int) -> None:
         """Wait as long as the network needs for ``n_bytes``."""
+        # The bytes queue behind all that were given to the network before.
         with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + n_bytes / self._bytes_per_s
-            until = self._free_at
+            begin = max(self._free_at, time.monotonic())
+            until = begin + n_bytes / self._bytes_per_s
+            self._free_at = until
         time.sleep(max(0.0, until - time.monotonic()))
 
 
@@ -86,7 +90,8 @@ def _serving_over(network: Network) -> type[FileHandler]:
 
 class _Throttled:
     def __init__(self, connection: Any, network: Network) -> None:
-        self._connection, self._network = connection, network
+        self._connection = connection
+        self._network = network
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
@@ -95,7 +100,8 @@ class _Throttled:
         for begin in range(0, count, _CHUNK_BYTES):
             n_bytes = min(_CHUNK_BYTES, count - begin)
             self._network.carry(n_bytes)
-            if self._connection.sendfile(file, offset + begin, n_bytes) < n_bytes:
+            sent = self._connection.sendfile(file, offset + begin, n_bytes)
+            if sent < n_bytes:
                 return 0
         return count
 
@@ -103,15 +109,23 @@ class _Throttled:
 @contextmanager
 def _mirrors(scratch: Path, gbits: float) -> Iterator[dict[str, Mirror]]:
     """Serve both folders over one network, each to a mirror of its own."""
-    network, servers, mirrors = Network(gbits * GBIT_BYTES), list[Server](), dict[str, Mirror]()
+    handler = _serving_over(Network(gbits * GBIT_BYTES))
+    servers: list[Server] = []
+    mirrors: dict[str, Mirror] = {}
     try:
         for kind in KINDS:
-            for folder in (scratch / kind, scratch / f"{kind}_local"):
-                folder.mkdir()
-            server = Server("127.0.0.1:0", None, _serving_over(network), scratch / kind)
+            published = scratch / kind
+            local = scratch / f"{kind}_local"
+            published.mkdir()
+            local.mkdir()
+
+            # The server of the published folder.
+            server = Server("127.0.0.1:0", None, handler, published)
             servers.append(server)
             Thread(target=server.serve_forever, daemon=True).start()
-            mirrors[kind] = Mirror(Source(server.url), scratch / f"{kind}_local")
+
+            # The mirror, which fetches from it.
+            mirrors[kind] = Mirror(Source(server.url), local)
             mirrors[kind].open()
         yield mirrors
     finally:
@@ -122,52 +136,84 @@ def _mirrors(scratch: Path, gbits: float) -> Iterator[dict[str, Mirror]]:
 
 def measure(session: Session, rate: float, steps: int, gbits: float) -> list[dict[str, float]]:
     """Publish after every ``steps`` optimizer steps at ``rate``, in both ways."""
+    # Steps at a larger rate come first (see `WARM_UP`).
     engine = build_engine(session)
     for _ in range(2 if session.options.quick else WARM_UP):
         _step(engine, 1e-4)
-    copy, rounds = PublishedCopy(), []
+    copy = PublishedCopy()
+    rounds = []
+
+    # Rank 0 has the mirrors that count. Those of the other ranks stay empty.
     scratch = Path(session.all(str(session.options.scratch))[0])
-    with _mirrors(
-        scratch if session.rank == 0 else Path(tempfile.mkdtemp(dir=scratch)), gbits
-    ) as mirrors:
-        for version in range(
-            session.options.rounds + 2
-        ):  # the first delta is a full version, the second a warm-up
+    mirrored = scratch
+    if session.rank != 0:
+        mirrored = Path(tempfile.mkdtemp(dir=scratch))
+    with _mirrors(mirrored, gbits) as mirrors:
+        # The first delta is a full version, the second a warm-up.
+        for version in range(session.options.rounds + 2):
             for _ in range(steps):
                 _step(engine, rate)
-            row = dict[str, float]()
+            row: dict[str, float] = {}
+
+            # The two kinds take turns in going first.
             for kind in KINDS if version % 2 else reversed(KINDS):
-                done = _publish(session, engine, scratch / kind, kind, version, copy)
+                figures = _publish(session, engine, scratch / kind, kind, version, copy)
+
+                # The mirror fetches the version.
                 label = weights_label(version_path(scratch / kind, version), version)
-                fetch = lambda kind=kind, label=label: mirrors[kind].prepare(version, label)  # noqa: E731, B023
-                fetch_s = session.seconds(fetch if session.rank == 0 else lambda: None)
-                done["ready s"] = done["s"] + fetch_s
+                fetch = partial(mirrors[kind].prepare, version, label)
+                fetch_s = _seconds_on_rank_0(session, fetch)
+                figures["ready s"] = figures["s"] + fetch_s
+
+                # The server loads it. A server of deltas goes on while its mirror fetches.
                 load = partial(_load, version_path(scratch / f"{kind}_local", version))
-                load_s = session.seconds(load if session.rank == 0 else lambda: None)
-                done["paused s"] = load_s if kind == "delta" else fetch_s + load_s
-                row |= {f"{kind} {key}": value for key, value in done.items()}
+                paused_s = _seconds_on_rank_0(session, load)
+                if kind != "delta":
+                    paused_s += fetch_s
+                figures["paused s"] = paused_s
+                for name, value in figures.items():
+                    row[f"{kind} {name}"] = value
             row["rss"] = max(session.all(_rss_bytes()))
             rounds.append(row)
     return rounds[2:]
 
 
+def _seconds_on_rank_0(session: Session, call: Callable[[], object]) -> float:
+    """Seconds of a call that only rank 0 makes. Collective."""
+    return session.seconds(call if session.rank == 0 else lambda: None)
+
+
 def _publish(
     session: Session, engine: FSDPEngine, folder: Path, kind: str, version: int, copy: PublishedCopy
 ) -> dict[str, float]:
-    meta = WeightUpdateMeta("disk", str(folder), delta=kind == "delta", dtype="bfloat16", keep=2)
-    cpu_s, figures = 0.0, dict[str, float]()
+    meta = WeightUpdateMeta(
+        "disk",
+        str(folder),
+        delta=kind == "delta",
+        dtype="bfloat16",
+        keep=2,
+    )
+    cpu_s = 0.0
+    figures: dict[str, float] = {}
 
+    # Processor time of this rank with all its threads, next to the time until all ranks are done.
     def publish() -> None:
         nonlocal cpu_s
         before_s = _cpu_s()
-        figures.update(write_version(engine.model, meta, version, session.group, copy=copy).figures)
+        written = write_version(engine.model, meta, version, session.group, copy=copy)
+        figures.update(written.figures)
         cpu_s = _cpu_s() - before_s
 
     seconds = session.seconds(publish)
     if session.rank == 0:
-        delete_old(meta.path or "", meta.keep)
-    found = {"s": seconds, "CPU s": sum(session.all(cpu_s)), "MB": figures["bytes"] / 1e6}
-    return found | {"changed": figures.get("changed", 0.0), "alone": figures["delta"]}
+        delete_old(str(folder), meta.keep)
+    return {
+        "s": seconds,
+        "CPU s": sum(session.all(cpu_s)),
+        "MB": figures["bytes"] / 1e6,
+        "changed": figures.get("changed", 0.0),
+        "alone": figures["delta"],
+    }
 
 
 def _load(folder: Path) -> None:
@@ -189,7 +235,9 @@ def _cpu_s() -> float:
 
 
 def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    fields = Path("/proc/self/statm").read_text().split()
+    n_pages = int(fields[1])
+    return n_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:
@@ -199,53 +247,88 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument(
-        "--steps", type=int, nargs="+", default=[1, 5], help="steps between versions"
+        "--steps",
+        type=int,
+        nargs="+",
+        default=[1, 5],
+        help="steps between versions",
     )
     parser.add_argument(
-        "--gbits", type=float, nargs="+", default=[1, 10], help="speeds of the network, in Gbit/s"
+        "--gbits",
+        type=float,
+        nargs="+",
+        default=[1, 10],
+        help="speeds of the network, in Gbit/s",
     )
     parser.add_argument("--folder", type=Path, help="where to publish; /dev/shm is memory")
     parser.add_argument("--quick", action="store_true", help="only check that everything works")
     args = parser.parse_args()
     folder: Path = args.folder or Path.cwd() / "bench_out"
     folder.mkdir(parents=True, exist_ok=True)
-    print("| " + " | ".join(COLUMNS) + " |\n|---" + "|---:" * (len(COLUMNS) - 1) + "|")
-    for rate in args.rates:
-        for steps in args.steps:
-            for gbits in args.gbits:
-                with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                    options = Options(
-                        int(args.parameters), 2, args.rounds, "cpu", Path(scratch), args.quick
-                    )
-                    rounds = on_ranks(measure, options, rate, steps, gbits)
-                _report(rate, steps, gbits, rounds)
+
+    # The table is printed as it grows, because a row takes minutes.
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|---" + "|---:" * (len(COLUMNS) - 1) + "|")
+    for rate, steps, gbits in product(args.rates, args.steps, args.gbits):
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            options = Options(
+                parameters=int(args.parameters),
+                ranks=2,
+                rounds=args.rounds,
+                device="cpu",
+                scratch=Path(scratch),
+                quick=args.quick,
+            )
+            rounds = on_ranks(measure, options, rate, steps, gbits)
+        _report(rate, steps, gbits, rounds)
 
 
 def _report(rate: float, steps: int, gbits: float, rounds: list[dict[str, float]]) -> None:
     median = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
-    ratio, faster = (median[f"delta {key}"] / median[f"full {key}"] for key in ("MB", "ready s"))
-    pairs = [f"{median[f'delta {key}']:.3g} / {median[f'full {key}']:.3g}" for key in _PAIRS]
-    worst = " / ".join(
-        f"{max(row[f'{kind} ready s'] for row in rounds):.3g}" for kind in reversed(KINDS)
-    )
-    size, written, ready, paused, cpu = pairs
-    name, changed = f"{rate:g}, {steps}, {gbits:g}", f"{100 * median['delta changed']:.2f} %"
-    ready += f" (worst {worst})"
-    print(
-        f"| {name} | {changed} | {size} | {ratio:.4f} | {written} | {ready} | {faster:.3f} | "
-        f"{paused} | {cpu} |"
-    )
+    worst = {key: max(row[key] for row in rounds) for key in rounds[0]}
+
+    def ratio(key: str) -> float:
+        return median[f"delta {key}"] / median[f"full {key}"]
+
+    # A row of the table. Its cells are those of `COLUMNS`.
+    size = ratio("MB")
+    seconds = ratio("ready s")
+    cells = [
+        f"{rate:g}, {steps}, {gbits:g}",
+        f"{100 * median['delta changed']:.2f} %",
+        _pair(median, "MB"),
+        f"{size:.4f}",
+        _pair(median, "s"),
+        f"{_pair(median, 'ready s')} (worst {_pair(worst, 'ready s')})",
+        f"{seconds:.3f}",
+        _pair(median, "paused s"),
+        _pair(median, "CPU s"),
+    ]
+    print(f"| {' | '.join(cells)} |")
+
+    # What the table takes for granted: versions were deltas, and memory does not grow.
     n_alone = sum(row["delta alone"] for row in rounds)
-    first, last = (rounds[number]["rss"] / 1e6 for number in (0, -1))
-    print(f"<!-- {n_alone:.0f} of {len(rounds)} were deltas; a rank with its mirrors has {first:.0f} MB at first, "
-          f"{last:.0f} MB at last -->", flush=True)  # fmt: skip
-    if rate > 1e-6 or steps > 1 or gbits != 1:
-        return
-    for what, limit, value in (("bytes", 1 / 20, ratio), ("seconds over 1 Gbit/s", 1 / 5, faster)):
-        print(
-            f"<!-- {what}: {value:.3f} of full, limit {limit:g}: "
-            f"{'met' if value < limit else 'NOT met'} -->"
-        )
+    first = rounds[0]["rss"] / 1e6
+    last = rounds[-1]["rss"] / 1e6
+    print(
+        f"<!-- {n_alone:.0f} of {len(rounds)} were deltas; a rank with its mirrors has "
+        f"{first:.0f} MB at first, {last:.0f} MB at last -->",
+        flush=True,
+    )
+
+    # The limits hold for one step at a small rate over a slow network.
+    if rate <= 1e-6 and steps <= 1 and gbits == 1:
+        _check("bytes", size, 1 / 20)
+        _check("seconds over 1 Gbit/s", seconds, 1 / 5)
+
+
+def _pair(values: dict[str, float], key: str) -> str:
+    return f"{values[f'delta {key}']:.3g} / {values[f'full {key}']:.3g}"
+
+
+def _check(what: str, ratio: float, limit: float) -> None:
+    mark = "met" if ratio < limit else "NOT met"
+    print(f"<!-- {what}: {ratio:.3f} of full, limit {limit:g}: {mark} -->")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ import transformers
 OURS = "Holdfast"
 """Prefix of the names of Holdfast's ways."""
 
+Way = Callable[[], Mapping[str, float]]
+"""Runs once, and returns measured quantity -> value."""
+
 Times = dict[str, dict[str, list[float]]]
 """Measured quantity -> way -> one value per round."""
 
@@ -58,8 +61,10 @@ class Spread:
     @staticmethod
     def of(values: list[float]) -> "Spread":
         """Compute the spread of one or more values."""
+        # One value has no quartiles.
         if len(values) == 1:
-            return Spread(values[0], values[0], values[0])
+            value = values[0]
+            return Spread(value, value, value)
         low, _, high = statistics.quantiles(values, n=4, method="inclusive")
         return Spread(statistics.median(values), low, high)
 
@@ -93,22 +98,28 @@ class Figure:
 
     def met(self, way: str) -> bool:
         """Return whether the median of a way reaches its target."""
-        median, limit = self.spread(way).median, self.needed[way]
-        return median <= limit if self.better == "lower" else median >= limit
+        median = self.spread(way).median
+        limit = self.needed[way]
+        if self.better == "lower":
+            return median <= limit
+        return median >= limit
 
 
 Benchmark = Callable[[Options], list[Figure]]
 
 
-def interleave(ways: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int) -> Times:
+def interleave(ways: Mapping[str, Way], rounds: int) -> Times:
     """Call every way in turn, in one warm-up round and then ``rounds`` rounds, and collect the
     values by round.
     """
+    # A round calls every way once, so that a slow minute of the machine slows all of them.
     times: Times = {}
     for number in range(rounds + 1):
         for name, way in ways.items():
             measured = way()
-            for what, value in measured.items() if number else ():
+            if number == 0:
+                continue  # the warm-up round
+            for what, value in measured.items():
                 times.setdefault(what, {}).setdefault(name, []).append(value)
     return times
 
@@ -121,16 +132,22 @@ def over(
     With ``inverse``, divide the limit by the way: the share of the limit's speed, if both move the
     same bytes.
     """
-    return {
-        way: [b / a if inverse else a / b for a, b in zip(values, seconds[limit], strict=True)]
-        for way, values in seconds.items()
-        if way != limit
-    }
+    ratios: dict[str, list[float]] = {}
+    for way, values in seconds.items():
+        if way == limit:
+            continue
+        # Values of one round belong together.
+        ratios[way] = []
+        for own_s, limit_s in zip(values, seconds[limit], strict=True):
+            ratios[way].append(limit_s / own_s if inverse else own_s / limit_s)
+    return ratios
 
 
 def describe_machine(options: Options) -> dict[str, Any]:
     """Describe the hardware and software that the figures depend on."""
-    gpu = torch.cuda.get_device_name() if options.device == "cuda" else None
+    gpu = None
+    if options.device == "cuda":
+        gpu = torch.cuda.get_device_name()
     return {
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
@@ -147,10 +164,13 @@ def save_results(
     """Write the figures of a run, and the seconds of each benchmark, to ``path``. Returns the
     document.
     """
+    # The scratch folder is gone after the run.
+    described = asdict(options)
+    del described["scratch"]
     document = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "machine": describe_machine(options),
-        "options": {k: v for k, v in asdict(options).items() if k != "scratch"},
+        "options": described,
         "took_s": dict(took_s),
         "figures": [asdict(figure) for figure in figures],
     }

@@ -5,6 +5,7 @@ server's model.
 import multiprocessing
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from shutil import rmtree
@@ -24,13 +25,13 @@ from .model import build_engine, bytes_of, weight_tensors
 from .ranks import Session, on_ranks
 from .rivals import ArealHF, Saver, TorchHF
 
-RAW_WRITE, CACHED, CAST = "raw pwrite+fsync", "plain cached read", "torch's cast alone, from memory"
+RAW_WRITE = "raw pwrite+fsync"
+CACHED = "plain cached read"
+CAST = "torch's cast alone, from memory"
 RAW_PUBLISH = "raw pwrite+fsync, then one plain cached read"
-HF_SAVE, HF_LOAD, PUBLISH = (
-    "Holdfast engine.save",
-    "Holdfast engine.load",
-    "Holdfast update_weights",
-)
+HF_SAVE = "Holdfast engine.save"
+HF_LOAD = "Holdfast engine.load"
+PUBLISH = "Holdfast update_weights"
 
 
 def hf_save(options: Options) -> list[Figure]:
@@ -68,7 +69,8 @@ def hf_load(options: Options) -> list[Figure]:
             over(CACHED, times["throughput"], inverse=True),
             {HF_LOAD: 0.6},
             times["throughput"],
-            note="ours checks before anything changes that the files hold every tensor in its shape",
+            note="ours checks before anything changes that the files hold every tensor in "
+            "its shape",
         ),
         Figure(
             "hf_load.bfloat16",
@@ -76,7 +78,8 @@ def hf_load(options: Options) -> list[Figure]:
             "higher",
             over(CACHED, times["bfloat16"], inverse=True),
             seconds=times["bfloat16"],
-            note="twice the bytes of the file are written to memory, so that the cast alone takes longer than the read",
+            note="twice the bytes of the file are written to memory, so that the cast alone "
+            "takes longer than the read",
         ),
     ]
 
@@ -87,11 +90,13 @@ def publish(options: Options) -> list[Figure]:
     return [
         Figure(
             "publish.time",
-            "time until the server has the weights / raw parallel pwrite+fsync and one process's cached read",
+            "time until the server has the weights / raw parallel pwrite+fsync and "
+            "one process's cached read",
             "lower",
             over(RAW_PUBLISH, seconds),
             seconds=seconds,
-            note="the same server loads both ways' folders; ours is durable, listed in a manifest, and confirmed",
+            note="the same server loads both ways' folders; ours is durable, listed in a manifest, "
+            "and confirmed",
         )
     ]
 
@@ -103,8 +108,10 @@ class _SharedFile:
 
     def __init__(self, session: Session, tensors: list[torch.Tensor], folder: Path) -> None:
         sizes = session.all(bytes_of(tensors))
-        self.path, self.total_bytes = folder / "raw", sum(sizes)
-        self._buffer, self._offset = WarmBuffer(tensors), sum(sizes[: session.rank])
+        self.path = folder / "raw"
+        self.total_bytes = sum(sizes)
+        self._offset = sum(sizes[: session.rank])
+        self._buffer = WarmBuffer(tensors)
         self._buffer.copy()
 
     def write(self) -> None:
@@ -116,25 +123,24 @@ class _SharedFile:
         self._buffer.read(self.path, self._offset)
 
 
-def _new_folder(session: Session, name: str) -> Path:
-    folder = session.options.scratch / name
-    if session.rank == 0:
-        folder.mkdir(exist_ok=True)
-    session.barrier()
-    return folder
-
-
 def _remove(session: Session, path: Path) -> None:
+    # Between barriers, so that nobody still writes and nobody starts again.
     session.barrier()
     if session.rank == 0:
-        rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.is_dir():
+            rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     session.barrier()
 
 
 def _measure_save(session: Session) -> Times:
-    engine, folder = build_engine(session), _new_folder(session, "hf_save")
-    path, weights = folder / "export", weight_tensors(engine)
+    engine = build_engine(session)
+    weights = weight_tensors(engine)
+    folder = session.new_folder("hf_save")
+    path = folder / "export"
 
+    # The limit moves the same bytes as the savers, so that it is measured for each dtype.
     def measure(what: str, tensors: list[torch.Tensor], savers: Mapping[str, Saver]) -> Times:
         raw = _SharedFile(session, tensors, folder)
 
@@ -144,10 +150,8 @@ def _measure_save(session: Session) -> Times:
             return {what: seconds}
 
         ways = {RAW_WRITE: lambda: once(raw.write, raw.path)}
-        ways |= {
-            name: lambda saver=saver: once(lambda: saver.save(path), path)
-            for name, saver in savers.items()
-        }
+        for name, saver in savers.items():
+            ways[name] = partial(once, partial(saver.save, path), path)
         return interleave(ways, session.options.rounds)
 
     areal = "AReaL gather+save_pretrained"
@@ -161,46 +165,57 @@ def _measure_save(session: Session) -> Times:
         areal: ArealHF(session, engine, torch.bfloat16),
     }
     times = measure("throughput", weights, as_they_are)
-    times |= measure("bfloat16", [tensor.bfloat16() for tensor in weights], cast)
+    halves = [tensor.bfloat16() for tensor in weights]
+    times |= measure("bfloat16", halves, cast)
     engine.destroy()
     return times
 
 
 def _measure_load(session: Session) -> Times:
-    engine, folder = build_engine(session), _new_folder(session, "hf_load")
+    engine = build_engine(session)
+    folder = session.new_folder("hf_load")
     weights = weight_tensors(engine)
     halves = [tensor.bfloat16() for tensor in weights]
-    holdfast, areal = ours.EngineSave(engine, "hf"), ArealHF(session, engine)
+    holdfast = ours.EngineSave(engine, "hf")
+    areal = ArealHF(session, engine)
 
     def measure(
         what: str, tensors: list[torch.Tensor], ways: dict[str, Callable[[], object]]
     ) -> Times:
+        # The write leaves the raw file in the page cache, as the saves do theirs.
         raw = _SharedFile(session, tensors, folder)
         raw.write()
         ways = {CACHED: raw.read, **ways}
-        timed = {name: lambda way=way: {what: session.seconds(way)} for name, way in ways.items()}
+
+        def once(way: Callable[[], object]) -> dict[str, float]:
+            return {what: session.seconds(way)}
+
+        timed = {name: partial(once, way) for name, way in ways.items()}
         return interleave(timed, session.options.rounds)
 
     def load_ways(path: Path) -> dict[str, Callable[[], object]]:
         return {
-            HF_LOAD: lambda: holdfast.load(path),
-            "AReaL rank 0+broadcast": lambda: areal.load(path),
+            HF_LOAD: partial(holdfast.load, path),
+            "AReaL rank 0+broadcast": partial(areal.load, path),
         }
 
     def cast() -> None:
         for weight, half in zip(weights, halves, strict=True):
             weight.copy_(half)
 
-    path, half_path = folder / "float32", folder / "bfloat16"
+    # All ways read the files that Holdfast has written.
+    path = folder / "float32"
+    half_path = folder / "bfloat16"
     holdfast.save(path)
     ours.EngineSave(engine, "hf", "bfloat16").save(half_path)
-    torch_reader = TorchHF(session, engine)
-    times = measure(
-        "throughput",
-        weights,
-        load_ways(path) | {"torch HF reader": lambda: torch_reader.load(path)},
-    )
-    times |= measure("bfloat16", halves, load_ways(half_path) | {CAST: cast})
+
+    ways = load_ways(path)
+    ways["torch HF reader"] = partial(TorchHF(session, engine).load, path)
+    times = measure("throughput", weights, ways)
+
+    half_ways = load_ways(half_path)
+    half_ways[CAST] = cast
+    times |= measure("bfloat16", halves, half_ways)
     engine.destroy()
     return times
 
@@ -237,10 +252,12 @@ def _serve(pipe: Connection, config_folder: str, device: str) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(config_folder), dtype=torch.float32
-    ).to(device)
-    targets = {name: tensor.data for name, tensor in model.state_dict(keep_vars=True).items()}
+    config = AutoConfig.from_pretrained(config_folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
+    state = model.state_dict(keep_vars=True)
+    targets = {name: tensor.data for name, tensor in state.items()}
+
+    # A request is a folder and its version. The answer is the version, or the reason of a failure.
     while True:
         try:
             path, version = pipe.recv()
@@ -257,23 +274,31 @@ def _serve(pipe: Connection, config_folder: str, device: str) -> None:
 
 
 def _measure_publish(session: Session) -> Times:
-    engine, folder = build_engine(session), _new_folder(session, "publish")
-    raw, areal = _SharedFile(session, weight_tensors(engine), folder), ArealHF(session, engine)
-    server = _Server(engine.config.path, str(session.device)) if session.rank == 0 else None
-    everything = (
-        WarmBuffer([torch.empty(raw.total_bytes, dtype=torch.uint8)]) if session.rank == 0 else None
-    )
-    engine.connect_engine(
-        [server] if server else [], WeightUpdateMeta("disk", str(folder / "weights"), keep=1)
-    )
+    engine = build_engine(session)
+    folder = session.new_folder("publish")
+    weights_folder = folder / "weights"
+    areal_folder = folder / "areal"
+    raw = _SharedFile(session, weight_tensors(engine), folder)
+    areal = ArealHF(session, engine)
+
+    # Rank 0 has the server, and memory for the whole raw file, which a server would read.
+    server = None
+    everything = None
+    if session.rank == 0:
+        server = _Server(engine.config.path, str(session.device))
+        everything = WarmBuffer([torch.empty(raw.total_bytes, dtype=torch.uint8)])
+    servers = [server] if server else []
+    engine.connect_engine(servers, WeightUpdateMeta("disk", str(weights_folder), keep=1))
     version = 0
 
+    # The limit: every rank writes its share, and one process reads them all.
     def raw_publish() -> None:
         raw.write()
         session.barrier()
         if everything is not None:
             everything.read(raw.path)
 
+    # The engine writes a new version, and returns when the server has confirmed it.
     def our_publish() -> None:
         nonlocal version
         version += 1
@@ -281,21 +306,21 @@ def _measure_publish(session: Session) -> Times:
         engine.update_weights()
 
     def areal_publish() -> None:
-        path = folder / "areal"
-        areal.save(path)
+        areal.save(areal_folder)
         if server is not None:
-            server.update_weights_from_disk(str(path), 0)
+            server.update_weights_from_disk(str(areal_folder), 0)
         session.barrier()
 
+    # Ours chooses the name of its folder, which is known after the call.
     def once(call: Callable[[], None], written: Callable[[], Path]) -> dict[str, float]:
-        seconds = session.seconds(call)
+        timed = session.timed(call)
         _remove(session, written())
-        return {"seconds": seconds}
+        return timed
 
     ways = {
         RAW_PUBLISH: lambda: once(raw_publish, lambda: raw.path),
-        PUBLISH: lambda: once(our_publish, lambda: version_path(folder / "weights", version)),
-        "AReaL save_pretrained, disk": lambda: once(areal_publish, lambda: folder / "areal"),
+        PUBLISH: lambda: once(our_publish, lambda: version_path(weights_folder, version)),
+        "AReaL save_pretrained, disk": lambda: once(areal_publish, lambda: areal_folder),
     }
     times = interleave(ways, session.options.rounds)
     if server is not None:

@@ -8,14 +8,19 @@ that needs root. Reads are therefore called cached reads: they find bytes that w
 ago.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB per call
 _ALIGNMENT = 64
+
+# Moves a part of the memory to or from a file at an offset, and returns how many bytes it moved.
+_Call = Callable[[int, memoryview, int], int]
 
 
 class WarmBuffer:
@@ -25,27 +30,41 @@ class WarmBuffer:
         n_bytes: total size of the tensors.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.n_bytes = sum(tensor.nbytes for tensor in tensors)
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # Sizes are rounded up, so that each part is aligned for any dtype.
+        self.n_bytes = 0
+        sizes = []
+        for tensor in tensors:
+            self.n_bytes += tensor.nbytes
+            n_units = math.ceil(tensor.nbytes / _ALIGNMENT)
+            sizes.append(n_units * _ALIGNMENT)
+
+        # One flat buffer. Each tensor has its own part, seen in its own dtype and shape.
+        n_bytes = sum(sizes)
         pinned = any(tensor.is_cuda for tensor in tensors)
-        self._flat = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+        self._flat = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._tensors = list(tensors)
+        self._kept = []
         parts = self._flat.split(sizes)
-        self._pairs = [
-            (tensor, part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            for tensor, part in zip(tensors, parts, strict=True)
-        ]
+        for tensor, part in zip(tensors, parts, strict=True):
+            data = part[: tensor.nbytes]
+            kept = data.view(tensor.dtype)
+            self._kept.append(kept.view(tensor.shape))
 
     def copy(self) -> None:
-        """Copy the tensors into the buffer: the least work of a snapshot before training can go on."""
-        for tensor, kept in self._pairs:
+        """Copy the tensors into the buffer: the least that a snapshot does while training waits."""
+        for tensor, kept in zip(self._tensors, self._kept, strict=True):
             kept.copy_(tensor, non_blocking=tensor.is_cuda)
+
+        # Copies into pinned memory return before they are done.
         if self._flat.is_pinned():
             torch.cuda.synchronize()
 
     def write(self, path: Path, offset: int = 0) -> None:
         """Write the buffer to ``path`` from ``offset`` on, and fsync."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        # Other ranks may be writing to the same file, so that it is not truncated.
+        flags = os.O_WRONLY | os.O_CREAT
+        fd = os.open(path, flags, 0o644)
         try:
             self._move(os.pwrite, fd, offset)
             os.fsync(fd)
@@ -54,18 +73,23 @@ class WarmBuffer:
 
     def read(self, path: Path, offset: int = 0) -> None:
         """Read the same number of bytes back."""
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            self._move(lambda fd, view, at: os.preadv(fd, [view], at), fd, offset)
-        finally:
-            os.close(fd)
+        # From the page cache, if the file was written a moment ago.
+        with open(path, "rb", buffering=0) as file:
+            self._move(_pread_into, file.fileno(), offset)
 
-    def _move(self, call: Callable[[int, memoryview, int], int], fd: int, offset: int) -> None:
-        rest = self._flat.numpy().data[: self.n_bytes]
+    def _move(self, call: _Call, fd: int, offset: int) -> None:
+        # A call may move less than it was given, so that this repeats until all bytes are moved.
+        whole = self._flat.numpy().data
+        rest = whole[: self.n_bytes]
         while rest:
-            moved = call(fd, rest[:_CHUNK_BYTES], offset)
+            chunk = rest[:_CHUNK_BYTES]
+            moved = call(fd, chunk, offset)
             if moved == 0:
-                raise RuntimeError(
-                    f"the file ends at byte {offset}; it was to have {len(rest)} more"
-                )
-            rest, offset = rest[moved:], offset + moved
+                n_left = len(rest)
+                raise RuntimeError(f"the file ends at byte {offset}; it was to have {n_left} more")
+            rest = rest[moved:]
+            offset += moved
+
+
+def _pread_into(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)

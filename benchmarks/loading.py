@@ -1,5 +1,7 @@
 """`load`: speed at which a training state is read back from files in the page cache."""
 
+from functools import partial
+
 from . import ours
 from .harness import Figure, Options, Times, interleave, over
 from .limits import WarmBuffer
@@ -29,25 +31,22 @@ def load(options: Options) -> list[Figure]:
 def _measure(session: Session) -> Times:
     engine = build_engine(session)
     buffer = WarmBuffer(training_tensors(engine))
-    folder = session.options.scratch / "load"
+    folder = session.new_folder("load")
     ways = {
         "Holdfast engine.load": ours.EngineSave(engine, "dcp"),
         "AReaL dcp.load": ArealDCP(session, engine),
         "verl torch.load": VerlShards(session, engine),
     }
-    if session.rank == 0:
-        folder.mkdir()
-    session.barrier()
+    # Every way reads its own files, next to a raw file of each rank.
     raw = folder / f"rank_{session.rank}"
     buffer.write(raw)
     for number, way in enumerate(ways.values()):
         way.save(folder / str(number))
-    measured = {CACHED: lambda: {"seconds": session.seconds(lambda: buffer.read(raw))}}
+    # All files are in the page cache now.
+    measured = {CACHED: lambda: session.timed(lambda: buffer.read(raw))}
     for number, (name, way) in enumerate(ways.items()):
         path = folder / str(number)
-        measured[name] = lambda way=way, path=path: {
-            "seconds": session.seconds(lambda: way.load(path))
-        }
+        measured[name] = partial(session.timed, partial(way.load, path))
     times = interleave(measured, session.options.rounds)
     engine.destroy()
     return times

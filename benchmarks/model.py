@@ -8,7 +8,14 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config
 
-from holdfast.engine import FinetuneSpec, FSDPConfig, FSDPEngine, OptimizerConfig, TrainEngineConfig
+from holdfast.engine import (
+    DCPState,
+    FinetuneSpec,
+    FSDPConfig,
+    FSDPEngine,
+    OptimizerConfig,
+    TrainEngineConfig,
+)
 from holdfast.engine.api import Batch
 from holdfast.engine.memory.tensors import local_tensor
 from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
@@ -24,7 +31,9 @@ def model_config(
     parameters: int, *, tied: bool = False, vocabulary: int | None = None
 ) -> Qwen3Config:
     """Return the smallest Qwen3 of a growing series with at least ``parameters`` parameters."""
-    vocabulary = vocabulary or (32000 if parameters >= 20e6 else 2048)
+    if vocabulary is None:
+        vocabulary = 32000 if parameters >= 20e6 else 2048
+    # Width and layers grow together.
     width = HEAD_DIM
     while _count(width, vocabulary, tied) < parameters:
         width += HEAD_DIM
@@ -52,7 +61,9 @@ def _count(width: int, vocabulary: int, tied: bool) -> int:
     """Count embedding, head, and the four attention and three MLP matrices per layer, without
     norms.
     """
-    return (1 if tied else 2) * vocabulary * width + _layers(width) * 16 * width * width
+    embeddings = 1 if tied else 2
+    layer = 16 * width * width
+    return embeddings * vocabulary * width + _layers(width) * layer
 
 
 @dataclass(frozen=True)
@@ -75,8 +86,12 @@ def training_size(options: Options, parameters: int, longer: int = 4) -> Trainin
     ``longer`` sequences.
     """
     if options.device == "cpu" or options.quick:
-        return TrainingSize(min(options.parameters, parameters), 1, "float32")
-    return TrainingSize(min(options.parameters, 20 * parameters), longer, "bfloat16")
+        size = min(options.parameters, parameters)
+        return TrainingSize(size, 1, "float32")
+
+    # A GPU is idle between the kernels of a small model.
+    size = min(options.parameters, 20 * parameters)
+    return TrainingSize(size, longer, "bfloat16")
 
 
 def checkpoint_bytes(parameters: int) -> int:
@@ -97,26 +112,27 @@ def build_engine(
     compiled: bool = False,
 ) -> FSDPEngine:
     """Build the engine of this rank and train one step, so that there are moments to save."""
-    config = model_config(
-        parameters or session.options.parameters, tied=tied, vocabulary=vocabulary
-    )
+    # Rank 0 writes the model's configuration, which all ranks read.
+    if parameters is None:
+        parameters = session.options.parameters
+    model = model_config(parameters, tied=tied, vocabulary=vocabulary)
     folder = session.options.scratch / "config"
     if session.rank == 0:
-        config.save_pretrained(folder)
+        model.save_pretrained(folder)
     session.barrier()
-    engine = FSDPEngine(
-        TrainEngineConfig(
-            path=str(folder),
-            init_from_scratch=True,
-            dtype=dtype,
-            device=session.options.device,
-            pack_sequences=pack_sequences,
-            attn_impl=attn_impl,
-            compile=compiled,
-            fsdp=FSDPConfig(gradient_sync=gradient_sync),
-            optimizer=OptimizerConfig(lr=1e-5),
-        )
+
+    config = TrainEngineConfig(
+        path=str(folder),
+        init_from_scratch=True,
+        dtype=dtype,
+        device=session.options.device,
+        pack_sequences=pack_sequences,
+        attn_impl=attn_impl,
+        compile=compiled,
+        fsdp=FSDPConfig(gradient_sync=gradient_sync),
+        optimizer=OptimizerConfig(lr=1e-5),
     )
+    engine = FSDPEngine(config)
     engine.create_process_group()
     engine.initialize(None, SPEC)
     train(engine, dense_batch(engine))
@@ -130,9 +146,16 @@ def dense_batch(engine: FSDPEngine, rows: int = 2, length: int = 32) -> Batch:
 
 def ragged_batch(engine: FSDPEngine, lengths: list[int]) -> Batch:
     """A padded batch of sequences of these lengths."""
-    mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
-    input_ids = torch.randint(0, engine.model.config.vocab_size, mask.shape) * mask
-    return {"input_ids": input_ids, "attention_mask": mask.long(), "loss_mask": mask.long()}
+    # A row for each sequence, which is True up to its length.
+    positions = torch.arange(max(lengths))[None, :]
+    mask = positions < torch.tensor(lengths)[:, None]
+
+    words = torch.randint(0, engine.model.config.vocab_size, mask.shape)
+    return {
+        "input_ids": words * mask,
+        "attention_mask": mask.long(),
+        "loss_mask": mask.long(),
+    }
 
 
 def train(engine: FSDPEngine, batch: Batch) -> None:
@@ -143,15 +166,16 @@ def train(engine: FSDPEngine, batch: Batch) -> None:
 
 def training_tensors(engine: FSDPEngine) -> list[torch.Tensor]:
     """List this rank's shards of weights and optimizer state."""
-    return [local_tensor(tensor).detach() for tensor in engine.dcp_state().live_tensors().values()]
+    return _shards(engine.dcp_state())
 
 
 def weight_tensors(engine: FSDPEngine) -> list[torch.Tensor]:
     """List this rank's shards of the weights."""
-    return [
-        local_tensor(tensor).detach()
-        for tensor in engine.dcp_state(with_optim=False).live_tensors().values()
-    ]
+    return _shards(engine.dcp_state(with_optim=False))
+
+
+def _shards(state: DCPState) -> list[torch.Tensor]:
+    return [local_tensor(tensor).detach() for tensor in state.live_tensors().values()]
 
 
 def bytes_of(tensors: list[torch.Tensor]) -> int:

@@ -42,10 +42,16 @@ class Dump:
         overlap: bool = True,
     ) -> None:
         self._step = StepInfo(0, 0, 0, SPEC.steps_per_epoch)
-        promising_nothing = DCPState(
-            engine.model, engine.optimizer, engine.lr_scheduler, engine.counters
-        )
-        self._engine = engine if overlap else promising_nothing
+        # An engine promises that it waits before it changes tensors. A plain state promises nothing
+        # and is copied at once.
+        self._engine: FSDPEngine | DCPState = engine
+        if not overlap:
+            self._engine = DCPState(
+                engine.model,
+                engine.optimizer,
+                engine.lr_scheduler,
+                engine.counters,
+            )
         config = RecoverConfig(
             fileroot=str(session.options.scratch),
             trial_name=name,
@@ -77,7 +83,7 @@ class Dump:
 
 
 class EngineSave:
-    """`FSDPEngine.save` and `load` with one ``weight_format`` and ``dtype`` (see `SaveLoadMeta`)."""
+    """`FSDPEngine.save` and `load`, with the options of `SaveLoadMeta`."""
 
     def __init__(
         self, engine: FSDPEngine, weight_format: WeightFormat, dtype: str | None = None
@@ -115,6 +121,7 @@ class _NoDigest:
 @contextmanager
 def without_digests() -> Iterator[None]:
     """Write files without digests inside the block. The product has no such switch."""
+    # Every file of the block gets a digest that does nothing.
     original = files.DurableFile.__init__
 
     def init(self: files.DurableFile, path: str | os.PathLike[str]) -> None:

@@ -55,10 +55,12 @@ class Session:
     """
 
     def __init__(self, options: Options, rank: int, world_size: int) -> None:
-        self.options, self.rank, self.world_size = options, rank, world_size
-        self.device = (
-            torch.device("cuda", rank) if options.device == "cuda" else torch.device("cpu")
-        )
+        self.options = options
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device("cpu")
+        if options.device == "cuda":
+            self.device = torch.device("cuda", rank)
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
@@ -73,9 +75,21 @@ class Session:
             torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
 
+    def new_folder(self, name: str) -> Path:
+        """Create a folder in the scratch folder for all ranks, unless it exists."""
+        folder = self.options.scratch / name
+        if self.rank == 0:
+            folder.mkdir(exist_ok=True)
+        self.barrier()
+        return folder
+
     def seconds(self, call: Callable[[], object]) -> float:
         """Seconds that ``call`` takes on the slowest rank, if all start together."""
         return max(self.all(self.own_seconds(call)))
+
+    def timed(self, call: Callable[[], object]) -> dict[str, float]:
+        """The same as a way of `interleave`."""
+        return {"seconds": self.seconds(call)}
 
     def own_seconds(self, call: Callable[[], object]) -> float:
         """Seconds that ``call`` takes on this rank, if all start together."""
@@ -98,14 +112,15 @@ def on_ranks(fn: Callable[..., T], options: Options, *args: Any, ranks: int | No
         RuntimeError: a rank failed (with its traceback), died, or took too long.
     """
     world_size = options.ranks if ranks is None else ranks
-    context = multiprocessing.get_context(
-        "forkserver"
-    )  # fresh processes that do not import everything again
+    # Fresh processes that do not import everything again.
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     scratch = Path(tempfile.mkdtemp(prefix=f"{fn.__name__.strip('_')}-", dir=options.scratch))
     own = replace(options, scratch=scratch)
-    processes, pipes = [], []
+    processes = []
+    pipes = []
     try:
+        # Each rank has a pipe of its own, so that the death of a rank shows as the end of a pipe.
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
@@ -115,11 +130,13 @@ def on_ranks(fn: Callable[..., T], options: Options, *args: Any, ranks: int | No
             theirs.close()
             processes.append(process)
             pipes.append(ours)
+
         results = _collect(fn.__name__, pipes)
         for process in processes:
             process.join(30)
         return results[0]
     finally:
+        # After a failure of one rank, the others wait in a collective and have to be killed.
         for process in processes:
             if process.is_alive():
                 process.kill()
@@ -129,7 +146,8 @@ def on_ranks(fn: Callable[..., T], options: Options, *args: Any, ranks: int | No
 
 def _collect(name: str, pipes: list[Connection]) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
-    end, waiting = time.monotonic() + TIMEOUT_S, {pipe: rank for rank, pipe in enumerate(pipes)}
+    end = time.monotonic() + TIMEOUT_S
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     while waiting:
         ready = wait(list(waiting), max(0.0, end - time.monotonic()))
         if not ready:
@@ -142,7 +160,8 @@ def _collect(name: str, pipes: list[Connection]) -> list[Any]:
             try:
                 failed, results[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                failed, results[rank] = True, "the process died without a word (out of memory?)"
+                failed = True
+                results[rank] = "the process died without a word (out of memory?)"
             if failed:
                 raise RuntimeError(f"{name}: rank {rank} failed:\n{results[rank]}")
     return results
@@ -160,18 +179,23 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     disable_progress_bar()
     torch.set_num_threads(1)
+
+    # The variables of torchrun, which the engine reads.
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
     )
-    cuda = options.device == "cuda"
-    if cuda:
+    backend = "gloo"
+    if options.device == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(rank)
+
+    # The parent gets the result, or the traceback of the failure.
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            backend,
             init_method=f"file://{options.scratch}/rendezvous",
             rank=rank,
             world_size=world_size,

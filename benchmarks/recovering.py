@@ -17,9 +17,11 @@ from typing import Any
 from examples.chaos import GrpoRun
 from holdfast.utils.metrics import read_stats
 
-from .harness import Figure, Options
+from .harness import Figure, Options, over
 
 COLD = "cold start"
+SUPERVISOR = "Holdfast supervisor"
+AGAIN = "the whole job again"
 TIMEOUT_S = 300.0
 MOST_ROUNDS = 3  # a round starts the job two or three times
 _OVERRIDES = (
@@ -36,27 +38,27 @@ def recover(options: Options) -> list[Figure]:
     """Measure one kill of a trainer and one of the driver per round."""
     folder = options.scratch / "recover"
     seconds: dict[str, list[float]] = {}
+    n_rounds = 1 if options.quick else min(options.rounds, MOST_ROUNDS)
     try:
-        for number in range(1 if options.quick else min(options.rounds, MOST_ROUNDS)):
-            for name, value in _measure_round(
-                folder / str(number), restart=not options.quick
-            ).items():
+        for number in range(n_rounds):
+            measured = _measure_round(folder / str(number), restart=not options.quick)
+            for name, value in measured.items():
                 seconds.setdefault(name, []).append(value)
     finally:
         rmtree(folder, ignore_errors=True)
-    ways = [way for way in ("Holdfast supervisor", "the whole job again") if way in seconds]
-    ratios = {
-        way: [a / b for a, b in zip(seconds[way], seconds[COLD], strict=True)] for way in ways
-    }
+
+    # The phases are shown in seconds only, and a quick run does not start the whole job again.
+    compared = {way: seconds[way] for way in (COLD, SUPERVISOR, AGAIN) if way in seconds}
     return [
         Figure(
             "recover.first_step",
             "SIGKILL to the first new step / cold start of the same job to its first step",
             "lower",
-            ratios,
-            {"Holdfast supervisor": 1.0},
+            over(COLD, compared),
+            {SUPERVISOR: 1.0},
             seconds,
-            note="phases of the supervisor's way in seconds; Ray, two trainers and a rollout worker of a tiny model",
+            note="phases of the supervisor's way in seconds; Ray, two trainers and "
+            "a rollout worker of a tiny model",
         )
     ]
 
@@ -64,27 +66,37 @@ def recover(options: Options) -> list[Figure]:
 def _measure_round(folder: Path, *, restart: bool) -> dict[str, float]:
     run = GrpoRun(folder, *_OVERRIDES)
     try:
+        # The start of the job, with nothing to recover.
         started = time.time()
         run.start()
-        seconds = {COLD: _next_step(run, 0, started)[1] - started}
+        _, first = _next_step(run, 0, started)
+        seconds = {COLD: first - started}
         _wait_for_steps(run)
+
+        # A trainer dies, and the supervisor goes on.
         killed = time.time()
-        attempts, log_bytes = len(run.attempts()), _log(run).stat().st_size
+        attempts = len(run.attempts())
+        log_bytes = _log(run).stat().st_size
         if not run.kill("trainer", rank=1):
             raise RuntimeError(
                 f"there was no trainer to kill; the log ends with:\n{run.log_tail()}"
             )
         attempt, first = _next_step(run, attempts, killed)
-        seconds["Holdfast supervisor"] = first - killed
-        _wait_for_steps(run)  # by then the earlier log lines of the workers have arrived
-        seconds |= _phases(
-            attempt, first, killed, _log(run).read_bytes()[log_bytes:].decode(errors="replace")
-        )
+        seconds[SUPERVISOR] = first - killed
+
+        # Its phases. The log lines of the workers have arrived when a few more steps are done.
+        _wait_for_steps(run)
+        log = _log(run).read_bytes()[log_bytes:].decode(errors="replace")
+        seconds |= _phases(attempt, first, killed, log)
+
+        # The driver dies, and a launcher starts the job again.
         if restart:
-            attempts, killed = len(run.attempts()), time.time()
+            attempts = len(run.attempts())
+            killed = time.time()
             run.kill("driver")
             run.start()
-            seconds["the whole job again"] = _next_step(run, attempts, killed)[1] - killed
+            _, first = _next_step(run, attempts, killed)
+            seconds[AGAIN] = first - killed
         return seconds
     finally:
         run.stop()
@@ -108,13 +120,14 @@ def _next_step(run: GrpoRun, attempts: int, since: float) -> tuple[dict[str, Any
     attempt = run.attempts()[attempts]
     path = run.trial_root / "stats" / "stats.jsonl"
 
+    # An earlier attempt may have logged the same step.
+    since = max(since, attempt["time"])
+
     def done() -> list[dict[str, Any]]:
-        lines = read_stats(path) if path.exists() else []
-        return [
-            line
-            for line in lines
-            if line["step"] == attempt["step"] and line["time"] > max(since, attempt["time"])
-        ]
+        if not path.exists():
+            return []
+        lines = read_stats(path)
+        return [line for line in lines if line["step"] == attempt["step"] and line["time"] > since]
 
     _wait(run, lambda: bool(done()))
     return attempt, done()[0]["time"]
@@ -130,6 +143,7 @@ def _wait(run: GrpoRun, condition: Callable[[], bool]) -> None:
 
 def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> dict[str, float]:
     """Split the time into phases. ``start`` is the start of all processes with their imports."""
+    # What the supervisor reports about the loss, and what the workers log.
     loss = attempt["loss"]
     rendezvous_s = _logged(
         r"worker group 'trainer': started in \S+ s, rendezvous in ([\d.]+) s", log

@@ -50,7 +50,8 @@ class _TrainingState(Stateful):
 
     def __init__(self, engine: FSDPEngine) -> None:
         assert engine.optimizer is not None
-        self.model, self.optimizer = engine.model, engine.optimizer
+        self.model = engine.model
+        self.optimizer = engine.optimizer
 
     def state_dict(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.model, self.optimizer)
@@ -65,7 +66,12 @@ class _TrainingState(Stateful):
         )
 
 
-class ArealDCP:
+class _Blocking:
+    def wait(self) -> None:
+        """Return at once, because `save` has written everything."""
+
+
+class ArealDCP(_Blocking):
     """AReaL: ``dcp.save`` and ``dcp.load`` of a Stateful over torch's ``get_state_dict``."""
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
@@ -74,9 +80,6 @@ class ArealDCP:
     def save(self, path: Path) -> None:
         """Block until everything is written."""
         dcp.save({"dcp": self._state}, checkpoint_id=path)
-
-    def wait(self) -> None:
-        """Return at once, because `save` has written everything."""
 
     def load(self, path: Path) -> None:
         """Read in place."""
@@ -88,9 +91,8 @@ class TorchAsync:
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
         self._state = _TrainingState(engine)
-        self._group = dist.new_group(
-            backend="gloo"
-        )  # the default group would deadlock with training
+        # A background save over the default group would deadlock with training.
+        self._group = dist.new_group(backend="gloo")
         self._stager: DefaultStager | None = None
         self._written: Future | None = None
 
@@ -127,45 +129,44 @@ class TorchAsyncKept(TorchAsync):
         )
 
 
-class VerlShards:
+class VerlShards(_Blocking):
     """verl: every rank pickles its shards of model and optimizer, and some other state, into its
     own files.
     """
 
     def __init__(self, session: Session, engine: FSDPEngine) -> None:
         assert engine.optimizer is not None
-        self._session, self._engine, self._optimizer = session, engine, engine.optimizer
+        self._model = engine.model
+        self._optimizer = engine.optimizer
         self._suffix = f"world_size_{session.world_size}_rank_{session.rank}.pt"
 
     def save(self, path: Path) -> None:
         """Block until all data is handed to the operating system, without fsync."""
+        # One file each for the model, the optimizer, and the rest of the state.
         path.mkdir(parents=True, exist_ok=True)
-        torch.save(self._engine.model.state_dict(), path / f"model_{self._suffix}")
+        torch.save(self._model.state_dict(), path / f"model_{self._suffix}")
         torch.save(self._optimizer.state_dict(), path / f"optim_{self._suffix}")
         rng = {
             "cpu": torch.get_rng_state(),
             "numpy": np.random.get_state(),
             "random": random.getstate(),
         }
-        torch.save({"lr_scheduler": None, "rng": rng}, path / f"extra_state_{self._suffix}")
+        extra = {"lr_scheduler": None, "rng": rng}
+        torch.save(extra, path / f"extra_state_{self._suffix}")
         dist.barrier()
-
-    def wait(self) -> None:
-        """Return at once, because `save` has written everything."""
 
     def load(self, path: Path) -> None:
         """Unpickle, which runs any code in the file, and copy."""
-        self._engine.model.load_state_dict(
-            torch.load(path / f"model_{self._suffix}", weights_only=False)
-        )
-        self._optimizer.load_state_dict(
-            torch.load(path / f"optim_{self._suffix}", weights_only=False)
-        )
-        torch.load(path / f"extra_state_{self._suffix}", weights_only=False)
+        self._model.load_state_dict(self._unpickled(path, "model"))
+        self._optimizer.load_state_dict(self._unpickled(path, "optim"))
+        self._unpickled(path, "extra_state")
         dist.barrier()
 
+    def _unpickled(self, path: Path, what: str) -> Any:
+        return torch.load(path / f"{what}_{self._suffix}", weights_only=False)
 
-class ArealHF:
+
+class ArealHF(_Blocking):
     """AReaL: gather everything on rank 0, which writes alone (cast to ``dtype``), or reads and
     broadcasts.
     """
@@ -173,20 +174,21 @@ class ArealHF:
     def __init__(
         self, session: Session, engine: FSDPEngine, dtype: torch.dtype | None = None
     ) -> None:
-        self._rank, self._model, self._dtype = session.rank, engine.model, dtype
+        self._rank = session.rank
+        self._model = engine.model
+        self._dtype = dtype
 
     def save(self, path: Path) -> None:
         """Block until rank 0 has handed all data to the operating system, without fsync."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         full: dict[str, Any] = get_model_state_dict(self._model, options=options)
+
+        # Only rank 0 has the tensors now.
         if self._rank == 0:
             if self._dtype is not None:
                 full = {name: tensor.to(self._dtype) for name, tensor in full.items()}
             self._model.save_pretrained(path, state_dict=full)
         dist.barrier()
-
-    def wait(self) -> None:
-        """Return at once, because `save` has written everything."""
 
     def load(self, path: Path) -> None:
         """Read on rank 0 and broadcast tensor by tensor."""
@@ -194,16 +196,24 @@ class ArealHF:
         if self._rank == 0:
             for file in sorted(path.glob("*.safetensors")):
                 full |= load_file(file)
+
+        # A file of a tied model lacks the head.
         tied = bool(self._model.config.tie_word_embeddings)
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=not tied)
+        options = StateDictOptions(
+            full_state_dict=True,
+            broadcast_from_rank0=True,
+            strict=not tied,
+        )
         set_model_state_dict(self._model, full, options=options)
         if tied:
             self._model.tie_weights()
+
+        # torch's function leaves buffers out that are not persistent.
         for buffer in self._model.buffers():
             dist.broadcast(buffer, src=0)
 
 
-class TorchHF:
+class TorchHF(_Blocking):
     """torch: every rank writes its shards as safetensors, then rank 0 reads them all and writes one
     file.
     """
@@ -214,25 +224,22 @@ class TorchHF:
     def save(self, path: Path) -> None:
         """Block until rank 0 has written everything a second time, without fsync."""
         writer = HuggingFaceStorageWriter(
-            str(path), save_distributed=True, enable_consolidation=True
+            str(path),
+            save_distributed=True,
+            enable_consolidation=True,
         )
         dcp.save(self._state(), storage_writer=writer)
 
-    def wait(self) -> None:
-        """Return at once, because `save` has written everything."""
-
     def load(self, path: Path) -> None:
         """Read the rows of this rank, in place."""
-        dcp.load(self._state(), storage_reader=HuggingFaceStorageReader(str(path)))
+        reader = HuggingFaceStorageReader(str(path))
+        dcp.load(self._state(), storage_reader=reader)
 
     def _state(self) -> dict[str, Any]:
         """Drop the aliases of tied tensors, which safetensors refuses to write."""
         tied = self._model.all_tied_weights_keys or ()
-        return {
-            name: tensor
-            for name, tensor in get_model_state_dict(self._model).items()
-            if name not in tied
-        }
+        state = get_model_state_dict(self._model)
+        return {name: tensor for name, tensor in state.items() if name not in tied}
 
 
 TRAINING_STATE: dict[str, Callable[[Session, FSDPEngine], Saver]] = {

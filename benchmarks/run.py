@@ -47,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmarks, print and write the results. Returns the exit code."""
     options, names, out = _read_arguments(argv)
     console = Console()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # like Ctrl-C: stop, and remove temporary files
+    # Like Ctrl-C: stop, and remove temporary files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     out.mkdir(parents=True, exist_ok=True)
     _require_space(out, options)
     figures: list[Figure] = []
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with console.status(f"{name} ..."):
                     figures += BENCHMARKS[name](options)
                 took_s[name] = time.monotonic() - started
-                # saved after each benchmark, so that a later failure loses nothing
+                # Saved after each benchmark, so that a later failure loses nothing.
                 document = save_results(out / RESULTS, options, figures, took_s)
     except KeyboardInterrupt:
         console.print("stopped; nothing is left running")
@@ -104,23 +103,27 @@ def _read_arguments(argv: Sequence[str] | None) -> tuple[Options, list[str], Pat
         "--quick", action="store_true", help="check that everything works: 1e6 parameters, 2 rounds"
     )
     given = parser.parse_args(argv)
-    if unknown := sorted(set(given.names) - BENCHMARKS.keys()):
+    # Names and numbers that argparse cannot check.
+    unknown = sorted(set(given.names) - BENCHMARKS.keys())
+    if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
     for name in ("parameters", "ranks", "rounds"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            parser.error(f"--{name} is {getattr(given, name)}; expected 1 or more")
+        number = getattr(given, name)
+        if number is not None and number < 1:
+            parser.error(f"--{name} is {number}; expected 1 or more")
+
+    # NCCL needs one GPU per rank.
     if given.device == "cuda":
         if not torch.cuda.is_available():
             parser.error("--device is cuda, but torch finds no CUDA device")
-        given.ranks = min(given.ranks, torch.cuda.device_count())  # nccl needs one GPU per rank
+        given.ranks = min(given.ranks, torch.cuda.device_count())
+
+    # A quick run has smaller defaults. Benchmarks run in their own order.
     parameters = int(given.parameters or (1e6 if given.quick else 100e6))
     rounds = given.rounds or (2 if given.quick else 5)
     options = Options(parameters, given.ranks, rounds, given.device, given.out, given.quick)
-    return (
-        options,
-        [name for name in BENCHMARKS if name in given.names or not given.names],
-        given.out,
-    )
+    names = [name for name in BENCHMARKS if name in given.names or not given.names]
+    return options, names, given.out
 
 
 def _require_space(out: Path, options: Options) -> None:

@@ -9,17 +9,20 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 
 from . import ours
-from .harness import Figure, Options, Times, interleave, over
+from .harness import Figure, Options, Times, Way, interleave, over
 from .limits import WarmBuffer
 from .model import build_engine, dense_batch, train, training_tensors
 from .ranks import Session, on_ranks
 from .rivals import TRAINING_STATE, Saver
 
-COPY, STEPS, RAW = "warm memcpy", "the same steps without", "raw write+fsync"
+COPY = "warm memcpy"
+STEPS = "the same steps without"
+RAW = "raw write+fsync"
 _NEEDED = {ours.DUMP: 0.3, ours.NO_OVERLAP: 1.2}
 
 
@@ -28,13 +31,15 @@ def save_stall(options: Options) -> list[Figure]:
     of it.
     """
     times = on_ranks(_measure_stall, options)
-    blocking, total = times["blocking"], times["total"]
-    alone = total[STEPS]
-    extra = {
-        way: [max(0.0, a - b) for a, b in zip(t, alone, strict=True)]
-        for way, t in total.items()
-        if way != STEPS
-    }
+    blocking = times["blocking"]
+    total = times["total"]
+
+    # How much later the steps end than without a snapshot, in the same round.
+    alone = total.pop(STEPS)
+    extra = {COPY: blocking[COPY]}
+    for way, values in total.items():
+        pairs = zip(values, alone, strict=True)
+        extra[way] = [max(0.0, with_save_s - alone_s) for with_save_s, alone_s in pairs]
     return [
         Figure(
             "save_stall.blocking",
@@ -46,11 +51,13 @@ def save_stall(options: Options) -> list[Figure]:
         ),
         Figure(
             "save_stall.step",
-            "snapshot and steps until it is written, less the same steps without / warm memcpy of the shard",
+            "snapshot and steps until it is written, less the same steps without / "
+            "warm memcpy of the shard",
             "lower",
-            over(COPY, {COPY: blocking[COPY], **extra}),
+            over(COPY, extra),
             seconds={COPY: blocking[COPY], STEPS: alone, **extra},
-            note="the steps beside a background save last longer than a raw write; what is left is waited for",
+            note="the steps beside a background save last longer than a raw write; "
+            "what is left is waited for",
         ),
     ]
 
@@ -68,8 +75,8 @@ def save(options: Options) -> list[Figure]:
             over(RAW, seconds, inverse=True),
             {ours.DUMP: 0.85},
             seconds,
-            note="ours are on stable storage and verified to be complete; verl's are not fsynced, AReaL's and torch's "
-            "before they are flushed",
+            note="ours are on stable storage and verified to be complete; verl's are not fsynced, "
+            "AReaL's and torch's before they are flushed",
         )
     ]
 
@@ -86,10 +93,9 @@ class _Bench:
 
     def dump(self, name: str, *, async_save: bool = True, overlap: bool = True) -> ours.Dump:
         """Create a handler, which `close` closes."""
-        self.dumps.append(
-            ours.Dump(self.session, self.engine, name, async_save=async_save, overlap=overlap)
-        )
-        return self.dumps[-1]
+        dump = ours.Dump(self.session, self.engine, name, async_save=async_save, overlap=overlap)
+        self.dumps.append(dump)
+        return dump
 
     def rivals(self) -> Mapping[str, Saver]:
         """Map names to all rivals."""
@@ -99,6 +105,8 @@ class _Bench:
     def clean(self) -> Iterator[Path]:
         """Yield a path for one save, which is removed afterwards on all ranks."""
         yield self.folder
+
+        # No rank writes any more, and none starts again before the folder is gone.
         self.session.barrier()
         if self.session.rank == 0:
             rmtree(self.folder, ignore_errors=True)
@@ -111,7 +119,7 @@ class _Bench:
         with self.clean() as folder:
             folder.mkdir(exist_ok=True)
             file = folder / f"rank_{self.session.rank}"
-            return {"seconds": self.session.seconds(lambda: self.buffer.write(file))}
+            return self.session.timed(lambda: self.buffer.write(file))
 
     def close(self) -> None:
         """Close the handlers."""
@@ -123,6 +131,8 @@ class _Bench:
 def _measure_stall(session: Session) -> Times:
     bench = _Bench(session)
     batch = dense_batch(bench.engine)
+
+    # As many steps as a raw write lasts, so that a background save has time to end beside them.
     step_s = session.seconds(lambda: train(bench.engine, batch))
     n_steps = 1 + math.floor(bench.raw()["seconds"] / step_s)
 
@@ -133,6 +143,7 @@ def _measure_stall(session: Session) -> Times:
     def stall(saver: Saver) -> dict[str, float]:
         blocking = 0.0
 
+        # The time until training can go on is measured inside the total time.
         def save_and_train() -> None:
             nonlocal blocking
             started = time.perf_counter()
@@ -151,9 +162,14 @@ def _measure_stall(session: Session) -> Times:
         ours.SYNC_DUMP: bench.dump("sync", async_save=False),
     }
     savers |= bench.rivals()
-    ways = {COPY: lambda: {"blocking": session.seconds(bench.buffer.copy)}}
-    ways[STEPS] = lambda: {"total": session.seconds(steps)}
-    ways |= {name: lambda saver=saver: stall(saver) for name, saver in savers.items()}
+
+    # The limits come first. They have one of the two values each.
+    ways: dict[str, Way] = {
+        COPY: lambda: {"blocking": session.seconds(bench.buffer.copy)},
+        STEPS: lambda: {"total": session.seconds(steps)},
+    }
+    for name, saver in savers.items():
+        ways[name] = partial(stall, saver)
     times = interleave(ways, session.options.rounds)
     bench.close()
     return times
@@ -162,21 +178,29 @@ def _measure_stall(session: Session) -> Times:
 def _measure_save(session: Session) -> Times:
     bench = _Bench(session)
 
+    # Without the wait, a save in the background would look as fast as its copy.
     def durable(saver: Saver, *, digests: bool = True) -> dict[str, float]:
         def save_and_wait() -> None:
             saver.save(path)
             saver.wait()
 
-        with bench.clean() as path, nullcontext() if digests else ours.without_digests():
-            return {"seconds": session.seconds(save_and_wait)}
+        digesting = nullcontext() if digests else ours.without_digests()
+        with bench.clean() as path, digesting:
+            return session.timed(save_and_wait)
 
     sync = bench.dump("sync", async_save=False)
-    savers: dict[str, Saver] = {ours.DUMP: bench.dump("dump"), ours.SYNC_DUMP: sync}
-    savers |= {ours.ENGINE_SAVE: ours.EngineSave(bench.engine, "dcp"), **bench.rivals()}
-    ways = {RAW: bench.raw} | {
-        name: lambda saver=saver: durable(saver) for name, saver in savers.items()
+    savers: dict[str, Saver] = {
+        ours.DUMP: bench.dump("dump"),
+        ours.SYNC_DUMP: sync,
+        ours.ENGINE_SAVE: ours.EngineSave(bench.engine, "dcp"),
     }
-    ways[ours.NO_DIGEST] = lambda: durable(sync, digests=False)
+    savers |= bench.rivals()
+
+    # The limit comes first. The last way shows what the digests of the sync way cost.
+    ways: dict[str, Way] = {RAW: bench.raw}
+    for name, saver in savers.items():
+        ways[name] = partial(durable, saver)
+    ways[ours.NO_DIGEST] = partial(durable, sync, digests=False)
     times = interleave(ways, session.options.rounds)
     bench.close()
     return times

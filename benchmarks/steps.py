@@ -19,52 +19,67 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from holdfast.engine import MicroBatchSpec
 from holdfast.engine.api import Batch
 
-from .harness import Figure, Options, Times, interleave, over
+from .harness import Figure, Options, Times, Way, interleave, over
 from .model import build_engine, ragged_batch, train, training_size
 from .ranks import Session, on_ranks
 from .trl_steps import HAS_TRL, TrlSteps
 
-PLAIN, TRL = "plain FSDP2 loop", "TRL"
-EVERY, LAST = "Holdfast, gradient_sync every", "Holdfast, gradient_sync last"
-PLAIN_COMPILED, COMPILED = "plain FSDP2 loop, blocks compiled", "Holdfast, compile"
+PLAIN = "plain FSDP2 loop"
+PLAIN_COMPILED = "plain FSDP2 loop, blocks compiled"
+TRL = "TRL"
+EVERY = "Holdfast, gradient_sync every"
+LAST = "Holdfast, gradient_sync last"
+COMPILED = "Holdfast, compile"
 N_MBS = (1, 8)
 _PARAMETERS = 12_000_000
-_ROWS, _TOKENS = 16, 64
+_ROWS = 16
+_TOKENS = 64
 
 
 def step_figures(options: Options) -> list[Figure]:
     """Measure a step of ``options.ranks`` ranks with one and with eight micro-batches."""
-    return [
-        figure
-        for n_mbs in N_MBS
-        for figure in _figures(options, n_mbs, on_ranks(_measure, options, n_mbs))
-    ]
+    figures = []
+    for n_mbs in N_MBS:
+        times = on_ranks(_measure, options, n_mbs)
+        figures += _figures(options, n_mbs, times)
+    return figures
 
 
 def _figures(options: Options, n_mbs: int, times: Times) -> list[Figure]:
-    where, seconds = f"n_mbs_{n_mbs}", times["seconds"]
+    # The note says what was measured, and what the rival is.
     size = training_size(options, _PARAMETERS, longer=16)
-    note = f"{_ROWS} rows of {size.longer * _TOKENS} tokens a rank in {size.dtype}, n_mbs {n_mbs}"
-    note += f", {size.parameters / 1e6:g}M parameters at most"
-    note += (
-        "; TRL uses DDP here"
-        if HAS_TRL
-        else "; TRL is not installed (pip install 'holdfast[bench]')"
+    trl = "TRL is not installed (pip install 'holdfast[bench]')"
+    if HAS_TRL:
+        trl = "TRL uses DDP here"
+    note = (
+        f"{_ROWS} rows of {size.longer * _TOKENS} tokens a rank in {size.dtype}, n_mbs {n_mbs}, "
+        f"{size.parameters / 1e6:g}M parameters at most; {trl}"
     )
-    title, ours = (
+    seconds = times["seconds"]
+    speed = Figure(
+        f"train.speed.n_mbs_{n_mbs}",
         "tokens a second / those of a plain FSDP2 loop",
+        "higher",
         over(PLAIN, seconds, inverse=True),
+        seconds=seconds,
+        note=note,
     )
-    figures = [Figure(f"train.speed.{where}", title, "higher", ours, {}, seconds, note)]
-    for what, unit in (("collectives", 1), ("bytes", 1e6)):
-        counts = {way: f"{values[0] / unit:.4g}" for way, values in times[what].items()}
-        absolute = ", ".join(f"{way} {count}" for way, count in counts.items())
-        title = f"{what} of a step / those of a plain FSDP2 loop"
-        note = f"{'MB of their tensors: ' if what == 'bytes' else ''}{absolute}"
-        figures.append(
-            Figure(f"train.{what}.{where}", title, "lower", over(PLAIN, times[what]), note=note)
-        )
-    return figures
+    collectives = _count_figure("collectives", n_mbs, times, "", 1)
+    n_bytes = _count_figure("bytes", n_mbs, times, "MB of their tensors: ", 1e6)
+    return [speed, collectives, n_bytes]
+
+
+def _count_figure(what: str, n_mbs: int, times: Times, words: str, unit: float) -> Figure:
+    """A count as a ratio, with the absolute values in the note."""
+    counts = times[what]
+    absolute = [f"{way} {values[0] / unit:.4g}" for way, values in counts.items()]
+    return Figure(
+        f"train.{what}.n_mbs_{n_mbs}",
+        f"{what} of a step / those of a plain FSDP2 loop",
+        "lower",
+        over(PLAIN, counts),
+        note=words + ", ".join(absolute),
+    )
 
 
 class _Collectives(TorchDispatchMode):
@@ -72,63 +87,79 @@ class _Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = self.n_bytes = 0
+        self.count = 0
+        self.n_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # comes again as operators on local tensors
-        if func.namespace in ("c10d", "_c10d_functional") and "wait_tensor" not in str(func):
-            sides = [
-                [t.nbytes for t in tree_leaves(side) if isinstance(t, torch.Tensor)]
-                for side in args[:2]
-            ]
-            self.count, self.n_bytes = self.count + 1, self.n_bytes + max(map(sum, sides))
+        collective = func.namespace in ("c10d", "_c10d_functional")
+        if collective and "wait_tensor" not in str(func):
+            # The first two arguments are its two sides: outputs and inputs.
+            self.count += 1
+            self.n_bytes += max(_tensor_bytes(side) for side in args[:2])
         return func(*args, **(kwargs or {}))
 
     def counts(self) -> dict[str, float]:
         return {"collectives": float(self.count), "bytes": float(self.n_bytes)}
 
 
+def _tensor_bytes(side: Any) -> int:
+    """Size of all tensors in an argument."""
+    n_bytes = 0
+    for leaf in tree_leaves(side):
+        if isinstance(leaf, torch.Tensor):
+            n_bytes += leaf.nbytes
+    return n_bytes
+
+
 def _measure(session: Session, n_mbs: int) -> Times:
     size = training_size(session.options, _PARAMETERS, longer=16)
+    build = partial(build_engine, session, parameters=size.parameters, dtype=size.dtype)
     engines = {
-        way: build_engine(session, parameters=size.parameters, dtype=size.dtype, gradient_sync=sync)
-        for way, sync in ((EVERY, "every"), (LAST, "last"))
+        EVERY: build(gradient_sync="every"),
+        LAST: build(gradient_sync="last"),
     }
-    batch, folder = (
-        ragged_batch(engines[LAST], [size.longer * _TOKENS] * _ROWS),
-        engines[LAST].config.path,
-    )
+    folder = engines[LAST].config.path
+    lengths = [size.longer * _TOKENS] * _ROWS
+    batch = ragged_batch(engines[LAST], lengths)
     plain = partial(_PlainLoop, session, folder, batch, n_mbs, size.dtype)
-    calls: dict[str, Callable[[], object]] = {PLAIN: plain(compiled=False).step}
-    if session.device.type == "cuda":  # minutes on a CPU
-        engines[COMPILED] = build_engine(
-            session, parameters=size.parameters, dtype=size.dtype, compiled=True
-        )
-        calls[PLAIN_COMPILED] = plain(compiled=True).step
+    steps: dict[str, Callable[[], object]] = {PLAIN: plain(compiled=False).step}
+
+    # Compilation takes minutes on a CPU.
+    if session.device.type == "cuda":
+        engines[COMPILED] = build(compiled=True)
+        steps[PLAIN_COMPILED] = plain(compiled=True).step
+
     for way, engine in engines.items():
         engine.config.mb_spec = MicroBatchSpec(n_mbs=n_mbs)
-        calls[way] = partial(train, engine, batch)
-    ways: dict[str, Callable[[], dict[str, float]]] = {}
-    for way, step in calls.items():
-        step()  # makes the optimizer's state
+        steps[way] = partial(train, engine, batch)
+
+    # The first step makes the optimizer's state. Every later one has the same collectives, so that
+    # those of the second are counted once and the timed steps run without the counter.
+    ways: dict[str, Way] = {}
+    for way, step in steps.items():
+        step()
         with _Collectives() as collectives:
             step()
         ways[way] = partial(_timed, session, step, collectives.counts())
+
+    # TRL measures its own seconds, without the start of a run.
     if HAS_TRL:
-        bf16 = size.dtype == "bfloat16"
         trl = TrlSteps(
             folder,
             batch,
             padding_free=False,
             scratch=session.options.scratch,
             n_mbs=n_mbs,
-            bf16=bf16,
+            bf16=size.dtype == "bfloat16",
         )
         trl.step()
-        trl.step(collectives := _Collectives())
+        collectives = _Collectives()
+        trl.step(collectives)
         counts = collectives.counts()
         ways[TRL] = lambda: {"seconds": max(session.all(trl.step())), **counts}
+
     times = interleave(ways, session.options.rounds)
     for engine in engines.values():
         engine.destroy()
@@ -138,7 +169,7 @@ def _measure(session: Session, n_mbs: int) -> Times:
 def _timed(
     session: Session, step: Callable[[], object], counts: dict[str, float]
 ) -> dict[str, float]:
-    return {"seconds": session.seconds(step), **counts}
+    return session.timed(step) | counts
 
 
 class _PlainLoop:
@@ -150,13 +181,15 @@ class _PlainLoop:
         self, session: Session, folder: str, batch: Batch, n_mbs: int, dtype: str, compiled: bool
     ) -> None:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.float32
-        )
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         self._model = model.to(session.device).train()
+
+        # Each block is a unit of FSDP, and the rest is one.
         mesh = init_device_mesh(session.device.type, (session.world_size,))
         precision = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32
+            param_dtype=getattr(torch, dtype),
+            reduce_dtype=torch.float32,
         )
         for block in self._model.model.layers:
             if compiled:
@@ -164,16 +197,20 @@ class _PlainLoop:
             fully_shard(block, mesh=mesh, mp_policy=precision)
         fully_shard(self._model, mesh=mesh, mp_policy=precision)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5)
-        parts = [
-            batch[key].to(session.device).chunk(n_mbs) for key in ("input_ids", "attention_mask")
-        ]
-        self._micro_batches = list(zip(*parts, strict=True))
+
+        # Equal parts of the batch, which stay on the device.
+        input_ids = batch["input_ids"].to(session.device).chunk(n_mbs)
+        masks = batch["attention_mask"].to(session.device).chunk(n_mbs)
+        self._micro_batches = list(zip(input_ids, masks, strict=True))
 
     def step(self) -> None:
         """Run one optimizer step."""
         for input_ids, mask in self._micro_batches:
             output = self._model(
-                input_ids=input_ids, attention_mask=mask, labels=input_ids, use_cache=False
+                input_ids=input_ids,
+                attention_mask=mask,
+                labels=input_ids,
+                use_cache=False,
             )
             (output.loss / len(self._micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)

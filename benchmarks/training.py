@@ -1,21 +1,24 @@
 """`train`: gain of packing ragged sequences over padding them, and cost of their attention."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 
 from holdfast.engine import FSDPEngine
 from holdfast.engine.config import PACKED_ATTENTION
 
-from .harness import Figure, Options, Times, interleave, over
+from .harness import Figure, Options, Times, Way, interleave, over
 from .model import TrainingSize, build_engine, ragged_batch, train, training_size
 from .ranks import Session, on_ranks
 from .steps import step_figures
 from .trl_steps import HAS_TRL, TrlSteps
 
-PACKED, PADDED = "Holdfast packed", "padded"
-EQUAL, MASKED = "rows of equal length", "Holdfast packed, attn_impl sdpa"
-TRL_PADDED, TRL_FREE = "TRL", "TRL, padding_free"
+PACKED = "Holdfast packed"
+MASKED = "Holdfast packed, attn_impl sdpa"
+PADDED = "padded"
+EQUAL = "rows of equal length"
+TRL_PADDED = "TRL"
+TRL_FREE = "TRL, padding_free"
 _MOST_PARAMETERS = 20_000_000  # on a CPU (see training_size): the ratio hardly depends on the model
 _ATTENTION_PARAMETERS = 12_000_000
 _GROWTH_PARAMETERS = 3_000_000
@@ -27,33 +30,48 @@ def train_throughput(options: Options) -> list[Figure]:
     """Measure tokens per second of training steps on ragged batches, and how the cost grows with
     the row length.
     """
-    seconds, longer = on_ranks(_measure, options)["seconds"], training_size(options, 0).longer
+    seconds = on_ranks(_measure, options)["seconds"]
+    longer = training_size(options, 0).longer
     tokens = Figure(
         "train.tokens",
         "tokens a second, packed / padded to the longest of a micro-batch",
         "higher",
         over(PADDED, seconds, inverse=True),
         seconds=seconds,
-        note=f"16 sequences a rank, log-normal lengths around {40 * longer} tokens, at most {256 * longer}",
+        note=f"16 sequences a rank, log-normal lengths around {40 * longer} tokens, "
+        f"at most {256 * longer}",
     )
     return [tokens, *_attention_figures(options), _growth_figure(options), *step_figures(options)]
 
 
 def _measure(session: Session) -> Times:
     size = training_size(session.options, _MOST_PARAMETERS)
+    build = partial(build_engine, session, parameters=size.parameters, dtype=size.dtype)
     engines = {
-        name: build_engine(
-            session, parameters=size.parameters, dtype=size.dtype, pack_sequences=packed
-        )
-        for name, packed in ((PADDED, False), (PACKED, True))
+        PADDED: build(pack_sequences=False),
+        PACKED: build(),
     }
+
+    # Lengths as those of answers: most are short, a few are long. Each rank has its own.
     draw = random.Random(session.rank)
-    lengths = [size.longer * min(256, 4 + int(draw.lognormvariate(3.7, 0.9))) for _ in range(16)]
+    lengths = []
+    for _ in range(16):
+        length = 4 + int(draw.lognormvariate(3.7, 0.9))
+        lengths.append(size.longer * min(256, length))
     batch = ragged_batch(engines[PACKED], lengths)
-    ways = {
-        name: lambda engine=engine: {"seconds": session.seconds(lambda: train(engine, batch))}
-        for name, engine in engines.items()
-    }
+
+    ways = {}
+    for name, engine in engines.items():
+        ways[name] = partial(session.timed, partial(train, engine, batch))
+    return _in_turns(session, engines, ways)
+
+
+def _in_turns(
+    session: Session,
+    engines: Mapping[str, FSDPEngine],
+    ways: Mapping[str, Way],
+) -> Times:
+    """Measure, then end the engines."""
     times = interleave(ways, session.options.rounds)
     for engine in engines.values():
         engine.destroy()
@@ -65,47 +83,55 @@ def _attention_figures(options: Options) -> list[Figure]:
     seconds = on_ranks(_measure_attention, options, ranks=1)["seconds"]
     longer = training_size(options, 0).longer
     note = f"16 sequences of {16 * longer} to {512 * longer} tokens on one rank, in one micro-batch"
-    trl = "" if HAS_TRL else "; TRL is not installed (pip install 'holdfast[bench]')"
-    figures = [
-        Figure(
-            "train.equal_rows",
-            "tokens a second / those of a batch of as many rows and tokens, all of one length",
-            "higher",
-            over(EQUAL, seconds, inverse=True),
-            {PACKED: 0.9},
-            seconds,
-            note + trl,
-        )
-    ]
-    if HAS_TRL:
-        ratios = over(
-            TRL_FREE,
-            {way: seconds[way] for way in (PACKED, MASKED, TRL_PADDED, TRL_FREE)},
-            inverse=True,
-        )
-        title = "tokens a second / those of SFTTrainer's own step with padding_free"
-        figures.append(Figure("train.trl", title, "higher", ratios, {PACKED: 1.3}, seconds, note))
-    return figures
+    equal = Figure(
+        "train.equal_rows",
+        "tokens a second / those of a batch of as many rows and tokens, all of one length",
+        "higher",
+        over(EQUAL, seconds, inverse=True),
+        {PACKED: 0.9},
+        seconds,
+        note,
+    )
+    if not HAS_TRL:
+        equal.note += "; TRL is not installed (pip install 'holdfast[bench]')"
+        return [equal]
+
+    # TRL trains the ragged batch, so that the batch of equal lengths is no way here.
+    compared = {way: seconds[way] for way in (PACKED, MASKED, TRL_PADDED, TRL_FREE)}
+    trl = Figure(
+        "train.trl",
+        "tokens a second / those of SFTTrainer's own step with padding_free",
+        "higher",
+        over(TRL_FREE, compared, inverse=True),
+        {PACKED: 1.3},
+        seconds,
+        note,
+    )
+    return [equal, trl]
 
 
 def _measure_attention(session: Session) -> Times:
     size = training_size(session.options, _ATTENTION_PARAMETERS)
-    kind = {"parameters": size.parameters, "dtype": size.dtype}
+    build = partial(build_engine, session, parameters=size.parameters, dtype=size.dtype)
     engines = {
-        PACKED: build_engine(session, **kind),
-        MASKED: build_engine(session, **kind, attn_impl="sdpa"),
-        EQUAL: build_engine(session, **kind, pack_sequences=False),
+        PACKED: build(),
+        MASKED: build(attn_impl="sdpa"),
+        EQUAL: build(pack_sequences=False),
     }
     attention = engines[PACKED].model.config._attn_implementation
     assert attention == PACKED_ATTENTION, attention
-    batches = {way: ragged_batch(engine, _ragged_lengths(size)) for way, engine in engines.items()}
-    batches[EQUAL] = ragged_batch(engines[EQUAL], [sum(_ragged_lengths(size)) // 16] * 16)
-    ways: dict[str, Callable[[], dict[str, float]]] = {
-        way: lambda engine=engine, batch=batches[way]: {
-            "seconds": session.seconds(partial(train, engine, batch))
-        }
-        for way, engine in engines.items()
-    }
+
+    # All ways have as many rows and as many tokens.
+    ragged = _ragged_lengths(size)
+    equal = [sum(ragged) // len(ragged)] * len(ragged)
+    lengths = {PACKED: ragged, MASKED: ragged, EQUAL: equal}
+    batches = {way: ragged_batch(engine, lengths[way]) for way, engine in engines.items()}
+
+    ways: dict[str, Way] = {}
+    for way, engine in engines.items():
+        ways[way] = partial(session.timed, partial(train, engine, batches[way]))
+
+    # TRL measures its own seconds, without the start of a run.
     if HAS_TRL:
         for way, free in ((TRL_PADDED, False), (TRL_FREE, True)):
             steps = TrlSteps(
@@ -116,17 +142,20 @@ def _measure_attention(session: Session) -> Times:
                 bf16=size.dtype == "bfloat16",
             )
             ways[way] = lambda steps=steps: {"seconds": steps.step()}
-    times = interleave(ways, session.options.rounds)
-    for engine in engines.values():
-        engine.destroy()
-    return times
+    return _in_turns(session, engines, ways)
 
 
 def _ragged_lengths(size: TrainingSize) -> list[int]:
-    """Lengths of 16 ragged sequences with as many tokens in total as 16 sequences of equal length."""
+    """Lengths of 16 ragged sequences with as many tokens in total as 16 of equal length."""
     draw = random.Random(0)
     lengths = [draw.randint(16, 512) for _ in range(16)]
-    lengths[0] -= sum(lengths) % 16 if lengths[0] > 32 else sum(lengths) % 16 - 16
+
+    # The first one gives away the rest of the total, or fills it up to a multiple of 16.
+    rest = sum(lengths) % 16
+    if lengths[0] > 32:
+        lengths[0] -= rest
+    else:
+        lengths[0] += 16 - rest
     return [size.longer * length for length in lengths]
 
 
@@ -136,14 +165,22 @@ def _growth_figure(options: Options) -> Figure:
     """
     times = on_ranks(_measure_growth, options, ranks=1)
     size = training_size(options, _GROWTH_PARAMETERS)
-    shortest, longest = size.longer * _GROWTH_TOKENS[0], size.longer * _GROWTH_TOKENS[-1]
-    ratios, seconds = {}, {}
-    for way, by_tokens in ((PACKED, times[PACKED]), (MASKED, times[MASKED])):
-        for n_tokens in (size.longer * n for n in _GROWTH_TOKENS):
+    rows = [size.longer * n_tokens for n_tokens in _GROWTH_TOKENS]
+    shortest = rows[0]
+    longest = rows[-1]
+    ratios = {}
+    seconds = {}
+    for way in (PACKED, MASKED):
+        short_s = times[way][str(shortest)]
+        for n_tokens in rows:
             name = f"{way}, {n_tokens} tokens"
-            seconds[name] = by_tokens[str(n_tokens)]
-            pairs = zip(by_tokens[str(n_tokens)], by_tokens[str(shortest)], strict=True)
-            ratios[name] = [longer / n_tokens / (short / shortest) for longer, short in pairs]
+            row_s = times[way][str(n_tokens)]
+            seconds[name] = row_s
+
+            # Seconds a token, over those of the shortest row in the same round.
+            ratios[name] = []
+            for long, short in zip(row_s, short_s, strict=True):
+                ratios[name].append(long / n_tokens / (short / shortest))
     return Figure(
         "train.growth",
         f"seconds a token of a packed row / those of a row of {shortest} tokens",
@@ -158,24 +195,30 @@ def _growth_figure(options: Options) -> Figure:
 
 def _measure_growth(session: Session) -> Times:
     size = training_size(session.options, _GROWTH_PARAMETERS)
-    kind = {"parameters": size.parameters, "dtype": size.dtype}
+    build = partial(build_engine, session, parameters=size.parameters, dtype=size.dtype)
     engines = {
-        PACKED: build_engine(session, **kind),
-        MASKED: build_engine(session, **kind, attn_impl="sdpa"),
+        PACKED: build(),
+        MASKED: build(attn_impl="sdpa"),
     }
+
+    # A row has more sequences of one length, and no longer ones.
     length = size.longer * _GROWTH_LENGTH
-    rows = {size.longer * n: [length] * (n // _GROWTH_LENGTH) for n in _GROWTH_TOKENS}
-    batches = {
-        n_tokens: ragged_batch(engines[PACKED], lengths) for n_tokens, lengths in rows.items()
-    }
+    batches = {}
+    for n_tokens in _GROWTH_TOKENS:
+        n_sequences = n_tokens // _GROWTH_LENGTH
+        name = str(size.longer * n_tokens)
+        batches[name] = ragged_batch(engines[PACKED], [length] * n_sequences)
 
     def measure(engine: FSDPEngine) -> dict[str, float]:
-        return {
-            str(n): session.seconds(partial(train, engine, batch)) for n, batch in batches.items()
-        }
+        seconds = {}
+        for name, batch in batches.items():
+            seconds[name] = session.seconds(partial(train, engine, batch))
+        return seconds
 
-    ways = {way: lambda engine=engine: measure(engine) for way, engine in engines.items()}
-    times = interleave(ways, session.options.rounds)
-    for engine in engines.values():
-        engine.destroy()
-    return {way: {n: by_way[way] for n, by_way in times.items()} for way in engines}
+    ways = {way: partial(measure, engine) for way, engine in engines.items()}
+    # Times are by row length first. The figures are by way.
+    times = _in_turns(session, engines, ways)
+    by_way: Times = {}
+    for way in engines:
+        by_way[way] = {name: measured[way] for name, measured in times.items()}
+    return by_way

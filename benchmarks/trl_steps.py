@@ -68,7 +68,7 @@ class TrlSteps:
         )
 
     def step(self, around: AbstractContextManager[Any] | None = None) -> float:
-        """Run one optimizer step, in ``around`` without the start of a run, and return its seconds."""
+        """Run one optimizer step in ``around`` and return its seconds, less the start of a run."""
         self._clock.around = around or nullcontext()
         self._trainer.train()
         return self._clock.seconds
@@ -86,6 +86,7 @@ def _trainer(
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
+    # TRL takes sequences without padding.
     lengths = batch["attention_mask"].sum(1).tolist()
     rows = [ids[:length].tolist() for ids, length in zip(batch["input_ids"], lengths, strict=True)]
     args = SFTConfig(
@@ -107,11 +108,13 @@ def _trainer(
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
     )
+    # The weights are random, with one seed on all ranks.
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(config_folder), dtype=torch.float32
-    )
-    rows *= get_world_size()  # each rank takes its share
+    config = AutoConfig.from_pretrained(config_folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    # Each rank takes its share of the rows.
+    rows *= get_world_size()
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
     trainer = SFTTrainer(
         model=model,

@@ -40,10 +40,14 @@ def load_config(cls: type[T], path: StrPath | None = None, overrides: Sequence[s
     Example:
         >>> load_config(TrainEngineConfig, "train.yaml", ["optimizer.lr=1e-6"])
     """
-    source = f"the defaults of {cls.__name__}" if path is None else f"{path}"
+    # What the messages name.
+    source = f"{path}"
+    if path is None:
+        source = f"the defaults of {cls.__name__}"
     if overrides:
         source = f"{source} with overrides {list(overrides)}"
-    return build_config(cls, read_yaml(path, overrides, source), source)
+    keys = read_yaml(path, overrides, source)
+    return build_config(cls, keys, source)
 
 
 def read_yaml(path: StrPath | None, overrides: Sequence[str], source: str) -> DictConfig:
@@ -54,6 +58,7 @@ def read_yaml(path: StrPath | None, overrides: Sequence[str], source: str) -> Di
             is malformed. The message names ``source``, or quotes the file or override.
     """
     with _as_config_error(source):
+        # The file. Its text is checked before OmegaConf has turned it into numbers.
         loaded: Any = OmegaConf.create()
         if path is not None:
             if not Path(path).is_file():
@@ -62,11 +67,15 @@ def read_yaml(path: StrPath | None, overrides: Sequence[str], source: str) -> Di
             loaded = OmegaConf.load(Path(path))
             if not isinstance(loaded, DictConfig):
                 raise ConfigError(f"config file {path} holds a list; expected a mapping of keys")
+
+        # The overrides, whose values are YAML too.
         for override in overrides:
-            if "=" not in override:
+            _, sign, value = override.partition("=")
+            if not sign:
                 raise ConfigError(f"override {override!r} is not of the form key=value")
-            _refuse_base_60(override.partition("=")[2])
-        return OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))  # type: ignore[return-value]
+            _refuse_base_60(value)
+        given = OmegaConf.from_dotlist(list(overrides))
+        return OmegaConf.merge(loaded, given)  # type: ignore[return-value]
 
 
 def build_config(cls: type[T], keys: Mapping[str, Any] | DictConfig, source: str) -> T:
@@ -77,7 +86,9 @@ def build_config(cls: type[T], keys: Mapping[str, Any] | DictConfig, source: str
             ``__post_init__`` refused it. The message names the key and ``source``.
     """
     with _as_config_error(source):
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), keys))  # type: ignore[return-value]
+        # The dataclass gives types and defaults.
+        merged = OmegaConf.merge(OmegaConf.structured(cls), keys)
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
 
 
 def resolve(config: DictConfig | ListConfig, source: str) -> Any:
@@ -96,6 +107,7 @@ def _as_config_error(source: str) -> Iterator[None]:
     try:
         yield
     except OmegaConfBaseException as error:
+        # The first line is the reason. The others repeat the key and name OmegaConf's types.
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
         reason = str(error).splitlines()[0]
         raise ConfigError(f"config key {key!r} in {source}: {reason}") from error
@@ -106,18 +118,19 @@ def _as_config_error(source: str) -> Iterator[None]:
 def _refuse_base_60(text: str) -> None:
     """Refuse ``1:00:30:00``, which YAML 1.1 reads as the base-60 number 217800."""
     for event in yaml.parse(text):
-        if isinstance(event, ScalarEvent) and event.implicit[0] and _BASE_60.fullmatch(event.value):
-            raise ConfigError(
-                f"{event.value} is a number in base 60 to YAML; put it in quotes: '{event.value}'"
-            )
+        # Only a scalar without quotes can be a number.
+        if not isinstance(event, ScalarEvent) or not event.implicit[0]:
+            continue
+        text = event.value
+        if _BASE_60.fullmatch(text):
+            raise ConfigError(f"{text} is a number in base 60 to YAML; put it in quotes: '{text}'")
 
 
 def require_choice(key: str, value: object, choices: Sequence[object]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``. For use in ``__post_init__``."""
     if value not in choices:
-        raise ConfigError(
-            f"config key {key!r} is {value!r}; expected one of {', '.join(map(repr, choices))}"
-        )
+        expected = ", ".join(map(repr, choices))
+        raise ConfigError(f"config key {key!r} is {value!r}; expected one of {expected}")
 
 
 def require_numbers(config: Any, section: str = "") -> None:
@@ -127,9 +140,11 @@ def require_numbers(config: Any, section: str = "") -> None:
     ``optimizer.``.
     """
     for field in fields(config):
-        kinds = set(get_args(field.type) or [field.type])
-        if kinds <= {int, float, NoneType}:
-            _refuse_text(f"{section}{field.name}", getattr(config, field.name))
+        # The members of a union, or the type itself.
+        kinds = get_args(field.type) or [field.type]
+        if set(kinds) <= {int, float, NoneType}:
+            value = getattr(config, field.name)
+            _refuse_text(f"{section}{field.name}", value)
 
 
 def _refuse_text(key: str, value: object) -> None:
@@ -146,7 +161,9 @@ def require_range(key: str, value: float | None, *, low: float, high: float = fl
     ``__post_init__``.
     """
     _refuse_text(key, value)
-    if value is not None and not low <= value <= high:
+    if value is None:
+        return
+    if not low <= value <= high:
         raise ConfigError(f"config key {key!r} is {value!r}; expected a value from {low} to {high}")
 
 
@@ -156,4 +173,5 @@ def require_at_least(config: Any, section: str = "", **lows: float) -> None:
     ``section`` as for `require_numbers`.
     """
     for name, low in lows.items():
-        require_range(f"{section}{name}", getattr(config, name), low=low)
+        value = getattr(config, name)
+        require_range(f"{section}{name}", value, low=low)

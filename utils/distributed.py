@@ -17,8 +17,6 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import reduce
-from operator import or_
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,19 +40,25 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
         ValueError: ``group`` was destroyed. Returning 0 would let this rank go on without the
             others.
     """
-    return dist.get_rank(group) if _has_ranks(group) else 0
+    if not _has_ranks(group):
+        return 0
+    return dist.get_rank(group)
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of ranks in ``group``, or 1 without torch.distributed. Raises as `get_rank`
     does.
     """
-    return dist.get_world_size(group) if _has_ranks(group) else 1
+    if not _has_ranks(group):
+        return 1
+    return dist.get_world_size(group)
 
 
 def get_group_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
     """Return the global ranks of ``group`` in order, or ``[0]`` without torch.distributed."""
-    return dist.get_process_group_ranks(group) if _has_ranks(group) else [0]
+    if not _has_ranks(group):
+        return [0]
+    return dist.get_process_group_ranks(group)
 
 
 def _has_ranks(group: dist.ProcessGroup | None) -> bool:
@@ -80,9 +84,12 @@ def control_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup |
         dist.get_backend(needed)
     if "cpu:" in dist.get_backend_config(group):
         return group
+
+    # A control group that was made for this group and still lives.
     whole = group or dist.group.WORLD
     assert whole is not None
-    control = _control_groups.get(whole, lambda: None)()
+    known = _control_groups.get(whole)
+    control = known() if known is not None else None
     if control is None:
         control = new_background_group(whole)
         assert control is not None
@@ -101,7 +108,11 @@ def new_background_group(
     """
     if not dist.is_initialized():
         return None
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    timeout = None
+    if timeout_s is not None:
+        timeout = timedelta(seconds=timeout_s)
+
+    # A part of the ranks makes its group without the others.
     if get_world_size(group) == dist.get_world_size():
         background = dist.new_group(backend="gloo", timeout=timeout)
     else:
@@ -129,18 +140,21 @@ def gather_numbers(
 
     Every rank has the same count. They travel as float64, so integers are exact up to 2**53.
     """
-    if get_world_size(group) == 1:
+    world_size = get_world_size(group)
+    if world_size == 1:
         return [[float(number) for number in numbers]]
-    # On the CPU, whatever the default device is.
+
+    # On the CPU, whatever the default device is. One row for each rank.
     own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    gathered = own.new_empty((get_world_size(group), len(numbers)))
+    gathered = own.new_empty((world_size, len(numbers)))
     dist.all_gather(list(gathered), own, group=control_group(group))
     return gathered.tolist()
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether ``flag`` is set on any rank. The result is the same on every rank."""
-    return any(theirs for (theirs,) in gather_numbers([flag], group))
+    flags = gather_numbers([flag], group)
+    return any(theirs for (theirs,) in flags)
 
 
 def all_agree(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
@@ -162,12 +176,13 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         data = pickle.dumps(value)
     except Exception as error:
         data = pickle.dumps(_Unsent(_why_unsent(error)))
-    gathered = [_unpickled(data) for data in _gather_bytes(data, group)]
-    unsent = {
-        rank: f"it {found.reason}"
-        for rank, found in enumerate(gathered)
-        if isinstance(found, _Unsent)
-    }
+    gathered = [_unpickled(theirs) for theirs in _gather_bytes(data, group)]
+
+    # Every rank sees the same failures, so that all raise.
+    unsent = {}
+    for rank, found in enumerate(gathered):
+        if isinstance(found, _Unsent):
+            unsent[rank] = f"it {found.reason}"
     if unsent:
         raise PeerError("gathering a value of every rank", unsent)
     return gathered
@@ -186,7 +201,9 @@ def _unpickled(data: memoryview) -> Any:
 
 
 def _gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[memoryview]:
-    sizes = [int(size) for (size,) in gather_numbers([len(data)], group)]
+    rows = gather_numbers([len(data)], group)
+    sizes = [int(size) for (size,) in rows]
+
     # Ranks send the same number of bytes, so shorter values are padded.
     own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     own.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
@@ -241,7 +258,10 @@ def reduce_flags_of(
     `gather_numbers_of`.
     """
     rows = gather_numbers_of(what, lambda: [compute()], 1, group)
-    return reduce(or_, (int(theirs) for (theirs,) in rows))
+    flags = 0
+    for (theirs,) in rows:
+        flags |= int(theirs)
+    return flags
 
 
 def _gather_unless_failed(
@@ -250,16 +270,25 @@ def _gather_unless_failed(
     """Gather numbers and failures in one collective. If any rank failed, gather the errors, and all
     ranks raise.
     """
+    # The first number says whether the rank has failed.
     rows = gather_numbers([error is not None, *numbers], group)
     if not any(failed for failed, *_ in rows):
         return [theirs for _, *theirs in rows]
 
     # A failed write counts less than any other failure, wherever that is.
-    reports = gather_objects(None if error is None else _report(error), group)
-    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
-    worse = {
-        rank: report for rank, report in failed.items() if not report.startswith(_WRITE_FAILURE)
-    }
+    report = None
+    if error is not None:
+        report = _report(error)
+    failed = {}
+    worse = {}
+    for rank, theirs in enumerate(gather_objects(report, group)):
+        if theirs is None:
+            continue
+        failed[rank] = theirs
+        if not theirs.startswith(_WRITE_FAILURE):
+            worse[rank] = theirs
+
+    # This rank's own error has its traceback, so that it is raised if it is among the worst.
     if error is None:
         raise PeerError(what, failed)
     if worse and is_write_failure(error):
@@ -281,11 +310,18 @@ def all_ranks_succeed_slowly(
         with beating(WORD_EVERY_S):
             work()
         return
+    # All go on when all are done. Until then a collective in every round keeps the timeout away.
     outcome = on_daemon_thread(work, what)
-    while not all_agree(bool(wait([outcome], WORD_EVERY_S).done), group):
+    while not all_agree(_is_done(outcome), group):
         beat()
     with all_ranks_succeed(what, group):
         outcome.result()
+
+
+def _is_done(outcome: Future[Any]) -> bool:
+    """Wait for an outcome until it is time to tell the other ranks."""
+    waited = wait([outcome], WORD_EVERY_S)
+    return bool(waited.done)
 
 
 def is_write_failure(error: BaseException) -> bool:
@@ -355,10 +391,11 @@ def rank_zero_decides_slowly(decide: Callable[[], T], group: dist.ProcessGroup |
     if get_world_size(group) == 1:
         with beating(WORD_EVERY_S):
             return decide()
+    # Only rank 0 has an outcome. It decides in each round whether the others wait on.
     outcome: Future[T] = Future()
     if get_rank(group) == 0:
         outcome = on_daemon_thread(decide, "slow decision")
-    while not rank_zero_decides(lambda: bool(wait([outcome], WORD_EVERY_S).done), group):
+    while not rank_zero_decides(lambda: _is_done(outcome), group):
         beat()
     return rank_zero_decides(outcome.result, group)
 
@@ -404,9 +441,8 @@ def collective_broke(error: BaseException | None) -> bool:
         return True
     if isinstance(error, dist.DistBackendError):
         return _NCCL_BREAKDOWN.search(str(error)) is not None
+    # gloo has no type of its own.
     if isinstance(error, RuntimeError):
-        return any(
-            pattern.search(str(error))
-            for pattern in (_GLOO_TRANSPORT, _GLOO_CLOSED, _MONITORED_BARRIER)
-        )
+        patterns = (_GLOO_TRANSPORT, _GLOO_CLOSED, _MONITORED_BARRIER)
+        return any(pattern.search(str(error)) for pattern in patterns)
     return False

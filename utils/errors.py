@@ -12,6 +12,9 @@ class HoldfastError(Exception):
     """Base class of all errors of this package."""
 
 
+# What the user gives: configurations, batches and data.
+
+
 class ConfigError(HoldfastError, ValueError):
     """A configuration key or value cannot be used. The message names the key."""
 
@@ -30,6 +33,9 @@ class BatchError(HoldfastError, ValueError):
 
 class DatasetMismatchError(HoldfastError, ValueError):
     """A data position was given to another dataset than the one it was saved for."""
+
+
+# Checkpoints and their folders.
 
 
 class CheckpointError(HoldfastError):
@@ -78,6 +84,9 @@ class FolderInUseError(HoldfastError, RuntimeError):
     """
 
 
+# Inference servers, and the weights that they serve.
+
+
 class ServerError(HoldfastError, RuntimeError):
     """An inference server could not be reached, refused a request, or gave an unexpected answer.
     Others may work.
@@ -92,6 +101,7 @@ class BusyServerError(ServerError):
     """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        # All arguments go to the base class, which pickles them.
         super().__init__(message, retry_after_s)
         self.retry_after_s = retry_after_s
 
@@ -131,6 +141,9 @@ class WrongContentError(PublishError):
     """
 
 
+# Rollouts.
+
+
 class PromptError(HoldfastError, ValueError):
     """A prompt that no inference server should complete. It was not sent, or its images were read
     in another way.
@@ -149,6 +162,9 @@ class CallLost(HoldfastError, RuntimeError):
     """A call in a `CallPool` hung or ended its process at every attempt."""
 
 
+# Ranks, workers and the cluster.
+
+
 class PeerError(HoldfastError, RuntimeError):
     """Other ranks failed in the same collective step. This rank did not.
 
@@ -158,18 +174,23 @@ class PeerError(HoldfastError, RuntimeError):
     """
 
     def __init__(self, what: str, errors: Mapping[int, str]) -> None:
-        super().__init__(what, dict(errors))
+        errors = dict(errors)
+        super().__init__(what, errors)
         self.what = what
-        self.errors = dict(errors)
+        self.errors = errors
 
     @property
     def types(self) -> set[str]:
         """Names of the error types that were raised."""
-        return {error.partition(":")[0] for error in self.errors.values()}
+        types = set()
+        for error in self.errors.values():
+            name, _, _ = error.partition(":")
+            types.add(name)
+        return types
 
     def __str__(self) -> str:
-        causes = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(self.errors.items()))
-        return f"{self.what} failed on {causes}"
+        causes = [f"rank {rank}: {error}" for rank, error in sorted(self.errors.items())]
+        return f"{self.what} failed on {'; '.join(causes)}"
 
 
 class WorkerLost(HoldfastError, RuntimeError):
@@ -206,6 +227,9 @@ class RetriesExhausted(HoldfastError, RuntimeError):
     """Workers were lost more often than the supervisor may retry. The last loss is the
     ``__cause__``.
     """
+
+
+# Ends of a run that are no errors.
 
 
 class AttemptEnded(BaseException):

@@ -52,7 +52,10 @@ def as_write_error(final: StrPath) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        outcome = "" if os.path.lexists(final) else "; nothing became visible"
+        # A replaced folder is there in any case.
+        outcome = ""
+        if not os.path.lexists(final):
+            outcome = "; nothing became visible"
         raise CheckpointWriteError(
             f"cannot write {final}: {error.strerror or error}{outcome}"
         ) from error
@@ -72,10 +75,10 @@ def half_loaded(folder: StrPath) -> Iterator[None]:
     except (OSError, CheckpointCorruptError) as error:
         if "half loaded" in str(error):  # by a block in this one
             raise
+        # An OSError keeps its number and file, by which callers tell what may be temporary.
         if isinstance(error, OSError):
-            raise OSError(
-                error.errno, f"{problem}: {error.strerror or error}", error.filename
-            ) from error
+            reason = error.strerror or error
+            raise OSError(error.errno, f"{problem}: {reason}", error.filename) from error
         raise CheckpointCorruptError(f"{problem}: {error}") from error
 
 
@@ -251,6 +254,7 @@ def replace_atomically(path: StrPath, data: bytes, temporary: Path | None = None
     means a new name.
     """
     path = Path(path)
+
     # The new contents are on stable storage before they take the old name.
     temporary = temporary or path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     temporary.unlink(missing_ok=True)
@@ -267,6 +271,7 @@ def file_digest(path: StrPath) -> str:
     at a time.
     """
     digest = xxhash.xxh3_128()
+    # Each part is a sign of life, because a large file takes minutes.
     with open(path, "rb", buffering=0) as file:
         for content in _contents(file):
             digest.update(content)
@@ -291,8 +296,10 @@ def _contents(file: io.FileIO) -> Iterator[memoryview]:
     if at:
         file.seek(at)
     buffer = memoryview(bytearray(_READ_BYTES))
-    while count := file.readinto(buffer):
+    count = file.readinto(buffer)
+    while count:
         yield buffer[:count]
+        count = file.readinto(buffer)
 
 
 def read_window(fd: int, begin: int, length: int) -> memoryview:
@@ -315,6 +322,7 @@ def map_window(fd: int, begin: int, length: int) -> memoryview | None:
     older than Linux 5.14, or the file system cannot map. Read the file then. If it is damaged, that
     raises the error.
     """
+    # A mapping begins at a page.
     first = begin - begin % mmap.ALLOCATIONGRANULARITY
     try:
         # Writable although nothing is written, because torch warns about read-only memory.
@@ -350,6 +358,7 @@ def require_free_space(
     quotas are not seen. The write itself fails there. Raises CheckpointWriteError if space is
     short, or the file system cannot be asked.
     """
+    # A folder that does not exist will be on the file system of the nearest one above it.
     try:
         existing = Path(folder).absolute()
         while not existing.exists():
@@ -357,6 +366,7 @@ def require_free_space(
         status = os.statvfs(existing)
     except OSError as error:
         raise CheckpointWriteError(f"cannot ask for the free space of {folder}: {error}") from error
+    # Without blocks, the file system does not count them.
     free_bytes = status.f_bavail * status.f_frsize
     if status.f_blocks and free_bytes < needed_bytes:
         raise CheckpointWriteError(
@@ -391,6 +401,7 @@ def commit_folder(staging: StrPath, final: StrPath) -> None:
     """
     if os.path.isdir(final) and is_free(final):
         shutil.copymode(final, staging)
+
     # Names inside are on stable storage before the folder has its final name.
     fsync_tree(staging)
     if not is_free(final):
@@ -408,6 +419,7 @@ def remove_folder(path: StrPath) -> None:
         path.unlink(missing_ok=True)
         fsync_dir(path.parent)
         return
+    # A hidden folder is one whose removal has begun, or that never became visible.
     doomed = path
     if not path.name.startswith("."):
         doomed = path.with_name(f".retired-{path.name}-{uuid.uuid4().hex[:12]}")
@@ -436,10 +448,13 @@ def walk_files(folder: StrPath) -> Iterator[str]:
     """Yield every file below ``folder`` as sorted relative POSIX paths. OSError if a folder cannot
     be listed.
     """
-    paths = (
-        Path(here, name) for here, _, names in os.walk(folder, onerror=_raise) for name in names
-    )
-    yield from sorted(path.relative_to(folder).as_posix() for path in paths if path.is_file())
+    found = []
+    for here, _, names in os.walk(folder, onerror=_raise):
+        for name in names:
+            path = Path(here, name)
+            if path.is_file():
+                found.append(path.relative_to(folder).as_posix())
+    yield from sorted(found)
 
 
 def walk_leaves(folder: StrPath) -> Iterator[tuple[str, os.stat_result]]:
@@ -449,6 +464,7 @@ def walk_leaves(folder: StrPath) -> Iterator[tuple[str, os.stat_result]]:
     Raises OSError if a folder cannot be listed.
     """
     for here, folders, names in os.walk(folder, onerror=_raise):
+        # Links to folders are among the folders. An empty folder is its own leaf.
         leaves = [Path(here, name) for name in (*names, *folders)]
         if not leaves and Path(here) != Path(folder):
             leaves = [Path(here)]

@@ -56,9 +56,12 @@ def start_guarded(
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"there is no program {command[0]}")
-    guard = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(stop_timeout_s)]
+    # This file needs neither site-packages nor the environment of Python.
+    python = [sys.executable, "-I", "-S"]
+    guard = [*python, __file__, str(os.getpid()), str(stop_timeout_s)]
+    program = [str(part) for part in command]
     return subprocess.Popen(
-        [*guard, *map(str, command)],
+        [*guard, *program],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -73,11 +76,14 @@ def end_guarded(*guards: subprocess.Popen[bytes], timeout_s: float = 15.0) -> No
     """
     for guard in guards:
         guard.terminate()
+    # All share one time limit.
     end = time.monotonic() + timeout_s
     for guard in guards:
         with contextlib.suppress(subprocess.TimeoutExpired):
             guard.wait(max(end - time.monotonic(), 0))
-        if guard.returncode is None or guard.returncode < 0:  # otherwise the guard has done it
+
+        # A guard that exits by itself has ended the group.
+        if guard.returncode is None or guard.returncode < 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(guard.pid, signal.SIGKILL)
             guard.wait()
@@ -100,6 +106,7 @@ class _Guard:
         """Run a program until it ends or must end, end its processes, and return its exit code."""
         if sys.platform.startswith("linux"):
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # Until the keeper ends, a signal comes, or the program ends.
         program = subprocess.Popen(command).pid
         while os.getppid() == self._keeper and not self._told:
             self._reap()
@@ -107,8 +114,12 @@ class _Guard:
                 break
             time.sleep(_LOOK_EVERY_S)
         self._end_all()
+
+        # A signal becomes an exit code as in a shell.
         code = self._codes.get(program, 1)
-        return code if code >= 0 else 128 - code
+        if code < 0:
+            return 128 - code
+        return code
 
     def _on_sigterm(self, *_: object) -> None:
         self._told = True
@@ -142,12 +153,12 @@ class _Guard:
 
 
 def _children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
     try:
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
+        pids = path.read_text().split()
     except OSError:  # it has ended, or the kernel does not tell
         return []
+    return [int(child) for child in pids]
 
 
 if __name__ == "__main__":

@@ -97,11 +97,14 @@ def find_back(path: StrPath, begins: bytes) -> Iterator[int]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    # Of a line that is too long, only the beginning is yielded.
-    while line := file.readline(_LONGEST_BYTES):
+    line = file.readline(_LONGEST_BYTES)
+    while line:
         yield line
-        while line and len(line) == _LONGEST_BYTES and not line.endswith(b"\n"):
+
+        # Of a line that is too long, only the beginning is yielded.
+        while len(line) == _LONGEST_BYTES and not line.endswith(b"\n"):
             line = file.readline(_LONGEST_BYTES)
+        line = file.readline(_LONGEST_BYTES)
 
 
 def _last_of(row: deque[tuple[int, bytes]], path: StrPath, key: str) -> Iterator[dict[str, Any]]:

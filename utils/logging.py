@@ -24,6 +24,7 @@ class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         import torch.distributed as dist  # readers of logs do not need it
 
+        # Before there is a group, torchrun has told the rank.
         rank = 0
         launched_as = os.environ.get("RANK", "")
         if launched_as.isdecimal():
@@ -55,11 +56,11 @@ def configure_logging(level: str = "INFO", other_ranks: str = "WARNING") -> None
     logger.setLevel(level)
     if logger.handlers:
         return
+    # The filter sets the rank, which the format needs.
+    line = "%(asctime)s rank %(rank)s %(name)s | %(message)s"
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_RankFilter(other_ranks))
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s rank %(rank)s %(name)s | %(message)s", datefmt="%H:%M:%S")
-    )
+    handler.setFormatter(logging.Formatter(line, datefmt="%H:%M:%S"))
     logger.addHandler(handler)
     logger.propagate = False
 
@@ -70,7 +71,9 @@ def announce(logger: logging.Logger, message: str, *args: object) -> None:
     Python prints warnings to stderr if nothing is configured. Whoever wants less than warnings of
     ``holdfast`` has switched the line off.
     """
-    level = logging.INFO if _shows_info(logger) else logging.WARNING
+    level = logging.WARNING
+    if _shows_info(logger):
+        level = logging.INFO
     logger.log(level, message, *args)
 
 
@@ -78,6 +81,7 @@ def _shows_info(logger: logging.Logger) -> bool:
     """Whether a handler of ``logger`` or of a logger above it takes records of INFO."""
     if not logger.isEnabledFor(logging.INFO):
         return False
+    # A record goes up to the root, unless a logger on the way does not pass it on.
     source: logging.Logger | None = logger
     while source is not None:
         if any(handler.level <= logging.INFO for handler in source.handlers):

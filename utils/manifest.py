@@ -72,10 +72,11 @@ class FileEntry:
 
 def file_entries(folder: StrPath, names: Iterable[str]) -> list[FileEntry]:
     """Describe the named files, reading each once. Their writers have fsynced them."""
-    root = Path(folder)
-    return [
-        FileEntry(name, (root / name).stat().st_size, file_digest(root / name)) for name in names
-    ]
+    entries = []
+    for name in names:
+        path = Path(folder) / name
+        entries.append(FileEntry(name, path.stat().st_size, file_digest(path)))
+    return entries
 
 
 def write_entry(folder: StrPath, name: str, data: bytes) -> FileEntry:
@@ -91,6 +92,7 @@ def write_manifest(folder: StrPath, entries: Iterable[FileEntry], facts: Mapping
     """
     by_name = sorted(entries, key=lambda entry: entry.name)
     files = {entry.name: entry.described() for entry in by_name}
+
     # Older versions of Holdfast read a folder in which no file has pieces.
     has_pieces = any("pieces" in entry for entry in files.values())
     version = FORMAT_VERSION if has_pieces else _WITHOUT_PIECES
@@ -116,6 +118,7 @@ def require_outside_commits(path: StrPath) -> None:
     """Raise `ConfigError` if ``path`` is, or lies in, a committed folder, which one file more would
     damage.
     """
+    # A link may lead into a committed folder.
     real = Path(os.path.realpath(path))
     for folder in (real, *real.parents):
         if _is_committed(folder):
@@ -159,31 +162,35 @@ def manifest_digest(folder: StrPath) -> str:
 def parse_manifest(data: bytes, path: StrPath) -> dict[str, Any]:
     """Parse the bytes of a manifest. Errors call the file ``path``. Raises as `read_manifest`."""
     # The digest at the end comes first, so that damage cannot look like another format version.
-    if data[-_SELF_CHECKSUM_BYTES:] != _self_checksum(data[:-_SELF_CHECKSUM_BYTES]):
+    body = data[:-_SELF_CHECKSUM_BYTES]
+    if data[-_SELF_CHECKSUM_BYTES:] != _self_checksum(body):
         raise CheckpointCorruptError(
             f"{path} is not a manifest as it was committed: the digest it ends with is wrong"
         )
     # Of an unknown version only the number is read.
-    entries = []
+    known = (_WITHOUT_PIECES, FORMAT_VERSION)
+    files = {}
     try:
         document = json.loads(data)
         version = document["format_version"]
-        if version in (_WITHOUT_PIECES, FORMAT_VERSION):
-            entries = [_parse_entry(name, entry) for name, entry in document["files"].items()]
+        if version in known:
+            for name, entry in document["files"].items():
+                described = _parse_entry(name, entry).described()
+                files[name] = {"name": name} | described
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(
             f"{path} is not a manifest: {type(error).__name__}: {error}"
         ) from error
+    # A newer version is sound, any other has never existed.
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointMismatchError(
             f"{path} has format version {version}; this Holdfast reads version {FORMAT_VERSION}. "
             "Upgrade Holdfast"
         )
-    if version not in (_WITHOUT_PIECES, FORMAT_VERSION):
+    if version not in known:
         raise CheckpointCorruptError(
             f"{path} has format version {version!r}; expected {_WITHOUT_PIECES} or {FORMAT_VERSION}"
         )
-    files = {entry.name: {"name": entry.name} | entry.described() for entry in entries}
     return document | {"files": files}
 
 
@@ -193,11 +200,15 @@ def _parse_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
     numbers = entry.get("pieces")
     if type(n_bytes) is not int or not 0 <= n_bytes < 1 << 62:
         raise ValueError(f"{name} has the size {n_bytes!r}")
+
+    # A digest of pieces is of another kind than one of the whole file.
     kind = "xxh3_128" if numbers is None else "xxh3_128t"
     if not re.fullmatch(f"{kind}:[0-9a-f]{{32}}", digest):
         raise ValueError(f"{name} has the digest {digest!r}")
     if numbers is None:
         return FileEntry(name, n_bytes, digest)
+
+    # The pieces cover the file.
     pieces = [Piece(*piece) for piece in numbers]
     require_whole(pieces, n_bytes)
     return FileEntry(name, n_bytes, digest, pieces)
@@ -256,6 +267,7 @@ def compare_listing(sizes: Mapping[str, int], manifest: Mapping[str, Any], folde
         raise CheckpointCorruptError(
             f"{folder}: file {extra[0]} is not in the manifest ({len(extra)} in all)"
         )
+    # Names agree now.
     for name, entry in expected.items():
         if sizes[name] != entry["bytes"]:
             raise CheckpointCorruptError(
@@ -287,6 +299,8 @@ def verify_folder(folder: StrPath) -> dict[str, Any]:
     manifest = check_listing(folder)
     for name, entry in manifest["files"].items():
         verify_file(folder, name, entry)
+
+    # The changes are a folder with a manifest of its own.
     if has_delta(manifest, list_files(Path(folder))):
         verify_folder(Path(folder) / DELTA_NAME)
     return manifest
@@ -308,4 +322,5 @@ def described_digest(path: StrPath, entry: Mapping[str, Any]) -> str:
     if "pieces" not in entry:
         return file_digest(path)
     with open(path, "rb", buffering=0) as file:
-        return read_digest(entry["pieces"], partial(read_window, file.fileno()))
+        read = partial(read_window, file.fileno())
+        return read_digest(entry["pieces"], read)

@@ -78,17 +78,20 @@ class StatsLogger:
         """
         self.close()
         lines = self._lines()
-
-        # Trackers keep what they have, so they need to know the last step that was ever logged.
         if step is None:
-            last = self._logged_step = -1
-            (self._folder / RUN_ID_NAME).unlink(missing_ok=True)
+            last = -1
+            self._logged_step = -1
+            run_id = self._folder / RUN_ID_NAME
+            run_id.unlink(missing_ok=True)
         else:
+            # Trackers keep what they have, so they need to know the last step ever logged.
             last = step
-            self._logged_step = max([last, *(line["step"] for line in lines)])
+            logged = [line["step"] for line in lines]
+            self._logged_step = max([last, *logged])
 
         kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= last]
-        replace_atomically(self._folder / STATS_NAME, "".join(kept).encode())
+        contents = "".join(kept).encode()
+        replace_atomically(self._folder / STATS_NAME, contents)
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         """Append one line, ``{"step": 7, "loss": 0.5, ...}``, and log it to each tracker that lacks
@@ -106,10 +109,13 @@ class StatsLogger:
                 f"a stat is called 'step', the name of the step number; found {sorted(stats)}"
             )
         values = {name: float(value) for name, value in stats.items()}
+
+        # The file is the record, so that it gets the line before the trackers.
         if self._file is None:
             self._open()
         assert self._file is not None
-        self._file.write(json.dumps({"step": step, **values}).encode() + b"\n")
+        line = json.dumps({"step": step, **values})
+        self._file.write(line.encode() + b"\n")
         self._file.flush()
         for tracker in self._trackers:
             _give(tracker, step, values)
@@ -125,11 +131,15 @@ class StatsLogger:
 
     def _lines(self) -> list[dict[str, Any]]:
         path = self._folder / STATS_NAME
-        return read_stats(path) if path.exists() else []
+        if not path.exists():
+            return []
+        return read_stats(path)
 
     def _open(self) -> None:
         path = self._folder / STATS_NAME
         lines = self._lines()
+
+        # The last step in the file, and the last one that any process has logged.
         last = max((line["step"] for line in lines), default=-1)
         logged = last
         if self._logged_step is not None:
@@ -150,8 +160,9 @@ class StatsLogger:
             tracker = TRACKERS[name](run)
             self._trackers.append(tracker)
             for line in lines:
-                values = {key: line[key] for key in line if key != "step"}
-                _give(tracker, line["step"], values)
+                values = dict(line)
+                step = values.pop("step")
+                _give(tracker, step, values)
 
     def _run_id(self) -> str:
         path = self._folder / RUN_ID_NAME
@@ -193,19 +204,29 @@ def reduce_stats(
     if get_world_size(group) == 1:
         return {name: float(sums[name]) for name in names}
     # Ranks compare 53 bits of a digest, which a float64 holds.
-    digest = xxhash.xxh3_64_intdigest(json.dumps(names).encode()) >> 11
-    if any(theirs != digest for (theirs,) in gather_numbers([digest], group)):
-        first, *others = gather_objects(names, group)
-        errors = {
-            rank: f"names differ from rank 0: lacks {sorted(set(first) - set(theirs))}, "
-            f"has besides {sorted(set(theirs) - set(first))}"
-            for rank, theirs in enumerate(others, start=1)
-            if theirs != first
-        }
-        raise PeerError("summing stats over ranks", errors)
-    totals = torch.tensor([sums[name] for name in names], dtype=torch.float64)
+    encoded = json.dumps(names).encode()
+    digest = xxhash.xxh3_64_intdigest(encoded) >> 11
+    digests = gather_numbers([digest], group)
+    if any(theirs != digest for (theirs,) in digests):
+        all_names = gather_objects(names, group)
+        raise PeerError("summing stats over ranks", _differences(all_names))
+
+    own = [sums[name] for name in names]
+    totals = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(totals, group=control_group(group))
     return dict(zip(names, totals.tolist(), strict=True))
+
+
+def _differences(names: list[list[str]]) -> dict[int, str]:
+    """Say for each rank that has other names than rank 0 what it lacks and has besides."""
+    first, *others = map(set, names)
+    errors = {}
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            lacks = sorted(first - theirs)
+            besides = sorted(theirs - first)
+            errors[rank] = f"names differ from rank 0: lacks {lacks}, has besides {besides}"
+    return errors
 
 
 class RunningMeans:
@@ -227,11 +248,21 @@ class RunningMeans:
 
     def take(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return the means over all ranks of ``group`` and start again. Collective."""
-        own = {f"sum {name}": value for name, value in self._sums.items()}
-        own |= {f"count {name}": value for name, value in self._counts.items()}
-        totals = reduce_stats(own, group)
         names = list(self._sums)
+        own = {}
+        for name in names:
+            own[f"sum {name}"] = self._sums[name]
+            own[f"count {name}"] = self._counts[name]
+        totals = reduce_stats(own, group)
+
+        # A failed collective keeps the numbers for the next call.
         self._sums = {}
         self._counts = {}
-        counts = {name: totals[f"count {name}"] for name in names}
-        return {name: totals[f"sum {name}"] / count for name, count in counts.items() if count}
+
+        # A name without a finite number has no mean.
+        means = {}
+        for name in names:
+            count = totals[f"count {name}"]
+            if count:
+                means[name] = totals[f"sum {name}"] / count
+        return means

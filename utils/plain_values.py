@@ -10,6 +10,7 @@ code.
 
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -26,9 +27,16 @@ from .errors import CheckpointCorruptError, ConfigError
 from .files import StrPath
 
 DAMAGE = (
-    pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError,
-    RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """Errors raised by unpickling damaged bytes."""
 
 _TORCH_DAMAGE = (*DAMAGE, AssertionError, struct.error, zipfile.BadZipFile)
@@ -43,6 +51,7 @@ def pack_plain(what: str, value: Any) -> bytes:
 
     Raises ConfigError if loading ``value``, called ``what`` in the message, would run code.
     """
+    # torch.save accepts any object, so that only the way back shows whether it needs code.
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -81,8 +90,11 @@ def load_plain(file: IO[bytes], source: StrPath, device: torch.device | None = N
             message names), or is compressed. torch never compresses, and a small compressed file
             could fill the memory.
     """
-    place: Any = "cpu" if device is None else partial(_place, device)
+    place: Any = "cpu"
+    if device is not None:
+        place = partial(_place, device)
     try:
+        # Before torch reads it, which may fill the memory.
         _check_archive(file)
         return torch.load(file, map_location=place, weights_only=True)
     except _TORCH_DAMAGE as error:
@@ -100,6 +112,8 @@ def map_plain(path: StrPath, *allowed: Any) -> Any:
     try:
         with open(path, "rb") as file:
             mapped = _check_archive(file)
+
+        # Older files are no archives, and torch cannot map them.
         with torch.serialization.safe_globals(list(allowed)):
             return torch.load(os.fspath(path), map_location="cpu", weights_only=True, mmap=mapped)
     except _TORCH_DAMAGE as error:
@@ -118,13 +132,17 @@ def _check_archive(file: IO[bytes]) -> bool:
     or compressed.
     """
     start = file.tell()
-    begins_as_archive = _ARCHIVE.startswith(file.read(len(_ARCHIVE)))
+    first_bytes = file.read(len(_ARCHIVE))
+    begins_as_archive = _ARCHIVE.startswith(first_bytes)
     n_bytes = file.seek(0, os.SEEK_END) - start
+
+    # The table of contents is at the end of an archive.
     is_archive = zipfile.is_zipfile(file)
     if is_archive:
         with zipfile.ZipFile(file) as archive:
-            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise CheckpointCorruptError("it is compressed, which torch.save does not do")
+            kinds = {member.compress_type for member in archive.infolist()}
+        if kinds - {zipfile.ZIP_STORED}:
+            raise CheckpointCorruptError("it is compressed, which torch.save does not do")
     elif begins_as_archive:
         raise CheckpointCorruptError(
             f"it ends after {n_bytes} bytes, without the table of contents that torch.save writes "
@@ -136,6 +154,7 @@ def _check_archive(file: IO[bytes]) -> bool:
 
 def plain_reason(error: Exception) -> str:
     """Shorten torch's error to one line, without its advice to load unsafely."""
+    # torch has named the type in these two ways.
     forbidden = re.search(r"(?:Unsupported global: |unsupported )GLOBAL (\S+)", str(error))
     if forbidden:
         return f"it holds {forbidden[1]}, which could only be read by running code"
@@ -161,7 +180,8 @@ def pack_json(value: Any, name: str) -> torch.Tensor:
     Raises ConfigError if ``value``, called ``name``, holds other things than numbers, strings,
     lists, tuples and dicts.
     """
-    return pad_bytes(json.dumps(_encode(value, name)).encode(), b" ")
+    text = json.dumps(_encode(value, name))
+    return pad_bytes(text.encode(), b" ")
 
 
 def unpack_json(tensor: torch.Tensor, name: str) -> Any:
@@ -169,7 +189,8 @@ def unpack_json(tensor: torch.Tensor, name: str) -> Any:
     CheckpointCorruptError.
     """
     try:
-        return _decode(json.loads(tensor.cpu().numpy().tobytes()))
+        data = tensor.cpu().numpy().tobytes()
+        return _decode(json.loads(data))
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointCorruptError(
             f"{name} is not JSON as a checkpoint has it: {error}"
@@ -178,17 +199,20 @@ def unpack_json(tensor: torch.Tensor, name: str) -> Any:
 
 def pad_bytes(data: bytes, padding: bytes) -> torch.Tensor:
     """``[n]`` uint8 with ``data``, padded with a byte to a multiple of 4096."""
-    n_bytes = -(-len(data) // _BLOCK_BYTES) * _BLOCK_BYTES
-    return torch.frombuffer(bytearray(data.ljust(n_bytes, padding)), dtype=torch.uint8)
+    n_blocks = math.ceil(len(data) / _BLOCK_BYTES)
+    padded = data.ljust(n_blocks * _BLOCK_BYTES, padding)
+    return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
 
 
 def _encode(value: Any, name: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    # Lists, and dicts with names, are those of JSON. The name leads to the item in messages.
     kind = type(value)
     if kind is list:
         return [_encode(item, f"{name}[{index}]") for index, item in enumerate(value)]
-    if kind is dict and _TAG not in value and all(isinstance(key, str) for key in value):
+    has_names = kind is dict and all(isinstance(key, str) for key in value)
+    if has_names and _TAG not in value:
         return {key: _encode(item, f"{name}.{key}") for key, item in value.items()}
     # Containers that JSON does not know are lists with a tag.
     if kind in _TAGGED.values():
@@ -210,6 +234,10 @@ def _decode(value: Any) -> Any:
         return value
     if _TAG not in value:
         return {key: _decode(item) for key, item in value.items()}
+
+    # A tagged container. The items of a dict are pairs.
     kind = _TAGGED[value[_TAG]]
     items = _decode(value["items"])
-    return tuple(items) if kind is tuple else kind(dict(items))
+    if kind is tuple:
+        return tuple(items)
+    return kind(dict(items))

@@ -62,9 +62,13 @@ def _stat(process: int | str) -> list[str] | None:
     missing.
     """
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+    # The second field is the name in brackets, which may hold brackets and spaces itself.
+    _, _, rest = text.rpartition(")")
+    return rest.split()
 
 
 def process_started_at() -> float:
@@ -80,7 +84,8 @@ def _started_at(pid: int) -> float:
     ticks = _start_time(pid)
     if ticks is None:
         return time.time()
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    started_s = int(ticks) / os.sysconf("SC_CLK_TCK")
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     return time.time() - age_s
 
 
@@ -125,8 +130,11 @@ def die_with_parent() -> None:
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
+    # The parent may have ended just before the call, which would then never send the signal.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -161,10 +169,9 @@ class Lease:
         self._timer: ctypes.c_void_p | None = None
         if sys.platform.startswith("linux"):
             self._timer = ctypes.c_void_p()
-            event = _Event(None, signal.SIGKILL, _SIGEV_SIGNAL, b"")
-            _call(
-                "timer_create", time.CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(self._timer)
-            )
+            event = ctypes.byref(_Event(None, signal.SIGKILL, _SIGEV_SIGNAL, b""))
+            timer = ctypes.byref(self._timer)
+            _call("timer_create", time.CLOCK_BOOTTIME, event, timer)
 
     def now(self) -> float:
         """Return seconds on the lease's clock, which continues while the machine sleeps."""
@@ -173,8 +180,10 @@ class Lease:
     def put_off(self, until: float) -> None:
         """Move the time at which the process is killed to ``until``, on the lease's clock."""
         if self._timer is not None:  # the first timer of a process may have the id 0
+            # Once, without an interval.
             whole_s = int(until)
-            spec = _Spec(0, 0, whole_s, int((until - whole_s) * 1e9))
+            rest_ns = int((until - whole_s) * 1e9)
+            spec = _Spec(0, 0, whole_s, rest_ns)
             _call("timer_settime", self._timer, _TIMER_ABSTIME, ctypes.byref(spec), None)
 
 
@@ -183,7 +192,8 @@ def _call(name: str, *args: object) -> None:
     if not hasattr(library, name):  # glibc before 2.34
         library = ctypes.CDLL("librt.so.1", use_errno=True)
     if getattr(library, name)(*args) != 0:
-        raise OSError(ctypes.get_errno(), f"{name} failed: {os.strerror(ctypes.get_errno())}")
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name} failed: {os.strerror(number)}")
 
 
 def reading_threads() -> int:
@@ -203,5 +213,6 @@ def reading_threads() -> int:
     has_share = cores < os.sched_getaffinity(os.getppid())
     ranks = 1
     if not has_share:
+        # The ranks of this host share the cores.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
     return min(max(len(cores) // ranks, 1), MOST_READING_THREADS)

@@ -15,13 +15,14 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 
 from .errors import CheckpointCorruptError, CheckpointMismatchError, ConfigError
 from .logging import get_logger
 
 logger = get_logger(__name__)
 
-RngState = dict[str, torch.Tensor]
+RngState = dict[str, Tensor]
 """Result of `capture_rng`, all on the CPU:
 
 - ``python`` int64 ``[625]``: the 624 words of the Mersenne Twister and the position in them.
@@ -44,6 +45,8 @@ def seed_rng(seed: int, rank: int = 0) -> None:
     """
     mixed = xxhash.xxh3_64_intdigest(struct.pack("<qq", seed, rank))
     random.seed(mixed)
+
+    # NumPy takes 32 bits.
     np.random.seed(mixed % 2**32)
     torch.manual_seed(_torch_seed(mixed))
 
@@ -56,21 +59,18 @@ def capture_rng() -> RngState:
     Raises:
         ConfigError: NumPy's global generator was replaced by one that is not MT19937.
     """
-    _, words, gauss = random.getstate()
-    state = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": _pack_gauss(gauss),
-        **_numpy_tensors(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
-    }
+    state = _python_tensors(random.getstate())
+    state |= _numpy_tensors(np.random.get_state(legacy=False))
+    state["torch"] = torch.get_rng_state()
+
+    # A question about a device would start CUDA.
     if torch.cuda.is_initialized():
-        state["cuda"] = torch.stack(
-            [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
-        )
+        rows = [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
+        state["cuda"] = torch.stack(rows)
     return state
 
 
-def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
+def restore_rng(state: Mapping[str, Tensor]) -> None:
     """Restore every generator to ``state``, so that draws continue as after its `capture_rng`.
 
     CUDA devices are matched starting from the current one, so that a rank that trained on
@@ -79,26 +79,34 @@ def restore_rng(state: Mapping[str, torch.Tensor]) -> None:
     generator has changed.
     """
     check_rng(state)
-    words = state["python"].tolist()
-    random.setstate((_PYTHON_STATE_VERSION, tuple(words), _unpack_gauss(state["python_gauss"])))
+
+    # Python.
+    words = tuple(state["python"].tolist())
+    gauss = _unpack_gauss(state["python_gauss"])
+    random.setstate((_PYTHON_STATE_VERSION, words, gauss))
+
+    # NumPy, which also wants to know whether there is a cached number.
     *key, position = state["numpy"].tolist()
     words32 = np.array(key, dtype=np.uint32)
     gauss = _unpack_gauss(state["numpy_gauss"])
     has_gauss = int(gauss is not None)
     np.random.set_state(("MT19937", words32, position, has_gauss, gauss or 0.0))
+
     # torch reads a state from the start of its storage even if it is a view, so states are cloned.
     torch.set_rng_state(state["torch"].clone())
-    if "cuda" in state:
-        devices = _cuda_devices() if torch.cuda.is_available() else []
-        if len(devices) < len(state["cuda"]):
-            logger.warning(
-                "RNG: %d CUDA states saved, %d devices here", len(state["cuda"]), len(devices)
-            )
-        for device, row in zip(devices, state["cuda"], strict=False):
-            torch.cuda.set_rng_state(row.clone(), device)
+    if "cuda" not in state:
+        return
+
+    # The devices of this process, as far as there are rows.
+    rows = state["cuda"]
+    devices = _cuda_devices() if torch.cuda.is_available() else []
+    if len(devices) < len(rows):
+        logger.warning("RNG: %d CUDA states saved, %d devices here", len(rows), len(devices))
+    for device, row in zip(devices, rows, strict=False):
+        torch.cuda.set_rng_state(row.clone(), device)
 
 
-def check_rng(state: Mapping[str, torch.Tensor]) -> None:
+def check_rng(state: Mapping[str, Tensor]) -> None:
     """Check that `restore_rng` can use ``state``.
 
     Raises:
@@ -106,20 +114,24 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
         CheckpointCorruptError: its values are not a state of a generator.
     """
     # Shapes and dtypes come first.
+    twister = (torch.int64, (_MT_WORDS,))
+    gauss = (torch.float64, (2,))
     expected = {
-        "python": (torch.int64, (_MT_WORDS,)),
-        "python_gauss": (torch.float64, (2,)),
-        "numpy": (torch.int64, (_MT_WORDS,)),
-        "numpy_gauss": (torch.float64, (2,)),
+        "python": twister,
+        "python_gauss": gauss,
+        "numpy": twister,
+        "numpy_gauss": gauss,
         "torch": (torch.uint8, tuple(torch.get_rng_state().shape)),
     }
     if "cuda" in state:
-        expected["cuda"] = (torch.uint8, (len(state["cuda"]), _CUDA_STATE_BYTES))
+        n_devices = len(state["cuda"])
+        expected["cuda"] = (torch.uint8, (n_devices, _CUDA_STATE_BYTES))
     for name, (dtype, shape) in expected.items():
         if name not in state:
             raise CheckpointMismatchError(f"RNG state has no {name!r}; it has {sorted(state)}")
         tensor = state[name]
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        found = (tensor.dtype, tuple(tensor.shape))
+        if found != (dtype, shape):
             raise CheckpointMismatchError(
                 f"RNG state {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} "
                 f"{list(shape)}"
@@ -128,17 +140,20 @@ def check_rng(state: Mapping[str, torch.Tensor]) -> None:
     # Then the values: words of 32 bits and a position, and a state that torch takes.
     for name in ("python", "numpy"):
         *words, position = state[name].tolist()
-        if min(words) < 0 or max(words) >= 2**32 or not 0 <= position < _MT_WORDS:
+        has_words = min(words) >= 0 and max(words) < 2**32
+        has_position = 0 <= position < _MT_WORDS
+        if not has_words or not has_position:
             raise CheckpointCorruptError(
                 f"RNG state {name!r} is not one of a Mersenne Twister (position {position})"
             )
+    generator = torch.Generator()
     try:
-        torch.Generator().set_state(state["torch"].clone())
+        generator.set_state(state["torch"].clone())
     except RuntimeError as error:
         raise CheckpointCorruptError(f"RNG state 'torch' is not one of torch: {error}") from error
 
 
-def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
+def derive_rng(state: Mapping[str, Tensor], rank: int) -> RngState:
     """Derive a state for ``rank``, which the checkpoint lacks because the world has grown.
 
     Every generator is seeded with the 64-bit ``xxh3_64`` of the tensors of ``state``, which is the
@@ -149,32 +164,37 @@ def derive_rng(state: Mapping[str, torch.Tensor], rank: int) -> RngState:
     digest = _digest(state)
     digest.update(struct.pack("<q", rank))
     seed = digest.intdigest()
-    _, words, gauss = random.Random(seed).getstate()
-    numpy_rng = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
-    derived = {
-        "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": _pack_gauss(gauss),
-        **_numpy_tensors(numpy_rng.get_state(legacy=False)),
-        "torch": torch.Generator().manual_seed(_torch_seed(seed)).get_state(),
-    }
+
+    # New generators, so that those of this process stay as they are.
+    derived = _python_tensors(random.Random(seed).getstate())
+    twister = np.random.MT19937(np.random.SeedSequence(seed))
+    numpy_rng = np.random.RandomState(twister)
+    derived |= _numpy_tensors(numpy_rng.get_state(legacy=False))
+    derived["torch"] = _seeded_state(torch.Generator(), seed)
     if torch.cuda.is_initialized():
         states = []
         for index, device in enumerate(_cuda_devices()):
-            generator = torch.Generator(device).manual_seed(_torch_seed(seed + index))
-            states.append(generator.get_state())
+            generator = torch.Generator(device)
+            states.append(_seeded_state(generator, seed + index))
         derived["cuda"] = torch.stack(states)
     return derived
 
 
-def rng_digest(state: Mapping[str, torch.Tensor]) -> str:
+def _seeded_state(generator: torch.Generator, seed: int) -> Tensor:
+    generator.manual_seed(_torch_seed(seed))
+    return generator.get_state()
+
+
+def rng_digest(state: Mapping[str, Tensor]) -> str:
     """Return ``"xxh3_64:<hex>"`` of a state. Equal digests mean equal later draws."""
     return f"xxh3_64:{_digest(state).hexdigest()}"
 
 
-def _digest(state: Mapping[str, torch.Tensor]) -> xxhash.xxh3_64:
+def _digest(state: Mapping[str, Tensor]) -> xxhash.xxh3_64:
     digest = xxhash.xxh3_64()
     for name in sorted(state):
-        digest.update(state[name].contiguous().numpy().tobytes())
+        data = state[name].contiguous().numpy()
+        digest.update(data.tobytes())
     return digest
 
 
@@ -186,17 +206,28 @@ def _cuda_devices() -> list[torch.device]:
 
 
 def _torch_seed(seed: int) -> int:
+    """The lower 63 bits, because torch takes signed integers."""
     return seed & (2**63 - 1)
 
 
-def _pack_gauss(gauss: float | None) -> torch.Tensor:
-    packed = [0.0, 0.0] if gauss is None else [1.0, gauss]
+def _pack_gauss(gauss: float | None) -> Tensor:
+    packed = [0.0, 0.0]
+    if gauss is not None:
+        packed = [1.0, gauss]
     return torch.tensor(packed, dtype=torch.float64)
 
 
-def _unpack_gauss(packed: torch.Tensor) -> float | None:
+def _unpack_gauss(packed: Tensor) -> float | None:
     cached, value = packed.tolist()
     return value if cached else None
+
+
+def _python_tensors(state: tuple) -> RngState:
+    _, words, gauss = state
+    return {
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": _pack_gauss(gauss),
+    }
 
 
 def _numpy_tensors(state: Mapping) -> RngState:
@@ -206,6 +237,13 @@ def _numpy_tensors(state: Mapping) -> RngState:
             "default) can be captured. Keep the other one as a np.random.Generator of your own "
             "and register it with the handler."
         )
-    words = np.append(state["state"]["key"].astype(np.int64), state["state"]["pos"])
-    gauss = state["gauss"] if state["has_gauss"] else None
-    return {"numpy": torch.from_numpy(words), "numpy_gauss": _pack_gauss(gauss)}
+    twister = state["state"]
+    key = twister["key"].astype(np.int64)
+    words = np.append(key, twister["pos"])
+    gauss = None
+    if state["has_gauss"]:
+        gauss = state["gauss"]
+    return {
+        "numpy": torch.from_numpy(words),
+        "numpy_gauss": _pack_gauss(gauss),
+    }

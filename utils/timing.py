@@ -12,7 +12,8 @@ def timed(seconds: MutableMapping[str, float], phase: str) -> Iterator[None]:
     try:
         yield
     finally:
-        seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - started
+        before = seconds.get(phase, 0.0)
+        seconds[phase] = before + time.monotonic() - started
 
 
 class PhaseTimes:

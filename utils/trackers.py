@@ -49,6 +49,7 @@ class _TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # The folder has the steps of earlier processes, if there were any.
         folder = run.folder / "tensorboard"
         self.has_step = run.last_step if folder.exists() else -1
         self._writer = SummaryWriter(str(folder), purge_step=run.last_step + 1)
@@ -74,8 +75,15 @@ class _WandB:
         import wandb
 
         known = any(run.folder.glob(f"wandb/*-{run.run_id}"))
-        named: dict[str, Any] = {"project": run.project, "name": run.name, "id": run.run_id}
-        self._run = wandb.init(**named, resume="allow", dir=str(run.folder))
+        self._run: Any = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            dir=str(run.folder),
+        )
+
+        # A server counts the rows. Offline, earlier processes have left their folders.
         self.has_step = -1
         if self._run.resumed:
             self.has_step = self._run.step - 1
@@ -100,11 +108,19 @@ class _Trackio:
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
-        name = f"{run.name}-{run.run_id}"
-        quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = trackio.init(run.project, name, resume="allow", **quiet)
+        # Nothing but the numbers of the steps.
+        self._run: Any = trackio.init(
+            run.project,
+            f"{run.name}-{run.run_id}",
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
         steps = steps_of(self._run)
-        self.has_step = run.logged_step if steps is None else steps - 1
+        self.has_step = run.logged_step
+        if steps is not None:
+            self.has_step = steps - 1
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -125,10 +141,10 @@ def require_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError unless every name is a known and installed tracker. Imports nothing."""
     for name in names:
         if name not in TRACKERS:
-            raise ConfigError(
-                f"config key 'trackers' names {name!r}; expected some of "
-                f"{', '.join(map(repr, TRACKERS))}"
-            )
+            known = ", ".join(map(repr, TRACKERS))
+            raise ConfigError(f"config key 'trackers' names {name!r}; expected some of {known}")
+
+        # A tracker, its package and its extra have one name.
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
                 f"config key 'trackers' names {name!r}, which is not installed; run pip install "

@@ -173,7 +173,7 @@ def test_the_warm_buffer_holds_and_moves_what_the_tensors_hold(tmp_path: Path) -
     size = 7 + sum(tensor.nbytes for tensor in tensors)
     assert (tmp_path / "file").stat().st_size == size == buffer.n_bytes + 7
     buffer.read(tmp_path / "file", 7)
-    for (_, kept), tensor in zip(buffer._pairs, tensors, strict=True):
+    for kept, tensor in zip(buffer._kept, tensors, strict=True):
         assert torch.equal(kept, tensor)
     with pytest.raises(RuntimeError, match="ends at byte"):
         buffer.read(tmp_path / "file", 8)

@@ -51,6 +51,7 @@ def require(library: str, names: Iterable[Private]) -> None:
             raise _unsupported(library, private, "is not there") from None
         if private.parameters is None:
             continue
+        # A name that is called has to take what Holdfast passes.
         known = _parameters(found)
         if known is None:
             continue
@@ -98,10 +99,12 @@ def _parameters(found: Any) -> Collection[str] | None:
 
 
 def _unsupported(library: str, private: Private, problem: str) -> UnsupportedVersionError:
-    required = metadata.requires("holdfast") or []
-    supported = next(
-        (entry.split(";")[0] for entry in required if entry.startswith(library)), library
-    )
+    # The range in pyproject.toml, without the extra that it belongs to.
+    supported = library
+    for entry in metadata.requires("holdfast") or []:
+        if entry.startswith(library):
+            supported = entry.split(";")[0]
+            break
     return UnsupportedVersionError(
         f"{library} {metadata.version(library)} does not fit: {private.name} {problem}, which "
         f"Holdfast needs to {private.use}. Install another version of {library} (supported: "

@@ -155,8 +155,14 @@ def replace_members(
     A view with other parameters or buffers runs no state-dict pre-hooks, because FSDP2's would
     reshard the live model.
     """
-    new = {"_modules": children, "_parameters": parameters, "_buffers": buffers}
-    module.__dict__.update({kind: members for kind, members in new.items() if members is not None})
+    new = {
+        "_modules": children,
+        "_parameters": parameters,
+        "_buffers": buffers,
+    }
+    for kind, members in new.items():
+        if members is not None:
+            module.__dict__[kind] = members
     if parameters is not None or buffers is not None:
         module.__dict__["_state_dict_pre_hooks"] = {}
 
@@ -183,7 +189,8 @@ def made_sharded(
 
     `DTensor.from_local` would move it to the device of the mesh.
     """
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -269,6 +276,7 @@ def drop_partial_gradients(module: FSDPModule) -> None:
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return
+    # The sum that waits for the other replicas, and the gradients that wait for the reduction.
     group._partial_reduce_output = None
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
@@ -281,9 +289,9 @@ def has_partial_gradients(module: FSDPModule) -> bool:
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None:
         return False
-    return group._partial_reduce_output is not None or any(
-        param.unsharded_accumulated_grad is not None for param in group.fsdp_params
-    )
+    if group._partial_reduce_output is not None:
+        return True
+    return any(param.unsharded_accumulated_grad is not None for param in group.fsdp_params)
 
 
 def recover_from_failed_backward(model: nn.Module) -> None:
@@ -293,6 +301,8 @@ def recover_from_failed_backward(model: nn.Module) -> None:
     """
     if not isinstance(model, FSDPModule) or not hasattr(model, "reset_iter_state"):
         return
+
+    # It is None before the first forward.
     if model._get_fsdp_state()._is_root is not None:
         model.reset_iter_state()
 
@@ -301,11 +311,13 @@ def fsdp_mesh_of(model: nn.Module) -> DeviceMesh | None:
     """Return the mesh that the outermost FSDP2 module of a model is sharded over. None if there is
     none.
     """
-    states = (
-        module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
-    )
-    groups = (state._fsdp_param_group for state in states)
-    return next((group.mesh_info.mesh for group in groups if group is not None), None)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A module whose parameters all belong to nested groups has none of its own.
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                return group.mesh_info.mesh
+    return None
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -315,7 +327,10 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def n_writes(tensor: torch.Tensor) -> int:
     """Return torch's count of writes to a tensor or its views. 0 for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
+    # torch does not count writes to these.
+    if tensor.is_inference():
+        return 0
+    return tensor._version
 
 
 def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
@@ -355,6 +370,7 @@ def count_skipped_once(loader: Any, state_dict: Mapping[str, Any]) -> None:
     snapshot = getattr(iterator, "_snapshot", None)
     if iterator is None or not isinstance(loader.dataset, IterableDataset):
         return
+    # Without workers there is one count, with workers there are two.
     if snapshot is None:
         iterator._num_yielded = state_dict["_num_yielded"]
         return

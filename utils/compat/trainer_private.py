@@ -85,6 +85,7 @@ class TrainerSeam(Trainer):
         skipped = 0
         if epoch == given["epochs_trained"]:
             skipped = given["steps_trained_in_current_epoch"]
+        # A run that had all its steps before it was resumed trains no more.
         if run.is_over:
             self.control.should_training_stop = True
             return
@@ -109,7 +110,9 @@ class TrainerSeam(Trainer):
         """
         loader = super().get_eval_dataloader(eval_dataset)
         if self.recovery is not None:
-            name = eval_dataset if isinstance(eval_dataset, str) else "eval"
+            name = "eval"
+            if isinstance(eval_dataset, str):
+                name = eval_dataset
             self.recovery.begin_evaluation(name, loader)
         return loader
 
@@ -137,11 +140,14 @@ def history_of(trainer: Any) -> dict[str, Any]:
     own checkpoints.
     """
     state = dataclasses.asdict(trainer.state)
+    # The loss since the last log is a tensor on the device. The loop changes it in place.
     counted = {name: trainer.__dict__[name] for name in _LOGS if name in trainer.__dict__}
     loss = counted.get("_tr_loss")
     if isinstance(loss, torch.Tensor):
         counted["_tr_loss"] = loss.detach().cpu().clone()
-    callbacks = [[type(each).__name__, each.state()["attributes"]] for each in _exportable(trainer)]
+    callbacks = []
+    for each in _exportable(trainer):
+        callbacks.append([type(each).__name__, each.state()["attributes"]])
     return {
         "state": json.dumps({name: state[name] for name in _HISTORY}),
         "callbacks": json.dumps(callbacks),

@@ -144,9 +144,9 @@ def float32_patterns(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
     """Return patterns of ``state_dict`` keys -> dtype, for tensors that keep another dtype in a
     model loaded in ``dtype``.
     """
-    return {
-        pattern.replace("*", ".*"): kept for pattern, kept in model._get_dtype_plan(dtype).items()
-    }
+    # transformers writes a star for any text, as a shell does.
+    plan = model._get_dtype_plan(dtype)
+    return {pattern.replace("*", ".*"): kept for pattern, kept in plan.items()}
 
 
 def initialize_module(model: PreTrainedModel, module: nn.Module) -> None:
@@ -179,7 +179,11 @@ def class_with_head(factory: Any, config: PretrainedConfig) -> type[PreTrainedMo
     if not has_head(factory, config):
         return None
     found = factory._model_mapping[type(config)]
-    return found[0] if isinstance(found, tuple | list) else found
+
+    # Some configs have several classes. The first is the usual one.
+    if isinstance(found, tuple | list):
+        return found[0]
+    return found
 
 
 def commit_of(config: PretrainedConfig) -> str | None:
@@ -233,6 +237,7 @@ def apply_parallel_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str
 
 
 def _parts(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    # A config of several modalities has one for each of them.
     yield config
     for key in config.sub_configs:
         part = getattr(config, key, None)
@@ -255,12 +260,12 @@ def plan_experts(model: PreTrainedModel, n_ranks: int) -> dict[str, str]:
 
     if not model.ep_plan:
         return {}
-    plan = model._resolve_parallel_plans(DistributedConfig(fsdp_size=n_ranks, ep_size=n_ranks))[1]
-    return {
-        name: style
-        for name, style in plan.items()
-        if style in ("grouped_gemm", "ep_dispatch_experts")
-    }
+    config = DistributedConfig(fsdp_size=n_ranks, ep_size=n_ranks)
+    plan = model._resolve_parallel_plans(config)[1]
+
+    # The styles of the experts' parameters, and of the modules that send tokens to them.
+    styles = ("grouped_gemm", "ep_dispatch_experts")
+    return {name: style for name, style in plan.items() if style in styles}
 
 
 def split_experts(model: PreTrainedModel, mesh: Any, same_data: Any, plan: dict[str, str]) -> None:

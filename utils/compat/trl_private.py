@@ -7,6 +7,7 @@ import torch
 
 from . import require_attributes
 
+# Attributes that several trainers share.
 _METRICS = ("_metrics", "_total_train_tokens")
 _BUFFER = ("_step", "_buffered_inputs")
 _SAMPLING = (*_BUFFER, "_current_train_step_time", *_METRICS)
@@ -35,14 +36,14 @@ def kept_by(trainer: Any) -> tuple[str, ...]:
         UnsupportedVersionError: the trainer's class should have a buffer of samples, but the
             installed TRL has none under this name.
     """
-    known = next(
-        (
-            KEPT[cls.__name__]
-            for cls in type(trainer).__mro__
-            if is_trls(cls) and cls.__name__ in KEPT
-        ),
-        (),
-    )
+    # The nearest class of TRL decides, because users derive their own from it.
+    known: tuple[str, ...] = ()
+    for cls in type(trainer).__mro__:
+        if is_trls(cls) and cls.__name__ in KEPT:
+            known = KEPT[cls.__name__]
+            break
+
+    # Without its buffer, a trainer would sample other completions than before the stop.
     if "_step" in known:
         require_attributes("trl", trainer, _BUFFER, "go on with what was sampled before a snapshot")
     return tuple(name for name in known if hasattr(trainer, name))
@@ -74,6 +75,7 @@ def restore_kept(trainer: Any, saved: Mapping[str, Any]) -> None:
     dictionaries.
     """
     for name, value in saved.items():
+        # These are defaultdicts, and stay so.
         if name == "_metrics":
             for mode, metrics in value.items():
                 trainer._metrics[mode].clear()
