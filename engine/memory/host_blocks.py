@@ -19,12 +19,21 @@ class HostBlocks:
     A block has ``n_bytes``, or more if a caller asks for more, and is allocated when needed.
     """
 
-    def __init__(self, n_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        n_bytes: int,
+        device: torch.device,
+    ) -> None:
+        # While one block is copied, the other is read from or written to the file.
         n_blocks = 1 if device.type == "cpu" else 2
         self._n_bytes = n_bytes
         self._pinned = device.type == "cuda"
-        self._blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")] * n_blocks
-        self._copies = [dict[torch.device, torch.cuda.Event]() for _ in range(n_blocks)]
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._blocks = [empty] * n_blocks
+        # The last copy of each block on each device.
+        self._copies: list[dict[torch.device, torch.cuda.Event]] = []
+        for _ in range(n_blocks):
+            self._copies.append({})
         self._turn = 0
 
     def take(self, n_bytes: int) -> Tensor:
@@ -34,11 +43,20 @@ class HostBlocks:
         block = self._blocks[self._turn]
         if len(block) < n_bytes:
             size = max(n_bytes, self._n_bytes)
-            block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            block = torch.empty(
+                size,
+                dtype=torch.uint8,
+                device="cpu",
+                pin_memory=self._pinned,
+            )
             self._blocks[self._turn] = block
         return block[:n_bytes]
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+    ) -> None:
         """Start a copy to or from the block of the last `take`. Values are cast on the device.
 
         On the device, the copy is ordered before later work in the current stream of the thread.
@@ -52,7 +70,11 @@ class HostBlocks:
         for turn in range(len(self._blocks)):
             self._wait(turn)
 
-    def pack(self, pieces: Iterable[Tensor], dtype: torch.dtype) -> Iterator[memoryview]:
+    def pack(
+        self,
+        pieces: Iterable[Tensor],
+        dtype: torch.dtype,
+    ) -> Iterator[memoryview]:
         """Yield the bytes of ``pieces`` (any strides, dtype and device) as ``dtype``, side by side.
 
         Each result holds as many whole pieces as fit into a block, and is valid until the next is
@@ -66,7 +88,8 @@ class HostBlocks:
 
             # A full block is given out when its turn comes, just before it is used again.
             if used and used + n_bytes > len(block):
-                packed.append((self._turn, block[:used].numpy().data))
+                values = block[:used].numpy().data
+                packed.append((self._turn, values))
                 if len(packed) == len(self._blocks):
                     turn, values = packed.popleft()
                     self._wait(turn)
@@ -79,7 +102,8 @@ class HostBlocks:
             used += n_bytes
 
         # The last block, after those that are still being copied.
-        packed.append((self._turn, block[:used].numpy().data))
+        values = block[:used].numpy().data
+        packed.append((self._turn, values))
         for turn, values in packed:
             self._wait(turn)
             yield values

@@ -36,7 +36,10 @@ class LazyTensor:
 
     @classmethod
     def read_at_once(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        read: Callable[[], Tensor],
     ) -> "LazyTensor":
         """Wrap a tensor that can only be read as a whole. It is kept while its blocks are read in
         order.
@@ -73,7 +76,11 @@ class LazyTensor:
         """The same values as ``dtype``."""
         if dtype == self.dtype:
             return self
-        return LazyTensor(self.shape, dtype, lambda first, last: self.rows(first, last).to(dtype))
+
+        def rows(first: int, last: int) -> Tensor:
+            return self.rows(first, last).to(dtype)
+
+        return LazyTensor(self.shape, dtype, rows)
 
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """First element and values of consecutive blocks of rows, contiguous, of about
@@ -84,7 +91,10 @@ class LazyTensor:
             return
         if not self.numel:
             return
-        step = max(1, BLOCK_BYTES // (self.row_elements * self.dtype.itemsize))
+
+        # At least one row at a time.
+        row_bytes = self.row_elements * self.dtype.itemsize
+        step = max(1, BLOCK_BYTES // row_bytes)
         for first in range(0, self.shape[0], step):
             last = min(first + step, self.shape[0])
             yield first * self.row_elements, self.rows(first, last).contiguous()

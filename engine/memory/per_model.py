@@ -27,7 +27,11 @@ class PerModel(Generic[T]):
         what: the state in words, with the function that sets it and when it ends.
     """
 
-    def __init__(self, name: str, what: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        what: str,
+    ) -> None:
         self.name = name
         self.what = what
         self._values: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
@@ -37,7 +41,11 @@ class PerModel(Generic[T]):
         """The state of ``model``. None if it was never set, or dropped."""
         return self._values.get(model)
 
-    def set(self, model: object, value: T) -> T:
+    def set(
+        self,
+        model: object,
+        value: T,
+    ) -> T:
         """Keep ``value`` as the state of ``model``, instead of the former one. Returns it."""
         self._values[model] = value
         return value

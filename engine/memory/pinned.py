@@ -29,7 +29,11 @@ class _Mapping(mmap.mmap):
 
     _pinned: tuple[int, torch.device, int] | None = None
 
-    def pin(self, address: int, device: torch.device) -> None:
+    def pin(
+        self,
+        address: int,
+        device: torch.device,
+    ) -> None:
         """Lock the mapping into memory and register it with CUDA, so that copies to it are
         asynchronous.
         """
@@ -51,8 +55,10 @@ class _Mapping(mmap.mmap):
         """Unpin before the unmap, but not in a fork of the process that pinned it, nor at the end
         of the process.
         """
-        if self._pinned is not None and not is_finalizing() and self._pinned[2] == os.getpid():
-            address, device, _ = self._pinned
+        if self._pinned is None or is_finalizing():
+            return
+        address, device, pid = self._pinned
+        if pid == os.getpid():
             with torch.cuda.device(device):
                 cudart: Any = torch.cuda.cudart()
                 cudart.cudaHostUnregister(address)
@@ -81,7 +87,8 @@ def _in_one_mapping(tensors: Mapping[str, Tensor], device: torch.device) -> dict
     for name, tensor in tensors.items():
         places[name] = total
         total += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    mapping = _Mapping(-1, max(total, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = max(total, mmap.PAGESIZE)
+    mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # an older kernel
         # Without this a fork copies pinned pages. With MADV_DONTFORK a child that reads them would
         # die.
@@ -93,5 +100,6 @@ def _in_one_mapping(tensors: Mapping[str, Tensor], device: torch.device) -> dict
     copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         data = memory[places[name] : places[name] + tensor.nbytes]
-        copies[name] = data.view(tensor.dtype).view(tensor.shape)
+        values = data.view(tensor.dtype)
+        copies[name] = values.view(tensor.shape)
     return copies

@@ -57,12 +57,14 @@ class Box(NamedTuple):
     @property
     def last(self) -> tuple[int, ...]:
         """Last index in each dimension of the whole tensor."""
-        return tuple(at + size - 1 for at, size in zip(self.offsets, self.sizes, strict=True))
+        ranges = zip(self.offsets, self.sizes, strict=True)
+        return tuple(at + size - 1 for at, size in ranges)
 
     def of(self, whole: Tensor) -> Tensor:
         """The block of a tensor, a view."""
         ranges = zip(self.offsets, self.sizes, strict=True)
-        return whole[tuple(slice(at, at + size) for at, size in ranges)]
+        index = tuple(slice(at, at + size) for at, size in ranges)
+        return whole[index]
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -83,18 +85,20 @@ def local_box(tensor: Tensor) -> Box:
         ConfigError: ranks hold something else than one block each, or FSDP2 and DTensor disagree
             about the blocks.
     """
+    origin = (0,) * tensor.dim()
     if not isinstance(tensor, DTensor):
-        return Box((0,) * tensor.dim(), tuple(tensor.shape))
+        return Box(origin, tuple(tensor.shape))
     mesh = tensor.device_mesh
     placements = tensor.placements
 
     # A rank outside of the mesh holds nothing.
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Box((0,) * tensor.dim(), (0,) * tensor.dim())
+        return Box(origin, origin)
 
     # What the placements say must be what the rank has.
-    found = cut_boxes(tensor.shape, mesh.shape, placements, np.array([coordinate]))
+    here = np.array([coordinate])
+    found = cut_boxes(tensor.shape, mesh.shape, placements, here)
     held = tuple(local_tensor(tensor).shape)
     if found is None or found[0].sizes != held:
         raise ConfigError(
@@ -124,22 +128,30 @@ def cut_boxes(
         return None
 
     # Each dimension of the mesh cuts what the one before has left: [ranks, dimensions].
-    offsets = np.zeros((len(coordinates), len(shape)), np.int64)
-    sizes = np.tile(np.array(shape, np.int64), (len(coordinates), 1))
+    n_ranks = len(coordinates)
+    whole = np.array(shape, np.int64)
+    offsets = np.zeros((n_ranks, len(shape)), np.int64)
+    sizes = np.tile(whole, (n_ranks, 1))
     for at in order:
         dim = placements[at].dim
         rows = sizes[:, dim]
         step = -(-rows // mesh_shape[at])
         begin = np.minimum(coordinates[:, at] * step, rows)
         length = np.minimum(step, rows - begin)
-        offsets[:, dim] = np.where(length > 0, offsets[:, dim] + begin, shape[dim])
+        # An empty block begins behind the last row.
+        first = offsets[:, dim] + begin
+        offsets[:, dim] = np.where(length > 0, first, shape[dim])
         sizes[:, dim] = length
-    blocks = zip(offsets.tolist(), sizes.tolist(), strict=True)
-    return [Box(tuple(at), tuple(length)) for at, length in blocks]
+    boxes = []
+    for at, length in zip(offsets.tolist(), sizes.tolist(), strict=True):
+        boxes.append(Box(tuple(at), tuple(length)))
+    return boxes
 
 
 def _order_of_cuts(
-    shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    placements: Sequence[Any],
 ) -> list[int] | None:
     """The mesh dimensions that cut a tensor, in the order of the cuts. None for an unknown class of
     placement.
@@ -166,7 +178,8 @@ def _order_of_cuts(
         described = (
             f"a tensor {list(shape)} is placed as {tuple(placements)} on a mesh {list(mesh_shape)}"
         )
-        pieces = math.prod(mesh_shape[later] for later in order if placements[later].dim == dim)
+        later_cuts = [later for later in order if placements[later].dim == dim]
+        pieces = math.prod(mesh_shape[later] for later in later_cuts)
         if factor != pieces:
             raise ConfigError(
                 f"{described}, so that a rank holds several runs of rows; use tensor parallelism "
@@ -174,8 +187,10 @@ def _order_of_cuts(
             )
 
         # Where the factor does not divide the rows, the two agree only about two halves of pieces.
-        sizes = zip(mesh_shape, placements, strict=True)
-        cuts = [size for size, other in sizes if size > 1 and getattr(other, "dim", None) == dim]
+        cuts = []
+        for size, other in zip(mesh_shape, placements, strict=True):
+            if size > 1 and getattr(other, "dim", None) == dim:
+                cuts.append(size)
         has_many_cuts = len(cuts) > 2
         divisor = math.prod(cuts) if has_many_cuts else factor
         if shape[dim] % divisor and (has_many_cuts or mesh_shape[at] > 2):
@@ -205,7 +220,8 @@ def ranks_of(mesh: DeviceMesh, group: Sequence[int] | None = None) -> np.ndarray
         return own[None]
     slices = _slices.of(mesh)
     if slices is None:
-        slices = _slices.set(mesh, _slices_like(own, root_mesh(mesh).mesh.numpy()))
+        root = root_mesh(mesh).mesh.numpy()
+        slices = _slices.set(mesh, _slices_like(own, root))
     return slices
 
 
@@ -218,11 +234,16 @@ def _slices_like(own: np.ndarray, root: np.ndarray) -> np.ndarray:
 
     # Dimensions of the root in which the ranks of the slice do not differ come first.
     inside = np.argwhere(np.isin(root, own))
-    outside = [dim for dim in range(root.ndim) if len(np.unique(inside[:, dim])) < 2]
-    order = outside + [dim for dim in range(root.ndim) if dim not in outside]
-    slices = root.transpose(order).reshape(-1, *own.shape)
+    outside = []
+    along = []
+    for dim in range(root.ndim):
+        n_places = len(np.unique(inside[:, dim]))
+        (outside if n_places < 2 else along).append(dim)
+    slices = root.transpose(outside + along).reshape(-1, *own.shape)
 
-    is_own = (slices == own).all(tuple(range(1, slices.ndim)))
+    # The slice itself must be among them.
+    own_dims = tuple(range(1, slices.ndim))
+    is_own = (slices == own).all(own_dims)
     return slices if is_own.any() else own[None]
 
 
@@ -250,7 +271,8 @@ def copy_number(tensor: Tensor, group: Sequence[int] | None = None) -> tuple[int
         if type(placement) is Replicate:
             kept.append(1 + dim)
     sizes = [ranks.shape[dim] for dim in kept]
-    return int(np.ravel_multi_index(here[0][kept], sizes)), math.prod(sizes)
+    number = np.ravel_multi_index(here[0][kept], sizes)
+    return int(number), math.prod(sizes)
 
 
 def counts_here(tensor: Tensor) -> bool:
@@ -269,7 +291,8 @@ def bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as ``[n]`` uint8. A tensor of one element may have any
     stride.
     """
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    elements = tensor.as_strided((tensor.numel(),), (1,))
+    return elements.view(torch.uint8)
 
 
 def memory_of(data: Tensor) -> memoryview:
@@ -299,7 +322,8 @@ def clean_name(name: str) -> str:
     # Most names have no such component, and this is faster.
     if not any(wrapper in name for wrapper in WRAPPERS):
         return name
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return ".".join(parts)
 
 
 def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
@@ -309,6 +333,7 @@ def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     Raises ConfigError if two tensors have the same clean name.
     """
     found: dict[str, T] = {}
+    # Clean name -> the first name with its wrappers, for the message.
     raw: dict[str, str] = {}
     for name, tensor in named:
         clean = clean_name(name)

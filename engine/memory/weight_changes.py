@@ -86,7 +86,10 @@ def is_changing(model: nn.Module) -> bool:
 
 def share_modules(one: nn.Module, other: nn.Module) -> bool:
     """Whether two models are the same or have a module in common."""
-    return one is other or not set(one.modules()).isdisjoint(other.modules())
+    if one is other:
+        return True
+    modules = set(one.modules())
+    return not modules.isdisjoint(other.modules())
 
 
 class _Live(NamedTuple):
@@ -110,7 +113,9 @@ class WriteWatch:
         sampled: list[Tensor] = []
         for name, tensor, copy in watched:
             local = local_tensor(tensor)
-            self._live.append(_Live(name, tensor, local, _version(tensor, local)))
+            version = _version(tensor, local)
+            self._live.append(_Live(name, tensor, local, version))
+            # Elements with strides would need a copy of the whole tensor.
             if local.numel() > 1 and local.is_contiguous():
                 self._sampled_copies[name] = copy
                 sampled.append(local)
@@ -150,7 +155,9 @@ class WriteWatch:
         # All samples of a dtype are compared at once. Only if some differ, their tensors are named.
         copied = _sample(list(self._sampled_copies.values()))
         for dtype, sample in self._samples.items():
-            differs = (_bits(sample) != _bits(copied[dtype])).any(1)
+            before = _bits(sample)
+            after = _bits(copied[dtype])
+            differs = (before != after).any(1)
             if not differs.any():
                 continue
             begin = 0
@@ -165,10 +172,14 @@ class WriteWatch:
 
 def changed_since(live: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> set[str]:
     """Names of the live tensors of which a few elements differ from their copy on the CPU."""
+    # A watch is for tensors of one device.
     of_device = defaultdict[torch.device, list[tuple[str, Tensor, Tensor]]](list)
     for name, tensor in live.items():
-        of_device[tensor.device].append((name, tensor, local_tensor(copies[name])))
-    changed = set[str]()
+        copy = local_tensor(copies[name])
+        of_device[tensor.device].append((name, tensor, copy))
+
+    # Only the samples count here: each watch ends where it began.
+    changed: set[str] = set()
     for device, watched in of_device.items():
         watch = WriteWatch(watched)
         if device.type == "cuda":
@@ -198,9 +209,17 @@ def _sample(tensors: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
         # Evenly spread from the first element on.
         count = _count(tensor)
         step = (tensor.numel() - 1) // (count - 1)
-        views[tensor.dtype].append(tensor.as_strided((count,), (step,)))
-    return {dtype: torch.cat(some) for dtype, some in views.items()}
+        view = tensor.as_strided((count,), (step,))
+        views[tensor.dtype].append(view)
+
+    # One tensor per dtype, so that a device sends its samples in one copy.
+    samples = {}
+    for dtype, some in views.items():
+        samples[dtype] = torch.cat(some)
+    return samples
 
 
 def _bits(sample: Tensor) -> Tensor:
-    return sample.view(torch.uint8).view(len(sample), -1)
+    # [elements, bytes of one], because NaN differs from itself.
+    data = sample.view(torch.uint8)
+    return data.view(len(sample), -1)
