@@ -62,8 +62,7 @@ class RecoverHandler:
             signals and ``must_save_by``. Examples are
             `holdfast.recover.supervisor.Attempt.draining` and a cloud's preemption notice.
         epochs_may_change: resume even if an epoch had another number of steps. The caller then
-            restores the place in the data (`StepInfo.at` gives the position of the restored
-            ``global_step``).
+            restores the place in the data. `first_step` counts in the new epochs.
         tokenizer: saved with Hugging Face exports (``hf_freq_steps``). Must not change after
             `load`.
         processor: saved with Hugging Face exports. Must not change after `load`.

@@ -43,7 +43,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class RecoverInfo:
-    """Where the run was, and which run it was. The run continues with ``last_step_info.next()``."""
+    """Where the run was, and which run it was. `RecoverHandler.first_step` gives the next step."""
 
     last_step_info: StepInfo  # last step that is in the generation
     run_id: str  # made at the very first start of the run and kept by every resume

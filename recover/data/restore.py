@@ -195,7 +195,7 @@ class RestoredEpoch:
             f"the sampler is at epoch {told} after the first step since load, but the rest of the "
             f"epoch that was resumed is read in the order of epoch {self.epoch}: samples would be "
             "lost or repeated. Begin the loop over epochs, and set_epoch, with the epoch of "
-            f"last_step_info.next() of what load returned; start again{unsaid}"
+            f"handler.first_step(info), where info is what load returned; start again{unsaid}"
         )
 
 

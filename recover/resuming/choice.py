@@ -268,7 +268,7 @@ class ResumeChoice:
             raise CheckpointMismatchError(
                 f"{choice.path} is of a run with {saved} steps an epoch, this one has {now}; use "
                 "its dataset and batch size, or RecoverHandler(..., epochs_may_change=True), and "
-                f"go on with StepInfo.at(last_step_info.global_step + 1, {now}). A "
+                "begin with handler.first_step(info), where info is what load returned. A "
                 "ResumableDataLoader then finds its place if samples were added at the end of its "
                 "dataset; put any other data to its place yourself"
             )
