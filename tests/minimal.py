@@ -5,6 +5,7 @@ vLLM server: it reads published weights, samples with them, and reports their ve
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,12 @@ def served_model(folder: Path) -> Iterator[list[str]]:
     tokenizer = make_tokenizer([*SPECIAL_TOKENS, *"0123456789+="], CHAT)
     model = write_tiny_qwen3(folder / "model", tokenizer, for_vllm=True)
     (folder / "server").mkdir(exist_ok=True)
-    with FakeServer("vllm", folder / "server", dtype="float32") as server:
+
+    # Ctrl-C is for the job, and a server of its own does not get it either.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = FakeServer("vllm", folder / "server", dtype="float32")
+    signal.signal(signal.SIGINT, before)
+    with server:
         yield [f"model={model}", f"server={server.url}", f"fileroot={folder / 'runs'}", *OPTIONS]
 
 
@@ -39,5 +45,9 @@ if __name__ == "__main__":
     with served_model(folder) as arguments:
         command = [*TORCHRUN, str(EXAMPLE), *arguments, *sys.argv[2:]]
         print(" ".join(command), flush=True)
-        status = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+        job = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            status = job.wait()
+        except KeyboardInterrupt:
+            status = job.wait()  # the job got it, too, and takes a snapshot
     sys.exit(status)
