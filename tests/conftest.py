@@ -24,11 +24,13 @@ pytest_plugins = [
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each process that the tests start reads startup/sitecustomize.py.
+# Each process that the tests start reads startup/sitecustomize.py, and finds the modules that
+# examples import from their own folder.
 STARTUP = str(Path(__file__).parent / "startup")
+EXAMPLES = str(Path(__file__).parents[1] / "examples")
 _PATH = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if STARTUP not in _PATH:  # a process of pytest-xdist inherits it from the first one
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *_PATH]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, *_PATH, EXAMPLES]))
 
 if SIMULATED_DEVICES:  # this process, too
     import torch  # noqa: F401  (may have the device installed at its import, in a process that read the above)
