@@ -20,19 +20,21 @@ steps:
 from collections.abc import Iterator, Sequence
 from functools import cache
 from math import prod
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...utils.compat.torch_private import foreach_copy_, made_sharded
 from ...utils.errors import ConfigError
 from ..memory.tensors import local_tensor, row_major
-from .adam_bf16 import MOMENTS, AdamBF16, State
+from .adam_bf16 import MOMENTS, AdamBF16, State, parts_of
 
 BLOCK = 128
 """Numbers with a common scale, at most: the last block of a row may be shorter."""
 SCALES = tuple(f"{name}_scale" for name in MOMENTS)
+"""Names of the scales in a state. The codes have the names of the moments."""
 PIECE = 1 << 22
 """Most numbers that are quantized at a time. Each takes 26 bytes meanwhile."""
 
@@ -45,102 +47,159 @@ class Adam8bit(AdamBF16):
     arithmetic is in float32, and an update uses the moments before they are rounded.
     """
 
-    def initial_state(self, param: torch.Tensor) -> State:
+    def initial_state(self, param: Tensor) -> State:
         """State before the first step of a parameter. Codes and scales are sharded like the
         parameter.
         """
         state = super().initial_state(param)
-        return (
-            state | {name: _zero_scales(param) for name in SCALES} if _has_blocks(param) else state
-        )
+        if _has_blocks(param):
+            for name in SCALES:
+                state[name] = _zero_scales(param)
+        return state
 
-    def _update(self, group: dict, params: list[nn.Parameter], numbers: list[int]) -> None:
-        for blocks in (True, False):
-            some = [
-                (p, number)
-                for p, number in zip(params, numbers, strict=True)
-                if _has_blocks(p) == blocks
-            ]
-            if some:
-                super()._update(group, [param for param, _ in some], [number for _, number in some])
+    def _update(
+        self,
+        group: dict,
+        params: list[nn.Parameter],
+        numbers: list[int],
+    ) -> None:
+        # Parameters of a bucket are stored in the same way, as their states are read together.
+        for has_blocks in (True, False):
+            chosen = []
+            for index, param in enumerate(params):
+                if _has_blocks(param) == has_blocks:
+                    chosen.append(index)
+            if chosen:
+                super()._update(
+                    group,
+                    [params[index] for index in chosen],
+                    [numbers[index] for index in chosen],
+                )
 
-    def _dtype_for(self, param: torch.Tensor) -> torch.dtype:
-        return torch.uint8 if _has_blocks(param) else super()._dtype_for(param)
+    def _dtype_for(self, param: Tensor) -> torch.dtype:
+        if _has_blocks(param):
+            return torch.uint8
+        return super()._dtype_for(param)
 
-    def _width(self, weight: torch.Tensor) -> int:
-        return prod(_padded(weight)) if _has_blocks(weight) else super()._width(weight)
+    def _width(self, weight: Tensor) -> int:
+        if _has_blocks(weight):
+            return prod(_padded(weight))
+        return super()._width(weight)
 
-    def _views(self, row: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _views(self, row: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         if not _has_blocks(weights[0]):
             return super()._views(row, weights)
         parts = row.split([self._width(weight) for weight in weights])
-        return [p.view(_padded(w))[..., : w.shape[-1]] for p, w in zip(parts, weights, strict=True)]
+        views = []
+        for part, weight in zip(parts, weights, strict=True):
+            padded = part.view(_padded(weight))
+            columns = weight.shape[-1]
+            views.append(padded[..., :columns])
+        return views
 
     def _read(
-        self, states: Sequence[State], buffer: torch.Tensor, weights: Sequence[torch.Tensor]
+        self,
+        states: Sequence[State],
+        buffer: Tensor,
+        weights: Sequence[Tensor],
     ) -> None:
         if not _has_blocks(weights[0]):
             return super()._read(states, buffer, weights)
-        for moment, scale, row, signed in _moments(buffer):
-            codes = torch.full_like(
-                row, 127 if signed else 0, dtype=torch.uint8
-            )  # 0.0 where a row is filled up
-            foreach_copy_(
-                self._views(codes, weights), [local_tensor(state[moment]) for state in states]
+
+        for moment, row in zip(_STORED, buffer, strict=True):
+            # 0.0 where a row is filled up to a whole block
+            codes = torch.full_like(row, moment.code_of_zero, dtype=torch.uint8)
+            views = self._views(codes, weights)
+            foreach_copy_(views, parts_of(states, moment.codes))
+
+            parts = parts_of(states, moment.scales)
+            scales = torch.cat([part.flatten() for part in parts])
+            dequantize(
+                codes.view(-1, BLOCK),
+                scales,
+                moment.signed,
+                out=row.view(-1, BLOCK),
             )
-            scales = torch.cat([local_tensor(state[scale]).flatten() for state in states])
-            dequantize(codes.view(-1, BLOCK), scales, signed, out=row.view(-1, BLOCK))
+
+        # Of the second moment the root is stored.
         buffer[1].square_()
 
     def _write(
         self,
         states: Sequence[State],
-        buffer: torch.Tensor,
-        noise: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        buffer: Tensor,
+        noise: Tensor,
+        weights: Sequence[Tensor],
     ) -> None:
         if not _has_blocks(weights[0]):
             return super()._write(states, buffer, noise, weights)
-        for (moment, scale, row, signed), random in zip(_moments(buffer), noise, strict=True):
-            values = row if signed else row.sqrt()
-            codes, scales = quantize(values.view(-1, BLOCK), signed, random.view(-1, BLOCK))
-            stored = [local_tensor(state[scale]) for state in states]
-            foreach_copy_(
-                [local_tensor(state[moment]) for state in states],
-                self._views(codes.view(-1), weights),
+
+        for moment, row, random in zip(_STORED, buffer, noise, strict=True):
+            values = row if moment.signed else row.sqrt()
+            codes, scales = quantize(
+                values.view(-1, BLOCK),
+                moment.signed,
+                random.view(-1, BLOCK),
             )
+            views = self._views(codes.view(-1), weights)
+            foreach_copy_(parts_of(states, moment.codes), views)
+
+            stored = parts_of(states, moment.scales)
             parts = scales.split([part.numel() for part in stored])
-            foreach_copy_(
-                stored, [part.view_as(like) for part, like in zip(parts, stored, strict=True)]
-            )
+            shaped = []
+            for part, like in zip(parts, stored, strict=True):
+                shaped.append(part.view_as(like))
+            foreach_copy_(stored, shaped)
 
 
-def _moments(buffer: torch.Tensor) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
-    yield from zip(MOMENTS, SCALES, buffer, (True, False), strict=True)
+class _StoredMoment(NamedTuple):
+    codes: str  # name in the state
+    scales: str  # name in the state
+    signed: bool
+    code_of_zero: int
 
 
-def _has_blocks(param: torch.Tensor) -> bool:
+_STORED = (
+    _StoredMoment(MOMENTS[0], SCALES[0], signed=True, code_of_zero=127),
+    _StoredMoment(MOMENTS[1], SCALES[1], signed=False, code_of_zero=0),
+)
+"""First and second moment, which are the rows of a buffer."""
+
+
+def _has_blocks(param: Tensor) -> bool:
     return param.dim() > 1
 
 
-def _n_blocks(columns: int) -> int:
-    return -(-columns // BLOCK)
+def _scales_shape(weight: Tensor) -> torch.Size:
+    """Shape of a parameter with a number for each block."""
+    *rows, columns = weight.shape
+    n_blocks = -(-columns // BLOCK)  # rounded up
+    return torch.Size((*rows, n_blocks))
 
 
-def _padded(weight: torch.Tensor) -> tuple[int, ...]:
+def _padded(weight: Tensor) -> tuple[int, ...]:
     """Shape of a parameter with its rows filled up to whole blocks."""
-    return *weight.shape[:-1], _n_blocks(weight.shape[-1]) * BLOCK
+    *rows, n_blocks = _scales_shape(weight)
+    return *rows, n_blocks * BLOCK
 
 
-def _zero_scales(param: torch.Tensor) -> torch.Tensor:
+def _zero_scales(param: Tensor) -> Tensor:
     local = local_tensor(param)
     zeros = torch.zeros(
-        (*local.shape[:-1], _n_blocks(local.shape[-1])), dtype=torch.float32, device=local.device
+        _scales_shape(local),
+        dtype=torch.float32,
+        device=local.device,
     )
     if not isinstance(param, DTensor):
         return zeros
-    shape = torch.Size((*param.shape[:-1], _n_blocks(param.shape[-1])))
-    return made_sharded(zeros, param.device_mesh, param.placements, shape, row_major(shape))
+    shape = _scales_shape(param)
+    return made_sharded(
+        zeros,
+        param.device_mesh,
+        param.placements,
+        shape,
+        row_major(shape),
+    )
 
 
 def require_whole_blocks(model: nn.Module) -> None:
@@ -148,91 +207,140 @@ def require_whole_blocks(model: nn.Module) -> None:
     whole blocks.
     """
     for name, param in model.named_parameters():
-        if not isinstance(param, DTensor) or not _has_blocks(param) or not param.requires_grad:
+        is_quantized = param.requires_grad and _has_blocks(param)
+        if not is_quantized or not isinstance(param, DTensor):
             continue
-        cuts = zip(param.device_mesh.shape, param.placements, strict=True)
-        n_ranks = prod(size for size, cut in cuts if cut.is_shard(param.dim() - 1))
-        if n_ranks > 1 and param.shape[-1] % (n_ranks * BLOCK):
+
+        # Ranks among which the mesh divides the columns.
+        n_ranks = 1
+        last = param.dim() - 1
+        for dim, placement in enumerate(param.placements):
+            if placement.is_shard(last):
+                n_ranks *= param.device_mesh.size(dim)
+
+        columns = param.shape[-1]
+        if n_ranks > 1 and columns % (n_ranks * BLOCK):
             raise ConfigError(
                 f"config key 'optimizer.type' is 'adam8bit', which quantizes blocks of {BLOCK} "
-                f"columns, but {n_ranks} ranks share the {param.shape[-1]} columns of {name}; "
+                f"columns, but {n_ranks} ranks share the {columns} columns of {name}; "
                 f"expected a multiple of {n_ranks * BLOCK}. Set 'optimizer.type' to 'adam_bf16', "
                 "or t in config key 'backend' to fewer ranks"
             )
 
 
 @cache
-def levels(signed: bool, device: torch.device) -> torch.Tensor:
+def levels(signed: bool, device: torch.device) -> Tensor:
     """The numbers that a code stands for, ascending: 255 from -1 to 1, or 256 from 0 to 1.
 
     Each power of ten down to 1e-7 is divided evenly, a smaller one into half as many parts. The
     middles of the parts are levels, and so are 0 and 1.
     """
-    found = list[float]()
-    for power in range(7):
-        n_parts = 2**power if signed else 2 ** (power + 1)
-        found += [
-            10.0 ** (power - 6) * (0.1 + 0.9 * (part + 0.5) / n_parts) for part in range(n_parts)
-        ]
-    if signed:
-        found[-1] = 1.0
-        return torch.tensor([*(-level for level in reversed(found)), 0.0, *found], device=device)
-    return torch.tensor([0.0, *found, 1.0], device=device)
+    positive: list[float] = []
+    n_parts = 1 if signed else 2
+    for exponent in range(-6, 1):
+        for part in range(n_parts):
+            middle = 0.1 + 0.9 * (part + 0.5) / n_parts
+            positive.append(10.0**exponent * middle)
+        n_parts *= 2
+
+    if not signed:
+        return torch.tensor([0.0, *positive, 1.0], device=device)
+    # The last level is 1, so that there are 255.
+    positive[-1] = 1.0
+    negative = [-level for level in reversed(positive)]
+    return torch.tensor([*negative, 0.0, *positive], device=device)
 
 
 def quantize(
-    values: torch.Tensor, signed: bool, noise: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    values: Tensor,
+    signed: bool,
+    noise: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Codes, ``[n, BLOCK]`` uint8, and scales, ``[n]``, of float32 numbers ``[n, BLOCK]``.
 
     A number becomes one of its two neighbours among the `levels`, with the nearer one more likely.
     If these are not signed, it never becomes 0. ``noise`` are random int32 numbers below 2 ** 16.
     """
-    scales, codes = values.abs().amax(1), torch.empty_like(values, dtype=torch.uint8)
-    rows, known, first = (
-        PIECE // BLOCK,
-        levels(signed, values.device),
-        _first_levels(signed, values.device),
-    )
-    for part, scale, random, out in zip(
-        *(each.split(rows) for each in (values, scales, noise, codes)), strict=True
-    ):
-        scaled = (part / scale.clamp(min=torch.finfo(scale.dtype).tiny)[:, None]).view(-1)
-        below = first.index_select(0, (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
-        below.add_(scaled >= known.index_select(0, below + 1)).clamp_(max=len(known) - 2)
-        low, high = known.index_select(0, below), known.index_select(0, below + 1)
-        goes_up = scaled.sub_(low).div_(high.sub_(low)).mul_(1 << 16) > random.reshape(-1)
-        out.copy_(below.add_(goes_up).clamp_(min=0 if signed else 1).view_as(out))
+    known = levels(signed, values.device)
+    smallest_code = 0 if signed else 1
+    scales = values.abs().amax(1)
+    codes = torch.empty_like(values, dtype=torch.uint8)
+
+    for part, scale, random, out in _pieces(values, scales, noise, codes):
+        # Between -1 and 1. A block of zeros is divided by the smallest normal number instead of 0.
+        divisor = scale.clamp(min=torch.finfo(scale.dtype).tiny)
+        scaled = (part / divisor[:, None]).view(-1)
+
+        # The two neighbours
+        below = _codes_below(scaled, signed)
+        low = known.index_select(0, below)
+        high = known.index_select(0, below + 1)
+
+        # The upper one is taken with the probability (scaled - low) / (high - low).
+        probability = scaled.sub_(low).div_(high.sub_(low))
+        goes_up = probability.mul_(1 << 16) > random.reshape(-1)
+        chosen = below.add_(goes_up).clamp_(min=smallest_code)
+        out.copy_(chosen.view_as(out))
     return codes, scales
 
 
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors by rows into pieces of `PIECE` numbers, which limits the memory for them."""
+    n_rows = PIECE // BLOCK
+    return zip(*(tensor.split(n_rows) for tensor in tensors), strict=True)
+
+
+def _codes_below(scaled: Tensor, signed: bool) -> Tensor:
+    """Codes of the largest levels that do not exceed the numbers. At most the last but one, so that
+    each has a neighbour above.
+    """
+    known = levels(signed, scaled.device)
+    first = _first_levels(signed, scaled.device)
+
+    # The table is right for the upper 16 bits of a number, or one too low.
+    upper_bits = (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+    codes = first.index_select(0, upper_bits)
+    del upper_bits  # as large as the numbers
+    next_levels = known.index_select(0, codes + 1)
+    codes.add_(scaled >= next_levels)
+    return codes.clamp_(max=len(known) - 2)
+
+
 @cache
-def _first_levels(signed: bool, device: torch.device) -> torch.Tensor:
+def _first_levels(signed: bool, device: torch.device) -> Tensor:
     """Code of the level at or below all float32 numbers with the same upper 16 bits, for each value
     of these bits.
 
     No two levels have the same upper bits, so the code of a number is this or the next one. On a
     CPU this takes a tenth of the time of a binary search.
     """
-    known, lowest = (
-        levels(signed, torch.device("cpu")),
-        torch.arange(1 << 16, dtype=torch.int32) << 16,
+    known = levels(signed, torch.device("cpu"))
+
+    # The lowest number with these bits has zeros below them, or ones if it is negative.
+    bits = torch.arange(1 << 16, dtype=torch.int32) << 16
+    bits = torch.where(bits < 0, bits | 0xFFFF, bits)
+    lowest = bits.view(torch.float32)
+
+    codes = torch.bucketize(
+        lowest,
+        known,
+        right=True,
+        out_int32=True,
     )
-    lowest = torch.where(lowest < 0, lowest | 0xFFFF, lowest).view(torch.float32)
-    return (
-        torch.bucketize(lowest, known, right=True, out_int32=True)
-        .sub_(1)
-        .clamp_(0, len(known) - 2)
-        .to(device)
-    )
+    codes.sub_(1).clamp_(0, len(known) - 2)
+    return codes.to(device)
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, signed: bool, out: torch.Tensor) -> None:
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    signed: bool,
+    out: Tensor,
+) -> None:
     """Write the numbers that codes and scales stand for to ``out``. Shapes are as in `quantize`."""
-    rows, known = PIECE // BLOCK, levels(signed, codes.device)
-    for part, scale, result in zip(
-        *(each.split(rows) for each in (codes, scales, out)), strict=True
-    ):
-        torch.mul(
-            known.index_select(0, part.int().view(-1)).view_as(result), scale[:, None], out=result
-        )
+    known = levels(signed, codes.device)
+    for part, scale, result in _pieces(codes, scales, out):
+        level = known.index_select(0, part.int().view(-1))
+        level = level.view_as(result)
+        torch.mul(level, scale[:, None], out=result)
+        del level  # before the next piece

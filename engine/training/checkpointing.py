@@ -31,26 +31,33 @@ def checkpoint_activations(model: PreTrainedModel, choice: bool | str) -> None:
     if choice == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     model.gradient_checkpointing_enable(options)
-    if isinstance(choice, str) and choice != "selective":
-        blocks = [
-            module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
-        ]
-        if not blocks:
-            raise ConfigError(
-                f"config key 'gradient_checkpointing' is {choice!r}, but {type(model).__name__} "
-                "has no blocks that can be checkpointed one by one; set it to true or false"
-            )
-        for number, block in enumerate(blocks):
-            block.gradient_checkpointing = number % int(choice.removeprefix("every_")) == 0
+    if choice is True or choice == "selective":
+        return
+
+    # The rest is `every_N`, and transformers has just switched on every block.
+    blocks = []
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            blocks.append(module)
+    if not blocks:
+        raise ConfigError(
+            f"config key 'gradient_checkpointing' is {choice!r}, but {type(model).__name__} "
+            "has no blocks that can be checkpointed one by one; set it to true or false"
+        )
+    every = int(choice.removeprefix("every_"))
+    for number, block in enumerate(blocks):
+        block.gradient_checkpointing = number % every == 0
 
 
 def keeps_result(operator: Any) -> bool:
     """Whether ``gradient_checkpointing: selective`` keeps the result of an operator."""
-    name = operator.name().partition("::")[2].partition(".")[0]
+    # "mm" of "aten::mm.default"
+    _, _, overload = operator.name().partition("::")
+    name, _, _ = overload.partition(".")
     return name in _PRODUCTS or "attention" in name or "attn" in name
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return (
-        CheckpointPolicy.MUST_SAVE if keeps_result(operator) else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+    if keeps_result(operator):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,7 +8,13 @@ from ..api import Stateful
 
 logger = get_logger(__name__)
 
-_COUNTS = ("version", "optimizer_steps", "skipped_steps", "steps_since_schedule")
+# Fields that every checkpoint has.
+_COUNTS = (
+    "version",
+    "optimizer_steps",
+    "skipped_steps",
+    "steps_since_schedule",
+)
 
 
 @dataclass
@@ -35,12 +41,12 @@ class EngineCounters:
     def state_dict(self) -> dict[str, Any]:
         """Counters by name, ``mesh`` if it is known, and ``states`` if any object is registered."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTS}
+        if self.mesh:
+            counts["mesh"] = self.mesh
         states = {name: thing.state_dict() for name, thing in self.states.items()}
-        return (
-            counts
-            | ({"mesh": self.mesh} if self.mesh else {})
-            | ({"states": states} if states else {})
-        )
+        if states:
+            counts["states"] = states
+        return counts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore counters and objects. An object without saved state keeps its initial state, with
@@ -48,12 +54,14 @@ class EngineCounters:
         """
         for name in _COUNTS:
             setattr(self, name, int(state_dict[name]))
+
         saved = state_dict.get("states", {})
         for name, thing in self.states.items():
             if name in saved:
                 thing.load_state_dict(saved[name])
             else:
                 logger.warning("the checkpoint has no state of %r; it starts anew", name)
+
         for name in sorted(saved.keys() - self.states.keys()):
             logger.warning(
                 "the checkpoint has a state of %r, which this engine was not given; it is ignored",

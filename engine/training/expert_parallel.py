@@ -36,24 +36,25 @@ def shard_experts(model: PreTrainedModel, config: TrainEngineConfig, meshes: Mes
     """
     if meshes.expert is None or meshes.expert_fsdp is None:
         return
-    plan = plan_experts(model, meshes.expert.size())
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if plan.get(name) == "ep_dispatch_experts"
-    }
+    e = meshes.expert.size()
     shards = meshes.expert_fsdp.size(-1)
-    _check(model, config, modules, plan, meshes.expert.size(), shards)
+    plan = plan_experts(model, e)
+    modules = {}
+    for name, module in model.named_modules():
+        if plan.get(name) == "ep_dispatch_experts":
+            modules[name] = module
+    _check(model, config, modules, plan, e, shards)
+
     split_experts(model, meshes.expert, meshes.alone, plan)
     for module in modules.values():
         sharded = fully_shard(module, **fsdp_options(config, meshes.expert_fsdp))
         # These gradients are sums over the tokens of e ranks already, so the divisor is not the
         # number of shards.
         sharded.set_gradient_divide_factor(float(meshes.fsdp.size()))
-        if shards > 1:  # with one shard FSDP2 divides by itself, and would divide twice
-            sharded.set_force_sum_reduction_for_comms(
-                True
-            )  # gloo has no sum with a factor, see pytorch#190747
+        # With one shard FSDP2 divides by itself, and would divide twice. With several, gloo has no
+        # sum with a factor, see pytorch#190747.
+        if shards > 1:
+            sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _check(
@@ -64,11 +65,9 @@ def _check(
     e: int,
     shards: int,
 ) -> None:
-    name, found, instead = (
-        type(model).__name__,
-        f"expert_parallel_size is {e}",
-        "set config key 'backend' without e",
-    )
+    name = type(model).__name__
+    found = f"expert_parallel_size is {e}"
+    instead = "set config key 'backend' without e"
     if config.use_lora:
         raise ConfigError(
             f"{found}, but config key 'use_lora' is true: experts with adapters are not split; "
@@ -78,15 +77,15 @@ def _check(
         raise ConfigError(
             f"{found}, but transformers has no rules to split experts of {name}; {instead}"
         )
-    params = {
-        full: param
-        for key, module in modules.items()
-        for full, param in module.named_parameters(prefix=key)
-    }
-    if common := [
-        full for full in params if plan.get(full) != "grouped_gemm"
-    ]:  # each rank would train its own copy
+
+    # Each rank would train its own copy of a weight that its experts share.
+    params: dict[str, nn.Parameter] = {}
+    for key, module in modules.items():
+        params.update(module.named_parameters(prefix=key))
+    common = [full for full in params if plan.get(full) != "grouped_gemm"]
+    if common:
         raise ConfigError(f"{found}, but all experts of {name} share {common[0]}; {instead}")
+
     counts = sorted({param.shape[0] for param in params.values()})
     if any(count % e for count in counts):
         fitting = divisors(gcd(e * shards, *counts))

@@ -46,38 +46,42 @@ def choose_last(config: TrainEngineConfig, n_bytes: int, memory: float) -> bool:
     would lose bits, too.
     """
     choice = config.fsdp.gradient_sync
-    small = config.use_lora or n_bytes <= max(
-        ALWAYS_AFFORDABLE_BYTES, int(AFFORDABLE_SHARE * memory)
-    )
-    return choice == "last" or (
-        choice == "auto" and small and config.grad_reduce_dtype == "float32"
-    )
+    if choice != "auto":
+        return choice == "last"
+    affordable = max(ALWAYS_AFFORDABLE_BYTES, int(AFFORDABLE_SHARE * memory))
+    is_small = config.use_lora or n_bytes <= affordable
+    return is_small and config.grad_reduce_dtype == "float32"
 
 
 def syncs_last(model: nn.Module, config: TrainEngineConfig, groups: ProcessGroups) -> bool:
     """`choose_last` for the GPU with the least memory, or False for one rank. Collective."""
-    sync, itemsize = config.fsdp.gradient_sync, COMPUTE_DTYPES[config.grad_reduce_dtype].itemsize
-    trained = [param for param in model.parameters() if param.requires_grad]
-    n_bytes = itemsize * sum(param.numel() // groups.meshes.n_parts(param) for param in trained)
-    memory = (
-        torch.cuda.get_device_properties(groups.device).total_memory
-        if groups.device.type == "cuda"
-        else 0
-    )
-    last = choose_last(
-        config, n_bytes, min(theirs for (theirs,) in gather_numbers([memory], groups.control))
-    )
-    if dist.get_world_size() > 1 and dist.get_rank() == 0:
-        when = (
-            "once a step, which takes" if last else "in every micro-batch; once a step would take"
-        )
+    # Memory of a whole gradient
+    itemsize = COMPUTE_DTYPES[config.grad_reduce_dtype].itemsize
+    n_elements = 0
+    for param in model.parameters():
+        if param.requires_grad:
+            n_elements += param.numel() // groups.meshes.n_parts(param)
+    n_bytes = itemsize * n_elements
+
+    # Memory of the smallest GPU
+    memory = 0
+    if groups.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(groups.device).total_memory
+    memories = [theirs for (theirs,) in gather_numbers([memory], groups.control)]
+
+    last = choose_last(config, n_bytes, min(memories))
+    n_ranks = dist.get_world_size()
+    if n_ranks > 1 and dist.get_rank() == 0:
+        when = "in every micro-batch; once a step would take"
+        if last:
+            when = "once a step, which takes"
         logger.info(
             "gradients are summed over ranks %s %d bytes on each (gradient_sync: %s)",
             when,
             n_bytes,
-            sync,
+            config.fsdp.gradient_sync,
         )
-    return last and dist.get_world_size() > 1
+    return last and n_ranks > 1
 
 
 @contextmanager
@@ -93,17 +97,17 @@ def accumulating(
         RuntimeError: the last micro-batch did not run a block that an earlier one did, so that the
             sum over replicas of its gradient is missing.
     """
-    modules, last = _fsdp_modules(model), n_backwards - 1
+    modules = _fsdp_modules(model)
+    last = n_backwards - 1
     defers = sync_last or meshes.strategy.replicate_size > 1
 
+    # Between the first and the last backward nothing is to be switched.
     def before(number: int) -> None:
         if defers and last > 0 and number in (0, last):
             for module in modules:
-                switch = (
-                    module.set_requires_gradient_sync
-                    if sync_last
-                    else module.set_requires_all_reduce
-                )
+                switch = module.set_requires_all_reduce
+                if sync_last:
+                    switch = module.set_requires_gradient_sync
                 switch(number == last, recurse=False)
 
     try:
@@ -115,6 +119,7 @@ def accumulating(
                 "'last', or fsdp.replicate_size to 1"
             )
     except BaseException:
+        # The next step starts from the usual settings, without gradients of this one.
         before(last)
         recover_from_failed_backward(model)
         drop_partial(model)

@@ -7,25 +7,28 @@ crosses the bus twice in each step.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ...utils.compat.torch_private import like_sharded, step_without_hooks
 from ..memory.pinned import host_copies_of
 from ..memory.tensors import local_tensor, normal_tensors
 
+State = dict[str, Any]
+
 BLOCK_BYTES = 256 << 20
 """Size of the shards of the parameters that are updated together. At least one parameter."""
 
 
-class StateOnHost(torch.optim.Optimizer):
+class StateOnHost(Optimizer):
     """First base of the classes of `on_host`."""
 
-    device_class: type[torch.optim.Optimizer]
+    device_class: type[Optimizer]
 
     @normal_tensors()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -34,15 +37,14 @@ class StateOnHost(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        params = [
-            param
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
+
+        params = []
+        for group in self.param_groups:
+            params += [param for param in group["params"] if param.grad is not None]
         grads = {param: param.grad for param in params}
         step_block = step_without_hooks(self.device_class)  # hooks see one step
         try:
+            # The plain optimizer passes over parameters without a gradient.
             for block in _blocks(params):
                 for param in params:
                     param.grad = None
@@ -52,55 +54,72 @@ class StateOnHost(torch.optim.Optimizer):
         finally:
             for param in params:
                 param.grad = grads[param]
+
         _wait_for({param.device for param in params})
         return loss
 
     def _update_block(
-        self, block: Sequence[nn.Parameter], step: Callable[[torch.optim.Optimizer], Any]
+        self,
+        block: Sequence[Parameter],
+        step: Callable[[Optimizer], Any],
     ) -> None:
-        kept = {param: dict(self.state[param]) for param in block if self.state.get(param)}
+        # Tensors in host memory are kept, so that the new values go to the same memory.
+        kept: dict[Parameter, State] = {}
+        for param in block:
+            if self.state.get(param):
+                kept[param] = dict(self.state[param])
+
         for param, state in kept.items():
-            self.state[param].update(
-                {name: _moved(value, param.device) for name, value in state.items()}
-            )
+            moved = {name: _moved(value, param.device) for name, value in state.items()}
+            self.state[param].update(moved)
+            del moved  # nothing else may keep the state of a block on the device
         try:
             step(self)
         finally:
             for param in block:
-                self.state[param].update(_back(self.state[param], kept.get(param, {})))
+                state = self.state[param]
+                state.update(_back(state, kept.get(param, {})))
 
 
 @cache
-def on_host(optimizer: type[torch.optim.Optimizer]) -> Any:
+def on_host(optimizer: type[Optimizer]) -> Any:
     """The class of ``optimizer`` with its state in host memory."""
-    return type(optimizer.__name__, (StateOnHost, optimizer), {"device_class": optimizer})
+    members = {"device_class": optimizer}
+    return type(optimizer.__name__, (StateOnHost, optimizer), members)
 
 
-def to_host(state: dict[str, Any]) -> dict[str, Any]:
+def to_host(state: State) -> State:
     """The state of a parameter, with its tensors on a device copied to new host memory."""
     host = _back(state, {})
-    _wait_for({value.device for value in state.values() if isinstance(value, torch.Tensor)})
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    _wait_for({tensor.device for tensor in tensors})
     return host
 
 
-def _blocks(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _blocks(params: Sequence[Parameter]) -> Iterator[list[Parameter]]:
     """Cut a list into blocks, the same on every rank, because steps may have collectives."""
-    block, n_bytes = [], 0
+    block = []
+    n_bytes = 0
     for param in params:
         block.append(param)
-        n_bytes += param.numel() * param.element_size() // _n_shards(param)
+        whole_bytes = param.numel() * param.element_size()
+        n_bytes += whole_bytes // _n_shards(param)
         if n_bytes >= BLOCK_BYTES:
             yield block
-            block, n_bytes = [], 0
+            block = []
+            n_bytes = 0
     if block:
         yield block
 
 
-def _n_shards(param: torch.Tensor) -> int:
+def _n_shards(param: Tensor) -> int:
     if not isinstance(param, DTensor):
         return 1
-    cuts = zip(param.device_mesh.shape, param.placements, strict=True)
-    return prod(size for size, cut in cuts if not cut.is_replicate())
+    n_shards = 1
+    for dim, placement in enumerate(param.placements):
+        if not placement.is_replicate():
+            n_shards *= param.device_mesh.size(dim)
+    return n_shards
 
 
 def _wait_for(devices: Collection[torch.device]) -> None:
@@ -111,31 +130,47 @@ def _wait_for(devices: Collection[torch.device]) -> None:
 
 
 def _is_moved(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor) and value.dim() > 0
-    )  # counts of steps stay where they are
+    # Counts of steps stay where they are.
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _moved(value: Any, device: torch.device) -> Any:
     if not _is_moved(value) or value.device == device:
         return value
     local = local_tensor(value).to(device, non_blocking=True)
-    return like_sharded(local, value) if isinstance(value, DTensor) else local
+    return _like(local, value)
 
 
-def _back(state: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+def _like(local: Tensor, other: Tensor) -> Tensor:
+    """A tensor that is sharded like ``other``, with this part."""
+    if isinstance(other, DTensor):
+        return like_sharded(local, other)
+    return local
+
+
+def _back(state: State, kept: State) -> State:
     """``state`` with its tensors on a device copied to those of ``kept`` in host memory, or to new
     ones.
     """
-    there = {name: value for name, value in state.items() if _is_moved(value) and value.is_cuda}
-    host = {name: kept[name] for name in there if name in kept and not kept[name].is_cuda}
-    new = host_copies_of(
-        {name: local_tensor(value) for name, value in there.items() if name not in host}
-    )
-    for name, copy in new.items():
-        host[name] = (
-            like_sharded(copy, value) if isinstance(value := there[name], DTensor) else copy
-        )
+    # Tensors on the device
+    there = {}
+    for name, value in state.items():
+        if _is_moved(value) and value.is_cuda:
+            there[name] = value
+
+    # Memory on the host: that of before, or new memory for all others at once.
+    host = {}
+    missing = {}
     for name, value in there.items():
-        local_tensor(host[name]).copy_(local_tensor(value), non_blocking=True)
+        if name in kept and not kept[name].is_cuda:
+            host[name] = kept[name]
+        else:
+            missing[name] = local_tensor(value)
+    for name, copy in host_copies_of(missing).items():
+        host[name] = _like(copy, there[name])
+
+    # Behind the step on the same stream. `_wait_for` waits for all of them.
+    for name, value in there.items():
+        copy = local_tensor(host[name])
+        copy.copy_(local_tensor(value), non_blocking=True)
     return state | host

@@ -8,20 +8,22 @@ on different nodes if a replica fills whole nodes.
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from math import prod
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ..memory.per_model import PerModel
 from ..parallel_strategy import ParallelStrategy
 
-_known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ParallelStrategy], "Meshes"]] = (
-    WeakKeyDictionary()
+_known = PerModel[dict[tuple[str, ParallelStrategy], "Meshes"]](
+    "meshes",
+    "Meshes in a default group, by device type and strategy. `open_meshes` adds to them. Their "
+    "communicators live as long as the group, so engines share them.",
 )
-"""Meshes in each default group. Their communicators live as long as it, so engines share them."""
 _numbers = count()
 """Numbers of meshes with several dimensions in this process."""
 
@@ -52,9 +54,9 @@ class Meshes:
     expert_fsdp: DeviceMesh | None = None
     expert: DeviceMesh | None = None
     alone: DeviceMesh | None = None
-    sequence: dist.ProcessGroup | None = None
-    data: dist.ProcessGroup | None = None
-    peers: dist.ProcessGroup | None = None
+    sequence: ProcessGroup | None = None
+    data: ProcessGroup | None = None
+    peers: ProcessGroup | None = None
 
     @property
     def data_rank(self) -> int:
@@ -79,25 +81,29 @@ class Meshes:
         """
         return dist.get_rank() % self.ranks_with_same_data == 0
 
-    def n_parts(self, param: torch.Tensor) -> int:
+    def n_parts(self, param: Tensor) -> int:
         """Number of parts of a parameter on different ranks that FSDP2 does not gather: e for
         experts, t for matrices that tensor parallelism cuts, else 1.
         """
-        return prod(
-            mesh.size()
-            for mesh in (self.tensor, self.expert)
-            if mesh is not None and is_cut(param, mesh)
-        )
+        n_parts = 1
+        for mesh in (self.tensor, self.expert):
+            if mesh is not None and is_cut(param, mesh):
+                n_parts *= mesh.size()
+        return n_parts
 
 
-def is_cut(tensor: torch.Tensor, mesh: DeviceMesh | None) -> bool:
+def is_cut(tensor: Tensor, mesh: DeviceMesh | None) -> bool:
     """Whether the ranks of a mesh with one dimension, as `Meshes.tensor`, hold different parts of a
     tensor.
     """
     if mesh is None or not isinstance(tensor, DTensor):
         return False
-    name, names = (mesh.mesh_dim_names or ("",))[0], tensor.device_mesh.mesh_dim_names or ()
-    return name in names and not tensor.placements[names.index(name)].is_replicate()
+    name = (mesh.mesh_dim_names or ("",))[0]
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if name not in names:
+        return False
+    placement = tensor.placements[names.index(name)]
+    return not placement.is_replicate()
 
 
 def open_meshes(strategy: ParallelStrategy, device: torch.device, timeout: timedelta) -> Meshes:
@@ -106,37 +112,73 @@ def open_meshes(strategy: ParallelStrategy, device: torch.device, timeout: timed
 
     Engines with the same strategy share them, and so the ``timeout`` of the first one.
     """
-    assert dist.group.WORLD is not None
-    known = _known.setdefault(dist.group.WORLD, {})
-    if (key := (device.type, strategy)) not in known:
+    world = dist.group.WORLD
+    assert world is not None
+    known = _known.of(world)
+    if known is None:
+        known = _known.set(world, {})
+    # Making meshes is collective. All ranks have made the same ones before.
+    key = (device.type, strategy)
+    if key not in known:
         known[key] = _make_meshes(strategy, device.type, timeout)
     return known[key]
 
 
 def _make_meshes(strategy: ParallelStrategy, device_type: str, timeout: timedelta) -> Meshes:
-    r, c, t, e = strategy.replicate_size, strategy.cp_size, strategy.tp_size, strategy.ep_size
+    r = strategy.replicate_size
+    c = strategy.cp_size
+    t = strategy.tp_size
+    e = strategy.ep_size
     per_replica = strategy.world_size // r
-    fsdp, tensor = _mesh(device_type, {"replicate": r, "fsdp": per_replica // t, "tp": t}, timeout)
-    expert_fsdp, expert, alone = None, None, None
+
+    # Ranks that share a matrix or an expert are the innermost dimension, so they are neighbours.
+    sizes = {"replicate": r, "fsdp": per_replica // t, "tp": t}
+    fsdp, tensor = _mesh(device_type, sizes, timeout)
+
+    expert_fsdp = None
+    expert = None
+    alone = None
     if e > 1:
-        expert_fsdp, expert = _mesh(
-            device_type, {"replicate": r, "efsdp": per_replica // e, "ep": e}, timeout
+        sizes = {"replicate": r, "efsdp": per_replica // e, "ep": e}
+        expert_fsdp, expert = _mesh(device_type, sizes, timeout)
+        own = dist.new_group(
+            [dist.get_rank()],
+            timeout=timeout,
+            use_local_synchronization=True,
         )
-        own = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
-        assert isinstance(own, dist.ProcessGroup)
+        assert isinstance(own, ProcessGroup)
         alone = DeviceMesh.from_group(own, device_type)
-    if c * t == 1:
-        return Meshes(strategy, fsdp, tensor, expert_fsdp, expert, alone)
-    ranks = torch.arange(strategy.world_size).view(-1, c, t)
-    sequence = _own_group(ranks.transpose(1, 2).reshape(-1, c), timeout) if c > 1 else None
-    data, peers = (
-        _own_group(rows, timeout) for rows in (ranks.view(-1, c * t).T, ranks.view(-1, c * t))
+
+    # All ranks make the same groups in the same order.
+    sequence = None
+    data = None
+    peers = None
+    if c * t > 1:
+        ranks = torch.arange(strategy.world_size).view(-1, c, t)
+        same_data = ranks.view(-1, c * t)
+        if c > 1:
+            same_row = ranks.transpose(1, 2).reshape(-1, c)
+            sequence = _own_group(same_row, timeout)
+        data = _own_group(same_data.T, timeout)
+        peers = _own_group(same_data, timeout)
+
+    return Meshes(
+        strategy,
+        fsdp,
+        tensor,
+        expert_fsdp,
+        expert,
+        alone,
+        sequence,
+        data,
+        peers,
     )
-    return Meshes(strategy, fsdp, tensor, expert_fsdp, expert, alone, sequence, data, peers)
 
 
 def _mesh(
-    device_type: str, sizes: dict[str, int], timeout: timedelta
+    device_type: str,
+    sizes: dict[str, int],
+    timeout: timedelta,
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the mesh (replicate, fsdp) and the mesh of the third dimension, slices of one mesh
     over all ranks.
@@ -145,23 +187,28 @@ def _mesh(
     """
     _, shards, parts = sizes
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == shards}
+    shape = tuple(sizes.values())
     if len(sizes) == 1:
-        return init_device_mesh(
-            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
-        ), None
-    shape, number = tuple(sizes.values()), next(_numbers)
-    ranks = torch.arange(dist.get_world_size()).view(shape)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(sizes))
+        return mesh, None
+
     # `init_device_mesh` knows no timeout, and splits the default group, which crashes unless it is
     # the first gloo group of the process (pytorch#192106).
-    groups = [
-        _own_group(ranks.movedim(dim, -1).reshape(-1, size), timeout)
-        for dim, size in enumerate(shape)
-    ]
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    groups = []
+    for dim, size in enumerate(shape):
+        rows = ranks.movedim(dim, -1).reshape(-1, size)
+        groups.append(_own_group(rows, timeout))
+
     # A mesh of an earlier default group must have other names, or DTensor's caches take it for this
     # one.
+    number = next(_numbers)
     names = {name: f"{name}_{number}" if number else name for name in sizes}
     whole = DeviceMesh.from_group(
-        groups, device_type, mesh=ranks, mesh_dim_names=tuple(names.values())
+        groups,
+        device_type,
+        mesh=ranks,
+        mesh_dim_names=tuple(names.values()),
     )
     if parts not in names:
         return whole, None
@@ -169,6 +216,7 @@ def _mesh(
     return whole[sharded], whole[names[parts]]
 
 
-def _own_group(rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
+def _own_group(rows: Tensor, timeout: timedelta) -> ProcessGroup:
     """Make a group of each row of ranks, and return the one with this rank."""
-    return dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]  # type: ignore[return-value]
+    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
+    return own  # type: ignore[return-value]

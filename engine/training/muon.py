@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from ...utils.compat.torch_private import made_sharded, step_without_hooks
 from ...utils.distributed import get_rank, get_world_size
@@ -40,22 +41,24 @@ class Muon(torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
-        matrices: Collection[nn.Parameter] = (),
+        params: Iterable[Parameter],
+        matrices: Collection[Parameter] = (),
         momentum: float = 0.95,
         **options: Any,
     ) -> None:
         chosen = {id(param) for param in matrices}
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        orthogonal = []
+        others = []
         for param in params:
-            groups[id(param) in chosen].append(param)
-        super().__init__(
-            [
-                {"params": group, "momentum": momentum, "orthogonal": kind}
-                for kind, group in groups.items()
-            ],
-            **options,
-        )
+            if id(param) in chosen:
+                orthogonal.append(param)
+            else:
+                others.append(param)
+        groups = [
+            {"params": orthogonal, "momentum": momentum, "orthogonal": True},
+            {"params": others, "momentum": momentum, "orthogonal": False},
+        ]
+        super().__init__(groups, **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -66,54 +69,73 @@ class Muon(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
+        # The step of AdamW sees its own group alone.
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if not group["orthogonal"]]
             step_without_hooks(torch.optim.AdamW)(self)
         finally:
             self.param_groups = groups
+
         for group in groups:
             if group["orthogonal"]:
                 self._update_matrices(group)
         return loss
 
     def _update_matrices(self, group: dict[str, Any]) -> None:
-        params, n_ranks = (
-            [param for param in group["params"] if param.grad is not None],
-            get_world_size(),
-        )
+        n_ranks = get_world_size()
+        own_rank = get_rank()
+        params = [param for param in group["params"] if param.grad is not None]
         for first in range(0, len(params), n_ranks):
-            turn, own = params[first : first + n_ranks], None
+            turn = params[first : first + n_ranks]
+
+            # All ranks gather every matrix of the turn. Each orthogonalizes one of them.
+            own = None
             for rank, param in enumerate(turn):
                 whole = _gathered(param, self._direction(param, group["momentum"]))
-                if rank == get_rank():
+                if rank == own_rank:
                     own = orthogonalized(whole)
-            for rank, param in enumerate(turn):
-                update = own if rank == get_rank() else None
-                self._apply(group, param, _sent(param, update, rank))
 
-    def _direction(self, param: nn.Parameter, momentum: float) -> torch.Tensor:
+            # Then each sends its result to the others.
+            for rank, param in enumerate(turn):
+                update = own if rank == own_rank else None
+                update = _sent(param, update, rank)
+                self._apply(group, param, update)
+
+    def _direction(self, param: Parameter, momentum: float) -> Tensor:
+        """Nesterov's momentum of this rank's part."""
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
-        gradient, average = local_tensor(param.grad), local_tensor(state["momentum_buffer"])  # type: ignore[arg-type]
+        gradient = local_tensor(param.grad)  # type: ignore[arg-type]
+        average = local_tensor(state["momentum_buffer"])
         average.lerp_(gradient, 1 - momentum)
         return gradient.lerp(average, momentum)
 
-    def _apply(self, group: dict[str, Any], param: nn.Parameter, update: torch.Tensor) -> None:
-        weight, lr = local_tensor(param), group["lr"]
+    def _apply(
+        self,
+        group: dict[str, Any],
+        param: Parameter,
+        update: Tensor,
+    ) -> None:
+        lr = group["lr"]
+        weight = local_tensor(param)
         weight.mul_(1 - lr * group["weight_decay"])
-        part = local_box(param).of(update).to(weight.device)
-        weight.add_(part, alpha=-lr * 0.2 * sqrt(max(param.shape)))
+
+        # Elements of an orthogonal matrix are about 1 / sqrt(largest dimension), those of an
+        # update of AdamW about 0.2.
+        alpha = -lr * 0.2 * sqrt(max(param.shape))
+        part = local_box(param).of(update)
+        weight.add_(part.to(weight.device), alpha=alpha)
 
 
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+def hidden_matrices(model: nn.Module) -> list[Parameter]:
     """The `trained_matrices` of a model that FSDP2 has sharded. Raises ConfigError if there are
     none.
     """
-    found = trained_matrices(
-        each for each in model.modules() if isinstance(each, FSDPModule) and each is not model
-    )
+    blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    found = trained_matrices(block for block in blocks if block is not model)
     if not found:
         raise ConfigError(
             f"config key 'optimizer.type' is 'muon', but {type(model).__name__} has no blocks "
@@ -122,44 +144,63 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def trained_matrices(blocks: Iterable[nn.Module]) -> list[nn.Parameter]:
+def trained_matrices(blocks: Iterable[nn.Module]) -> list[Parameter]:
     """The trained weights with two dimensions in the blocks of a model, except embeddings."""
-    found: dict[int, nn.Parameter] = {}
-    for module in (module for block in blocks for module in block.modules()):
-        weight = None if isinstance(module, nn.Embedding) else getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() == 2:
-            found[id(weight)] = weight
+    found: dict[int, Parameter] = {}
+    for block in blocks:
+        for module in block.modules():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, nn.Embedding) or not isinstance(weight, Parameter):
+                continue
+            if weight.requires_grad and weight.dim() == 2:
+                found[id(weight)] = weight
     return list(found.values())
 
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
-    """Five Newton-Schulz iterations in bfloat16, which set singular values to about 1 (0.7 to 1.2)."""
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Five Newton-Schulz iterations in bfloat16, which set singular values to about 1 (0.7 to
+    1.2).
+    """
+    # The products are smaller if rows are fewer than columns.
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()
-    x = x.T if is_tall else x
+    if is_tall:
+        x = x.T
     x = x / x.norm().clamp(min=1e-7)
+
+    # x = 3.4445 x + (2.0315 A^2 - 4.7750 A) x, where A = x x^T
     for _ in range(5):
         gram = x @ x.T
-        x = torch.addmm(
-            x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445
-        )
-    return (x.T if is_tall else x).contiguous()
+        polynomial = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
+
+    if is_tall:
+        x = x.T
+    return x.contiguous()
 
 
-def _gathered(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _gathered(param: Tensor, local: Tensor) -> Tensor:
     """The whole of what ranks have a part ``local`` of, sharded like ``param``, in bfloat16."""
     if not isinstance(param, DTensor):
         return local.bfloat16()
-    part = local.bfloat16().to(param.device_mesh.device_type)  # parameters may be in host memory
-    return made_sharded(
-        part, param.device_mesh, param.placements, param.shape, param.stride()
-    ).full_tensor()
+    mesh = param.device_mesh
+    part = local.bfloat16().to(mesh.device_type)  # parameters may be in host memory
+    sharded = made_sharded(
+        part,
+        mesh,
+        param.placements,
+        param.shape,
+        param.stride(),
+    )
+    return sharded.full_tensor()
 
 
-def _sent(param: torch.Tensor, update: torch.Tensor | None, source: int) -> torch.Tensor:
+def _sent(param: Tensor, update: Tensor | None, source: int) -> Tensor:
     """The update of a whole matrix that the rank ``source`` has."""
     if update is None:
-        device = param.device_mesh.device_type if isinstance(param, DTensor) else param.device
+        device: Any = param.device
+        if isinstance(param, DTensor):
+            device = param.device_mesh.device_type
         update = torch.empty(param.shape, dtype=torch.bfloat16, device=device)
     if get_world_size() > 1:
         dist.broadcast(update, source)

@@ -8,13 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, zeros_like
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import OptimizerConfig
 from ..memory.tensors import normal_tensors
 from .adam8bit import Adam8bit
-from .adam_bf16 import AdamBF16
+from .adam_bf16 import AdamBF16, State
 from .host_optimizer import StateOnHost, on_host, to_host
 from .muon import Muon, hidden_matrices
 
@@ -25,51 +27,72 @@ _IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
 }
 
-_KINDS: dict[str, type[torch.optim.Optimizer]] = {
-    "adam": torch.optim.AdamW,
+_KINDS: dict[str, type[Optimizer]] = {
+    "adam": AdamW,
     "adam_bf16": AdamBF16,
     "adam8bit": Adam8bit,
     "muon": Muon,
-    "sgd": torch.optim.SGD,
+    "sgd": SGD,
 }
 
 
-def optimizer_for(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+def optimizer_for(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The optimizer over the trained parameters of a model that FSDP2 has sharded. Raises as
     `hidden_matrices`.
     """
-    trained = (param for param in model.parameters() if param.requires_grad)
-    return build_optimizer(trained, config, hidden_matrices(model) if config.type == "muon" else ())
+    trained = [param for param in model.parameters() if param.requires_grad]
+    matrices: Collection[Parameter] = ()
+    if config.type == "muon":
+        matrices = hidden_matrices(model)
+    return build_optimizer(trained, config, matrices)
 
 
 def build_optimizer(
-    params: Iterable[nn.Parameter], config: OptimizerConfig, matrices: Collection[nn.Parameter] = ()
-) -> torch.optim.Optimizer:
+    params: Iterable[Parameter],
+    config: OptimizerConfig,
+    matrices: Collection[Parameter] = (),
+) -> Optimizer:
     """The optimizer of ``config.type`` over all ``params``. ``matrices`` are those that `Muon`
     orthogonalizes.
     """
-    params, choice = list(params), config.implementation
+    params = list(params)
     kind: Any = _KINDS[config.type]
-    if (
-        choice == "auto"
-        and issubclass(kind, torch.optim.AdamW)
-        and all(param.is_cuda for param in params)
-    ):
-        choice = "fused"
-    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    options |= {} if issubclass(kind, AdamBF16) else _IMPLEMENTATIONS[choice]
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+    }
+
+    # `AdamBF16` has one implementation.
+    if not issubclass(kind, AdamBF16):
+        choice = config.implementation
+        is_adamw = issubclass(kind, AdamW)
+        if choice == "auto" and is_adamw and all(param.is_cuda for param in params):
+            choice = "fused"
+        options.update(_IMPLEMENTATIONS[choice])
+
+    # What only some types have.
     if config.type == "sgd":
         options["momentum"] = config.momentum or 0.0
     else:
-        options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
+        options["betas"] = (config.beta1, config.beta2)
+        options["eps"] = config.eps
     if config.type == "muon":
         options["matrices"] = matrices
-        options |= {} if config.momentum is None else {"momentum": config.momentum}
-    return (on_host(kind) if config.offload else kind)(params, **options)
+        if config.momentum is not None:
+            options["momentum"] = config.momentum
+
+    if config.offload:
+        kind = on_host(kind)
+    return kind(params, **options)
 
 
 def lr_factor(
-    step: int, *, shape: str, warmup_steps: int, total_steps: int = 0, min_lr_ratio: float = 0.0
+    step: int,
+    *,
+    shape: str,
+    warmup_steps: int,
+    total_steps: int = 0,
+    min_lr_ratio: float = 0.0,
 ) -> float:
     """Share of the peak rate at ``step``: linear warm-up, then constant, linear or cosine decay.
 
@@ -81,8 +104,12 @@ def lr_factor(
         return (step + 1) / (warmup_steps + 1)
     if shape == "constant":
         return 1.0
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    decay = 1.0 - progress if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    decay_steps = max(1, total_steps - warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / decay_steps)
+    if shape == "linear":
+        decay = 1.0 - progress
+    else:
+        decay = 0.5 * (1.0 + math.cos(math.pi * progress))
     return min_lr_ratio + (1.0 - min_lr_ratio) * decay
 
 
@@ -105,14 +132,16 @@ def schedule_of(config: OptimizerConfig, total_steps: int) -> partial[float]:
 
 
 def build_scheduler(
-    optimizer: torch.optim.Optimizer, config: OptimizerConfig, total_steps: int
+    optimizer: Optimizer,
+    config: OptimizerConfig,
+    total_steps: int,
 ) -> LambdaLR:
-    """The schedule of `lr_factor`. Build it before any load, or it starts from the wrong base rate."""
+    """The schedule of `lr_factor`. Build it before any load, or its base rate is wrong."""
     return LambdaLR(optimizer, schedule_of(config, total_steps))
 
 
 @normal_tensors()
-def materialize_state(optimizer: torch.optim.Optimizer) -> None:
+def materialize_state(optimizer: Optimizer) -> None:
     """Give every trainable parameter the state from which its first step would start, without
     taking a step.
 
@@ -121,72 +150,86 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
     For others, and for subclasses that step in another way, it does nothing: their state exists
     after the first step, and a load creates it from the checkpoint.
     """
-    made_by = optimizer.made_by if isinstance(optimizer, UnsteppedOptimizer) else optimizer
+    # Twins of parameters get the state that the optimizer itself would make.
+    made_by = optimizer
+    if isinstance(optimizer, UnsteppedOptimizer):
+        made_by = optimizer.made_by
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.requires_grad and not optimizer.state.get(param):
-                state = _initial_state(made_by, group, param)
-                optimizer.state[param].update(
-                    to_host(state) if isinstance(made_by, StateOnHost) else state
-                )
+            if not param.requires_grad or optimizer.state.get(param):
+                continue
+            state = _initial_state(made_by, group, param)
+            if isinstance(made_by, StateOnHost):
+                state = to_host(state)
+            optimizer.state[param].update(state)
 
 
-class UnsteppedOptimizer(torch.optim.Optimizer):
+class UnsteppedOptimizer(Optimizer):
     """An optimizer as it was before its first step, over other tensors, for `materialize_state`. It
     cannot step.
 
     ``twins`` has the other tensor for each parameter, by id.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, twins: Mapping[int, nn.Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer, twins: Mapping[int, Parameter]) -> None:
         # Not the constructor of torch, which would check and complete the groups.
         self.made_by = optimizer
-        self.param_groups = [
-            {**group, "params": [twins.get(id(param), param) for param in group["params"]]}
-            for group in optimizer.param_groups
-        ]
+        self.param_groups = []
+        for group in optimizer.param_groups:
+            params = [twins.get(id(param), param) for param in group["params"]]
+            self.param_groups.append({**group, "params": params})
         self.state = defaultdict(dict)
 
 
-def _steps_as(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
+def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
     """Whether ``optimizer`` is a ``kind`` that does not step in its own way, and so has the state
     of that class.
     """
-    own = optimizer.device_class if isinstance(optimizer, StateOnHost) else type(optimizer)
-    makers = ("step", "_init_group")
-    return issubclass(own, kind) and all(
-        inspect.unwrap(getattr(own, maker)) is inspect.unwrap(getattr(kind, maker))
-        for maker in makers
-    )
+    own = type(optimizer)
+    if isinstance(optimizer, StateOnHost):
+        own = optimizer.device_class
+    if not issubclass(own, kind):
+        return False
+    for name in ("step", "_init_group"):
+        method = inspect.unwrap(getattr(own, name))
+        if method is not inspect.unwrap(getattr(kind, name)):
+            return False
+    return True
 
 
-def _initial_state(
-    optimizer: torch.optim.Optimizer, group: dict, param: nn.Parameter
-) -> dict[str, torch.Tensor]:
+def _initial_state(optimizer: Optimizer, group: dict, param: Parameter) -> State:
     match optimizer:
         case AdamBF16():
             return optimizer.initial_state(param)
         case Muon() if group["orthogonal"]:
-            return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
-        case torch.optim.Adam() if _steps_as(optimizer, torch.optim.Adam):  # AdamW too
-            names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-            on_device = group["capturable"] or group["fused"]
-            is_double = (
-                torch.get_default_dtype() == torch.float64 and not group["fused"]
-            )  # as torch does
-            dtype = torch.float64 if is_double else torch.float32
-            step = torch.zeros((), dtype=dtype, device=param.device if on_device else "cpu")
-            zeros = {
-                n: torch.zeros_like(param, memory_format=torch.preserve_format, requires_grad=False)
-                for n in names
-            }
-            return {"step": step, **zeros}
-        case torch.optim.SGD() if (
-            group["momentum"] != 0
-            and group["dampening"] == 0
-            and _steps_as(optimizer, torch.optim.SGD)
-        ):
-            # The first step copies the gradient, which equals momentum * 0 + gradient.
-            return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
-        case _:
-            return {}
+            return {"momentum_buffer": zeros_like(param, requires_grad=False)}
+        case Adam() if _steps_as(optimizer, Adam):  # AdamW too
+            return _initial_state_of_adam(group, param)
+        case SGD() if _steps_as(optimizer, SGD):
+            # The first step copies the gradient, which equals momentum * 0 + gradient without
+            # dampening.
+            if group["momentum"] != 0 and group["dampening"] == 0:
+                return {"momentum_buffer": zeros_like(param, requires_grad=False)}
+    return {}
+
+
+def _initial_state_of_adam(group: dict, param: Parameter) -> State:
+    # The count of steps is on the device and in double precision where torch has it so.
+    device: Any = "cpu"
+    if group["capturable"] or group["fused"]:
+        device = param.device
+    dtype = torch.float32
+    if torch.get_default_dtype() == torch.float64 and not group["fused"]:
+        dtype = torch.float64
+    state = {"step": torch.zeros((), dtype=dtype, device=device)}
+
+    names = ["exp_avg", "exp_avg_sq"]
+    if group["amsgrad"]:
+        names.append("max_exp_avg_sq")
+    for name in names:
+        state[name] = zeros_like(
+            param,
+            memory_format=torch.preserve_format,
+            requires_grad=False,
+        )
+    return state

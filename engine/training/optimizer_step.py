@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...utils.compat.torch_private import foreach_mul_, foreach_norm
@@ -31,10 +32,10 @@ def clip_and_step(
     optimizer: torch.optim.Optimizer,
     max_norm: float,
     counters: EngineCounters,
-    loss: torch.Tensor,
+    loss: Tensor,
     weight: float = 1.0,
     correction: float = 0.0,
-    more: Mapping[str, torch.Tensor] | None = None,
+    more: Mapping[str, Tensor] | None = None,
     n_losses: int = 1,
 ) -> dict[str, float]:
     """Clip the gradients, update, and count it. See `clip_grad_norm` for the arguments.
@@ -51,12 +52,24 @@ def clip_and_step(
     """
     lr = float(optimizer.param_groups[0]["lr"])
     sum_partial_gradients(model)
-    clip = partial(clip_grad_norm, model, max_norm, loss, weight, correction, n_losses)
-    result = clip()
+    clip = partial(
+        clip_grad_norm,
+        model,
+        max_norm,
+        loss,
+        weight,
+        correction,
+        n_losses,
+    )
+
+    # All numbers of the step are read at once, which is its only wait for the device.
     more = more or {}
-    tensors = [result, *(value.double()[None] for value in more.values())]
-    numbers = torch.cat(tensors).tolist()  # the only wait of a step
+    result = clip()
+    others = [value.double()[None] for value in more.values()]
+    numbers = torch.cat([result, *others]).tolist()
     loss_sum, grad_norm, n_reached, *n_without = numbers[: len(result)]
+    more_numbers = numbers[len(result) :]
+
     if n_reached == 0:
         optimizer.zero_grad()
         raise BatchError(NO_GRADIENT)
@@ -66,35 +79,44 @@ def clip_and_step(
         grad_norm = clip(dtype=torch.float64).tolist()[1]
 
     # What no rank reached is not updated, and nothing is if the gradient is not finite.
-    for param, n_ranks in zip(parameters_without_gradient(model), n_without, strict=True):
+    unreached = parameters_without_gradient(model)
+    for param, n_ranks in zip(unreached, n_without, strict=True):
         if n_ranks == dist.get_world_size():
             param.grad = None
     skipped = not math.isfinite(grad_norm)
     if skipped:
         counters.skipped_steps += 1
         logger.warning(
-            "gradient norm is %s: update skipped (%d so far)", grad_norm, counters.skipped_steps
+            "gradient norm is %s: update skipped (%d so far)",
+            grad_norm,
+            counters.skipped_steps,
         )
     else:
         optimizer.step()
         counters.optimizer_steps += 1
         counters.steps_since_schedule += 1
     optimizer.zero_grad()
-    updated = {"update_skipped": float(skipped), "update_successful": float(not skipped)}
-    others = dict(zip(more, numbers[len(result) :], strict=True))
-    return {"loss": loss_sum, "grad_norm": grad_norm, "lr": lr, **updated, **others}
+
+    return {
+        "loss": loss_sum,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "update_skipped": float(skipped),
+        "update_successful": float(not skipped),
+        **dict(zip(more, more_numbers, strict=True)),
+    }
 
 
 def clip_grad_norm(
     model: nn.Module,
     max_norm: float,
-    loss: torch.Tensor,
+    loss: Tensor,
     weight: float = 1.0,
     correction: float = 0.0,
     n_losses: int = 1,
     *,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Scale the gradient down if its L2 norm over all ranks exceeds ``max_norm``. Nothing here
     waits for the device.
 
@@ -119,38 +141,65 @@ def clip_grad_norm(
     if not params:
         raise BatchError(NO_GRADIENT)
     grads = [param.grad for param in params]
-    assert all(
-        isinstance(grad, DTensor) and not any(cut.is_partial() for cut in grad.placements)
-        for grad in grads
-    ), "a gradient was not reduced; after an error in a backward, call initialize again"
+    assert all(map(_is_reduced, grads)), (
+        "a gradient was not reduced; after an error in a backward, call initialize again"
+    )
     local = [grad.to_local() for grad in grads]  # type: ignore[union-attr]
+
+    # The norm of each gradient, or 0 where another rank has the same part and counts it.
     zero = local[0].new_zeros((), dtype=dtype)
-    counted = [counts_here(grad) for grad in grads]  # type: ignore[arg-type]
-    own = foreach_norm(local, 2.0, dtype=dtype)
-    norms = torch.stack([norm if here else zero for norm, here in zip(own, counted, strict=True)])
-    norms = norms.to(loss.device)
-    n_grads, filled = len(grads), zero_filled.get(model, set())
+    own_norms = foreach_norm(local, 2.0, dtype=dtype)
+    counted = []
+    for grad, norm in zip(grads, own_norms, strict=True):
+        is_counted = counts_here(grad)  # type: ignore[arg-type]
+        counted.append(norm if is_counted else zero)
+    norms = torch.stack(counted).to(loss.device)
+
+    # 1 for each gradient that no backward reached here. One write each, because a copy from the
+    # host would wait.
+    n_grads = len(grads)
+    filled = zero_filled.of(model) or set()
     missing = [index for index, param in enumerate(params) if param in filled]
     n_without = norms.new_zeros(n_grads, dtype=torch.float64)
-    for index in missing:  # one write each, because a copy from the host would wait
+    for index in missing:
         n_without[index] = 1.0
-    numbers = [
-        loss.double()[None],
-        *(loss.new_full((1,), each).double() for each in (n_losses, correction)),
-    ]
-    sums = torch.cat([norms.square().double(), n_without, *numbers])
-    dist.all_reduce(sums)
-    factor = weight / (weight + sums[-1])  # exactly 1 without a correction
-    norm = torch.linalg.vector_norm(sums[:n_grads].to(norms.dtype).sqrt()) * factor.to(norms.dtype)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0) * factor.to(norms.dtype)
-    scale = torch.where(norm.isfinite(), scale, 1.0).to(local[0].device)
-    foreach_mul_(local, scale)
-    return torch.stack(
-        [sums[-3] * factor, norm.double(), sums[-2], *(sums[n_grads + index] for index in missing)]
+
+    # One all-reduce carries everything.
+    sums = torch.cat(
+        [
+            norms.square().double(),
+            n_without,
+            loss.double()[None],
+            loss.new_full((1,), n_losses).double(),
+            loss.new_full((1,), correction).double(),
+        ]
     )
+    dist.all_reduce(sums)
+    loss_sum, n_reached, correction_sum = sums[-3:]
+    squares = sums[:n_grads].to(norms.dtype)
+
+    # The factor corrects the weight that the losses were divided by. It is exactly 1 without a
+    # correction.
+    factor = weight / (weight + correction_sum)
+    norm = torch.linalg.vector_norm(squares.sqrt())
+    norm = norm * factor.to(norms.dtype)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale = scale * factor.to(norms.dtype)
+    scale = torch.where(norm.isfinite(), scale, 1.0)
+    foreach_mul_(local, scale.to(local[0].device))
+
+    n_ranks_without = [sums[n_grads + index] for index in missing]
+    return torch.stack([loss_sum * factor, norm.double(), n_reached, *n_ranks_without])
+
+
+def _is_reduced(grad: Any) -> bool:
+    if not isinstance(grad, DTensor):
+        return False
+    return not any(placement.is_partial() for placement in grad.placements)
 
 
 def parameters_without_gradient(model: nn.Module) -> list[nn.Parameter]:
     """Parameters with a gradient that no backward since the last step reached on this rank."""
-    filled = zero_filled.get(model, set())
-    return [param for param in model.parameters() if param.grad is not None and param in filled]
+    filled = zero_filled.of(model) or set()
+    params = [param for param in model.parameters() if param.grad is not None]
+    return [param for param in params if param in filled]

@@ -22,11 +22,16 @@ def set_overlap(model: nn.Module, config: FSDPConfig) -> None:
     Raises:
         ConfigError: this torch has no separate group.
     """
-    root, *blocks = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, following in _with_following([root, *blocks], config.forward_prefetch):
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    root, *blocks = sharded
+    for module, following in _with_following(sharded, config.forward_prefetch):
         module.set_modules_to_forward_prefetch(following)
-    for module, following in _with_following([root, *reversed(blocks)], config.backward_prefetch):
+
+    # In a backward, the root comes first, too, and then the blocks from the last to the first.
+    backwards = [root, *reversed(blocks)]
+    for module, following in _with_following(backwards, config.backward_prefetch):
         module.set_modules_to_backward_prefetch(following)
+
     if config.separate_reduce_scatter_group:
         if not hasattr(root, _GROUP):
             raise ConfigError(
@@ -38,7 +43,12 @@ def set_overlap(model: nn.Module, config: FSDPConfig) -> None:
 
 
 def _with_following(
-    modules: Sequence[FSDPModule], count: int
+    modules: Sequence[FSDPModule],
+    count: int,
 ) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
-    for number, module in enumerate(modules if count else []):
-        yield module, list(modules[number + 1 : number + 1 + count])
+    if not count:
+        return
+    # The last modules have fewer than `count` after them.
+    for number, module in enumerate(modules, 1):
+        following = modules[number : number + count]
+        yield module, list(following)

@@ -17,6 +17,7 @@ from threading import Thread
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ...utils.compat.torch_private import abort_process_group
 from ...utils.devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
@@ -42,7 +43,7 @@ class ProcessGroups:
     of this rank, and the meshes.
     """
 
-    control: dist.ProcessGroup
+    control: ProcessGroup
     owns_default: bool
     device: torch.device
     meshes: Meshes
@@ -70,13 +71,17 @@ def open_process_groups(
     else:
         strategy.for_world(dist.get_world_size())
         control = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(control, dist.ProcessGroup)
+        assert isinstance(control, ProcessGroup)
         device = agree_on_device(
-            partial(device_here, device_type), partial(gather_objects, group=control)
+            partial(device_here, device_type),
+            partial(gather_objects, group=control),
         )
         _use(device)
-    assert isinstance(control, dist.ProcessGroup)
-    meshes = open_meshes(strategy.for_world(dist.get_world_size()), device, timeout)
+    assert isinstance(control, ProcessGroup)
+
+    # After the default group, because meshes consist of groups of its ranks.
+    of_world = strategy.for_world(dist.get_world_size())
+    meshes = open_meshes(of_world, device, timeout)
     return ProcessGroups(control, owns_default, device, meshes)
 
 
@@ -87,19 +92,27 @@ def _make_default_group(
     if "RANK" in os.environ:
         store, rank, world_size = _meet(timeout)
     else:
-        store, rank, world_size = dist.HashStore(), 0, 1
+        store = dist.HashStore()
+        rank = 0
+        world_size = 1
     strategy.for_world(world_size)  # raises on all ranks before any waits for another
+
     # Under torchrun the store outlives a group, so each group of a process uses separate keys.
     number = (store.add("holdfast/groups", 1) - 1) // world_size
     store = dist.PrefixStore(f"holdfast/{number}", store)
+
     device = agree_on_device(
         partial(device_here, device_type),
         partial(_gather_through, store, rank=rank, world_size=world_size),
     )
-    cuda = device if device.type == "cuda" else None
+    backend = "gloo"
+    cuda = None
+    if device.type == "cuda":
+        backend = CUDA_BACKEND
+        cuda = device
     _use(device)
     dist.init_process_group(
-        "gloo" if cuda is None else CUDA_BACKEND,
+        backend,
         store=store,
         rank=rank,
         world_size=world_size,
@@ -127,23 +140,26 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 def _gather_through(
     store: dist.Store, report: DeviceReport, *, rank: int, world_size: int
 ) -> list[DeviceReport]:
+    # Every rank says what it has, and waits for what the others say.
     store.set(f"device/{rank}", json.dumps(asdict(report)))
-    reports = [
-        DeviceReport(**json.loads(store.get(f"device/{other}"))) for other in range(world_size)
-    ]
+    reports = []
+    for other in range(world_size):
+        report_of_other = json.loads(store.get(f"device/{other}"))
+        reports.append(DeviceReport(**report_of_other))
+
+    # Rank 0 may serve the store, so it must not end before the others have read.
     if store.add("device/readers", 1) == world_size:
         store.set("device/read", "")
     if rank == 0:
-        store.get(
-            "device/read"
-        )  # rank 0 may serve the store, so it must not end before the others have read
+        store.get("device/read")
     return reports
 
 
 def _use(device: torch.device) -> None:
+    name = ""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+        name = f" ({torch.cuda.get_device_name(device)})"
     logger.info("computing on %s%s of %s", device, name, socket.gethostname())
 
 
@@ -153,8 +169,12 @@ def close_process_groups(groups: ProcessGroups) -> None:
     """
     if not dist.is_initialized():
         return
-    together = not groups.owns_default or groups.device.type == "cpu" or _all_leave(groups.control)
+    # Only groups of NCCL that the engine owns need all ranks.
+    needs_all = groups.owns_default and groups.device.type != "cpu"
+    together = not needs_all or _all_leave(groups.control)
     _let_gloo_finish()
+
+    # A default group that others made stays open.
     if not groups.owns_default:
         dist.destroy_process_group(groups.control)
     elif together:
@@ -163,16 +183,15 @@ def close_process_groups(groups: ProcessGroups) -> None:
         _abort()
 
 
-def _all_leave(control: dist.ProcessGroup) -> bool:
+def _all_leave(control: ProcessGroup) -> bool:
     """Whether every rank is here. NCCL flushes pending work and waits for the other ranks of the
     host, without limit if one of them is dead.
     """
     try:
         dist.monitored_barrier(control, timeout=timedelta(seconds=LEAVE_TOGETHER_S))
     except RuntimeError as error:
-        logger.warning(
-            "not all ranks leave together, so NCCL is aborted: %s", str(error).splitlines()[0]
-        )
+        first_line = str(error).splitlines()[0]
+        logger.warning("not all ranks leave together, so NCCL is aborted: %s", first_line)
         return False
     return True
 
@@ -184,7 +203,8 @@ def _abort() -> None:
     thread.join(ABORT_S)
     if thread.is_alive():
         logger.error(
-            "NCCL has not let go within %g s of the abort; its memory is freed when the process ends",
+            "NCCL has not let go within %g s of the abort; its memory is freed when the process "
+            "ends",
             ABORT_S,
         )
 
@@ -217,11 +237,7 @@ def _gloo_threads() -> list[list[str]]:
         except OSError:
             continue  # the thread has just ended
         if "pt_gloo_runloop" in status:
-            threads.append(
-                [
-                    line
-                    for line in status.splitlines()
-                    if line.startswith(("State", "Pid", "voluntary"))
-                ]
-            )
+            lines = status.splitlines()
+            fields = ("State", "Pid", "voluntary")
+            threads.append([line for line in lines if line.startswith(fields)])
     return threads

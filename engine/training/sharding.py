@@ -2,7 +2,6 @@
 
 from collections import Counter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,13 +12,15 @@ from ...utils.compat.torch_private import fill_missing_gradients
 from ...utils.compat.transformers_private import unsplit_classes
 from ...utils.errors import ConfigError
 from ..config import TrainEngineConfig
+from ..memory.per_model import PerModel
 from .model import COMPUTE_DTYPES
 from .overlap import set_overlap
 
-zero_filled: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = WeakKeyDictionary()
-"""Parameters of each sharded model whose gradient on this rank is all zeros. See
-`fill_missing_gradients`.
-"""
+zero_filled = PerModel[set[nn.Parameter]](
+    "zero_filled",
+    "Parameters whose gradient on this rank is all zeros. Set by `shard_model`, and updated in "
+    "backwards by `fill_missing_gradients`. Ends with the model.",
+)
 
 
 def shard_model(
@@ -37,13 +38,17 @@ def shard_model(
     through the same blocks.
     """
     options = fsdp_options(config, mesh)
-    for module in reversed(list(model.modules())):  # inner blocks first, as fully_shard requires
+
+    # Inner blocks first, as `fully_shard` requires.
+    for module in reversed(list(model.modules())):
         if isinstance(module, blocks) and not isinstance(module, FSDPModule):
             fully_shard(module, **options)
     fully_shard(model, **options)
     set_overlap(model, config.fsdp)
+
+    # Parameters that only some ranks reach.
     if mesh.size() > 1:
-        filled = zero_filled[model] = set()
+        filled = zero_filled.set(model, set())
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 fill_missing_gradients(module, filled)
@@ -80,14 +85,18 @@ def block_classes(model: PreTrainedModel, names: list[str] | None) -> tuple[type
     """
     wanted = set(names or unsplit_classes(model))
     found = {type(module).__name__: type(module) for module in model.modules()}
-    if names and (unknown := sorted(wanted - found.keys())):
+    unknown = sorted(wanted - found.keys())
+    if names and unknown:
         raise ConfigError(
             f"config key 'fsdp.wrap_policy.transformer_layer_cls_to_wrap' names {unknown[0]!r}, "
             f"which {type(model).__name__} does not contain; it contains "
             f"{', '.join(sorted(found))}"
         )
-    uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+
+    # A tied weight occurs several times.
     if not names:
+        every = model.named_parameters(remove_duplicate=False)
+        uses = Counter(id(param) for _, param in every)
         for module in model.modules():
             if any(uses[id(param)] > 1 for param in module.parameters()):
                 wanted.discard(type(module).__name__)

@@ -4,8 +4,12 @@ The plans of transformers are made for inference. A rule that is missing or wron
 error: it gives other outputs, or right outputs with only a part of a gradient.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -25,15 +29,30 @@ from .tensor_parallel import sum_partial_gradients, tensor_mesh_of
 from .unsharded import unsharded_class
 from .weights import keep_own_shard
 
-_LIMITS = {torch.float32: (1e-4, 1e-3), torch.bfloat16: (5e-2, 0.25)}
-"""Largest relative difference (root mean square) of outputs and of gradients that counts as
-rounding, by dtype.
-"""
+
+class _Limits(NamedTuple):
+    """Largest relative difference (root mean square) that counts as rounding."""
+
+    outputs: float
+    gradients: float
+
+
+_LIMITS = {
+    torch.float32: _Limits(outputs=1e-4, gradients=1e-3),
+    torch.bfloat16: _Limits(outputs=5e-2, gradients=0.25),
+}
 _ROUNDING = 1e-2
 """Smaller gradients, as a share of the largest one, may be rounding alone: of a router between
 equal experts.
 """
 _TOKENS = 24
+
+
+class _Pair(NamedTuple):
+    """A tensor of the cut model, and that of the whole one."""
+
+    ours: Tensor
+    expected: Tensor
 
 
 def check_tensor_parallel(
@@ -47,34 +66,22 @@ def check_tensor_parallel(
     forward and a backward it takes the memory of two models with a few layers, one of them without
     tensor parallelism.
     """
-    if (mesh := tensor_mesh_of(model)) is None:
+    mesh = tensor_mesh_of(model)
+    if mesh is None:
         return
     config = with_few_layers(model.config)
-    dtype, name, problem = twin_dtype(config), unsharded_class(model).__name__, None
+    dtype = twin_dtype(config)
+    name = unsharded_class(model).__name__
     try:
         with (
             twin_of(model, config, dtype, device) as cut,
             twin_of(model, config, dtype, device, whole=True) as whole,
         ):
-            weights = dict(cut.named_parameters())
-            for key, param in whole.named_parameters():
-                drawn = param.detach()
-                keep_own_shard(
-                    weights[key], drawn.full_tensor() if isinstance(drawn, DTensor) else drawn
-                )
-                for each in (param, weights[key]):
-                    each.requires_grad_(not is_cut(weights[key], mesh))
+            # Equal weights must give equal outputs and gradients.
+            _share_weights(cut, whole, mesh)
             ids = probe_tokens(config, _TOKENS)[None].to(device)
-            (ours, expected), gradients = _results(cut, whole, ids)
-            limit, gradient_limit = _LIMITS[dtype]
-            problem = _difference("its outputs", ours, expected, limit)
-            floor = max(
-                [0.0, *(_ROUNDING * float(expected.norm()) for _, expected in gradients.values())]
-            )
-            for key, (ours, expected) in gradients.items():
-                problem = problem or _difference(
-                    f"gradients of {key!r}", ours, expected, gradient_limit, floor
-                )
+            outputs, gradients = _results(cut, whole, ids)
+            problem = _first_difference(outputs, gradients, _LIMITS[dtype])
     except NOT_UNDERSTOOD as error:
         problem = f"it fails ({reason_of(error)})"
     if not all_agree(problem is None, group):
@@ -85,28 +92,69 @@ def check_tensor_parallel(
         )
 
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
+def _share_weights(cut: PreTrainedModel, whole: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Copy the weights of ``whole``. Those that are whole in both models get gradients."""
+    weights = dict(cut.named_parameters())
+    for key, param in whole.named_parameters():
+        weight = weights[key]
+        drawn = param.detach()
+        if isinstance(drawn, DTensor):
+            drawn = drawn.full_tensor()
+        keep_own_shard(weight, drawn)
+        is_whole = not is_cut(weight, mesh)
+        param.requires_grad_(is_whole)
+        weight.requires_grad_(is_whole)
 
 
-def _difference(
-    what: str, ours: torch.Tensor, expected: torch.Tensor, limit: float, floor: float = 0.0
+def _first_difference(
+    outputs: _Pair,
+    gradients: dict[str, _Pair],
+    limits: _Limits,
 ) -> str | None:
-    difference = float((ours - expected).norm()) / max(float(expected.norm()), floor, 1e-30)
-    return None if difference <= limit else f"{what} differ by {difference:.1e} (relative)"
+    problem = _difference("its outputs", outputs, limits.outputs)
+
+    # Size below which a gradient may be rounding alone.
+    floor = 0.0
+    for pair in gradients.values():
+        floor = max(floor, _ROUNDING * float(pair.expected.norm()))
+    for key, pair in gradients.items():
+        if problem is None:
+            problem = _difference(f"gradients of {key!r}", pair, limits.gradients, floor)
+    return problem
+
+
+def _difference(what: str, pair: _Pair, limit: float, floor: float = 0.0) -> str | None:
+    size = max(float(pair.expected.norm()), floor, 1e-30)
+    difference = float((pair.ours - pair.expected).norm()) / size
+    if difference <= limit:
+        return None
+    return f"{what} differ by {difference:.1e} (relative)"
 
 
 def _results(
-    cut: PreTrainedModel, whole: PreTrainedModel, ids: torch.Tensor
+    cut: PreTrainedModel,
+    whole: PreTrainedModel,
+    ids: Tensor,
 ) -> tuple[_Pair, dict[str, _Pair]]:
     """Outputs of both models, and gradients of the weights that both have whole, by name."""
     with torch.enable_grad():
-        outputs = [twin(input_ids=ids, use_cache=False).logits.float() for twin in (cut, whole)]
+        # Both forwards before any backward.
+        outputs = []
+        for twin in (cut, whole):
+            output = twin(input_ids=ids, use_cache=False)
+            outputs.append(output.logits.float())
         for output in outputs:
             if output.requires_grad:  # else every weight is cut
                 output.square().mean().backward()
     sum_partial_gradients(cut)
-    gradients, others = dict[str, _Pair](), dict(whole.named_parameters())
+
+    # Cut weights have none.
+    gradients: dict[str, _Pair] = {}
+    others = dict(whole.named_parameters())
     for key, param in cut.named_parameters():
-        if (ours := param.grad) is not None and (expected := others[key].grad) is not None:
-            gradients[key] = local_tensor(ours), local_tensor(expected)
-    return (outputs[0].detach(), outputs[1].detach()), gradients
+        ours = param.grad
+        expected = others[key].grad
+        if ours is not None and expected is not None:
+            gradients[key] = _Pair(local_tensor(ours), local_tensor(expected))
+    ours, expected = outputs
+    return _Pair(ours.detach(), expected.detach()), gradients

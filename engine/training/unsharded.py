@@ -20,11 +20,14 @@ def unsharded_class(model: nn.Module) -> type[nn.Module]:
     that is not a module itself.
     """
     cls = type(model)
-    while cls.__bases__[0].__module__.startswith("torch.distributed.") and not issubclass(
-        cls.__bases__[0], nn.Module
-    ):
+    while _is_mixin(cls.__bases__[0]):
         cls = cls.__bases__[-1]
     return cls
+
+
+def _is_mixin(base: type) -> bool:
+    is_distributed = base.__module__.startswith("torch.distributed.")
+    return is_distributed and not issubclass(base, nn.Module)
 
 
 def unsharded_view(model: M) -> M:
@@ -34,13 +37,20 @@ def unsharded_view(model: M) -> M:
     transformers looks conversions up by class name and module. Use the view only to inspect the
     model. Do not call or change it.
     """
-    views = {module: object.__new__(unsharded_class(module)) for module in model.modules()}
+    # Objects without a call of their constructor, which would make new members.
+    views = {}
+    for module in model.modules():
+        cls = unsharded_class(module)
+        views[module] = object.__new__(cls)
+
+    # A view shares everything with its module but the children, which are views in turn.
     for module, view in views.items():
         view.__dict__.update(module.__dict__)
-        children = {
-            name: None if child is None else views[child]
-            for name, child in children_of(module).items()
-        }
+        children = {}
+        for name, child in children_of(module).items():
+            if child is not None:
+                child = views[child]
+            children[name] = child
         replace_members(view, children=children)
         if isinstance(module, PreTrainedModel):
             _originals.set(view, ref(original_of(module)))

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +22,8 @@ from ...utils.compat.torch_private import buffers_of, is_persistent
 from ...utils.compat.transformers_private import initialize_module
 from ...utils.errors import ConfigError
 from .unsharded import unsharded_class
+
+Initialize = Callable[[nn.Module], None]
 
 
 def give_memory(
@@ -42,18 +44,25 @@ def give_memory(
     """
     model.to_empty(device=params_on or device)
     model.tie_weights()  # _apply may have untied weights
-    for module in model.modules() if params_on not in (None, device) else ():
-        members = buffers_of(module)
-        members.update(
-            {key: None if held is None else held.to(device) for key, held in members.items()}
-        )
-    first, second = (_initialized_buffers(skeleton, garbage) for garbage in (0, 1))
+
+    # Buffers stay on the device when parameters do not.
+    if params_on not in (None, device):
+        for module in model.modules():
+            members = buffers_of(module)
+            for key, held in list(members.items()):
+                if held is not None:
+                    members[key] = held.to(device)
+
+    first = _initialized_buffers(skeleton, 0)
+    second = _initialized_buffers(skeleton, 1)
+
+    # What does not depend on the garbage was computed.
     unfilled = []
     for name, module in model.named_modules():
         for key, buffer in buffers_of(module).items():
-            full = f"{name}.{key}" if name else key
             if buffer is None:
                 continue
+            full = f"{name}.{key}" if name else key
             if torch.equal(first[full], second[full]):
                 buffer.copy_(first[full])
             elif not is_persistent(module, key):
@@ -63,39 +72,45 @@ def give_memory(
                     "upgrade transformers or report the architecture"
                 )
             else:
-                buffer.fill_(float("nan") if buffer.is_floating_point() else 0)
+                unknown = float("nan") if buffer.is_floating_point() else 0
+                buffer.fill_(unknown)
                 unfilled.append(full)
     return unfilled
 
 
 @torch.no_grad()
-def _initialized_buffers(skeleton: PreTrainedModel, garbage: int) -> dict[str, torch.Tensor]:
+def _initialized_buffers(skeleton: PreTrainedModel, garbage: int) -> dict[str, Tensor]:
     """All buffers, on the CPU, after the modules have initialised themselves over ``garbage``.
     Parameters stay on meta.
 
     Modules may compute buffers of their children (Falcon-H1), so parents are initialised last.
     """
+    # New tensors, because buffers of the skeleton have no memory, or that of an earlier call.
     for module in skeleton.modules():
         for key, buffer in buffers_of(module).items():
-            if buffer is not None:
-                buffers_of(module)[key] = torch.full(
-                    buffer.shape, garbage, dtype=buffer.dtype, device="cpu"
-                )
+            if buffer is None:
+                continue
+            buffers_of(module)[key] = torch.full(
+                buffer.shape,
+                garbage,
+                dtype=buffer.dtype,
+                device="cpu",
+            )
     with torch.random.fork_rng(devices=[]):
         for module, initialize in reversed(_initializers(skeleton)):
             initialize(module)
     return dict(skeleton.named_buffers(remove_duplicate=False))
 
 
-def _initializers(model: PreTrainedModel) -> list[tuple[nn.Module, Callable[[nn.Module], None]]]:
+def _initializers(model: PreTrainedModel) -> list[tuple[nn.Module, Initialize]]:
     """Every module, parents before children, with the ``_init_weights`` of the innermost model
     around it.
 
     transformers does the same: a vision tower initialises its own modules.
     """
-    found: list[tuple[nn.Module, Callable[[nn.Module], None]]] = []
+    found: list[tuple[nn.Module, Initialize]] = []
 
-    def walk(module: nn.Module, initialize: Callable[[nn.Module], None]) -> None:
+    def walk(module: nn.Module, initialize: Initialize) -> None:
         if isinstance(module, PreTrainedModel):
             initialize = partial(initialize_module, module)
         found.append((module, initialize))
@@ -121,22 +136,28 @@ def draw_weights(
     Each rank keeps its own rows. Returns the names of parameters that only a checkpoint can fill.
     They are NaN.
     """
-    initializers, undrawn = dict(_initializers(skeleton)), []
+    initializers = dict(_initializers(skeleton))
+    undrawn = []
     for name, unit in _draw_units(skeleton, blocks):
+        # NaN marks what no initializer writes.
         unit.to_empty(device="cpu")
         for drawn in unit.parameters():
             drawn.fill_(float("nan"))
+
+        # Children before parents, as transformers does.
+        seed_of_unit = xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) >> 1
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) >> 1)
-            for module in reversed(
-                list(unit.modules())
-            ):  # children before parents, as transformers does
-                initializers[module](module)
+            torch.manual_seed(seed_of_unit)
+            for module in reversed(list(unit.modules())):
+                initialize = initializers[module]
+                initialize(module)
+
+        # Parts of this rank go to the model, before the whole block is freed.
         for key, drawn in unit.named_parameters(prefix=name):
             if drawn.isnan().any():
                 undrawn.append(key)
             keep_own_shard(model.get_parameter(key), drawn)
-        unit.to_empty(device="meta")
+        unit.to_empty(device="meta")  # frees the memory
     return undrawn
 
 
@@ -147,23 +168,30 @@ def _draw_units(
     every parameter.
     """
     units: list[tuple[str, nn.Module]] = []
+    prefixes: list[str] = []
     for name, module in skeleton.named_modules():
-        inside = any(f"{name}.".startswith(f"{unit}." if unit else "") for unit, _ in units)
-        if not inside and (
-            isinstance(module, blocks) or next(module.parameters(recurse=False), None) is not None
-        ):
+        if f"{name}.".startswith(tuple(prefixes)):
+            continue
+        own_parameters = list(module.parameters(recurse=False))
+        if own_parameters or isinstance(module, blocks):
             units.append((name, module))
+            # The root, whose name is empty, has all others inside.
+            prefixes.append(f"{name}." if name else "")
     return units
 
 
 @torch.no_grad()
-def keep_own_shard(param: torch.Tensor, full: torch.Tensor) -> None:
+def keep_own_shard(param: Tensor, full: Tensor) -> None:
     """Copy this rank's part of ``full`` (the whole tensor, equal on all ranks) into ``param``. No
     communication.
     """
     if isinstance(param, DTensor):
-        full = distribute_tensor(
-            full.to(param.device), param.device_mesh, param.placements, src_data_rank=None
-        ).to_local()
+        distributed = distribute_tensor(
+            full.to(param.device),
+            param.device_mesh,
+            param.placements,
+            src_data_rank=None,  # without communication
+        )
+        full = distributed.to_local()
         param = param.to_local()
     param.copy_(full)
