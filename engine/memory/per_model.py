@@ -38,7 +38,7 @@ class PerModel(Generic[T]):
         _kinds.append(self)
 
     def of(self, model: object) -> T | None:
-        """The state of ``model``. None if it was never set, or dropped."""
+        """The state of ``model``. None if it was never set."""
         return self._values.get(model)
 
     def set(
@@ -50,10 +50,6 @@ class PerModel(Generic[T]):
         self._values[model] = value
         return value
 
-    def drop(self, model: object) -> None:
-        """Forget the state of ``model``, if there is any."""
-        self._values.pop(model, None)
-
     def items(self) -> list[tuple[Any, T]]:
         """All models with state of this kind, and their state."""
         return list(self._values.items())
@@ -62,9 +58,3 @@ class PerModel(Generic[T]):
 def attached(model: object) -> dict[str, Any]:
     """State of every kind that ``model`` has, by the kind's name. For a debugger."""
     return {kind.name: kind.of(model) for kind in _kinds if kind.of(model) is not None}
-
-
-def drop_all(model: object) -> None:
-    """Forget the state of every kind of ``model``, which is used no more."""
-    for kind in _kinds:
-        kind.drop(model)

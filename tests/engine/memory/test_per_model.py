@@ -1,10 +1,10 @@
-"""State that belongs to a model: found again, listed, dropped, and gone with the model."""
+"""State that belongs to a model: found again, listed, and gone with the model."""
 
 import gc
 
 from torch import nn
 
-from holdfast.engine.memory.per_model import PerModel, attached, drop_all
+from holdfast.engine.memory.per_model import PerModel, attached
 
 colors = PerModel[str]("colors", "A colour, set by these tests.")
 sizes = PerModel[int]("sizes", "A size, set by these tests.")
@@ -17,17 +17,6 @@ def test_each_model_has_its_own_state_of_each_kind() -> None:
     assert (colors.of(first), colors.of(second)) == ("red", None)
     assert attached(first) == {"colors": "red"}
     assert attached(second) == {"sizes": 0}
-
-
-def test_dropped_state_is_gone_and_dropping_twice_is_no_error() -> None:
-    model = nn.Linear(1, 1)
-    colors.set(model, "red")
-    sizes.set(model, 2)
-    colors.drop(model)
-    colors.drop(model)
-    assert attached(model) == {"sizes": 2}
-    drop_all(model)
-    assert attached(model) == {}
 
 
 def test_state_goes_with_its_model() -> None:
