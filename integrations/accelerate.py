@@ -76,19 +76,21 @@ class RecoverableLoader:
             raise ConfigError(
                 f"gradient_accumulation_steps is {gradient_accumulation_steps}; expected at least 1"
             )
-        self.loader, self._accumulated, self._notes = (
-            loader,
-            gradient_accumulation_steps,
-            LoaderNotes(loader),
-        )
+        self.loader = loader
+        self._accumulated = gradient_accumulation_steps
+        self._notes = LoaderNotes(loader)
+
+        # The place: batches that were given in this epoch, and steps of the epochs before.
         self._epoch = self._given = self._steps = 0
         self._restored: dict[str, Any] | None = None
         self._batches: Iterator[Any] = iter(())
+
         if getattr(loader, "num_workers", 0):
             logger.warning(
-                "random numbers that dataset or collate_fn draw in the %d worker processes of the loader cannot be "
-                "restored: if they do, use num_workers=0", loader.num_workers,
-            )  # fmt: skip
+                "random numbers that dataset or collate_fn draw in the %d worker processes of the "
+                "loader cannot be restored: if they do, use num_workers=0",
+                loader.num_workers,
+            )
         if not self._notes.can_skip:
             logger.warning(
                 "the loader has no sampler: a resumed run reads the epoch from its beginning to "
@@ -117,6 +119,8 @@ class RecoverableLoader:
             ConfigError: there was no batch yet.
         """
         per_epoch = self.steps_per_epoch
+
+        # The step is in this epoch, or else the last one of the epoch before.
         if self._given:
             in_epoch = (self._given - 1) // self._accumulated
             return StepInfo(self._epoch, in_epoch, self._steps + in_epoch, per_epoch)
@@ -130,11 +134,11 @@ class RecoverableLoader:
         """
         if self._restored is None and self._given:
             if self._is_over:
-                next(
-                    self._batches, None
-                )  # a loop that stopped at the last batch: the samplers make their final draws
+                # A loop that stopped at the last batch: the samplers make their final draws.
+                next(self._batches, None)
             self._finish()
-        restored, self._restored = self._restored, None
+        restored = self._restored
+        self._restored = None
         if restored is not None and self._is_over:
             self._exhaust(restored)
             restored = None
@@ -145,13 +149,13 @@ class RecoverableLoader:
         """Return epoch, number of batches given, and the notes on their sources."""
         if self._restored is not None:
             return self._restored
-        place = {
+        return {
             "epoch": self._epoch,
             "given": self._given,
             "steps": self._steps,
             "length": self._length(),
+            "notes": self._notes.state_dict(self._given or None),
         }
-        return {**place, "notes": self._notes.state_dict(self._given or None)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict`` at the next iteration.
@@ -171,18 +175,20 @@ class RecoverableLoader:
                 f"{state_dict['length']}; samples would be lost or repeated. Resume with the "
                 "dataset, batch size and ranks of the run"
             )
-        if message := self._notes.other_dataset(state_dict["notes"]):
+        message = self._notes.other_dataset(state_dict["notes"])
+        if message:
             raise DatasetMismatchError(
                 f"{message}. If it is the same data, give it a `fingerprint` attribute"
             )
         self._restored = state_dict
-        self._epoch, self._given, self._steps = (
-            state_dict[name] for name in ("epoch", "given", "steps")
-        )
+        self._epoch = state_dict["epoch"]
+        self._given = state_dict["given"]
+        self._steps = state_dict["steps"]
 
     def _rest(self, restored: dict[str, Any] | None) -> Iterator[Any]:
         """Yield the batches that are left of a restored epoch, or all of a new one."""
-        notes, given = self._notes, self._given
+        notes = self._notes
+        given = self._given
         self._set_epoch()
         if restored is not None and given:
             now = capture_rng()
@@ -191,9 +197,12 @@ class RecoverableLoader:
             if restored is not None:
                 notes.restore_sources(restored["notes"])
             notes.begin_epoch()
+
+        # A stream cannot skip batches, so they are read and dropped.
         self._batches = iter(self.loader)
-        for _ in range(0 if notes.can_skip else given):
-            next(self._batches, None)
+        if not notes.can_skip:
+            for _ in range(given):
+                next(self._batches, None)
         for batch in self._batches:
             notes.settle()
             self._given += 1
@@ -204,6 +213,7 @@ class RecoverableLoader:
         """Finish an epoch that was saved after its last batch, so that the samplers make their
         final draws.
         """
+        # The process goes on with its own generators, which the samplers change here.
         now = capture_rng()
         for _ in self._rest(restored):
             raise CheckpointMismatchError(
@@ -215,18 +225,20 @@ class RecoverableLoader:
     def _finish(self) -> None:
         self._batches = iter(())
         self._steps += -(-self._given // self._accumulated)
-        self._epoch, self._given = self._epoch + 1, 0
+        self._epoch += 1
+        self._given = 0
 
     def _set_epoch(self) -> None:
         """Call ``set_epoch`` of every sampler and dataset that has it. accelerate's loaders pass it
         on themselves.
         """
+        # Samplers may refer to each other in a circle.
         found: list[Any] = []
-        source, dataset = cast(Any, self.loader), cast(Any, self.loader.dataset)
+        source: Any = self.loader
         while source is not None and not any(source is each for each in found):
             found.append(source)
             source = inner_sampler(source)
-        for each in (*found, dataset):
+        for each in (*found, cast(Any, self.loader.dataset)):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(self._epoch)
 
@@ -245,8 +257,11 @@ class RecoverableLoader:
 def _is_uneven(sampler: Any) -> bool:
     if getattr(sampler, "even_batches", True) or sampler.drop_last:
         return False
-    ranks, batches = sampler.num_processes, sampler.batch_sampler
+    ranks = sampler.num_processes
+    batches = sampler.batch_sampler
     if not sampler.split_batches:
         return len(batches) % ranks != 0
-    last = len(batches.sampler) % batches.batch_size  # samples, which only the first ranks receive
+
+    # Samples of the last batch, which only the first ranks receive.
+    last = len(batches.sampler) % batches.batch_size
     return 0 < last <= batches.batch_size // ranks * (ranks - 1)

@@ -22,7 +22,7 @@ snapshot. Draws in worker processes (``num_workers``) cannot be noted.
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,14 @@ Moment = dict[str, Any]
 """
 
 _UNWATCHED = "holdfast_unwatched_iter"
+"""Attribute of a watched sampler's class: the iteration before it was watched."""
+
+
+class _Fetch(NamedTuple):
+    """The generators of the process before a batch of the loader was fetched."""
+
+    number: int
+    rng: RngState
 
 
 class LoaderNotes:
@@ -59,60 +67,79 @@ class LoaderNotes:
 
     def __init__(self, loader: Any) -> None:
         source = inner_sampler(loader)
+        dataset = loader.dataset
+        n_workers = getattr(loader, "num_workers", 0)
+        is_stream = isinstance(dataset, IterableDataset)
+
         # Weak: in a cycle of references, persistent workers are not told to end, and torch waits 5
         # s for each.
         self._loader = weakref.proxy(getattr(loader, "base_dataloader", loader))
-        self._sources, dataset = [*_samplers(source), self._loader], loader.dataset
+        self._sources = [*_samplers(source), self._loader]
+        self._dataset = ""
+        if not is_stream:
+            self._dataset = probe_dataset(dataset, n_workers)
         while isinstance(dataset, IterableDataset):
             self._sources.append(dataset)
             dataset = getattr(dataset, "dataset", None)
+        self.can_skip = source is not None and not is_stream
+
+        # Workers are asked ahead, and draw elsewhere.
         self._persistent = bool(getattr(loader, "persistent_workers", False))
-        self._numbered = not getattr(
-            loader, "num_workers", 0
-        )  # workers are asked ahead, and draw elsewhere
+        self._numbered = not n_workers
+
         # Number of the sampler's batches in one batch of the loader. With accelerate's dispatching
         # it covers all ranks.
-        self._share = (
-            loader.state.num_processes if getattr(loader, "split_batches", None) is False else 1
-        )
+        self._share = 1
+        if getattr(loader, "split_batches", None) is False:
+            self._share = loader.state.num_processes
+
+        # States when the epoch began, when a persistent loader drew the seed of its workers, and
+        # when the sampler was first asked.
         self._begin: Moment = {}
-        self._workers: Moment = {}  # when a persistent loader drew the seed of its workers
-        self._order: Moment = {}  # when the sampler was first asked
+        self._workers: Moment = {}
+        self._order: Moment = {}
         self._order_restored: Moment = {}
-        self._fetch: tuple[int, RngState] | None = None
-        self._plan: dict[int, Callable[[], None]] = {}
-        self._skip = 0
-        self._read = array(
-            "Q"
-        )  # per batch a digest of the indices up to it, empty if they are not plain numbers
-        self._expected: tuple[int, str] = 0, ""
+
+        # Per batch a digest of the indices up to it, empty if they are not plain numbers.
+        self._read = array("Q")
+        self._expected_count = 0
+        self._expected_digest = ""
         self._first: dict[str, Any] = {}  # see `_note_first`
         self._first_restored: dict[str, Any] = {}
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        self._dataset = (
-            "" if is_stream else probe_dataset(loader.dataset, getattr(loader, "num_workers", 0))
-        )
-        self.can_skip = source is not None and not is_stream
+
+        # What `resume` has planned, by the number of the batch that it comes before.
+        self._plan: dict[int, Callable[[], None]] = {}
+        self._skip = 0
+        self._fetch: _Fetch | None = None
         if source is not None:
-            begin = getattr(
-                type(source), _UNWATCHED, type(source).__iter__
-            )  # of a loader that was watched before
-            watch = weakref.WeakMethod(self._watch)
-            replace_iter(
-                source,
-                lambda sampler: (
-                    here(lambda: begin(sampler)) if (here := watch()) else begin(sampler)
-                ),
-                **{_UNWATCHED: begin},
-            )
+            self._watch_iteration(source)
+
+    def _watch_iteration(self, source: Any) -> None:
+        """Make iterations over ``source`` go through `_watch`, while these notes live."""
+        kind = type(source)
+        begin = getattr(kind, _UNWATCHED, kind.__iter__)  # of a loader that was watched before
+        watch = weakref.WeakMethod(self._watch)
+
+        def iterate(sampler: Any) -> Iterator[Any]:
+            here = watch()
+            if here is None:
+                return begin(sampler)
+            return here(lambda: begin(sampler))
+
+        replace_iter(source, iterate, **{_UNWATCHED: begin})
 
     def begin_epoch(self) -> None:
         """Note the state before an epoch. Call it before iterating over the loader."""
-        self._begin, self._order, self._order_restored = self._moment(), {}, {}
-        self._fetch, self._plan, self._skip, self._expected = None, {}, 0, (0, "")
-        if self._workers and not is_iterated(
-            self._loader
-        ):  # the saved run had started its workers before this epoch
+        self._begin = self._moment()
+        self._order = {}
+        self._order_restored = {}
+        self._fetch = None
+        self._plan = {}
+        self._skip = 0
+        self._expected_count = 0
+        self._expected_digest = ""
+        # The saved run had started its workers before this epoch.
+        if self._workers and not is_iterated(self._loader):
             self._order_restored = self._begin
             self._restore(self._workers)
 
@@ -123,26 +150,33 @@ class LoaderNotes:
         notes = {"workers": self._workers, "dataset": self._dataset}
         if given is None:
             return {"sources": self._moment()["sources"], **notes, "first": self._first}
-        notes |= {
+
+        # The next batch may be fetched already. Then its draws are repeated.
+        ahead: RngState = {}
+        if self._fetch is not None and self._fetch.number == given:
+            ahead = self._fetch.rng
+        return {
+            **notes,
             "begin": self._begin["rng"],
             "sources": self._begin["sources"],
             "order": self._order,
+            "ahead": ahead,
+            "read": _last_digest(self._read[: given * self._share]),
         }
-        ahead = self._fetch[1] if self._fetch is not None and self._fetch[0] == given else {}
-        return {**notes, "ahead": ahead, "read": _last_digest(self._read[: given * self._share])}
 
     def other_dataset(self, state: dict[str, Any]) -> str:
         """Return an error message if the dataset is not the saved one, or "" if it is equal or
         cannot be compared.
         """
         saved = state.get("dataset", "")
-        own = [
-            ", xxh3_128:" not in each for each in (saved, self._dataset)
-        ]  # a user's own `fingerprint`
-        if not (saved and self._dataset) or saved == self._dataset or own[0] != own[1]:
+        own = self._dataset
+        if not saved or not own or saved == own:
+            return ""
+        # A user's own `fingerprint` is not comparable with a digest.
+        if _is_digest(saved) != _is_digest(own):
             return ""
         return (
-            f"the run was saved with a dataset of {saved}, this one has {self._dataset}: other "
+            f"the run was saved with a dataset of {saved}, this one has {own}: other "
             "samples, or another order, so samples would be lost or repeated. Shuffle and prepare "
             "it with the seed of the run (TRL's shuffle_dataset takes args.seed)"
         )
@@ -169,13 +203,18 @@ class LoaderNotes:
         self._begin = {"rng": state["begin"], "sources": self._saved_sources(state)}
         self._order_restored = state.get("order", {})
         self._restore(self._workers or self._begin)
-        self._expected = given * self._share, state.get("read", "")
-        self._fetch, self._skip = None, given * self._share if skip else 0
-        first, second = given * self._share, (given + 1) * self._share
-        if ahead := state["ahead"] if self._numbered else {}:
+        first = given * self._share
+        second = first + self._share
+        self._expected_count = first
+        self._expected_digest = state.get("read", "")
+        self._fetch = None
+        self._skip = first if skip else 0
+
+        # A batch that was fetched before the snapshot draws what it drew then.
+        self._plan = {first: go_on}
+        ahead = state["ahead"]
+        if self._numbered and ahead:
             self._plan = {first: lambda: restore_rng(ahead), second: go_on}
-        else:
-            self._plan = {first: go_on}
 
     def settle(self) -> None:
         """Run the remaining actions of `resume`, after the first batch has arrived."""
@@ -194,14 +233,18 @@ class LoaderNotes:
     def _saved_sources(self, state: dict[str, Any]) -> list[dict[str, Any]]:
         if "sources" in state:
             return state["sources"]
-        saved, none = (
-            iter(state["generators"]),
-            torch.empty(0),
-        )  # older versions saved only the samplers' generators
-        found = [
-            next(saved, none) if hasattr(each, "generator") else none for each in self._sources
-        ]
-        return [{"generator": each} if len(each) else {} for each in found]
+
+        # Older versions saved only the samplers' generators, one for each that has the attribute.
+        saved = iter(state["generators"])
+        found: list[dict[str, Any]] = []
+        for source in self._sources:
+            draws = {}
+            if hasattr(source, "generator"):
+                generator = next(saved, ())
+                if len(generator):
+                    draws["generator"] = generator
+            found.append(draws)
+        return found
 
     def _moment(self) -> Moment:
         return {"rng": capture_rng(), "sources": [draws_of(source) for source in self._sources]}
@@ -215,13 +258,20 @@ class LoaderNotes:
         """Yield the batches of a sampler with a note before each."""
         if self._order_restored:
             self._restore(self._order_restored)
-        self._order, self._order_restored = self._order_restored or self._moment(), {}
+        self._order = self._order_restored or self._moment()
+        self._order_restored = {}
         if self._persistent:
             self._workers = self._workers or self._begin
-        self._read, digest, number = array("Q"), xxhash.xxh3_64(), -1
+
+        self._read = array("Q")
+        digest = xxhash.xxh3_64()
+        number = -1
         for number, indices in enumerate(begin()):
             self._compare(number)
-            if (numbers := _plain_bytes(indices)) is not None and len(self._read) == number:
+
+            # The digests end at the first batch that is not plain numbers.
+            numbers = _plain_bytes(indices)
+            if numbers is not None and len(self._read) == number:
                 digest.update(numbers)
                 self._read.append(digest.intdigest())
             if number == 0:
@@ -229,25 +279,35 @@ class LoaderNotes:
             if number >= self._skip:
                 self._before(number)
                 yield indices
-        self._compare(max(number + 1, self._expected[0]))
+
+        # An epoch that is shorter than what the run had read has other samples, too.
+        self._compare(max(number + 1, self._expected_count))
         self._before(number + 1)
 
     def _note_first(self) -> None:
-        first, last, restored = (
-            _last_digest(self._read[:1]),
-            self._first.get("digest"),
-            self._first_restored,
-        )
+        """Note the digest of the first batch, and whether each epoch has the same: ``again``.
+        It is None if only one epoch was seen.
+        """
+        first = _last_digest(self._read[:1])
+        last = self._first.get("digest")
+        restored = self._first_restored
+
+        # A batch that depends on the epoch or on draws is not the same again.
         changes = any(hasattr(source, "set_epoch") for source in self._sources)
-        drawn = changes or not same_state(self._order, self._moment())
-        again = (
-            False if drawn else first == last if last else None
-        )  # None: not random, but seen only once
-        self._first, self._first_restored = {"digest": first, "again": again}, {}
+        again = None
+        if changes or not same_state(self._order, self._moment()):
+            again = False
+        elif last:
+            again = first == last
+        self._first = {"digest": first, "again": again}
+        self._first_restored = {}
+
+        # Only a batch that was seen twice is proof of another order.
         if restored.get("again") is not False and restored.get("digest", first) != first:
+            message = self._other_order("batch of the epoch has")
             if restored["again"]:
-                raise CheckpointMismatchError(self._other_order("batch of the epoch has"))
-            logger.warning("%s", self._other_order("batch of the epoch has"))
+                raise CheckpointMismatchError(message)
+            logger.warning("%s", message)
 
     def _other_order(self, found: str) -> str:
         names = ", ".join(
@@ -261,17 +321,17 @@ class LoaderNotes:
         )
 
     def _compare(self, count: int) -> None:
-        expected, digest = self._expected
-        if digest and count == expected and (found := _last_digest(self._read)) and found != digest:
-            raise CheckpointMismatchError(
-                self._other_order(f"{expected} batches of the epoch have")
-            )
+        if not self._expected_digest or count != self._expected_count:
+            return
+        found = _last_digest(self._read)
+        if found and found != self._expected_digest:
+            raise CheckpointMismatchError(self._other_order(f"{count} batches of the epoch have"))
 
     def _before(self, number: int) -> None:
         if number in self._plan:
             self._plan.pop(number)()
         if self._numbered and number % self._share == 0:
-            self._fetch = (number // self._share, capture_rng())
+            self._fetch = _Fetch(number // self._share, capture_rng())
 
 
 def persistent_state(loader: Any) -> list[dict[str, Any]] | None:
@@ -298,10 +358,10 @@ def inner_sampler(source: Any) -> Any:
     """Return the batch sampler, else the sampler, of a loader or wrapping sampler. None if it has
     neither.
     """
-    found = getattr(
-        source, "batch_sampler", None
-    )  # `is None` below: the sampler of a stream has no truth value
-    return getattr(source, "sampler", None) if found is None else found
+    found = getattr(source, "batch_sampler", None)
+    if found is None:  # the sampler of a stream has no truth value
+        found = getattr(source, "sampler", None)
+    return found
 
 
 def _samplers(source: Any) -> Iterator[Any]:
@@ -315,8 +375,16 @@ def _plain_bytes(indices: Any) -> bytes | None:
         numbers = np.asarray(indices)
     except (TypeError, ValueError):  # ragged, or on a GPU
         return None
-    return numbers.tobytes() if numbers.dtype.kind in "iubU" else None
+    if numbers.dtype.kind not in "iubU":
+        return None
+    return numbers.tobytes()
 
 
 def _last_digest(read: array) -> str:
-    return f"{read[-1]:016x}" if read else ""
+    if not read:
+        return ""
+    return f"{read[-1]:016x}"
+
+
+def _is_digest(fingerprint: str) -> bool:
+    return ", xxh3_128:" in fingerprint

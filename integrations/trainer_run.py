@@ -32,25 +32,26 @@ logger = get_logger(__name__)
 
 _MAX_EPOCHS = 2**31
 _NUMERICAL_ARGS = (
-    *(
-        "max_grad_norm",
-        "bf16",
-        "fp16",
-        "tf32",
-        "optim",
-        "label_smoothing_factor",
-        "neftune_noise_alpha",
-    ),
-    *(
-        "beta",
-        "epsilon",
-        "epsilon_high",
-        "loss_type",
-        "scale_rewards",
-        "temperature",
-        "num_generations",
-    ),
-    *("max_length", "max_completion_length", "importance_sampling_level", "disable_dropout"),
+    # Arguments of transformers.
+    "max_grad_norm",
+    "bf16",
+    "fp16",
+    "tf32",
+    "optim",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    # Arguments of TRL.
+    "beta",
+    "epsilon",
+    "epsilon_high",
+    "loss_type",
+    "scale_rewards",
+    "temperature",
+    "num_generations",
+    "max_length",
+    "max_completion_length",
+    "importance_sampling_level",
+    "disable_dropout",
 )
 """Arguments of transformers' and TRL's trainers that change the numbers of a step and are not part
 of the state.
@@ -75,14 +76,19 @@ class TrainerRun:
     def __init__(
         self, trainer: Any, config: RecoverConfig, kept: tuple[str, ...], epochs_may_change: bool
     ) -> None:
-        self._trainer, self._config, self._kept = trainer, config, kept
+        self._trainer = trainer
+        self._config = config
+        self._kept = kept
         self._epochs_may_change = epochs_may_change
         self._handler: RecoverHandler | None = None
         self._notes: LoaderNotes | None = None
+
+        # The restored state, until the loop begins. Persistent loaders that the run had started
+        # and this process has not.
         self._saved: dict[str, Any] | None = None
-        self._evaluated: dict[
-            str, Any
-        ] = {}  # persistent loaders that the run had started and this process has not
+        self._evaluated: dict[str, Any] = {}
+
+        # The place: the current epoch, and the number of steps before it.
         self._steps_per_epoch = self._batches_per_epoch = self._epoch = self._first_step = 0
         self._between_epochs = True
         self.is_resuming = self.is_over = False
@@ -93,21 +99,26 @@ class TrainerRun:
         """
         self._steps_per_epoch = steps_per_epoch
         trainer = self._trainer
-        processor = (
-            trainer.processing_class if hasattr(trainer.processing_class, "tokenizer") else None
-        )
+        tokenizer = trainer.processing_class
+        processor = None
+        if hasattr(tokenizer, "tokenizer"):
+            processor = tokenizer
+            tokenizer = None
         self._handler = RecoverHandler(
             self._config,
             FinetuneSpec(min(n_epochs, _MAX_EPOCHS), steps_per_epoch, 1),
             group=control_group(),
             epochs_may_change=self._epochs_may_change,
-            tokenizer=None if processor is not None else trainer.processing_class,
+            tokenizer=tokenizer,
             processor=processor,
         )
         for name, thing in self._registered().items():
             self._handler.register(name, thing)
-        if (last := self._handler.peek()) is None:
+        last = self._handler.peek()
+        if last is None:
             return None
+
+        # With other steps per epoch the run continues at the same fraction of it.
         place = last.next()
         step = place.epoch_step * steps_per_epoch // place.steps_per_epoch
         return place.epoch, step * trainer.args.gradient_accumulation_steps
@@ -129,17 +140,20 @@ class TrainerRun:
                 f"{self._config.recover_root} holds no state of a Trainer: another program wrote "
                 "it. Use another fileroot, experiment_name or trial_name"
             )
-        state, place = self._trainer.state, self._saved["place"]
-        stopped = self._saved["history"]["stops"] and state.global_step < place["max_steps"]
+        # A run that a callback had stopped goes on only if it may take more steps now.
+        state = self._trainer.state
+        saved_max = self._saved["place"]["max_steps"]
+        stopped = self._saved["history"]["stops"] and state.global_step < saved_max
         self.is_resuming = True
-        self.is_over = state.global_step >= state.max_steps or (
-            stopped and state.max_steps <= place["max_steps"]
-        )
+        self.is_over = state.global_step >= state.max_steps
+        if stopped and state.max_steps <= saved_max:
+            self.is_over = True
         if self.is_over and stopped:
             logger.warning(
-                "the run was ended by a callback after step %d, and is not trained on. With more max_steps or "
-                "num_train_epochs it is", state.global_step - 1,
-            )  # fmt: skip
+                "the run was ended by a callback after step %d, and is not trained on. With more "
+                "max_steps or num_train_epochs it is",
+                state.global_step - 1,
+            )
 
     def begin_epoch(self, epoch: int, trained: int, batches_per_epoch: int) -> bool:
         """Begin an epoch, or continue it after ``trained`` batches. Return whether it continues in
@@ -148,39 +162,52 @@ class TrainerRun:
         If it does, the next loader of the host must skip ``trained`` batches, and then call
         `settle`.
         """
-        trainer, handler, notes = self._trainer, self._open_handler, self._open_notes
-        self._epoch, self._batches_per_epoch, self._between_epochs = epoch, batches_per_epoch, False
-        self._first_step = (
-            trainer.state.global_step - trained // trainer.args.gradient_accumulation_steps
-        )
+        trainer = self._trainer
+        notes = self._open_notes
+        steps = trained // trainer.args.gradient_accumulation_steps
+        self._epoch = epoch
+        self._batches_per_epoch = batches_per_epoch
+        self._between_epochs = False
+        self._first_step = trainer.state.global_step - steps
         if not self.is_resuming:
             notes.begin_epoch()
             return False
+
         assert self._saved is not None, "`restore` has looked"
-        state, self._saved, self.is_resuming = self._saved, None, False
+        state = self._saved
+        self._saved = None
+        self.is_resuming = False
         restore_history(trainer, state["history"])
-        as_before, saved = state["place"]["cut"] == self._cut(), state["notes"]
-        for name in sorted(set(self._kept) ^ state["kept"].keys()):
+
+        # Attributes that only the saved run or only this one keeps are left out.
+        kept = state["kept"]
+        for name in sorted(set(self._kept) ^ kept.keys()):
             logger.warning(
                 "%s is not both in the generation and in %s; it is left out", name, type(trainer)
             )
-        restore_kept(
-            trainer, {name: value for name, value in state["kept"].items() if name in self._kept}
-        )
-        if not as_before and forget_buffer(trainer, trained):
+        restore_kept(trainer, {name: value for name, value in kept.items() if name in self._kept})
+
+        # Samples that wait for their step belong to a rank and a batch of the saved cut.
+        saved_cut = state["place"]["cut"]
+        cut = self._cut()
+        if saved_cut != cut and forget_buffer(trainer, trained):
             logger.warning(
-                "%s became %s: samples that were not trained on are sampled again, and the run is not bit-identical",
-                state["place"]["cut"], self._cut(),
-            )  # fmt: skip
-        if trained and "begin" in saved:
-            notes.resume(
-                saved if as_before else saved | {"ahead": {}, "read": ""},
-                trained,
-                handler.restore_rng,
+                "%s became %s: samples that were not trained on are sampled again, and the run is "
+                "not bit-identical",
+                saved_cut,
+                cut,
             )
+
+        # In the middle of an epoch the generators follow once the host has skipped batches.
+        saved = state["notes"]
+        restore_rng = self._open_handler.restore_rng
+        if trained and "begin" in saved:
+            if saved_cut != cut:  # digests and batches read ahead do not apply
+                saved = saved | {"ahead": {}, "read": ""}
+            notes.resume(saved, trained, restore_rng)
             return True
         notes.restore_sources(saved)
-        handler.restore_rng()
+        restore_rng()
         notes.begin_epoch()
         return bool(trained)
 
@@ -194,32 +221,29 @@ class TrainerRun:
         The last step of an epoch is saved by `end_epoch`, after the evaluation at the end of the
         epoch.
         """
-        step, control = self._step(), self._trainer.control
-        ends = (
-            step.epoch_step == self._steps_per_epoch - 1
-            or control.should_epoch_stop
-            or control.should_training_stop
-        )
-        if not ends:
+        step = self._step()
+        control = self._trainer.control
+        stops = control.should_epoch_stop or control.should_training_stop
+        if not stops and step.epoch_step != self._steps_per_epoch - 1:
             self._dump(step)
 
     def begin_evaluation(self, name: str, loader: Any) -> None:
         """Restore the state of ``loader`` before it is read for the evaluation dataset ``name``."""
-        if (saved := self._evaluated.pop(name, None)) is not None and persistent_state(
-            loader
-        ) is None:
+        saved = self._evaluated.pop(name, None)
+        if saved is not None and persistent_state(loader) is None:
             restore_persistent(loader, saved)
 
     def end_epoch(self) -> None:
         """Save a snapshot if one is due, after an epoch or when the run stops in its middle."""
-        step, control = self._step(), self._trainer.control
+        step = self._step()
         if step.global_step < 0:
             return
+        control = self._trainer.control
         stops = control.should_training_stop
-        if control.should_epoch_stop or not stops or step.epoch_step == self._steps_per_epoch - 1:
-            step = StepInfo(
-                self._epoch, self._steps_per_epoch - 1, step.global_step, self._steps_per_epoch
-            )
+        last = self._steps_per_epoch - 1
+        if control.should_epoch_stop or not stops or step.epoch_step == last:
+            # The epoch is over, even if it had fewer steps.
+            step = StepInfo(self._epoch, last, step.global_step, self._steps_per_epoch)
             self._between_epochs = True
         self._dump(step, force=stops)
 
@@ -230,25 +254,29 @@ class TrainerRun:
         if self._handler is not None:
             self._handler.__exit__(*raised)
 
-    # What is saved
+    # Saved state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything except weights, optimizer and schedule, for `RecoverHandler.register`."""
-        trainer, given = self._trainer, None
+        """Return all but weights, optimizer and schedule, for `RecoverHandler.register`."""
+        trainer = self._trainer
+        given = None
         if not self._between_epochs:  # batches of this epoch that were trained on
             steps = trainer.state.global_step - self._first_step
             given = min(steps * trainer.args.gradient_accumulation_steps, self._batches_per_epoch)
-        running = {
-            name: persistent_state(loader) for name, loader in evaluation_loaders(trainer).items()
-        }
+
+        # Loaders that run here replace the restored ones.
+        evaluated = dict(self._evaluated)
+        for name, loader in evaluation_loaders(trainer).items():
+            state = persistent_state(loader)
+            if state is not None:
+                evaluated[name] = state
         return {
             "history": _plain(history_of(trainer)),
             "kept": {name: _plain(getattr(trainer, name)) for name in self._kept},
             "notes": self._open_notes.state_dict(given),
             "place": {"max_steps": trainer.state.max_steps, "cut": self._cut()},
             "seed": trainer.args.seed,
-            "evaluated": self._evaluated
-            | {name: state for name, state in running.items() if state is not None},
+            "evaluated": evaluated,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -257,33 +285,35 @@ class TrainerRun:
         Raises:
             DatasetMismatchError: the dataset has other samples, or the same in another order.
         """
-        if message := self._open_notes.other_dataset(state_dict["notes"]):
+        message = self._open_notes.other_dataset(state_dict["notes"])
+        if message:
             if not self._epochs_may_change:
                 raise DatasetMismatchError(
                     f"{message}. With epochs_may_change=True the run goes on with this one"
                 )
             logger.warning("%s", message)
-        self._saved, self._evaluated = state_dict, dict(state_dict.get("evaluated", {}))
-        state, args = self._trainer.state, self._trainer.args
-        if (
-            seed := state_dict.get("seed", args.seed)
-        ) != args.seed:  # TRL makes the order of each evaluation from it
+        self._saved = state_dict
+        self._evaluated = dict(state_dict.get("evaluated", {}))
+
+        # TRL makes the order of each evaluation from the seed.
+        args = self._trainer.args
+        seed = state_dict.get("seed", args.seed)
+        if seed != args.seed:
             logger.info("args.seed is %d here: the run goes on with its own, %d", args.seed, seed)
             args.seed = seed
+
+        state = self._trainer.state
         restore_state(self._trainer, state_dict["history"])
-        if (
-            state.best_model_checkpoint is not None
-            and not Path(state.best_model_checkpoint).is_dir()
-        ):
-            logger.warning(
-                "the best checkpoint, %s, is gone: it is no longer tracked",
-                state.best_model_checkpoint,
-            )
+        best = state.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            logger.warning("the best checkpoint, %s, is gone: it is no longer tracked", best)
             state.best_model_checkpoint = None
 
     def _registered(self) -> dict[str, Stateful]:
+        # Callbacks that export their state are in the history of the trainer.
         found: dict[str, Stateful] = {"trainer": self}
-        if (scaler := getattr(self._trainer.accelerator, "scaler", None)) is not None:
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        if scaler is not None:
             found["scaler"] = scaler
         for number, callback in enumerate(self._trainer.callback_handler.callbacks):
             if isinstance(callback, Stateful) and not is_exportable(callback):
@@ -291,23 +321,22 @@ class TrainerRun:
         return found
 
     def _engines(self) -> Any:
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
+        args = trainer.args
+        n_same = self._ranks_with_same_samples
         trained = HostEngine(
             trainer.model,
             trainer.optimizer,
             trainer.lr_scheduler,
-            ranks_with_same_data=self._ranks_with_same_samples,
+            ranks_with_same_data=n_same,
             settings={name: getattr(args, name) for name in _NUMERICAL_ARGS if hasattr(args, name)},
         )
-        if (
-            getattr(args, "sync_ref_model", False)
-            and getattr(trainer, "ref_model", None) is not None
-        ):
-            reference = HostEngine(
-                trainer.ref_model, ranks_with_same_data=self._ranks_with_same_samples
-            )
-            return {"model": trained, "ref_model": reference}
-        return trained
+
+        # A reference model that follows the policy changes during the run.
+        reference = getattr(trainer, "ref_model", None)
+        if reference is None or not getattr(args, "sync_ref_model", False):
+            return trained
+        return {"model": trained, "ref_model": HostEngine(reference, ranks_with_same_data=n_same)}
 
     def _cut(self) -> dict[str, int]:
         """Arguments that assign samples to batches and ranks."""
@@ -344,12 +373,14 @@ class TrainerRun:
         return StepInfo(self._epoch, last - self._first_step, last, self._steps_per_epoch)
 
     def _dump(self, step: StepInfo, force: bool = False) -> None:
-        metrics = next(
-            (logs for logs in reversed(self._trainer.state.log_history) if "step" in logs), {}
-        )
-        numbers = {
-            name: float(value) for name, value in metrics.items() if isinstance(value, int | float)
-        }
+        """Save a snapshot if one is due, with the numbers of the last log."""
+        numbers = {}
+        for logs in reversed(self._trainer.state.log_history):
+            if "step" in logs:
+                for name, value in logs.items():
+                    if isinstance(value, int | float):
+                        numbers[name] = float(value)
+                break
         self._open_handler.dump(self._engines(), step, force=force, metrics=numbers)
 
 
@@ -361,4 +392,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, np.generic):
         return value.item()
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value

@@ -1,7 +1,8 @@
 """Trainers of transformers and TRL that resume exactly.
 
 Example:
-    >>> trainer = recoverable(GRPOTrainer)(recover=RecoverConfig(fileroot="runs", freq_steps=10), model=..., args=...)
+    >>> config = RecoverConfig(fileroot="runs", freq_steps=10)
+    >>> trainer = recoverable(GRPOTrainer)(recover=config, model=..., args=...)
     >>> trainer.train()  # the same command resumes
 """
 
@@ -35,13 +36,17 @@ class _Recoverable(TrainerSeam):
         self, *args: Any, recover: RecoverConfig, epochs_may_change: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.recover, self._epochs_may_change = recover, epochs_may_change
+        self.recover = recover
+        self._epochs_may_change = epochs_may_change
+
+        # What TRL's classes keep is known. A subclass of the user names its own attributes.
         own = self._holdfast_attributes or ()
-        if lacking := [name for name in own if not hasattr(self, name)]:
-            raise ConfigError(
-                f"{type(self).__name__} has no attribute {lacking[0]!r}, of those that are to be "
-                "saved"
-            )
+        for name in own:
+            if not hasattr(self, name):
+                raise ConfigError(
+                    f"{type(self).__name__} has no attribute {name!r}, of those that are to be "
+                    "saved"
+                )
         self._kept = (*kept_by(self), *own)
         _refuse(self)
         if recover.mode != "off" and self.is_world_process_zero():
@@ -64,7 +69,10 @@ class _Recoverable(TrainerSeam):
                 "hyperparameter_search trains many runs, and a folder holds one: use a plain "
                 "trainer"
             )
-        spec, group = FinetuneSpec(1, 1, 1), control_group()
+
+        # A generation wins over a checkpoint of Trainer. Here it is only looked for.
+        spec = FinetuneSpec(1, 1, 1)
+        group = control_group()
         found = RecoverHandler(self.recover, spec, group=group, epochs_may_change=True).peek()
         if found is not None and resume_from_checkpoint:
             logger.info(
@@ -122,7 +130,10 @@ def gaps(trainer: Any, told: bool = False) -> list[str]:
     ``told``: the caller named the attributes of the trainer to save, so the trainer's own
     attributes are no gap.
     """
-    found, args = [], trainer.args
+    args = trainer.args
+    found = []
+
+    # Samplers.
     if getattr(args, "use_vllm", False):
         found.append(
             "vLLM samples from a state that cannot be saved: a resumed run trains on all that was "
@@ -135,24 +146,32 @@ def gaps(trainer: Any, told: bool = False) -> list[str]:
                 "waiting for the rest: start the server anew then. One that was not receiving is "
                 "given the restored weights before it samples"
             )
-    base = type(trainer).__mro__[type(trainer).__mro__.index(TrainerSeam) + 1]
+
+    # Attributes of the class that `recoverable` was given, and of callbacks.
+    classes = type(trainer).__mro__
+    base = classes[classes.index(TrainerSeam) + 1]
     if not (told or base.__module__.startswith("transformers.") or is_trls(base)):
         found.append(
-            f"{base.__name__} is a class of your own: what it keeps between steps is not saved. Name those attributes, "
+            f"{base.__name__} is a class of your own: what it keeps between steps is not saved. "
+            f"Name those attributes, "
             f'recoverable({base.__name__}, attributes=("_buffer", ...)), or () for none'
         )
     for callback in trainer.callback_handler.callbacks:
         if not _is_covered(callback) and vars(callback):
+            some = sorted(vars(callback))[:4]
             found.append(
                 f"callback {type(callback).__name__} has attributes "
-                f"({', '.join(sorted(vars(callback))[:4])}) and says nothing of its state: it "
+                f"({', '.join(some)}) and says nothing of its state: it "
                 "starts anew at a resume. Give it state_dict and load_state_dict, or "
                 "transformers' ExportableState"
             )
-    if args.dataloader_num_workers and _may_draw(trainer.data_collator):
+
+    # The data.
+    collator = trainer.data_collator
+    if args.dataloader_num_workers and _may_draw(collator):
+        name = getattr(collator, "__name__", type(collator).__name__)
         found.append(
-            f"{getattr(trainer.data_collator, '__name__', type(trainer.data_collator).__name__)} "
-            f"may draw random numbers in the {args.dataloader_num_workers} processes of "
+            f"{name} may draw random numbers in the {args.dataloader_num_workers} processes of "
             "dataloader_num_workers, whose generators cannot be saved: if it does, or the dataset "
             "does, set that to 0"
         )
@@ -167,48 +186,64 @@ def gaps(trainer: Any, told: bool = False) -> list[str]:
 
 def _may_draw(collator: Any) -> bool:
     module = getattr(collator, "__module__", None) or type(collator).__module__
-    return module.split(".")[0] not in ("transformers", "trl") or bool(
-        getattr(collator, "mlm", False)
-    )
+    is_own = module.split(".")[0] not in ("transformers", "trl")
+    return is_own or bool(getattr(collator, "mlm", False))
 
 
 def _is_covered(callback: TrainerCallback) -> bool:
     """Whether a callback is saved, or has nothing that a run depends on."""
     if isinstance(callback, Stateful) or is_exportable(callback):
         return True
-    return (
-        type(callback).__module__.startswith("transformers.")
-        or type(callback).__name__ == "SyncRefModelCallback"
-    )
+    kind = type(callback)
+    return kind.__module__.startswith("transformers.") or kind.__name__ == "SyncRefModelCallback"
 
 
 def _refuse(trainer: Any) -> None:
-    args, reason = trainer.args, None
-    config, has_length = args.accelerator_config, hasattr(trainer.train_dataset, "__len__")
+    """Raise ConfigError for options with which a run cannot be resumed exactly."""
+    args = trainer.args
+    config = args.accelerator_config
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     sizes = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
+
+    # Dispatching: rank 0 reads the batches of all ranks.
+    is_dispatched = config.dispatch_batches and not config.split_batches and get_world_size() > 1
+    reason = None
     if trainer.is_deepspeed_enabled:
         reason = "DeepSpeed keeps weights and optimizer in a form of its own; use DDP or FSDP2"
     elif plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
         reason = "FSDP1 is not supported; set fsdp_version: 2 in fsdp_config"
     elif getattr(sizes, "pp_size", 1) > 1:
-        reason = "pp_size gives each rank other layers, which is not supported; use fsdp_size, tp_size or ep_size"
+        reason = (
+            "pp_size gives each rank other layers, which is not supported; use fsdp_size, tp_size "
+            "or ep_size"
+        )
     elif args.ignore_data_skip:
-        reason = "ignore_data_skip begins the epoch anew at a resume: samples would be trained on twice; leave it False"
-    elif (
-        config.dispatch_batches and not config.split_batches and get_world_size() > 1 and has_length
-    ):
-        reason = "with dispatch_batches accelerate skips too few batches of the epoch at a resume; leave it None, or "
-        reason += "set split_batches too"
+        reason = (
+            "ignore_data_skip begins the epoch anew at a resume: samples would be trained on "
+            "twice; leave it False"
+        )
+    elif is_dispatched and hasattr(trainer.train_dataset, "__len__"):
+        reason = (
+            "with dispatch_batches accelerate skips too few batches of the epoch at a resume; "
+            "leave it None, or set split_batches too"
+        )
     elif args.auto_find_batch_size:
-        reason = "auto_find_batch_size changes the batches while the run goes on; set per_device_train_batch_size"
+        reason = (
+            "auto_find_batch_size changes the batches while the run goes on; set "
+            "per_device_train_batch_size"
+        )
     if reason is not None:
         raise ConfigError(f"{type(trainer).__name__} cannot be resumed exactly: {reason}")
 
 
 def _warn_of_checkpoints(output: Path) -> None:
-    if output.is_dir() and (last := get_last_checkpoint(str(output))) is not None:
+    if not output.is_dir():
+        return
+    last = get_last_checkpoint(str(output))
+    if last is not None:
         logger.warning(
-            "there is no generation yet, but %s: training starts at step 0. train(resume_from_checkpoint=True) begins "
-            "with that checkpoint, and goes on from generations after it", last,
-        )  # fmt: skip
+            "there is no generation yet, but %s: training starts at step 0. "
+            "train(resume_from_checkpoint=True) begins with that checkpoint, and goes on from "
+            "generations after it",
+            last,
+        )

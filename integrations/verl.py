@@ -68,18 +68,23 @@ class HoldfastCheckpointManager(BaseManager):
             raise ConfigError(
                 f"a {type(model).__name__} is not sharded with FSDP2: set strategy=fsdp2"
             )
-        if (n_ranks := count_expert_ranks()) > 1:
+
+        # Each rank has other experts under the same names then.
+        n_ranks = count_expert_ranks()
+        if n_ranks > 1:
             raise ConfigError(
                 f"VeOmni deals the experts to {n_ranks} ranks under the same names, so that a "
                 "checkpoint would hold those of one rank; set expert_parallel_size=1"
             )
-        processing_class = tokenizer if processing_class is None else processing_class
+        if processing_class is None:
+            processing_class = tokenizer
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
-        for verb, contents in (
-            ("save", self.checkpoint_save_contents),
-            ("load", self.checkpoint_load_contents),
-        ):
-            if "model" not in contents or ("extra" in contents and "optimizer" not in contents):
+
+        # verl has set the contents. Schedule and generators are in the optimizer's part.
+        contents_of = {"save": self.checkpoint_save_contents, "load": self.checkpoint_load_contents}
+        for verb, contents in contents_of.items():
+            lacks_optimizer = "extra" in contents and "optimizer" not in contents
+            if "model" not in contents or lacks_optimizer:
                 raise ConfigError(
                     f"checkpoint.{verb}_contents is {list(contents)}; expected 'model', and "
                     "'extra' (schedule and generators) only together with 'optimizer'"
@@ -106,7 +111,8 @@ class HoldfastCheckpointManager(BaseManager):
         """
         if local_path is None:
             return
-        path, hf = Path(local_path), Path(local_path) / _HF
+        path = Path(local_path)
+        hf = path / _HF
         self.previous_global_step = global_step
         rank_zero_decides(partial(path.mkdir, parents=True, exist_ok=True), self._group)
         save_dcp(
@@ -115,11 +121,15 @@ class HoldfastCheckpointManager(BaseManager):
             self._group,
             replace=True,
         )
+
+        # An export of an earlier save does not stay next to other weights.
         rank_zero_decides(lambda: remove_folder(hf) if hf.exists() else None, self._group)
         if self.should_save_hf_model:
             save_hf(self.model, hf, group=self._group, tokenizer=self.processing_class)
         else:  # for verl's merger
             rank_zero_decides(partial(self._save_config, hf), self._group)
+
+        # Older steps go only now that this one is complete.
         rank_zero_decides(
             lambda: retire(path, max_ckpt_to_keep, _named_by_tracker(path)), self._group
         )
@@ -142,13 +152,12 @@ class HoldfastCheckpointManager(BaseManager):
             return
         path = Path(local_path)
         if not rank_zero_decides((path / DCP).is_dir, self._group):
-            theirs = " but files of verl's own manager: resume once without external_lib"
-            raise CheckpointNotFoundError(
-                f"{path} has no {DCP!r} of Holdfast{theirs if any(path.glob('*.pt')) else ''}"
-            )
-        load_dcp(
-            path / DCP, self._state(self.should_load_optimizer, self.should_load_extra), self._group
-        )
+            theirs = ""
+            if any(path.glob("*.pt")):
+                theirs = " but files of verl's own manager: resume once without external_lib"
+            raise CheckpointNotFoundError(f"{path} has no {DCP!r} of Holdfast{theirs}")
+        state = self._state(self.should_load_optimizer, self.should_load_extra)
+        load_dcp(path / DCP, state, self._group)
 
     def _save_config(self, hf: Path) -> None:
         self.model.config.save_pretrained(hf)
@@ -156,16 +165,19 @@ class HoldfastCheckpointManager(BaseManager):
             self.processing_class.save_pretrained(hf)
 
     def _state(self, with_optim: bool, with_extra: bool) -> DCPState:
-        engine = HostEngine(
-            self.model, self.optimizer, self.lr_scheduler if with_extra else None, self._group
-        )
+        scheduler = self.lr_scheduler if with_extra else None
+        engine = HostEngine(self.model, self.optimizer, scheduler, self._group)
         return engine.dcp_state(with_optim)
 
 
 def _named_by_tracker(saved: Path) -> int | None:
+    """The step in verl's tracker, which lies in the root of the run."""
     place = parse_step_folder(saved)
+    if place is None:
+        return None
+    root, _, _ = place
     try:
-        return None if place is None else int(tracker_of(place[0]).read_text())
+        return int(tracker_of(root).read_text())
     except (OSError, ValueError):  # no tracker yet, or one torn by a kill
         return None
 

@@ -24,7 +24,8 @@ def parse_step_folder(saved: Path) -> tuple[Path, int, str] | None:
     ``<root>/global_step_<N>``, with the role "".
     """
     for step, role in ((saved, ""), (saved.parent, saved.name)):
-        if match := _STEP.fullmatch(step.name):
+        match = _STEP.fullmatch(step.name)
+        if match:
             return step.parent, int(match[1]), role
     return None
 
@@ -41,19 +42,36 @@ def retire(saved: Path, n_keep: int | None, named: int | None) -> None:
         named: step in verl's ``latest_checkpointed_iteration.txt``, if there is one, which stays in
             addition.
     """
+    if not n_keep or n_keep < 1:
+        return
     place = parse_step_folder(saved)
-    if not n_keep or n_keep < 1 or place is None:
+    if place is None:
         return
     root, now, role = place
-    found = (_STEP.fullmatch(folder.name) for folder in root.iterdir())
-    folders = {int(each[1]): root / each[0] / role for each in found if each}
-    for parent in {folder.parent for folder in folders.values()}:
-        for left in parent.glob(f".retired-{role or 'global_step_*'}-*"):
+
+    # Folders of this role, by step. In an SFT run they are the folders of the steps.
+    folders: dict[int, Path] = {}
+    for folder in root.iterdir():
+        match = _STEP.fullmatch(folder.name)
+        if match:
+            folders[int(match[1])] = folder / role
+
+    # Leftovers of removals by a process that was killed.
+    parents = {folder.parent for folder in folders.values()}
+    name = role or "global_step_*"
+    for parent in parents:
+        for left in parent.glob(f".retired-{name}-*"):
             remove_or_log(left)
-    older = sorted(
-        step for step, folder in folders.items() if step < now and (folder / DCP).is_dir()
-    )
-    for step in older[: max(0, len(older) - n_keep + 1)]:
+
+    # Steps of verl's own manager have no such folder, and stay.
+    older: list[int] = []
+    for step, folder in sorted(folders.items()):
+        if step < now and (folder / DCP).is_dir():
+            older.append(step)
+
+    # The step of ``saved`` is one of those to keep.
+    n_removed = max(0, len(older) - (n_keep - 1))
+    for step in older[:n_removed]:
         if step != named:
             logger.info("removing %s of step %d: %d stay", role or "all", step, n_keep)
             remove_or_log(folders[step])

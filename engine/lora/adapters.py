@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...utils.compat.torch_private import children_of, replace_members
@@ -31,25 +30,29 @@ class Adapter:
     """One pair of low-rank matrices: the layer computes with ``W + scaling * B @ A``."""
 
     name: str  # of the adapter, for peft ("default")
-    a: torch.Tensor  # ``[rank, in]``, live (sharded)
-    b: torch.Tensor  # ``[out, rank]``
+    a: Tensor  # ``[rank, in]``, live (sharded)
+    b: Tensor  # ``[out, rank]``
     scaling: float  # alpha / rank
     transposed: bool  # W is ``[in, out]``, as GPT-2 keeps it
 
-    def rows(self, first: int, last: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def rows(self, first: int, last: int, a: Tensor, b: Tensor) -> Tensor:
         """Rows ``[first, last)`` of ``scaling * B @ A``, with the shape of W, for the whole values
         ``a`` and ``b``.
         """
-        delta = a[:, first:last].T @ b.T if self.transposed else b[first:last] @ a
+        if self.transposed:
+            delta = a[:, first:last].T @ b.T
+        else:
+            delta = b[first:last] @ a
         return delta * self.scaling
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model in a ``PeftModel``, or any other module itself."""
-    peft, outer = sys.modules.get("peft"), cast(Any, model)
-    return (
-        outer.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else outer
-    )
+    outer = cast(Any, model)
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        return outer.get_base_model()
+    return outer
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -66,35 +69,39 @@ def adapters_of(layer: Any) -> list[Adapter]:
 
     Raises CheckpointMismatchError if the layer is not a linear layer with plain LoRA.
     """
-    if (problem := _not_plain(layer)) is not None:
+    problem = _not_plain(layer)
+    if problem is not None:
         raise CheckpointMismatchError(
             f"a {type(layer).__name__} of peft {problem}, which is not merged here; export "
             "model.merge_and_unload(), or save the adapters with PEFT's save_pretrained"
         )
-    active = (
-        [] if layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
-    )
-    transposed = bool(layer.fan_in_fan_out)
+    if layer.merged:
+        return []
     return [
         Adapter(
-            name,
-            layer.lora_A[name].weight,
-            layer.lora_B[name].weight,
-            float(layer.scaling[name]),
-            transposed,
+            name=name,
+            a=layer.lora_A[name].weight,
+            b=layer.lora_B[name].weight,
+            scaling=float(layer.scaling[name]),
+            transposed=bool(layer.fan_in_fan_out),
         )
-        for name in active
+        for name in layer.active_adapters
+        if name in layer.lora_A
     ]
 
 
 def _not_plain(layer: Any) -> str | None:
     """The reason why a layer of peft is more than ``W + s B A``, if it is."""
+    # Subclasses and variants (DoRA ...) compute with further values.
     lora = sys.modules.get("peft.tuners.lora")
     if lora is None or type(layer) is not lora.Linear:
         return "is no linear layer with LoRA"
     if layer.lora_variant:
-        return f"is a variant of LoRA ({type(next(iter(layer.lora_variant.values()))).__name__})"
-    return "adapts the bias, too" if any(layer.lora_bias.values()) else None
+        variant = next(iter(layer.lora_variant.values()))
+        return f"is a variant of LoRA ({type(variant).__name__})"
+    if any(layer.lora_bias.values()):
+        return "adapts the bias, too"
+    return None
 
 
 def plain_view(model: PreTrainedModel) -> PreTrainedModel:
@@ -122,17 +129,23 @@ def _view(model: PreTrainedModel, name_of: Callable[[str, Any], str]) -> PreTrai
     if not layers:
         return model
     view = unsharded_view(model)
+
+    # The plain layer takes the place of peft's in its parent, whose other children stay.
     for name, layer in layers.items():
-        plain, (parent, _, own) = view.get_submodule(name_of(name, layer)), name.rpartition(".")
-        parent = view.get_submodule(parent)
-        replace_members(parent, children={**children_of(parent), own: plain})
+        plain = view.get_submodule(name_of(name, layer))
+        parent_name, _, own = name.rpartition(".")
+        parent = view.get_submodule(parent_name)
+        replace_members(parent, children=children_of(parent) | {own: plain})
     forget_adapters(view)
     return view
 
 
 def _original_name(name: str, layer: Any) -> str:
-    own = (child for child in ("base_layer", "original_module") if child in children_of(layer))
-    return ".".join([name, *own])
+    """Name of the module that peft has put its layer around, or of a layer without one."""
+    for child in ("base_layer", "original_module"):
+        if child in children_of(layer):
+            name = f"{name}.{child}"
+    return name
 
 
 def _plain_name(name: str, layer: Any) -> str:
@@ -147,13 +160,13 @@ def plain_adapters(model: nn.Module) -> dict[str, list[Adapter]]:
     """Name of a weight in `plain_view` -> the adapters to add to it. Weights without adapters are
     left out.
     """
-    layers = adapted_layers(transformers_model(model))
-    found = {
-        f"{name}.weight": adapters_of(layer)
-        for name, layer in layers.items()
-        if hasattr(layer, "lora_A")
-    }
-    return {name: adapters for name, adapters in found.items() if adapters}
+    found = {}
+    for name, layer in adapted_layers(transformers_model(model)).items():
+        if hasattr(layer, "lora_A"):
+            adapters = adapters_of(layer)
+            if adapters:
+                found[f"{name}.weight"] = adapters
+    return found
 
 
 @contextmanager
@@ -166,11 +179,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     if not layers:
         yield
         return
-    from ...utils.compat.peft_private import (
-        is_off,
-        switch_off,
-    )  # peft is installed, because the model has its layers
 
+    # Here, because the module imports peft, which is installed if the model has its layers.
+    from ...utils.compat.peft_private import is_off, switch_off
+
+    # Some may be off already, and stay off.
     before = [is_off(layer) for layer in layers]
     for layer in layers:
         switch_off(layer)
@@ -189,6 +202,7 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
     ``scaling``: name of an adapted layer in the plain model -> alpha / rank. None if there are no
     adapters, several, others than plain LoRA, or no config for them.
     """
+    # One adapter of plain LoRA can be described.
     try:
         adapted = plain_adapters(model)
     except CheckpointMismatchError:
@@ -197,16 +211,20 @@ def describe_adapters(model: nn.Module) -> dict[str, Any] | None:
     if len(names) != 1:
         return None
     (name,) = names
+
+    # Only the part of the model that they were added to has their config.
     configs: Any = getattr(transformers_model(model), "peft_config", {})
-    if name not in configs:  # only the part of the model that they were added to has it
+    if name not in configs:
         return None
-    config = json.loads(
-        json.dumps(configs[name].to_dict() | {"inference_mode": True}, default=_plain)
-    )
-    scaling = {
-        weight.removesuffix(".weight"): adapter.scaling for weight, (adapter,) in adapted.items()
+    config = configs[name].to_dict() | {"inference_mode": True}
+    scaling = {}
+    for weight, (adapter,) in adapted.items():
+        scaling[weight.removesuffix(".weight")] = adapter.scaling
+    return {
+        "name": name,
+        "config": json.loads(json.dumps(config, default=_plain)),
+        "scaling": scaling,
     }
-    return {"name": name, "config": config, "scaling": scaling}
 
 
 def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -224,9 +242,8 @@ def adapter_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
                 "keep values that a checkpoint does not hold; call unmerge_adapter() before a "
                 "checkpoint"
             )
-        scaling = {
-            adapter: float(value) for adapter, value in getattr(layer, "scaling", {}).items()
-        }
+        scaling = getattr(layer, "scaling", {})
+        scaling = {adapter: float(value) for adapter, value in scaling.items()}
         found[name] = {"scaling": scaling, "merged": list(layer.merged_adapters)}
     return found
 
@@ -239,9 +256,13 @@ def check_settings(model: nn.Module, saved: Any) -> None:
         raise CheckpointCorruptError(
             "'adapters' of the checkpoint does not hold settings of adapters"
         )
+    # Layers and adapters that only one side has are compared with the tensors, not here.
     for name, layer in _tuned_layers(model).items():
-        for adapter, there in saved[name]["scaling"].items() if name in saved else ():
-            here = getattr(layer, "scaling", {}).get(adapter)
+        if name not in saved:
+            continue
+        scaling = getattr(layer, "scaling", {})
+        for adapter, there in saved[name]["scaling"].items():
+            here = scaling.get(adapter)
             if here is not None and float(here) != there:
                 raise CheckpointMismatchError(
                     f"the checkpoint has adapter {adapter!r} of {name} with scaling {there}, this "
@@ -258,23 +279,37 @@ def restore_merged(model: nn.Module, saved: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _are_settings(saved: Any) -> bool:
-    return isinstance(saved, dict) and all(
-        isinstance(layer, dict)
-        and isinstance(scaling := layer.get("scaling"), dict)
-        and all(isinstance(value, float) for value in scaling.values())
-        and isinstance(merged := layer.get("merged"), list)
-        and all(isinstance(adapter, str) for adapter in merged)
-        for layer in saved.values()
-    )
+    """Whether ``saved``, of a file that may be damaged, has the form of `adapter_settings`."""
+    if not isinstance(saved, dict):
+        return False
+    for layer in saved.values():
+        if not isinstance(layer, dict):
+            return False
+        scaling = layer.get("scaling")
+        if not isinstance(scaling, dict):
+            return False
+        merged = layer.get("merged")
+        if not isinstance(merged, list):
+            return False
+        if not all(isinstance(value, float) for value in scaling.values()):
+            return False
+        if not all(isinstance(adapter, str) for adapter in merged):
+            return False
+    return True
 
 
 def _tuned_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers whose adapters can be merged, by the names that checkpoints use."""
+    layers = adapted_layers(model)
     return {
-        clean_name(n): layer
-        for n, layer in adapted_layers(model).items()
+        clean_name(name): layer
+        for name, layer in layers.items()
         if hasattr(layer, "merged_adapters")
     }
 
 
 def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+    """A value of peft's config that JSON does not have."""
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return str(value)

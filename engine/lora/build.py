@@ -41,10 +41,14 @@ def add_adapters(
     heads = [name for name, child in model.named_children() if name != body_name(model)]
     towers = untrained_by_text(model) if config.train_vision else []
     targets = _targets(model, config.target_modules, towers)
+
+    # A name in a list stands for one module without its children, so towers need a pattern.
     takes_all = ALL_LINEAR in config.target_modules or not config.target_modules
     excluded: Any = heads if takes_all else None
-    if towers:  # a pattern, because a name in a list stands for one module without its children
-        outside = [*towers, *heads] if takes_all else towers
+    if towers:
+        outside = list(towers)
+        if takes_all:
+            outside += heads
         excluded = rf"({'|'.join(map(re.escape, outside))})(\..*)?"
     named = dict(model.named_parameters())
     adapted = peft.LoraConfig(
@@ -55,6 +59,8 @@ def add_adapters(
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="TOKEN_CLS" if config.is_critic else "CAUSAL_LM",
     )
+
+    # New layers have no memory yet, as the rest of the model has none.
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -66,6 +72,8 @@ def add_adapters(
         raise ConfigError(
             f"config key 'target_modules' is {config.target_modules}: {error}"
         ) from error
+
+    # peft has frozen all of the model. The value head of a critic is trained.
     for name, param in named.items():
         if config.is_critic and name.partition(".")[0] in heads:
             param.requires_grad_(True)
@@ -88,11 +96,9 @@ def require_adapters_for(
     base of adapters.
     """
     if meta.weight_format == "peft" and (config.is_critic or not config.use_lora):
-        unmet = (
-            "'is_critic' is true: its value head is no adapter"
-            if config.use_lora
-            else "'use_lora' is false"
-        )
+        unmet = "'use_lora' is false"
+        if config.use_lora:
+            unmet = "'is_critic' is true: its value head is no adapter"
         raise ConfigError(f"weight_format is 'peft', but config key {unmet}; use 'hf' or 'dcp'")
     if loads and meta.weight_format == "hf" and config.use_lora:
         raise ConfigError(
@@ -126,17 +132,20 @@ def _targets(model: PreTrainedModel, names: list[str], towers: list[str]) -> lis
         if not f"{name}.".startswith(inside or "\0")
     }
     body = f"{body_name(model)}."
-    is_linear = {name: isinstance(module, nn.Linear | Conv1D) for name, module in modules.items()}
     linear = {
         name.rpartition(".")[2]
-        for name, found in is_linear.items()
-        if found and name.startswith(body)
+        for name, module in modules.items()
+        if name.startswith(body) and isinstance(module, nn.Linear | Conv1D)
     }
     if not names or ALL_LINEAR in names:
         return sorted(linear)
+
+    # peft ignores names that match no layer, if others do.
     for wanted in names:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in modules):
-            where = " outside of its vision tower, where LoRA is not supported" if towers else ""
+            where = ""
+            if towers:
+                where = " outside of its vision tower, where LoRA is not supported"
             raise ConfigError(
                 f"config key 'target_modules' names {wanted!r}, which {type(model).__name__} does "
                 f"not have{where}; its linear layers are {', '.join(sorted(linear))} (or "
@@ -146,7 +155,7 @@ def _targets(model: PreTrainedModel, names: list[str], towers: list[str]) -> lis
 
 
 def _require_linear(model: PreTrainedModel, name: str, layer: Any) -> None:
-    """Raise ConfigError if an adapted layer is not linear, or if its weight is also used elsewhere."""
+    """Raise ConfigError if an adapted layer is not linear, or if its weight is used elsewhere."""
     try:
         adapters_of(layer)
     except CheckpointMismatchError:
@@ -154,6 +163,8 @@ def _require_linear(model: PreTrainedModel, name: str, layer: Any) -> None:
             f"config key 'target_modules' takes in {name}, a "
             f"{type(layer.get_base_layer()).__name__}; name linear layers only"
         ) from None
+
+    # The other user of a tied weight would compute without the adapter.
     weight = layer.get_base_layer().weight
     if sum(param is weight for _, param in model.named_parameters(remove_duplicate=False)) > 1:
         raise ConfigError(
@@ -171,13 +182,13 @@ def draw_adapters(model: nn.Module, seed: int) -> None:
     """
     for name, layer in adapted_layers(model).items():
         for adapter in adapters_of(layer):
-            generator = torch.Generator().manual_seed(
-                xxhash.xxh3_64_intdigest(f"{seed}:{name}.lora_A".encode()) >> 1
-            )
-            drawn = torch.empty(adapter.a.shape, dtype=torch.float32)
+            key = f"{seed}:{name}.lora_A"
+            own_seed = xxhash.xxh3_64_intdigest(key.encode()) >> 1
+            generator = torch.Generator().manual_seed(own_seed)
+
             # Kaiming's uniform with a = sqrt(5) is this bound: sqrt(6 / ((1 + 5) * in)).
-            drawn.uniform_(
-                -1 / math.sqrt(drawn.shape[1]), 1 / math.sqrt(drawn.shape[1]), generator=generator
-            )
+            drawn = torch.empty(adapter.a.shape, dtype=torch.float32)
+            bound = 1 / math.sqrt(drawn.shape[1])
+            drawn.uniform_(-bound, bound, generator=generator)
             keep_own_shard(adapter.a, drawn)
             keep_own_shard(adapter.b, torch.zeros(adapter.b.shape))

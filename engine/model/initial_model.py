@@ -63,62 +63,75 @@ def build_initial_model(
         CheckpointError: the weights do not load, see `load_hf`.
         PeerError: only other ranks failed.
     """
-    config, name = replace(config, path=str(folder)), config.path
+    name = config.path
+    config = replace(config, path=str(folder))
+    control = groups.control
+    meshes = groups.meshes
     if config.train_vision:
-        require_whole_rows(groups.meshes.strategy)
+        require_whole_rows(meshes.strategy)
     if config.trust_remote_code:
-        _import_code(config, groups.control)
+        _import_code(config, control)
+
+    # One rank looks into the folder, because ranks could see other files.
     frozen_dtype = None
     if config.use_lora:
-        frozen_dtype = rank_zero_decides(
-            lambda: base_dtype(build_on_meta(config), folder), groups.control
-        )
-    with all_ranks_succeed(f"building the model of {folder}", groups.control):
+        frozen_dtype = rank_zero_decides(lambda: base_dtype(build_on_meta(config), folder), control)
+
+    # On meta: the whole model, with its cuts, adapters and compiled blocks.
+    with all_ranks_succeed(f"building the model of {folder}", control):
         refuse_quantized(folder)
         if not config.init_from_scratch:
             with WeightReader(folder) as reader:
                 refuse_quantized(folder, reader.layout())
-        model, skeleton = build_on_meta(config), build_on_meta(config)
+        model = build_on_meta(config)
+        skeleton = build_on_meta(config)
         blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         cast_buffers(model, config)
-        if not config.disable_dropout and groups.meshes.ranks_with_same_data > 1:
+        if not config.disable_dropout and meshes.ranks_with_same_data > 1:
             refuse_dropout(model)
-        if groups.meshes.tensor is not None:
-            require_cuttable(config, model, groups.meshes.tensor.size())
-            cut_over_ranks(model, groups.meshes.tensor)
+
+        # Tensor parallelism cuts weights, and refuses adapters and compiled blocks.
+        if meshes.tensor is not None:
+            require_cuttable(config, model, meshes.tensor.size())
+            cut_over_ranks(model, meshes.tensor)
             if config.optimizer is not None and config.optimizer.type == "adam8bit":
                 require_whole_blocks(model)
         if config.use_lora:
-            add_adapters(
-                model,
-                config,
-                name,
-                file_dtypes(model, dict(model.named_parameters()), frozen_dtype),
-            )
+            dtypes = file_dtypes(model, dict(model.named_parameters()), frozen_dtype)
+            add_adapters(model, config, name, dtypes)
         require_routers(model, config)
-        shard_experts(model, config, groups.meshes)
+        shard_experts(model, config, meshes)
         if config.compile:
             keep_lengths_out_of_graphs()
             compile_blocks(model, blocks)
-    shard_model(model, config, blocks, groups.meshes.fsdp)
-    # Before the model has memory, because twins take as much for a moment.
-    sequence = groups.meshes.sequence
-    check_tensor_parallel(model, groups.device, groups.control)
+    shard_model(model, config, blocks, meshes.fsdp)
+
+    # Checks come before the model has memory, because twins take as much for a moment.
+    check_tensor_parallel(model, groups.device, control)
     if config.pack_sequences:
-        longest_row, sees = config.mb_spec.max_tokens_per_mb, config.train_vision
         prepare_packing(
-            model, config.attn_impl, groups.device, groups.control, longest_row, sequence, sees
+            model,
+            config.attn_impl,
+            groups.device,
+            control,
+            max_row_tokens=config.mb_spec.max_tokens_per_mb,
+            sequence=meshes.sequence,
+            sees=config.train_vision,
         )
-    elif sequence is not None:
+    elif meshes.sequence is not None:
         raise ConfigError(
             "config key 'pack_sequences' is false, but only packed rows are cut "
-            f"(context_parallel_size is {groups.meshes.strategy.cp_size}); set it to true, or "
+            f"(context_parallel_size is {meshes.strategy.cp_size}); set it to true, or "
             "take 'c' out of config key 'backend'"
         )
-    head = None if config.is_critic else find_scoring_head(model, groups.device, groups.control)
-    if get_rank(groups.control) == 0:
-        log_plan(config, groups.meshes.strategy, groups.device)
-    with all_ranks_succeed(f"giving the model of {folder} memory", groups.control):
+    head = None
+    if not config.is_critic:
+        head = find_scoring_head(model, groups.device, control)
+    if get_rank(control) == 0:
+        log_plan(config, meshes.strategy, groups.device)
+
+    # Memory and values. What the folder does not fill has its values from the seed.
+    with all_ranks_succeed(f"giving the model of {folder} memory", control):
         params_on = torch.device("cpu") if config.fsdp.offload_params else None
         unfilled = give_memory(model, skeleton, groups.device, params_on)
         base = plain_view(model)
@@ -126,22 +139,25 @@ def build_initial_model(
             unfilled += draw_weights(base, skeleton, config.seed, blocks)
         draw_adapters(model, config.seed)
     if not config.init_from_scratch:
-        fresh = load_weights(base, folder, config, groups.control)
-        unfilled = [name for name in unfilled if name in fresh]
+        fresh = load_weights(base, folder, config, control)
+        unfilled = [tensor for tensor in unfilled if tensor in fresh]
     if unfilled:
         raise ConfigError(
             f"{type(skeleton).__name__} does not initialise {unfilled[0]!r} in _init_weights: it "
             "can only be loaded, from a folder that has it (config key 'init_from_scratch' false)"
         )
-    if (
-        config.max_model_len is None
-        and (longest := longest_sequence(model, None))
-        and get_rank(groups.control) == 0
-    ):
-        logger.warning(
-            "%s: rotary frequencies for at most %d tokens; longer sequences are refused. Servers with a larger "
-            "--max-model-len may compute with others: then set config key 'max_model_len' to theirs", name, longest
-        )  # fmt: skip
+    if config.max_model_len is None:
+        longest = longest_sequence(model, None)
+        if longest and get_rank(control) == 0:
+            logger.warning(
+                "%s: rotary frequencies for at most %d tokens; longer sequences are refused. "
+                "Servers with a larger --max-model-len may compute with others: then set config "
+                "key 'max_model_len' to theirs",
+                name,
+                longest,
+            )
+
+    # Exports rename tensors as the plain model does.
     if base is not model:
         set_conversions(model, conversions_of(base))
     return model, head
@@ -151,9 +167,9 @@ def base_of(config: TrainEngineConfig, folder: Path, group: dist.ProcessGroup | 
     """The source of the frozen weights of an engine's model, as rank 0 sees it. Every rank calls
     this.
     """
-    index = (
-        None if config.init_from_scratch else rank_zero_decides(lambda: index_digest(folder), group)
-    )
+    index = None
+    if not config.init_from_scratch:
+        index = rank_zero_decides(lambda: index_digest(folder), group)
     return BaseFolder(config.path, index)
 
 
@@ -179,9 +195,11 @@ def load_weights(
     ``config.path`` is the local folder that the model was built from. Returns the names that
     ``folder`` does not have.
     """
-    missing, unexpected = (), ()
+    missing = unexpected = ()
     if config.is_critic:
-        missing = [f"{name}.*" for name, _ in model.named_children() if name != body_name(model)]
+        # The value head is not in the folder of a language model, whose own head is not used.
+        body = body_name(model)
+        missing = [f"{name}.*" for name, _ in model.named_children() if name != body]
         with all_ranks_succeed(f"looking for a language-model head in {folder}", group):
             unexpected = _head_of_causal_lm(require_local(folder, "loading", FETCH_FIRST), config)
     fresh = load_hf(model, folder, group=group, allow_missing=missing, allow_unexpected=unexpected)
@@ -194,6 +212,7 @@ def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
     """Tensors of a folder that a causal language model has in addition to its base model, under
     their names there.
     """
+    # Names in files and in the model differ, so a plan of loading tells which belong to the head.
     causal = build_causal_on_meta(config)
     if causal is None:
         return []
@@ -204,9 +223,9 @@ def _head_of_causal_lm(folder: Path, config: TrainEngineConfig) -> list[str]:
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{folder}: {error}") from error
     base = f"{body_name(causal)}."
-    return [
-        name
-        for key, tensor in loading.filled.items()
-        if not key.startswith(base)
-        for name in (key, *tensor.sources)  # a critic renames it as the causal model does, or not
-    ]
+    names: list[str] = []
+    for key, tensor in loading.filled.items():
+        if not key.startswith(base):
+            # A critic renames it as the causal model does, or not.
+            names += [key, *tensor.sources]
+    return names

@@ -6,14 +6,15 @@ backward. Attention counts as flash attention
 does: queries, keys, values, output, and one float32 per query.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ...utils.compat.torch_private import TorchDispatchMode, storage_id, tree_leaves, without_memory
@@ -53,7 +54,7 @@ UNCOUNTED = "activations of the vision tower are not counted"
 """True of every plan with ``train_vision``, because the tower's forward depends on the sizes of
 images.
 """
-_attended: ContextVar[Callable[[torch.Tensor], None]] = ContextVar("attended")
+_attended: ContextVar[Callable[[Tensor], None]] = ContextVar("attended")
 """Called with each result of an attention."""
 
 
@@ -167,45 +168,53 @@ def measure_model(config: TrainEngineConfig, tokens: int) -> ModelSizes:
         ConfigError: see `build_on_meta`. Or the forward of this architecture depends on values.
     """
     with without_memory():
-        model, dtype = (
-            build_on_meta(replace(config, gradient_checkpointing=False)),
-            COMPUTE_DTYPES[config.dtype],
-        )
+        model = build_on_meta(replace(config, gradient_checkpointing=False))
+        dtype = COMPUTE_DTYPES[config.dtype]
         blocks = block_classes(model, config.fsdp.wrap_policy.transformer_layer_cls_to_wrap)
         cast_buffers(model, config)
         set_attention(model, _PROBE, instead_of="sdpa")
         if config.use_lora:
-            add_adapters(
-                model, config, config.path, dict.fromkeys(dict(model.named_parameters()), dtype)
-            )
+            dtypes = dict.fromkeys(dict(model.named_parameters()), dtype)
+            add_adapters(model, config, config.path, dtypes)
+
+        # Parameters are stored in their own dtypes, but compute in the one that FSDP2 gathers.
         stored = {id(param): param.element_size() for param in model.parameters()}
         for param in model.parameters():
-            param.data = param.data.to(dtype)  # as FSDP2 gathers them
-        units = {
-            module: index
-            for index, module in enumerate(m for m in model.modules() if isinstance(m, blocks))
-        }
+            param.data = param.data.to(dtype)
+
+        modules = [module for module in model.modules() if isinstance(module, blocks)]
         try:
-            kept = _kept_bytes(model, units, tokens)
+            kept = _kept_bytes(model, modules, tokens)
         except UNUSABLE as error:
             raise ConfigError(
                 f"the activations of {type(model).__name__} cannot be computed from its config "
                 f"alone: {describe_unusable(error)}"
             ) from error
-        text, seen = model.config.get_text_config(decoder=True), set[int]()
-        matrices = {id(param) for param in trained_matrices(units)}
-        sizes = [
-            _unit(module, kept[index], stored, matrices, seen) for module, index in units.items()
+
+        # The rest comes after the blocks: it is what is left of the model's parameters.
+        matrices = {id(param) for param in trained_matrices(modules)}
+        seen = set[int]()
+        *units, rest = [
+            _unit(module, kept[module], stored, matrices, seen) for module in (*modules, model)
         ]
-        rest = _unit(model, kept[-1], stored, matrices, seen)
-        layers = getattr(
-            text, "per_layer_config", [text]
-        )  # their numbers may differ, or transformers has no such view
+
+        # Layers may differ in their numbers, and some versions of transformers have no such view.
+        text = model.config.get_text_config(decoder=True)
         heads = [
-            getattr(e, "num_key_value_heads", None) or getattr(e, "num_attention_heads", 1)
-            for e in layers
+            getattr(layer, "num_key_value_heads", None) or getattr(layer, "num_attention_heads", 1)
+            for layer in getattr(text, "per_layer_config", [text])
         ]
-        return ModelSizes(tuple(sizes), rest, text.hidden_size, text.vocab_size, gcd(*heads))
+        return ModelSizes(tuple(units), rest, text.hidden_size, text.vocab_size, gcd(*heads))
+
+
+class _Instant(NamedTuple):
+    """Bytes on the device at one instant of a step. The fields are those of `MemoryPlan`."""
+
+    gradients: int
+    moments: int
+    gathered: int = 0
+    activations: float = 0.0
+    head: int = 0
 
 
 def plan_step(
@@ -234,107 +243,163 @@ def plan_step(
     assert config.optimizer is not None
     if config.train_vision:
         require_whole_rows(strategy)
-    c, t, e = strategy.cp_size, strategy.tp_size, strategy.ep_size
-    shards = strategy.world_size // strategy.replicate_size // t
-    expert_shards = shards if e == 1 else shards * t  # t alone does not cut experts
-    units, local_tokens = (*sizes.blocks, sizes.rest), -(-tokens // c)
+    units = (*sizes.blocks, sizes.rest)
+    tensor_ranks = strategy.tp_size
+    expert_ranks = strategy.ep_size
+    shards = strategy.world_size // strategy.replicate_size // tensor_ranks
+    expert_shards = shards
+    if expert_ranks > 1:  # tensor parallelism alone does not cut experts
+        expert_shards *= tensor_ranks
 
     def sharded(dense: int, experts: int) -> int:
-        return dense // (shards * t) + experts // expert_shards
+        """Elements that a rank stores."""
+        return dense // (shards * tensor_ranks) + experts // expert_shards
 
     def whole(dense: int, experts: int) -> int:
-        return dense // t + experts // e
+        """Elements that a rank has while they are gathered."""
+        return dense // tensor_ranks + experts // expert_ranks
 
-    item, reduced = (
-        COMPUTE_DTYPES[dtype].itemsize for dtype in (config.dtype, config.grad_reduce_dtype)
-    )
+    # State that lives from step to step.
+    weights_stay = "weights" not in config.parts_on_host
+    moments_stay = "optimizer" not in config.parts_on_host
     trained = sharded(
         sum(unit.trained for unit in units), sum(unit.trained_experts for unit in units)
     )
-    summed = reduced * sum(whole(unit.trained, unit.trained_experts) for unit in units)
     weights = sharded(
         sum(unit.dense_bytes for unit in units), sum(unit.expert_bytes for unit in units)
     )
     moments = moment_bytes(config.optimizer, trained, sharded(sizes.n_in_matrices, 0))
+    held_moments = moments * moments_stay
 
-    kept = [local_tokens * (unit.kept + unit.kept_in_parts / t) for unit in units]
-    again, choice = 0.0, config.gradient_checkpointing
-    # inputs of blocks are kept, and with `selective` some results, and one block at a time runs
-    # again
-    if choice:
-        needed = kept[:-1]
-        step = (
-            int(choice.removeprefix("every_"))
-            if isinstance(choice, str) and choice != "selective"
-            else 1
-        )
-        results = [
-            local_tokens * (unit.results + unit.results_in_parts / t) for unit in sizes.blocks
-        ]
-        results = results if choice == "selective" else [0.0] * len(results)
-        kept[:-1:step] = [
-            local_tokens * item * sizes.hidden_size + result for result in results[::step]
-        ]
-        for number, block in list(enumerate(needed))[
-            ::step
-        ]:  # the backward has freed all blocks after it
-            again = max(again, block - results[number] - sum(kept[number + 1 : -1]))
-    gathered = [item * whole(unit.dense, unit.experts) for unit in units]
-    *of_blocks, of_rest = gathered
-    resharded = config.fsdp.reshard_after_forward
-    blocks = sum(sorted(of_blocks)[-2:] if resharded else of_blocks)  # the next one, too
-    in_block = max((whole(unit.trained, unit.trained_experts) for unit in sizes.blocks), default=0)
-    in_flight = max(
-        (item + reduced) * in_block, max(of_blocks, default=0)
-    )  # reduced, or copied out of a gather
-    in_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
-    in_head = min(sizes.vocab_size * sizes.hidden_size // t, in_rest)
-    words = sizes.vocab_size // t
-    chunk = min(chunk_elements(words, config.logprobs_chunk_size), local_tokens * words)
-    logits = item * chunk + 4 * min(PASS_ELEMENTS, chunk)
-    logits += 4 * local_tokens * sizes.hidden_size
+    # Gradients are float32 shards once they are reduced. `gradient_sync: last` sums them whole.
+    item = COMPUTE_DTYPES[config.dtype].itemsize
+    reduce_item = COMPUTE_DTYPES[config.grad_reduce_dtype].itemsize
+    summed = reduce_item * sum(whole(unit.trained, unit.trained_experts) for unit in units)
     last = choose_last(config, summed, memory) and strategy.world_size > 1
-    params_stay, moments_stay = (
-        part not in config.parts_on_host for part in ("weights", "optimizer")
-    )
-    reduced_gradients = 4 * trained * params_stay
+    reduced_gradients = 4 * trained * weights_stay
     gradients = summed if last else reduced_gradients
-    largest = max(unit.largest for unit in units) // shards
-    block = min(trained, BLOCK_BYTES // 4 + largest)  # of `host_optimizer`
-    in_step = moments if moments_stay else moments * block // max(1, trained) * params_stay
-    updated = min(
-        trained if moments_stay else block, max(GPU_BUCKET if memory else CPU_BUCKET, largest)
-    )
-    in_step += _update_bytes(config.optimizer, updated) * params_stay
-    held = moments * moments_stay
-    reducing = reduced * in_rest + (
-        reduced * in_rest if last else item * in_rest + reduced * in_rest // shards
-    )
-    # (gradients, moments, gathered, activations, head) in the backward of head, block and rest, and
-    # in the step.
-    times = [
-        (
-            gradients,
-            held,
-            of_rest + item * in_head + (0 if resharded else blocks),
-            sum(kept),
-            logits,
-        ),
-        (gradients, held, of_rest + item * in_head + blocks + in_flight, sum(kept) + again, 0),
-        (reduced_gradients, held, of_rest + reducing, 0.0, 0),
-        (reduced_gradients, in_step, 0, 0.0, 0),
+
+    # Activations. Blocks that are checkpointed keep their inputs, and with `selective` also
+    # some results.
+    row_tokens = -(-tokens // strategy.cp_size)
+    *kept_blocks, kept_rest = [
+        row_tokens * (unit.kept + unit.kept_in_parts / tensor_ranks) for unit in units
     ]
-    worst = max(times, key=sum)
+    results = [0.0] * len(kept_blocks)
+    if config.gradient_checkpointing == "selective":
+        results = [
+            row_tokens * (unit.results + unit.results_in_parts / tensor_ranks)
+            for unit in sizes.blocks
+        ]
+    inputs = row_tokens * item * sizes.hidden_size
+    kept_blocks, recomputed = _checkpointed(config, kept_blocks, results, inputs)
+    kept = sum([*kept_blocks, kept_rest])
+
+    # Logits of a chunk with the pass over them in float32, and the gradient of the hidden states.
+    words = sizes.vocab_size // tensor_ranks
+    chunk = min(chunk_elements(words, config.logprobs_chunk_size), row_tokens * words)
+    logits = item * chunk + 4 * min(PASS_ELEMENTS, chunk)
+    logits += 4 * row_tokens * sizes.hidden_size
+
+    # Parameters of two blocks are gathered at a time, this one and the next, or stay gathered.
+    of_blocks = [item * whole(unit.dense, unit.experts) for unit in sizes.blocks]
+    of_rest = item * whole(sizes.rest.dense, sizes.rest.experts)
+    if config.fsdp.reshard_after_forward:
+        blocks_at_head = 0
+        blocks_in_block = sum(sorted(of_blocks)[-2:])
+    else:
+        blocks_at_head = blocks_in_block = sum(of_blocks)
+
+    # Backward of the head. The rest of the model is gathered, and its head has a gradient.
+    trained_rest = whole(sizes.rest.trained, sizes.rest.trained_experts)
+    trained_head = min(sizes.vocab_size * sizes.hidden_size // tensor_ranks, trained_rest)
+    gathered_rest = of_rest + item * trained_head
+    at_head = _Instant(
+        gradients=gradients,
+        moments=held_moments,
+        gathered=gathered_rest + blocks_at_head,
+        activations=kept,
+        head=logits,
+    )
+
+    # Backward of a block. Gradients are in flight in both dtypes, or parameters are copied out of
+    # a gather.
+    largest_trained = max(
+        (whole(unit.trained, unit.trained_experts) for unit in sizes.blocks), default=0
+    )
+    in_flight = max((item + reduce_item) * largest_trained, max(of_blocks, default=0))
+    in_block = _Instant(
+        gradients=gradients,
+        moments=held_moments,
+        gathered=gathered_rest + blocks_in_block + in_flight,
+        activations=kept + recomputed,
+    )
+
+    # Backward of the rest: its gradients are reduced. Nothing else is left of the micro-batch.
+    reducing = 2 * reduce_item * trained_rest
+    if not last:
+        reducing = (item + reduce_item) * trained_rest + reduce_item * trained_rest // shards
+    at_end = _Instant(
+        gradients=reduced_gradients, moments=held_moments, gathered=of_rest + reducing
+    )
+
+    # The optimizer's step. Moments in host memory come block by block, see `host_optimizer`.
+    largest = max(unit.largest for unit in units) // shards
+    present = trained
+    in_step = moments
+    if not moments_stay:
+        present = min(trained, BLOCK_BYTES // 4 + largest)
+        in_step = moments * present // max(1, trained) * weights_stay
+    bucket = GPU_BUCKET if memory else CPU_BUCKET
+    updated = min(present, max(bucket, largest))
+    in_step += _update_bytes(config.optimizer, updated) * weights_stay
+    at_update = _Instant(gradients=reduced_gradients, moments=in_step)
+
+    # The worst instant decides.
+    on_host = moments - held_moments
+    if not weights_stay:
+        on_host += weights + 4 * trained
+    peak = max((at_head, in_block, at_end, at_update), key=sum)
     return MemoryPlan(
-        weights=weights * params_stay,
-        gradients=worst[0],
-        moments=worst[1],
-        gathered=worst[2],
-        activations=int(worst[3]),
-        head=worst[4],
-        on_host=(0 if params_stay else weights + 4 * trained) + (0 if moments_stay else moments),
+        weights=weights * weights_stay,
+        gradients=peak.gradients,
+        moments=peak.moments,
+        gathered=peak.gathered,
+        activations=int(peak.activations),
+        head=peak.head,
+        on_host=on_host,
         staged=4 * trained + moments,
     )
+
+
+def _checkpointed(
+    config: TrainEngineConfig, needed: list[float], results: list[float], inputs: int
+) -> tuple[list[float], float]:
+    """Bytes that each block keeps for its backward, and what a block that runs again has in
+    addition.
+
+    Args:
+        needed: bytes that the backward of each block needs.
+        results: the part of them that is kept in any case.
+        inputs: bytes of the inputs of a block.
+    """
+    choice = config.gradient_checkpointing
+    if not choice:
+        return needed, 0.0
+    every = 1
+    if isinstance(choice, str) and choice != "selective":
+        every = int(choice.removeprefix("every_"))
+    numbers = range(0, len(needed), every)
+    kept = list(needed)
+    for number in numbers:
+        kept[number] = inputs + results[number]
+
+    # One block at a time runs again. The backward has freed all blocks after it by then.
+    recomputed = 0.0
+    for number in numbers:
+        freed = sum(kept[number + 1 :])
+        recomputed = max(recomputed, needed[number] - results[number] - freed)
+    return kept, recomputed
 
 
 def log_plan(config: TrainEngineConfig, strategy: ParallelStrategy, device: torch.device) -> None:
@@ -354,12 +419,17 @@ def log_plan(config: TrainEngineConfig, strategy: ParallelStrategy, device: torc
         logger.debug("the memory of a step is not planned: %s", describe_unusable(error))
         return
     largest = sorted(plan.on_device.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name} {n_bytes / 1e9:.3g}" for name, n_bytes in largest)
     logger.info(
-        "a step of %d tokens per micro-batch is planned to take %.3g GB on each rank (%s); the device has %.3g GB%s%s",
-        tokens, plan.peak / 1e9, ", ".join(f"{name} {n_bytes / 1e9:.3g}" for name, n_bytes in largest), memory / 1e9,
-        f"; {UNCOUNTED}" if config.train_vision else "",
-        "; holdfast plan says what to change" if plan.peak > memory else "",
-    )  # fmt: skip
+        "a step of %d tokens per micro-batch is planned to take %.3g GB on each rank (%s); the "
+        "device has %.3g GB%s%s",
+        tokens,
+        plan.peak / 1e9,
+        parts,
+        memory / 1e9,
+        f"; {UNCOUNTED}" * config.train_vision,
+        "; holdfast plan says what to change" * (plan.peak > memory),
+    )
 
 
 def moment_bytes(config: OptimizerConfig, trained: int, in_matrices: int) -> int:
@@ -385,63 +455,75 @@ def _update_bytes(config: OptimizerConfig, together: int) -> int:
 
 
 def _unit(
-    module: nn.Module, kept: list[float], stored: dict[int, int], matrices: set[int], seen: set[int]
+    module: nn.Module,
+    kept: dict[str, Any],
+    stored: dict[int, int],
+    matrices: set[int],
+    seen: set[int],
 ) -> Unit:
     """Sum up the parameters of ``module`` that are not yet ``seen``."""
-    names = (
-        "dense",
-        "experts",
-        "dense_bytes",
-        "expert_bytes",
-        "trained",
-        "trained_experts",
-        "matrices",
-        "largest",
-    )
-    sums = dict.fromkeys(names, 0)
+    sums = defaultdict[str, int](int)
     for name, param in module.named_parameters():
         if id(param) in seen:
             continue
         seen.add(id(param))
-        is_expert = ".experts." in f".{name}"
-        sums["experts" if is_expert else "dense"] += param.numel()
-        sums["expert_bytes" if is_expert else "dense_bytes"] += param.numel() * stored[id(param)]
-        sums["trained_experts" if is_expert else "trained"] += param.numel() * param.requires_grad
-        sums["matrices"] += param.numel() * (id(param) in matrices)
-        sums["largest"] = max(sums["largest"], param.numel() * param.requires_grad)
-    kept_bytes = zip(("kept", "kept_in_parts", "results", "results_in_parts"), kept, strict=True)
-    return Unit(**sums, **dict(kept_bytes))
+
+        # Experts are dealt to ranks, the others are cut.
+        elements = param.numel()
+        trained = elements * param.requires_grad
+        n_bytes = elements * stored[id(param)]
+        if ".experts." in f".{name}":
+            sums["experts"] += elements
+            sums["expert_bytes"] += n_bytes
+            sums["trained_experts"] += trained
+        else:
+            sums["dense"] += elements
+            sums["dense_bytes"] += n_bytes
+            sums["trained"] += trained
+        if id(param) in matrices:
+            sums["matrices"] += elements
+        sums["largest"] = max(sums["largest"], trained)
+    return Unit(**sums, **kept)
 
 
 def _kept_bytes(
-    model: PreTrainedModel, units: dict[nn.Module, int], tokens: int
-) -> dict[int, list[float]]:
-    """Bytes per token in each unit (-1: outside of them): of hidden states and of others that
-    autograd keeps, and the same of results that ``gradient_checkpointing: selective`` keeps.
-    """
+    model: PreTrainedModel, blocks: list[nn.Module], tokens: int
+) -> dict[nn.Module, dict[str, Any]]:
+    """Bytes per token that each block and the rest of ``model`` keep, by fields of `Unit`."""
     width = model.config.get_text_config(decoder=True).hidden_size
     known = {storage_id(param) for param in model.parameters()}
-    kept: dict[int, list[float]] = {index: [0.0] * 4 for index in (-1, *units.values())}
-    held, current = [], [-1]
+    held = []  # so that no other storage gets the id of one
+    kept: dict[nn.Module, dict[str, Any]] = {
+        module: defaultdict(float) for module in (*blocks, model)
+    }
+    current: list[nn.Module] = [model]
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def add(name: str, tensor: Tensor, n_bytes: int) -> None:
+        if tensor.shape[-1:] != (width,):  # no hidden states, so tensor parallelism cuts it
+            name += "_in_parts"
+        kept[current[-1]][name] += n_bytes / tokens
+
+    def keep(tensor: Tensor) -> Tensor:
         if storage_id(tensor) not in known:
             known.add(storage_id(tensor))
-            held.append(tensor)  # so that no other storage gets its id
-            kept[current[-1]][tensor.shape[-1:] != (width,)] += (
-                tensor.untyped_storage().nbytes() / tokens
-            )
+            held.append(tensor)
+            add("kept", tensor, tensor.untyped_storage().nbytes())
         return tensor
 
-    def add_result(tensor: torch.Tensor) -> None:
-        kept[current[-1]][2 + (tensor.shape[-1:] != (width,))] += tensor.nbytes / tokens
+    def add_result(tensor: Tensor) -> None:
+        add("results", tensor, tensor.nbytes)
+
+    def enter(block: nn.Module, _: Any) -> None:
+        current.append(block)
 
     def leave(*_: Any) -> None:
         current.pop()
 
-    for module, index in units.items():
-        module.register_forward_pre_hook(lambda *_, index=index: current.append(index))
-        module.register_forward_hook(leave)
+    for block in blocks:
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
+
+    # The head is left out, because it runs in chunks (see `plan_step`).
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     token = _attended.set(add_result)
     with (
@@ -456,7 +538,7 @@ def _kept_bytes(
 class _Results(TorchDispatchMode):
     """Reports the results of operators that ``gradient_checkpointing: selective`` keeps."""
 
-    def __init__(self, add: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, add: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._add = add
 
@@ -468,16 +550,14 @@ class _Results(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         if keeps_result(func):
             for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, Tensor):
                     self._add(tensor)
         return out
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         for result in (out, sums):
@@ -488,12 +568,12 @@ class _FlashAttention(torch.autograd.Function):
 
 def _attend(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *_: Any,
     **__: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     return _FlashAttention.apply(query, key, value).transpose(1, 2), None  # type: ignore[union-attr]
 
 

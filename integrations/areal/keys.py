@@ -19,6 +19,12 @@ from typing import Any
 NOTHING: Any = object()
 """The absence of a value, because None is a value of YAML."""
 
+Keys = dict[str, Any]
+"""Keys of Holdfast with their values, and with a dict for each section."""
+
+Section = Mapping[str, Any]
+"""A section as the file has it."""
+
 
 @dataclass(frozen=True)
 class Fate:
@@ -27,15 +33,16 @@ class Fate:
     kind: str  # ``same``, ``renamed``, ``ignored`` or ``refused``
     why: str = ""  # a remark. For an ignored or refused key: the reason
     to: str = ""  # the key here, for a renamed key
-    # value of ``to`` when the AReaL key is true. `NOTHING` copies the value of the AReaL key
+    # Value of ``to`` when the AReaL key is true. `NOTHING` copies the value of the AReaL key.
     value: Any = NOTHING
-    neutral: tuple[
-        Any, ...
-    ] = ()  # values without an effect, which are neither refused nor worth a warning
-    absent: Any = (
-        NOTHING  # AReaL's default for an absent key, where it differs and the result depends on it
-    )
+    # Values without an effect, which are neither refused nor worth a warning.
+    neutral: tuple[Any, ...] = ()
+    # AReaL's default for an absent key, where it differs and the result depends on it.
+    absent: Any = NOTHING
     of: str = ""  # for a refused or ignored key outside of a section: the class that it is for
+
+
+Table = Mapping[str, Fate]
 
 
 def _ignored(why: str, *neutral: Any) -> Fate:
@@ -66,15 +73,24 @@ SAMPLING = "there is nothing like it here"
 
 _ENGINE = {
     **dict.fromkeys(
-        ("experiment_name", "trial_name", "init_from_scratch", "is_critic", "temperature"), SAME
+        (
+            "experiment_name",
+            "trial_name",
+            "init_from_scratch",
+            "is_critic",
+            "temperature",
+            "gradient_checkpointing",
+            "grad_reduce_dtype",
+        ),
+        SAME,
     ),
-    **dict.fromkeys(("gradient_checkpointing", "grad_reduce_dtype"), SAME),
     "path": Fate("same", "code that comes with a model runs only with `trust_remote_code: true`"),
     "attn_impl": Fate("same", "when absent, what transformers takes, not `flash_attention_2`"),
     "dtype": Fate("same", "not float16"),
     "disable_dropout": Fate("same", absent=False),
     "logprobs_chunk_size": Fate("same", "when absent, as many rows as fit in 128 MiB, not 1024"),
     "pad_to_maximum": SAME,
+    # Micro-batches.
     "mb_spec.n_mbs": Fate("same", "null is 1"),
     "mb_spec.granularity": SAME,
     "mb_spec.n_mbs_divisor": SAME,
@@ -82,17 +98,19 @@ _ENGINE = {
         "same", "when absent 8192, not unlimited. The gradient is the same"
     ),
     "mb_spec.packing_algorithm": SAME,
+    # The optimizer. Scales of losses are for float16 alone.
     "optimizer": Fate("same", "null: the engine does not train", absent=None),
     "optimizer.type": Fate(
         "same", "the moments of `adam_bf16` are rounded at random, not to the nearest"
     ),
-    **dict.fromkeys(
-        (f"optimizer.{key}" for key in ("lr", "weight_decay", "beta1", "beta2", "eps")), SAME
-    ),
-    **dict.fromkeys(
-        (f"optimizer.{key}" for key in ("lr_scheduler_type", "min_lr_ratio", "gradient_clipping")),
-        SAME,
-    ),
+    "optimizer.lr": SAME,
+    "optimizer.weight_decay": SAME,
+    "optimizer.beta1": SAME,
+    "optimizer.beta2": SAME,
+    "optimizer.eps": SAME,
+    "optimizer.lr_scheduler_type": SAME,
+    "optimizer.min_lr_ratio": SAME,
+    "optimizer.gradient_clipping": SAME,
     "optimizer.warmup_steps": Fate(
         "same", "the first step is at 1 / (n + 1) of the rate, AReaL's at 0"
     ),
@@ -106,6 +124,7 @@ _ENGINE = {
         "float32",
         "fp32",
     ),
+    # Sharding, offload and kernels.
     "fsdp.wrap_policy": _ignored("null: the model's own blocks, as here", None),
     "fsdp.wrap_policy.transformer_layer_cls_to_wrap": SAME,
     "fsdp.offload_params": SAME,
@@ -121,12 +140,15 @@ _ENGINE = {
     "fsdp.shard_vision_across_sp": _refused("ranks share rows of text alone here", False),
     "use_kernels": _ignored(SPEED, False),
     "enable_tree_training": _refused(TREE, False),
+    # LoRA.
     **dict.fromkeys(("use_lora", "lora_rank", "lora_alpha"), SAME),
     "target_modules": Fate("same", "empty, or with `all-linear`: every linear layer but the head"),
     "peft_type": Fate("same", "`lora` alone"),
+    # The mesh, and sections of AReaL's other engines.
     "backend": Fate(
         "same",
-        "`megatron:` and `archon:` are read like `fsdp:`. `p` must be 1, and `e` or `t`. The job must have d c t ranks",
+        "`megatron:` and `archon:` are read like `fsdp:`. `p` must be 1, and `e` or `t`. "
+        "The job must have d c t ranks",
     ),
     "megatron.enable_mtp": _refused("multi-token prediction is not trained here", False),
     "megatron.moe_router_bias_update_rate": _refused(
@@ -148,12 +170,14 @@ _ENGINE = {
     "archon.fp8_config.mode": _refused(FP8, "disabled"),
     "archon.moe_router_dtype": _refused(ROUTER, None),
     "archon": _ignored(MEGATRON),
+    # Publishing of weights.
     "weight_update_mode": _ignored(
         "`WeightUpdateMeta.type` says it here: `disk` or `xccl`. There is no `awex`"
     ),
     "enable_delta_weight_update": _ignored("`WeightUpdateMeta.delta` says it"),
     "weight_update_anchor_interval": _ignored("`WeightUpdateMeta.anchor_interval` says it"),
     "weight_update_delta_method": _ignored("new values are written, and bits are compared"),
+    # Workers.
     **dict.fromkeys(("scheduling_spec", "_version", "admin_api_key"), _ignored(PLACEMENT)),
     "scheduling_strategy": _ignored(COLOCATION),
     **dict.fromkeys(("log_level", "request_timeout", "setup_timeout"), _ignored(PLACEMENT)),
@@ -170,17 +194,28 @@ _REMOVED = _refused(
 
 _ACTOR = {
     **dict.fromkeys(
-        ("ppo_n_minibatches", "eps_clip", "eps_clip_higher", "c_clip", "reward_scaling"), SAME
+        (
+            "ppo_n_minibatches",
+            "eps_clip",
+            "eps_clip_higher",
+            "c_clip",
+            "reward_scaling",
+            "reward_bias",
+            "reward_clip",
+            "discount",
+            "recompute_logprob",
+            "use_decoupled_loss",
+            "importance_sampling_level",
+            "prox_logp_method",
+            "sapo_tau_pos",
+            "sapo_tau_neg",
+            "overlong_reward_penalty",
+            "overlong_tokens",
+            "overlong_penalty_factor",
+        ),
+        SAME,
     ),
-    **dict.fromkeys(
-        ("reward_bias", "reward_clip", "discount", "recompute_logprob", "use_decoupled_loss"), SAME
-    ),
-    **dict.fromkeys(
-        ("importance_sampling_level", "prox_logp_method", "sapo_tau_pos", "sapo_tau_neg"), SAME
-    ),
-    **dict.fromkeys(
-        ("overlong_reward_penalty", "overlong_tokens", "overlong_penalty_factor"), SAME
-    ),
+    # Rewards and advantages.
     "max_new_tokens": Fate("same", absent=1024),
     "reward_norm": SAME,
     "adv_norm": SAME,
@@ -189,6 +224,7 @@ _ACTOR = {
     },
     "kl_ctl": Fate("same", "`PPOActorConfig` without a file has 0", absent=0.1),
     "kl_estimator": Fate("same", "here also the estimator of `kl_loss_coef`"),
+    # The loss.
     "use_sapo_loss": Fate("renamed", to="policy_loss", value="sapo"),
     "use_cispo_loss": Fate("renamed", to="policy_loss", value="cispo"),
     "rejection_sampling": SAME,
@@ -197,11 +233,13 @@ _ACTOR = {
         SAME,
     ),
     "gae_lambda": Fate("same", "a number, no path of a function"),
+    # Algorithms that are not here.
     "gae_lambda_kwargs": _refused("`gae_lambda` is a number here", {}),
     "gae_timestep_unit": _refused("advantages are of tokens here, not of turns", "token"),
     "m2_threshold": _refused("there is no M2PO here", None),
     "mask_no_eos_with_zero": _refused(
-        "it takes the reward of answers that were cut off, and `mask_truncated_completions` takes their tokens",
+        "it takes the reward of answers that were cut off, and `mask_truncated_completions` takes "
+        "their tokens",
         False,
     ),
     "behave_imp_weight_cap": _REMOVED,
@@ -255,16 +293,25 @@ _ROLLOUT = {
     **dict.fromkeys(("backend", "scheduling_spec", "agent"), _ignored(SERVERS)),
     "scheduling_strategy": _ignored(COLOCATION),
     **dict.fromkeys(
-        ("experiment_name", "trial_name", "fileroot", "tokenizer_path"), _ignored(SERVERS)
-    ),
-    **dict.fromkeys(
-        ("setup_timeout", "workers_ready_timeout", "pause_grace_period"), _ignored(SERVERS)
-    ),
-    **dict.fromkeys(
-        ("_version", "admin_api_key", "model", "routing_strategy", "poll_interval"),
+        (
+            "experiment_name",
+            "trial_name",
+            "fileroot",
+            "tokenizer_path",
+            "setup_timeout",
+            "workers_ready_timeout",
+            "pause_grace_period",
+            "_version",
+            "admin_api_key",
+            "model",
+            "routing_strategy",
+            "poll_interval",
+            "api_url",
+            "provider_api_key",
+            "serialize_group_samples",
+        ),
         _ignored(SERVERS),
     ),
-    **dict.fromkeys(("api_url", "provider_api_key", "serialize_group_samples"), _ignored(SERVERS)),
     **dict.fromkeys(("use_lora", "lora_name"), _ignored(PUBLISHING)),
     **dict.fromkeys(
         ("enable_rollout_tracing", "check_trajectory_format", "dump_to_file"), _ignored(STATISTICS)
@@ -291,7 +338,7 @@ _GCONFIG = {
     "lora_name": _ignored(PUBLISHING),
 }
 
-KEYS: Mapping[str, Mapping[str, Fate]] = {
+KEYS: Mapping[str, Table] = {
     "TrainEngineConfig": _ENGINE,
     "PPOActorConfig": _ACTOR,
     "PPOCriticConfig": _CRITIC,
@@ -317,7 +364,7 @@ SECTIONS: Mapping[str, str] = {
 }
 """The section of a file that a class is read from unless the caller names another."""
 
-FILE: Mapping[str, Fate] = {
+FILE: Table = {
     "seed": Fate(
         "renamed", "in each engine's section and in `rollout`, unless it has one", to="seed"
     ),

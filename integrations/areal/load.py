@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from types import UnionType
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from ...utils.config import build_config, read_yaml, resolve
 from ...utils.errors import ConfigError
 from ...utils.logging import get_logger
-from .keys import DEFAULTS, FILE, KEYS, NOTHING, SECTIONS, Fate
+from .keys import DEFAULTS, FILE, KEYS, NOTHING, SECTIONS, Fate, Keys, Section, Table
 from .rules import RULES
 
 logger = get_logger(__name__)
@@ -55,13 +55,15 @@ def load_areal(
         ``load_areal(PPOActorConfig, "gsm8k_grpo.yaml", ["actor.path=Qwen/Qwen3-0.6B"])``
     """
     _require_class_of_a_file(cls)
-    overrides = [override.removeprefix("+") for override in overrides]  # Hydra's mark of new keys
-    source = f"{path} with overrides {overrides}" if overrides else f"{path}"
+    # Hydra marks new keys with a plus.
+    overrides = [override.removeprefix("+") for override in overrides]
+    source = f"{path}"
+    if overrides:
+        source += f" with overrides {overrides}"
     reader = _Reader(read_yaml(path, overrides, source), source)
     if _tables_of(cls):
-        name = section or next(
-            SECTIONS[base.__name__] for base in cls.__mro__ if base.__name__ in SECTIONS
-        )
+        # A subclass is read from the section of its nearest base.
+        name = section or next(SECTIONS[base] for base in _names(cls) if base in SECTIONS)
         keys = reader.section(cls, name)
         if keys is None:
             raise ConfigError(
@@ -81,141 +83,192 @@ class _Reader:
 
     def __init__(self, file: DictConfig, source: str) -> None:
         self.file = file
-        self._with_defaults: Any = OmegaConf.merge(OmegaConf.create(dict(DEFAULTS)), file)
+        # Interpolations may name keys that only AReaL's defaults have.
+        defaults = OmegaConf.create(dict(DEFAULTS))
+        self._with_defaults: Any = OmegaConf.merge(defaults, file)
         self._source = source
         self._without_effect: dict[str, list[str]] = {}
         self._remarks: list[str] = []
 
-    def job(self, cls: type) -> dict[str, Any]:
+    def job(self, cls: type) -> Keys:
         """The keys of a class with a field for each section."""
-        types = {name: kind for name, kind in _field_types(cls).items() if name in self.file}
-        keys = {
-            name: self.section(kind, name) if _tables_of(kind) else self._resolved(name)
-            for name, kind in types.items()
-        }
-        read = {*keys, *(key.partition(".")[0] for key in FILE)}
-        if any("RecoverConfig" in _names(kind) for kind in types.values()):
-            read.add("saver")
-        self._note(
-            f"not read by {cls.__name__}", [str(name) for name in self.file if name not in read]
-        )
+        types = _field_types(cls)
+        types = {name: kind for name, kind in types.items() if name in self.file}
+        keys: Keys = {}
+        for name, kind in types.items():
+            if _tables_of(kind):
+                keys[name] = self.section(kind, name)
+            else:
+                keys[name] = self._resolved(name)
+
+        # Exports are settings of recovery here, so its section also reads the one of the saver.
+        read = {key.partition(".")[0] for key in FILE}
+        read.update(keys)
+        for kind in types.values():
+            if "RecoverConfig" in _names(kind):
+                read.add("saver")
+        unread = [str(name) for name in self.file if name not in read]
+        self._note(f"not read by {cls.__name__}", unread)
         return keys
 
-    def section(self, cls: type, name: str) -> dict[str, Any] | None:
-        """The keys of ``cls`` in section ``name``. None if the file has no such section, or null."""
+    def section(self, cls: type, name: str) -> Keys | None:
+        """The keys of ``cls`` in section ``name``. None if the file has null or no such section."""
         found = self._resolved(name)
         if found is None:
             return None
         if not isinstance(found, dict):
             raise ConfigError(f"{self._source}: {name} is {found!r}; expected a section of keys")
-        mode = self._resolved("allocation_mode") if "TrainEngineConfig" in _names(cls) else None
-        if (
-            mode is not None
-        ):  # AReaL's older key for the backends of servers and trainer: "sglang:d4+d4t2"
-            backend = re.split(r"[+]|[|](?![^(]*[)])", str(mode))[-1]
-            if backend.startswith(("eval", "cpu", "vllm", "sglang")):  # it names no trainer
-                backend = "fsdp"
-            named = backend.startswith(("fsdp", "megatron", "archon"))
-            found.setdefault("backend", backend if named else f"fsdp:{backend}")
-        keys = self._translate(_tables_of(cls), cls, name, found)
-        if "RecoverConfig" in _names(cls) and (saver := self._resolved("saver")):
-            said = {
-                key: value
-                for key, value in saver.items()
-                if key not in _PLACE or found.get(key) != value
-            }
-            keys |= self._translate(KEYS["saver"], None, "saver", said)
+        classes = _names(cls)
+        if "TrainEngineConfig" in classes:
+            self._set_backend(found)
+
+        # Keys of the section itself, and of those that belong to it here.
+        table = _tables_of(cls)
+        keys = self._translate(table, cls, name, found)
+        if "RecoverConfig" in classes:
+            keys |= self._exports(found)
         self._add_from_file(cls, found, keys)
-        for key, fate in _tables_of(cls).items():
+
+        # Absent keys whose default differs.
+        for key, fate in table.items():
             if fate.absent is not NOTHING and key not in found:
                 keys[key] = fate.absent
-        for rule in (rule for base in _names(cls) for rule in RULES.get(base, ())):
-            try:
+
+        # Rules come last, because they compare values, also defaults of absent keys.
+        rules = [rule for base in classes for rule in RULES.get(base, ())]
+        try:
+            for rule in rules:
                 self._remarks += [f"{name}: {remark}" for remark in rule(keys, found)]
-            except ConfigError as error:
-                raise ConfigError(f"section {name!r} of {self._source}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"section {name!r} of {self._source}: {error}") from None
         return keys
+
+    def _set_backend(self, found: Keys) -> None:
+        """Take an absent backend from ``allocation_mode``, AReaL's older key for the backends of
+        servers and trainer: "sglang:d4+d4t2".
+        """
+        mode = self._resolved("allocation_mode")
+        if mode is None:
+            return
+
+        # The trainer is the last one. A bar in brackets is part of its backend.
+        parts = re.split(r"[+]|[|](?![^(]*[)])", str(mode))
+        backend = parts[-1]
+        if backend.startswith(("eval", "cpu", "vllm", "sglang")):  # it names no trainer
+            backend = "fsdp"
+        if not backend.startswith(("fsdp", "megatron", "archon")):
+            backend = f"fsdp:{backend}"
+        found.setdefault("backend", backend)
+
+    def _exports(self, found: Section) -> Keys:
+        """The keys that recovery takes from AReaL's saver. A place that both share is no news."""
+        said = dict(self._resolved("saver") or {})
+        for key in _PLACE:
+            if key in said and said[key] == found.get(key):
+                del said[key]
+        return self._translate(KEYS["saver"], None, "saver", said)
 
     def warn(self) -> None:
         """Log one warning with all remarks."""
-        parts = [f"{', '.join(names)} ({why})" for why, names in self._without_effect.items()]
-        remarks = [f"without effect here: {'; '.join(parts)}"] if parts else []
-        if told := ". ".join(remarks + self._remarks):
+        remarks = list(self._remarks)
+        if self._without_effect:
+            # Keys with the same reason stand together.
+            parts = [f"{', '.join(names)} ({why})" for why, names in self._without_effect.items()]
+            remarks.insert(0, f"without effect here: {'; '.join(parts)}")
+        if remarks:
             logger.warning(
                 "AReaL's file %s. %s. docs/areal.md has what becomes of each key",
                 self._source,
-                told,
+                ". ".join(remarks),
             )
 
     def _resolved(self, name: str) -> Any:
-        value = OmegaConf.select(self._with_defaults, name) if name in self.file else None
-        return (
-            resolve(value, self._source) if isinstance(value, (DictConfig, ListConfig)) else value
-        )
+        """The value of a section or key, with interpolations. None if the file has none."""
+        if name not in self.file:
+            return None
+        value = OmegaConf.select(self._with_defaults, name)
+        if isinstance(value, (DictConfig, ListConfig)):
+            return resolve(value, self._source)
+        return value
 
     def _note(self, why: str, names: Sequence[str]) -> None:
         if names:
             self._without_effect.setdefault(why, []).extend(names)
 
-    def _translate(
-        self, table: Mapping[str, Fate], cls: type | None, section: str, found: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        own = set(_own_keys(cls)) if cls is not None else set()
-        keys: dict[str, Any] = {}
+    def _translate(self, table: Table, cls: type | None, section: str, found: Section) -> Keys:
+        """The keys here of the values ``found`` in ``section``. Refuses and notes others."""
+        own = set[str]()
+        if cls is not None:
+            own.update(_own_keys(cls))
+        keys: Keys = {}
         for key, value in _leaves(found, table):
+            full = f"{section}.{key}"
             fate = _fate(key, table)
-            if fate is None and key not in own:
-                full, known = (
-                    f"{section}.{key}",
-                    sorted(f"{section}.{each}" for each in {*table, *own}),
-                )
-                near = ", ".join(get_close_matches(full, known, n=3) or known)
-                raise ConfigError(
-                    f"config key {full!r} in {self._source} is neither AReaL's nor Holdfast's; "
-                    f"did you mean {near}?"
-                )
-            elif fate is None or (fate.kind == "same"):
+            if fate is None:
+                # Keys of Holdfast may stand next to AReaL's.
+                if key not in own:
+                    known = own.union(table)
+                    raise self._unknown(full, [f"{section}.{each}" for each in known])
+                _set(keys, key, value)
+            elif fate.kind == "same":
                 _set(keys, key, value)
             elif fate.kind == "renamed":
+                # A switch of AReaL's may be a value of another key here.
                 if fate.value is NOTHING:
                     _set(keys, fate.to, value)
                 elif value:
                     _set(keys, fate.to, fate.value)
             elif value not in fate.neutral:
                 if fate.kind == "refused":
-                    self._refuse(f"{section}.{key}", value, fate)
-                self._note(fate.why, [f"{section}.{key}"])
+                    self._refuse(full, value, fate)
+                self._note(fate.why, [full])
         return keys
 
-    def _add_from_file(self, cls: type, found: Mapping[str, Any], keys: dict[str, Any]) -> None:
+    def _unknown(self, key: str, known: list[str]) -> ConfigError:
+        known.sort()
+        near = get_close_matches(key, known, n=3) or known
+        return ConfigError(
+            f"config key {key!r} in {self._source} is neither AReaL's nor Holdfast's; "
+            f"did you mean {', '.join(near)}?"
+        )
+
+    def _add_from_file(self, cls: type, found: Section, keys: Keys) -> None:
         """Add the keys outside of the section that decide about it."""
-        own = _own_keys(cls)
+        own = set(_own_keys(cls))
         for key, fate in FILE.items():
             value = OmegaConf.select(self.file, key, default=NOTHING)
             if value is NOTHING or value is None:
                 continue
-            if fate.kind == "renamed" and fate.to in own and fate.to not in found:
+
+            # The section's own value wins over the file's.
+            is_missing = fate.to in own and fate.to not in found
+            if fate.kind == "renamed" and is_missing:
                 keys[fate.to] = value
             elif fate.of in _names(cls) and value not in fate.neutral:
                 if fate.kind == "refused":
-                    self._refuse(key, "set" if OmegaConf.is_dict(value) else value, fate)
+                    if OmegaConf.is_dict(value):  # a whole section, too long for a message
+                        value = "set"
+                    self._refuse(key, value, fate)
+
+                # Several sections of a job may meet this key. It is named once.
                 if key not in self._without_effect.get(fate.why, ()):
                     self._note(fate.why, [key])
 
     def _refuse(self, key: str, value: Any, fate: Fate) -> None:
-        advice = (
-            f"; expected {' or '.join(map(repr, fate.neutral))}, or no such key"
-            if fate.neutral
-            else ""
-        )
+        advice = ""
+        if fate.neutral:
+            expected = " or ".join(map(repr, fate.neutral))
+            advice = f"; expected {expected}, or no such key"
         raise ConfigError(f"config key {key!r} in {self._source} is {value!r}: {fate.why}{advice}")
 
 
 def _require_class_of_a_file(cls: type) -> None:
-    if _tables_of(cls) or (
-        is_dataclass(cls) and any(_tables_of(kind) for kind in _field_types(cls).values())
-    ):
+    if _tables_of(cls):
         return
+    if is_dataclass(cls):
+        kinds = _field_types(cls).values()
+        if any(_tables_of(kind) for kind in kinds):
+            return
     raise ConfigError(
         f"{cls.__name__} is no section of AReaL's files; expected {', '.join(SECTIONS)}, a class "
         "derived from one, or a dataclass with fields of these"
@@ -230,41 +283,42 @@ def _tables_of(cls: type) -> dict[str, Fate]:
     """The fate of each key of the section that ``cls`` is read from. Empty for a class without a
     section.
     """
-    tables = [KEYS[name] for name in reversed(_names(cls)) if name in KEYS]
+    found: dict[str, Fate] = {}
     if "TrainEngineConfig" in _names(cls):
+        # A section may have keys of all algorithms. Tables of the class itself come after these.
         fate = Fate("ignored", f"of an algorithm, which {cls.__name__} has not")
-        algorithms = ("PPOActorConfig", "PPOCriticConfig", "DPOConfig")
-        tables.insert(
-            0, {key: fate for table in algorithms for key in KEYS[table] if "." not in key}
-        )
-    return {key: fate for table in tables for key, fate in table.items()}
+        for algorithm in ("PPOActorConfig", "PPOCriticConfig", "DPOConfig"):
+            found |= {key: fate for key in KEYS[algorithm] if "." not in key}
+    for name in reversed(_names(cls)):
+        found |= KEYS.get(name, {})
+    return found
 
 
-def _fate(key: str, table: Mapping[str, Fate]) -> Fate | None:
-    """The fate of the key, or of its nearest parent section if that fate covers the whole section."""
+def _fate(key: str, table: Table) -> Fate | None:
+    """The fate of the key, or of its nearest parent section if that covers the whole section."""
     if key in table:
         return table[key]
-    parents = (key.rsplit(".", n)[0] for n in range(1, key.count(".") + 1))
-    return next(
-        (table[parent] for parent in parents if parent in table and table[parent].kind != "same"),
-        None,
-    )
+    parent = key
+    while "." in parent:
+        parent = parent.rpartition(".")[0]
+        if parent in table and table[parent].kind != "same":
+            return table[parent]
+    return None
 
 
-def _leaves(
-    found: Mapping[str, Any], table: Mapping[str, Fate], prefix: str = ""
-) -> Iterator[tuple[str, Any]]:
+def _leaves(found: Section, table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """``(dotted key, value)`` of each key. A section that the table knows as a whole is one key."""
     for name, value in found.items():
         key = f"{prefix}{name}"
+        is_section = isinstance(value, dict) and bool(value)
         has_rows = any(other.startswith(f"{key}.") for other in table)
-        if isinstance(value, dict) and value and (key not in table or has_rows):
+        if is_section and (has_rows or key not in table):
             yield from _leaves(value, table, f"{key}.")
         else:
             yield key, value
 
 
-def _set(keys: dict[str, Any], dotted: str, value: Any) -> None:
+def _set(keys: Keys, dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for parent in parents:
         keys = keys.setdefault(parent, {})
@@ -273,12 +327,15 @@ def _set(keys: dict[str, Any], dotted: str, value: Any) -> None:
     keys[last] = value
 
 
-def _field_types(cls: type) -> dict[str, Any]:
+def _field_types(cls: type) -> Keys:
     """Maps each field to its class, and ``X | None`` to X."""
-    hints, found = get_type_hints(cls), {}
+    hints = get_type_hints(cls)
+    found = {}
     for name in (field.name for field in fields(cls)):
-        either = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else ()
-        found[name] = next((kind for kind in either if is_dataclass(kind)), hints[name])
+        found[name] = hints[name]
+        if get_origin(hints[name]) in (Union, UnionType):
+            either = get_args(hints[name])
+            found[name] = next((kind for kind in either if is_dataclass(kind)), hints[name])
     return found
 
 

@@ -6,43 +6,52 @@ warning. The first lines of these docstrings are a table of docs/areal.md.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ...engine.api import ParallelStrategy
 from ...utils.errors import ConfigError
+from .keys import Keys, Section
 
-Rule = Callable[[dict[str, Any], Mapping[str, Any]], list[str]]
+Rule = Callable[[Keys, Section], list[str]]
 
 
-def mesh_of_this_engine(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """`backend` with pipeline parallelism (`p` above 1), or with `e` and `t` both above 1: refused."""
-    if backend := keys.get("backend"):
+def mesh_of_this_engine(keys: Keys, found: Section) -> list[str]:
+    """`backend` with pipeline parallelism (`p` above 1), or with `e` and `t` both above 1:
+    refused.
+    """
+    backend = keys.get("backend")
+    if backend:
         ParallelStrategy.from_backend(str(backend))
     else:
+        # Absent or empty: the default here.
         keys.pop("backend", None)
     return []
 
 
-def weights_of_one(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+def weights_of_one(keys: Keys, found: Section) -> list[str]:
     """`use_decoupled_loss` without `rejection_sampling`: AReaL's weights are 1, so
     `recompute_logprob` alone.
     """
     if not keys.get("use_decoupled_loss") or keys.get("rejection_sampling"):
         return []
-    if (method := keys.get("prox_logp_method", "recompute")) not in ("recompute", "metrics"):
+    method = keys.get("prox_logp_method", "recompute")
+    if method not in ("recompute", "metrics"):
         raise ConfigError(
             f"config key 'prox_logp_method' is {method!r} without 'rejection_sampling': AReaL's "
             "weights are 1 then, which here goes with a recomputed policy alone; set "
             "rejection_sampling"
         )
-    keys["use_decoupled_loss"], keys["recompute_logprob"] = False, True
+
+    # The ratio is relative to the recomputed policy, as before, and has no weights.
+    keys["use_decoupled_loss"] = False
+    keys["recompute_logprob"] = True
     keys.pop("prox_logp_method", None)
     return [
-        "use_decoupled_loss without rejection_sampling is recompute_logprob, for AReaL's weights are 1 then"
+        "use_decoupled_loss without rejection_sampling is recompute_logprob, for AReaL's weights "
+        "are 1 then"
     ]
 
 
-def bounds_of_nothing(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+def bounds_of_nothing(keys: Keys, found: Section) -> list[str]:
     """`rejection_sampling` without `use_decoupled_loss`: dropped, as AReaL does."""
     if not keys.get("rejection_sampling") or keys.get("use_decoupled_loss"):
         return []
@@ -50,7 +59,7 @@ def bounds_of_nothing(keys: dict[str, Any], found: Mapping[str, Any]) -> list[st
     return ["rejection_sampling without use_decoupled_loss bounds nothing"]
 
 
-def one_minibatch(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+def one_minibatch(keys: Keys, found: Section) -> list[str]:
     """`reuse_train_logp` as `prox_logp_method`, with several `ppo_n_minibatches`: one, as AReaL
     does.
     """
@@ -60,24 +69,27 @@ def one_minibatch(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
     return ["ppo_n_minibatches is 1 with prox_logp_method reuse_train_logp"]
 
 
-def deviation(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+def deviation(keys: Keys, found: Section) -> list[str]:
     """`std_level` batch with `mean_level` group, or one level with `mean_leave1out`: not AReaL's,
     with a remark.
     """
     remarks = []
     for name in ("reward_norm", "adv_norm"):
         norm = keys.get(name) or {}
-        mean, std = norm.get("mean_level", "batch"), norm.get("std_level", "batch")
-        if (mean, std) == ("group", "batch") or (
-            std is not None and mean == std and norm.get("mean_leave1out")
-        ):
+        mean = norm.get("mean_level", "batch")
+        std = norm.get("std_level", "batch")
+
+        # AReaL takes the deviation from the means that it subtracts: of groups, or of all others.
+        of_batch_around_groups = mean == "group" and std == "batch"
+        of_one_level = std is not None and mean == std
+        if of_batch_around_groups or (of_one_level and norm.get("mean_leave1out")):
             remarks.append(
                 f"the standard deviation of {name} is not AReaL's: see docs/algorithms.md"
             )
     return remarks
 
 
-def nothing_saved(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+def nothing_saved(keys: Keys, found: Section) -> list[str]:
     """`mode` that is `off` or `disabled`: no exports either, although AReaL's `saver` goes on, with
     a remark.
     """
@@ -96,15 +108,20 @@ _OF_MEGATRON = {
 }
 
 
-def megatron_layers(keys: dict[str, Any], found: Mapping[str, Any]) -> list[str]:
+def megatron_layers(keys: Keys, found: Section) -> list[str]:
     """`target_modules` with Megatron's names (`linear_qkv`): translated to transformers' layers,
     with a remark.
     """
     names = keys.get("target_modules") or []
     if not keys.get("use_lora") or not any(name in _OF_MEGATRON for name in names):
         return []
-    keys["target_modules"] = [layer for name in names for layer in _OF_MEGATRON.get(name, (name,))]
-    return [f"target_modules {names} are {keys['target_modules']}, with adapters of their own each"]
+
+    # Megatron fuses layers, so one name of it is several here. Other names stay.
+    layers: list[str] = []
+    for name in names:
+        layers += _OF_MEGATRON.get(name, (name,))
+    keys["target_modules"] = layers
+    return [f"target_modules {names} are {layers}, with adapters of their own each"]
 
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
