@@ -62,7 +62,12 @@ def agreement(options: Options) -> list[Figure]:
     return figures
 
 
-def _figure(n_ranks: int, seconds: dict[str, list[float]], ours: list[str], note: str) -> Figure:
+def _figure(
+    n_ranks: int,
+    seconds: dict[str, list[float]],
+    ours: list[str],
+    note: str,
+) -> Figure:
     names = ", ".join(ours)
     return Figure(
         f"growth.agreement.{n_ranks}_ranks",
@@ -139,7 +144,11 @@ def _recorded(group: dist.ProcessGroup) -> Iterator[list[str]]:
             setattr(dist, kind, original)
 
 
-def _again(session: Session, group: dist.ProcessGroup, kinds: list[str]) -> dict[str, float]:
+def _again(
+    session: Session,
+    group: dist.ProcessGroup,
+    kinds: list[str],
+) -> dict[str, float]:
     """Seconds of the collectives when nothing else runs."""
     # A few numbers, as an agreement has, and empty objects.
     own = torch.zeros(3, dtype=torch.float64)

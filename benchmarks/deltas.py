@@ -89,14 +89,23 @@ def _serving_over(network: Network) -> type[FileHandler]:
 
 
 class _Throttled:
-    def __init__(self, connection: Any, network: Network) -> None:
+    def __init__(
+        self,
+        connection: Any,
+        network: Network,
+    ) -> None:
         self._connection = connection
         self._network = network
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
 
-    def sendfile(self, file: Any, offset: int, count: int) -> int:
+    def sendfile(
+        self,
+        file: Any,
+        offset: int,
+        count: int,
+    ) -> int:
         for begin in range(0, count, _CHUNK_BYTES):
             n_bytes = min(_CHUNK_BYTES, count - begin)
             self._network.carry(n_bytes)
@@ -134,7 +143,12 @@ def _mirrors(scratch: Path, gbits: float) -> Iterator[dict[str, Mirror]]:
             server.server_close()
 
 
-def measure(session: Session, rate: float, steps: int, gbits: float) -> list[dict[str, float]]:
+def measure(
+    session: Session,
+    rate: float,
+    steps: int,
+    gbits: float,
+) -> list[dict[str, float]]:
     """Publish after every ``steps`` optimizer steps at ``rate``, in both ways."""
     # Steps at a larger rate come first (see `WARM_UP`).
     engine = build_engine(session)
@@ -184,7 +198,12 @@ def _seconds_on_rank_0(session: Session, call: Callable[[], object]) -> float:
 
 
 def _publish(
-    session: Session, engine: FSDPEngine, folder: Path, kind: str, version: int, copy: PublishedCopy
+    session: Session,
+    engine: FSDPEngine,
+    folder: Path,
+    kind: str,
+    version: int,
+    copy: PublishedCopy,
 ) -> dict[str, float]:
     meta = WeightUpdateMeta(
         "disk",
@@ -283,7 +302,12 @@ def main() -> None:
         _report(rate, steps, gbits, rounds)
 
 
-def _report(rate: float, steps: int, gbits: float, rounds: list[dict[str, float]]) -> None:
+def _report(
+    rate: float,
+    steps: int,
+    gbits: float,
+    rounds: list[dict[str, float]],
+) -> None:
     median = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
     worst = {key: max(row[key] for row in rounds) for key in rounds[0]}
 
@@ -326,7 +350,11 @@ def _pair(values: dict[str, float], key: str) -> str:
     return f"{values[f'delta {key}']:.3g} / {values[f'full {key}']:.3g}"
 
 
-def _check(what: str, ratio: float, limit: float) -> None:
+def _check(
+    what: str,
+    ratio: float,
+    limit: float,
+) -> None:
     mark = "met" if ratio < limit else "NOT met"
     print(f"<!-- {what}: {ratio:.3f} of full, limit {limit:g}: {mark} -->")
 

@@ -120,7 +120,11 @@ def bytes_written(options: Options) -> list[Figure]:
     return figures
 
 
-def _measure_memory(session: Session, group: str, key: str) -> dict[str, dict[str, float]]:
+def _measure_memory(
+    session: Session,
+    group: str,
+    key: str,
+) -> dict[str, dict[str, float]]:
     case = _GROUPS[group][key]
     engine = build_engine(session)
     shard_bytes = bytes_of(_tensors(engine, group))

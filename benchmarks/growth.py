@@ -87,7 +87,12 @@ def growth(options: Options) -> list[Figure]:
     return figures
 
 
-def _save_figure(options: Options, what: str, parameters: int, ranks: int) -> Figure:
+def _save_figure(
+    options: Options,
+    what: str,
+    parameters: int,
+    ranks: int,
+) -> Figure:
     seconds = on_ranks(_measure_save, options, parameters, ranks=ranks)["seconds"]
     return Figure(
         f"growth.save.{what}",
@@ -128,7 +133,13 @@ def _measure_save(session: Session, parameters: int) -> Times:
     return times
 
 
-def _simulate(options: Options, n_ranks: int, what: str, *, layers: int) -> list[Figure]:
+def _simulate(
+    options: Options,
+    n_ranks: int,
+    what: str,
+    *,
+    layers: int,
+) -> list[Figure]:
     shapes = _tensor_shapes(layers)
     folder = options.scratch / "simulated"
     rounds = options.rounds
@@ -161,7 +172,10 @@ def _simulate(options: Options, n_ranks: int, what: str, *, layers: int) -> list
 
 
 def _timed_plan(
-    shapes: Shapes, n_ranks: int, rank: int, values: Mapping[str, Any]
+    shapes: Shapes,
+    n_ranks: int,
+    rank: int,
+    values: Mapping[str, Any],
 ) -> dict[str, float]:
     """Seconds to digest and plan a structure that is not in the cache."""
     structure = _structure(shapes, n_ranks, rank)
@@ -174,7 +188,11 @@ def _timed_plan(
     return _timed(plan)
 
 
-def _structure(shapes: Shapes, n_ranks: int, rank: int) -> Structure:
+def _structure(
+    shapes: Shapes,
+    n_ranks: int,
+    rank: int,
+) -> Structure:
     """Structure of tensors sharded by rows, as FSDP2 shards them. Numbers are on every rank."""
     properties = TensorProperties(dtype=torch.float32)
     mesh = tuple(range(n_ranks))
@@ -238,7 +256,12 @@ def _local_plans(shapes: Shapes, n_ranks: int) -> list[SavePlan]:
     return plans
 
 
-def _write_item(name: str, shape: tuple[int, ...], n_ranks: int, rank: int) -> WriteItem:
+def _write_item(
+    name: str,
+    shape: tuple[int, ...],
+    n_ranks: int,
+    rank: int,
+) -> WriteItem:
     whole = torch.Size(shape)
     offsets = torch.Size([0] * len(shape))
     sizes = whole
@@ -343,7 +366,11 @@ def _simulate_files(
 
 
 def _plan_restore(
-    folder: Path, sent: bytes | None, shapes: Shapes, n_ranks: int, rank: int
+    folder: Path,
+    sent: bytes | None,
+    shapes: Shapes,
+    n_ranks: int,
+    rank: int,
 ) -> None:
     """Find this rank's part of every tensor. Without a layout in ``sent``, parse and pickle
     ``.metadata``.

@@ -125,7 +125,10 @@ def interleave(ways: Mapping[str, Way], rounds: int) -> Times:
 
 
 def over(
-    limit: str, seconds: Mapping[str, list[float]], *, inverse: bool = False
+    limit: str,
+    seconds: Mapping[str, list[float]],
+    *,
+    inverse: bool = False,
 ) -> dict[str, list[float]]:
     """Divide the seconds of every way by those of ``limit`` in the same round.
 
@@ -159,7 +162,10 @@ def describe_machine(options: Options) -> dict[str, Any]:
 
 
 def save_results(
-    path: Path, options: Options, figures: list[Figure], took_s: Mapping[str, float]
+    path: Path,
+    options: Options,
+    figures: list[Figure],
+    took_s: Mapping[str, float],
 ) -> dict[str, Any]:
     """Write the figures of a run, and the seconds of each benchmark, to ``path``. Returns the
     document.

@@ -106,7 +106,12 @@ class _SharedFile:
     tensors.
     """
 
-    def __init__(self, session: Session, tensors: list[torch.Tensor], folder: Path) -> None:
+    def __init__(
+        self,
+        session: Session,
+        tensors: list[torch.Tensor],
+        folder: Path,
+    ) -> None:
         sizes = session.all(bytes_of(tensors))
         self.path = folder / "raw"
         self.total_bytes = sum(sizes)
@@ -141,7 +146,11 @@ def _measure_save(session: Session) -> Times:
     path = folder / "export"
 
     # The limit moves the same bytes as the savers, so that it is measured for each dtype.
-    def measure(what: str, tensors: list[torch.Tensor], savers: Mapping[str, Saver]) -> Times:
+    def measure(
+        what: str,
+        tensors: list[torch.Tensor],
+        savers: Mapping[str, Saver],
+    ) -> Times:
         raw = _SharedFile(session, tensors, folder)
 
         def once(call: Callable[[], object], written: Path) -> dict[str, float]:
@@ -180,7 +189,9 @@ def _measure_load(session: Session) -> Times:
     areal = ArealHF(session, engine)
 
     def measure(
-        what: str, tensors: list[torch.Tensor], ways: dict[str, Callable[[], object]]
+        what: str,
+        tensors: list[torch.Tensor],
+        ways: dict[str, Callable[[], object]],
     ) -> Times:
         # The write leaves the raw file in the page cache, as the saves do theirs.
         raw = _SharedFile(session, tensors, folder)
@@ -225,7 +236,11 @@ class _Server:
     SGLang.
     """
 
-    def __init__(self, config_folder: str, device: str) -> None:
+    def __init__(
+        self,
+        config_folder: str,
+        device: str,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
@@ -234,7 +249,11 @@ class _Server:
         self._process.start()
         theirs.close()
 
-    def update_weights_from_disk(self, path: str, version: int) -> int:
+    def update_weights_from_disk(
+        self,
+        path: str,
+        version: int,
+    ) -> int:
         """Load a folder. Returns the version served."""
         self._pipe.send((path, version))
         served = self._pipe.recv()
@@ -248,7 +267,11 @@ class _Server:
         self._process.join(30)
 
 
-def _serve(pipe: Connection, config_folder: str, device: str) -> None:
+def _serve(
+    pipe: Connection,
+    config_folder: str,
+    device: str,
+) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -60,7 +60,11 @@ class WarmBuffer:
         if self._flat.is_pinned():
             torch.cuda.synchronize()
 
-    def write(self, path: Path, offset: int = 0) -> None:
+    def write(
+        self,
+        path: Path,
+        offset: int = 0,
+    ) -> None:
         """Write the buffer to ``path`` from ``offset`` on, and fsync."""
         # Other ranks may be writing to the same file, so that it is not truncated.
         flags = os.O_WRONLY | os.O_CREAT
@@ -71,13 +75,22 @@ class WarmBuffer:
         finally:
             os.close(fd)
 
-    def read(self, path: Path, offset: int = 0) -> None:
+    def read(
+        self,
+        path: Path,
+        offset: int = 0,
+    ) -> None:
         """Read the same number of bytes back."""
         # From the page cache, if the file was written a moment ago.
         with open(path, "rb", buffering=0) as file:
             self._move(_pread_into, file.fileno(), offset)
 
-    def _move(self, call: _Call, fd: int, offset: int) -> None:
+    def _move(
+        self,
+        call: _Call,
+        fd: int,
+        offset: int,
+    ) -> None:
         # A call may move less than it was given, so that this repeats until all bytes are moved.
         whole = self._flat.numpy().data
         rest = whole[: self.n_bytes]
@@ -91,5 +104,9 @@ class WarmBuffer:
             offset += moved
 
 
-def _pread_into(fd: int, view: memoryview, offset: int) -> int:
+def _pread_into(
+    fd: int,
+    view: memoryview,
+    offset: int,
+) -> int:
     return os.preadv(fd, [view], offset)

@@ -100,7 +100,11 @@ def _measure(session: Session) -> Times:
 # The ways differ only in how they come from logits to log-probabilities and entropies.
 
 
-def _loss(logprobs: Tensor, entropy: Tensor, mb: Batch) -> Tensor:
+def _loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    mb: Batch,
+) -> Tensor:
     """Policy loss on the log-probabilities. The entropy is computed, but not used."""
     is_finite = torch.isfinite(entropy)
     assert bool(is_finite.all())
@@ -165,7 +169,11 @@ def _entropy(log_p: Tensor) -> Tensor:
     return -(p * log_p).sum(-1)
 
 
-def _aligned_loss(logprobs: Tensor, entropy: Tensor, mb: Batch) -> Tensor:
+def _aligned_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    mb: Batch,
+) -> Tensor:
     """Average over the loss mask, which is 0 where a roll brings in a value of another sequence."""
     logprobs = torch.roll(logprobs, 1)
     entropy = torch.roll(entropy, 1)

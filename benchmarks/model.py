@@ -28,7 +28,10 @@ SPEC = FinetuneSpec(total_train_epochs=1, dataset_size=10**6, train_batch_size=1
 
 
 def model_config(
-    parameters: int, *, tied: bool = False, vocabulary: int | None = None
+    parameters: int,
+    *,
+    tied: bool = False,
+    vocabulary: int | None = None,
 ) -> Qwen3Config:
     """Return the smallest Qwen3 of a growing series with at least ``parameters`` parameters."""
     if vocabulary is None:
@@ -57,7 +60,11 @@ def _layers(width: int) -> int:
     return max(2, width // HEAD_DIM)
 
 
-def _count(width: int, vocabulary: int, tied: bool) -> int:
+def _count(
+    width: int,
+    vocabulary: int,
+    tied: bool,
+) -> int:
     """Count embedding, head, and the four attention and three MLP matrices per layer, without
     norms.
     """
@@ -81,7 +88,11 @@ class TrainingSize:
     dtype: str
 
 
-def training_size(options: Options, parameters: int, longer: int = 4) -> TrainingSize:
+def training_size(
+    options: Options,
+    parameters: int,
+    longer: int = 4,
+) -> TrainingSize:
     """Return ``parameters`` in float32 for a CPU. For a GPU, 20 times as many in bfloat16, and
     ``longer`` sequences.
     """
@@ -139,7 +150,11 @@ def build_engine(
     return engine
 
 
-def dense_batch(engine: FSDPEngine, rows: int = 2, length: int = 32) -> Batch:
+def dense_batch(
+    engine: FSDPEngine,
+    rows: int = 2,
+    length: int = 32,
+) -> Batch:
     """A batch without padding."""
     return ragged_batch(engine, [length] * rows)
 

@@ -86,7 +86,10 @@ class EngineSave:
     """`FSDPEngine.save` and `load`, with the options of `SaveLoadMeta`."""
 
     def __init__(
-        self, engine: FSDPEngine, weight_format: WeightFormat, dtype: str | None = None
+        self,
+        engine: FSDPEngine,
+        weight_format: WeightFormat,
+        dtype: str | None = None,
     ) -> None:
         self._engine = engine
         self._format: WeightFormat = weight_format

@@ -81,7 +81,13 @@ def _panel(figure: Figure, top: int) -> Iterator[str]:
             yield f'<line class="n" x1="{x:.1f}" y1="{y - 1}" x2="{x:.1f}" y2="{y + ROW - 3}"/>'
 
 
-def _text(words: str, x: float, y: float, kind: str = "", anchor: str = "start") -> str:
+def _text(
+    words: str,
+    x: float,
+    y: float,
+    kind: str = "",
+    anchor: str = "start",
+) -> str:
     return (
         f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
         f"{escape(words)}</text>"

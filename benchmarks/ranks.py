@@ -54,7 +54,12 @@ class Session:
         group: gloo group for traffic that must not mix with the measured traffic.
     """
 
-    def __init__(self, options: Options, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        options: Options,
+        rank: int,
+        world_size: int,
+    ) -> None:
         self.options = options
         self.rank = rank
         self.world_size = world_size
@@ -102,7 +107,12 @@ class Session:
         return time.perf_counter() - started
 
 
-def on_ranks(fn: Callable[..., T], options: Options, *args: Any, ranks: int | None = None) -> T:
+def on_ranks(
+    fn: Callable[..., T],
+    options: Options,
+    *args: Any,
+    ranks: int | None = None,
+) -> T:
     """Call the top-level function ``fn(session, *args)`` on fresh ranks and return the result of
     rank 0.
 

@@ -63,7 +63,11 @@ def recover(options: Options) -> list[Figure]:
     ]
 
 
-def _measure_round(folder: Path, *, restart: bool) -> dict[str, float]:
+def _measure_round(
+    folder: Path,
+    *,
+    restart: bool,
+) -> dict[str, float]:
     run = GrpoRun(folder, *_OVERRIDES)
     try:
         # The start of the job, with nothing to recover.
@@ -112,7 +116,11 @@ def _wait_for_steps(run: GrpoRun) -> None:
     _wait(run, lambda: run.last_step() >= goal)
 
 
-def _next_step(run: GrpoRun, attempts: int, since: float) -> tuple[dict[str, Any], float]:
+def _next_step(
+    run: GrpoRun,
+    attempts: int,
+    since: float,
+) -> tuple[dict[str, Any], float]:
     """Return the start of training after ``attempts`` earlier ones, and the log time of its first
     step.
     """
@@ -141,7 +149,12 @@ def _wait(run: GrpoRun, condition: Callable[[], bool]) -> None:
         )
 
 
-def _phases(attempt: dict[str, Any], first: float, killed: float, log: str) -> dict[str, float]:
+def _phases(
+    attempt: dict[str, Any],
+    first: float,
+    killed: float,
+    log: str,
+) -> dict[str, float]:
     """Split the time into phases. ``start`` is the start of all processes with their imports."""
     # What the supervisor reports about the loss, and what the workers log.
     loss = attempt["loss"]

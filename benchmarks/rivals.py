@@ -74,7 +74,11 @@ class _Blocking:
 class ArealDCP(_Blocking):
     """AReaL: ``dcp.save`` and ``dcp.load`` of a Stateful over torch's ``get_state_dict``."""
 
-    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+    def __init__(
+        self,
+        session: Session,
+        engine: FSDPEngine,
+    ) -> None:
         self._state = _TrainingState(engine)
 
     def save(self, path: Path) -> None:
@@ -89,7 +93,11 @@ class ArealDCP(_Blocking):
 class TorchAsync:
     """torch: ``dcp.async_save``, which creates a stager for every call."""
 
-    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+    def __init__(
+        self,
+        session: Session,
+        engine: FSDPEngine,
+    ) -> None:
         self._state = _TrainingState(engine)
         # A background save over the default group would deadlock with training.
         self._group = dist.new_group(backend="gloo")
@@ -116,7 +124,11 @@ class TorchAsync:
 class TorchAsyncKept(TorchAsync):
     """torch: ``dcp.async_save`` with a stager that keeps its buffers, pinned if there is a GPU."""
 
-    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+    def __init__(
+        self,
+        session: Session,
+        engine: FSDPEngine,
+    ) -> None:
         super().__init__(session, engine)
         cuda = session.device.type == "cuda"
         self._stager = DefaultStager(
@@ -134,7 +146,11 @@ class VerlShards(_Blocking):
     own files.
     """
 
-    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+    def __init__(
+        self,
+        session: Session,
+        engine: FSDPEngine,
+    ) -> None:
         assert engine.optimizer is not None
         self._model = engine.model
         self._optimizer = engine.optimizer
@@ -162,7 +178,11 @@ class VerlShards(_Blocking):
         self._unpickled(path, "extra_state")
         dist.barrier()
 
-    def _unpickled(self, path: Path, what: str) -> Any:
+    def _unpickled(
+        self,
+        path: Path,
+        what: str,
+    ) -> Any:
         return torch.load(path / f"{what}_{self._suffix}", weights_only=False)
 
 
@@ -172,7 +192,10 @@ class ArealHF(_Blocking):
     """
 
     def __init__(
-        self, session: Session, engine: FSDPEngine, dtype: torch.dtype | None = None
+        self,
+        session: Session,
+        engine: FSDPEngine,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._rank = session.rank
         self._model = engine.model
@@ -218,7 +241,11 @@ class TorchHF(_Blocking):
     file.
     """
 
-    def __init__(self, session: Session, engine: FSDPEngine) -> None:
+    def __init__(
+        self,
+        session: Session,
+        engine: FSDPEngine,
+    ) -> None:
         self._model = engine.model
 
     def save(self, path: Path) -> None:

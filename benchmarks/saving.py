@@ -91,7 +91,13 @@ class _Bench:
         self.folder = session.options.scratch / "save"
         self.dumps: list[ours.Dump] = []
 
-    def dump(self, name: str, *, async_save: bool = True, overlap: bool = True) -> ours.Dump:
+    def dump(
+        self,
+        name: str,
+        *,
+        async_save: bool = True,
+        overlap: bool = True,
+    ) -> ours.Dump:
         """Create a handler, which `close` closes."""
         dump = ours.Dump(self.session, self.engine, name, async_save=async_save, overlap=overlap)
         self.dumps.append(dump)
@@ -179,7 +185,11 @@ def _measure_save(session: Session) -> Times:
     bench = _Bench(session)
 
     # Without the wait, a save in the background would look as fast as its copy.
-    def durable(saver: Saver, *, digests: bool = True) -> dict[str, float]:
+    def durable(
+        saver: Saver,
+        *,
+        digests: bool = True,
+    ) -> dict[str, float]:
         def save_and_wait() -> None:
             saver.save(path)
             saver.wait()

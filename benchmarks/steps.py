@@ -45,7 +45,11 @@ def step_figures(options: Options) -> list[Figure]:
     return figures
 
 
-def _figures(options: Options, n_mbs: int, times: Times) -> list[Figure]:
+def _figures(
+    options: Options,
+    n_mbs: int,
+    times: Times,
+) -> list[Figure]:
     # The note says what was measured, and what the rival is.
     size = training_size(options, _PARAMETERS, longer=16)
     trl = "TRL is not installed (pip install 'holdfast[bench]')"
@@ -69,7 +73,13 @@ def _figures(options: Options, n_mbs: int, times: Times) -> list[Figure]:
     return [speed, collectives, n_bytes]
 
 
-def _count_figure(what: str, n_mbs: int, times: Times, words: str, unit: float) -> Figure:
+def _count_figure(
+    what: str,
+    n_mbs: int,
+    times: Times,
+    words: str,
+    unit: float,
+) -> Figure:
     """A count as a ratio, with the absolute values in the note."""
     counts = times[what]
     absolute = [f"{way} {values[0] / unit:.4g}" for way, values in counts.items()]
@@ -90,7 +100,13 @@ class _Collectives(TorchDispatchMode):
         self.count = 0
         self.n_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if DTensor in types:
             return NotImplemented  # comes again as operators on local tensors
         collective = func.namespace in ("c10d", "_c10d_functional")
@@ -167,7 +183,9 @@ def _measure(session: Session, n_mbs: int) -> Times:
 
 
 def _timed(
-    session: Session, step: Callable[[], object], counts: dict[str, float]
+    session: Session,
+    step: Callable[[], object],
+    counts: dict[str, float],
 ) -> dict[str, float]:
     return session.timed(step) | counts
 
@@ -178,7 +196,13 @@ class _PlainLoop:
     """
 
     def __init__(
-        self, session: Session, folder: str, batch: Batch, n_mbs: int, dtype: str, compiled: bool
+        self,
+        session: Session,
+        folder: str,
+        batch: Batch,
+        n_mbs: int,
+        dtype: str,
+        compiled: bool,
     ) -> None:
         torch.manual_seed(0)
         config = AutoConfig.from_pretrained(folder)

@@ -27,11 +27,19 @@ class _Clock(TrainerCallback):
         self.started = self.seconds = 0.0
         self.around: AbstractContextManager[Any] = nullcontext()
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         self.around.__enter__()
         self.started = time.perf_counter()
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         self.seconds = time.perf_counter() - self.started
         self.around.__exit__(None, None, None)
 

@@ -103,6 +103,8 @@ class Trainer:
             reward_norm=NormConfig(mean_level="group", std_level="group"),
         )
         self.engine = FSDPEngine(actor_config)
+
+        # All ranks together hold the model, and tell the server of new weights.
         self.engine.create_process_group()
         self.engine.initialize(None, spec_of(config))
         self.actor = PPOActor(actor_config, self.engine)
@@ -132,8 +134,12 @@ class Trainer:
 def split(batch: Batch, ranks: int) -> list[tuple[Batch]]:
     """Give each rank an equal part of the rows, which has whole groups."""
     rows = len(batch["rewards"]) // ranks
-    starts = [rank * rows for rank in range(ranks)]
-    return [({key: rows_of[a : a + rows] for key, rows_of in batch.items()},) for a in starts]
+    shares = []
+    for rank in range(ranks):
+        begin = rank * rows
+        share = {key: tensor[begin : begin + rows] for key, tensor in batch.items()}
+        shares.append((share,))
+    return shares
 
 
 def run(config: Config, attempt: Attempt) -> None:
@@ -145,6 +151,8 @@ def run(config: Config, attempt: Attempt) -> None:
         max_new_tokens=config.max_new_tokens,
         stop_token_ids=[tokenizer.eos_token_id],
     )
+
+    # One process for each rank.
     workers = attempt.worker_group(
         Trainer,
         args=(config,),
@@ -152,6 +160,8 @@ def run(config: Config, attempt: Attempt) -> None:
         world_size=config.ranks,
         resources=WorkerResources(config.cpus_per_rank, config.gpus_per_rank),
     )
+
+    # The driver samples ahead and holds the data position. Snapshots have both, and the engine.
     loader = ResumableDataLoader(make_dataset(), config.batch_size, seed=1)
     ahead = RolloutConfig(config.steps_ahead, total_steps=spec.total_train_steps)
     recover = RecoverConfig(fileroot=config.fileroot, freq_steps=config.freq_steps)

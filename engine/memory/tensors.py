@@ -34,7 +34,10 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def flatten(
+    nested: Mapping[str, Any],
+    prefix: str = "",
+) -> Iterator[tuple[str, Tensor]]:
     """``(dotted name, tensor)`` of nested mappings, named as in torch's DCP."""
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -60,7 +63,10 @@ class Box(NamedTuple):
         ranges = zip(self.offsets, self.sizes, strict=True)
         return tuple(at + size - 1 for at, size in ranges)
 
-    def of(self, whole: Tensor) -> Tensor:
+    def of(
+        self,
+        whole: Tensor,
+    ) -> Tensor:
         """The block of a tensor, a view."""
         ranges = zip(self.offsets, self.sizes, strict=True)
         index = tuple(slice(at, at + size) for at, size in ranges)
@@ -69,6 +75,7 @@ class Box(NamedTuple):
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Elements from one index to the next in each dimension of a contiguous tensor."""
+    # From the last dimension, whose elements are side by side.
     strides: list[int] = []
     run = 1
     for size in reversed(shape):
@@ -208,7 +215,10 @@ _slices = PerModel[np.ndarray](
 )
 
 
-def ranks_of(mesh: DeviceMesh, group: Sequence[int] | None = None) -> np.ndarray:
+def ranks_of(
+    mesh: DeviceMesh,
+    group: Sequence[int] | None = None,
+) -> np.ndarray:
     """Global ranks by coordinate, ``[copies, *mesh.shape]``, the slice with this rank and those
     with copies of it.
 
@@ -225,7 +235,10 @@ def ranks_of(mesh: DeviceMesh, group: Sequence[int] | None = None) -> np.ndarray
     return slices
 
 
-def _slices_like(own: np.ndarray, root: np.ndarray) -> np.ndarray:
+def _slices_like(
+    own: np.ndarray,
+    root: np.ndarray,
+) -> np.ndarray:
     """All slices of the ranks ``root`` in the directions of the slice ``own``, or ``own`` alone if
     it is none.
     """
@@ -247,7 +260,10 @@ def _slices_like(own: np.ndarray, root: np.ndarray) -> np.ndarray:
     return slices if is_own.any() else own[None]
 
 
-def copy_number(tensor: Tensor, group: Sequence[int] | None = None) -> tuple[int, int]:
+def copy_number(
+    tensor: Tensor,
+    group: Sequence[int] | None = None,
+) -> tuple[int, int]:
     """This rank's number among the ranks that hold the same part of a tensor, and how many these
     are.
 
@@ -305,7 +321,10 @@ def memory_of(data: Tensor) -> memoryview:
 
 
 class _Memory:
-    def __init__(self, data: Tensor) -> None:
+    def __init__(
+        self,
+        data: Tensor,
+    ) -> None:
         self._data = data
         self.__array_interface__ = {
             "version": 3,
@@ -337,6 +356,7 @@ def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     raw: dict[str, str] = {}
     for name, tensor in named:
         clean = clean_name(name)
+        # Several names of one tensor may have the same clean name.
         if found.setdefault(clean, tensor) is not tensor:
             raise ConfigError(
                 f"{raw[clean]} and {name} would both be called {clean} in a checkpoint, which "
@@ -349,6 +369,7 @@ def by_clean_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 def first_names(named: Mapping[str, T]) -> dict[str, T]:
     """``named`` with only the first name of each tensor."""
+    # Dictionaries keep the order, so the first name of a tensor is met first.
     first: dict[int, str] = {}
     for name, tensor in named.items():
         first.setdefault(id(tensor), name)

@@ -31,7 +31,10 @@ class LiveReader:
     it exists.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+    ) -> None:
         self.model = model
         self.reads_live = False
         _READERS.add(self)
@@ -67,7 +70,9 @@ def changing_weights(model: nn.Module) -> Iterator[None]:
 
 def wait_for_readers(model: nn.Module) -> None:
     """Return when all parameters of ``model`` may be changed."""
-    for reader in [reader for reader in _READERS if reader.reads_live]:
+    # A list, because readers come and go meanwhile.
+    reading = [reader for reader in _READERS if reader.reads_live]
+    for reader in reading:
         if share_modules(reader.model, model):
             reader.wait()
 
@@ -84,7 +89,10 @@ def is_changing(model: nn.Module) -> bool:
     return any(share_modules(other, model) for other in _CHANGING)
 
 
-def share_modules(one: nn.Module, other: nn.Module) -> bool:
+def share_modules(
+    one: nn.Module,
+    other: nn.Module,
+) -> bool:
     """Whether two models are the same or have a module in common."""
     if one is other:
         return True
@@ -107,7 +115,10 @@ class WriteWatch:
     Takes the name, the live tensor (a DTensor or plain) and the copy of its local part on the CPU.
     """
 
-    def __init__(self, watched: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        watched: Sequence[tuple[str, Tensor, Tensor]],
+    ) -> None:
         self._live: list[_Live] = []
         self._sampled_copies: dict[str, Tensor] = {}
         sampled: list[Tensor] = []
@@ -170,7 +181,10 @@ class WriteWatch:
         return sorted(self._written)
 
 
-def changed_since(live: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> set[str]:
+def changed_since(
+    live: Mapping[str, Tensor],
+    copies: Mapping[str, Tensor],
+) -> set[str]:
     """Names of the live tensors of which a few elements differ from their copy on the CPU."""
     # A watch is for tensors of one device.
     of_device = defaultdict[torch.device, list[tuple[str, Tensor, Tensor]]](list)
@@ -189,7 +203,10 @@ def changed_since(live: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> s
     return changed
 
 
-def _version(tensor: Tensor, local: Tensor) -> int:
+def _version(
+    tensor: Tensor,
+    local: Tensor,
+) -> int:
     """Number of operations that torch has counted on a DTensor and on its local tensor."""
     if tensor is local:
         return n_writes(local)

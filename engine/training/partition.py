@@ -22,7 +22,11 @@ Rows = list[int]
 """Indices of the sequences in a bin."""
 
 
-def partition(lengths: Lengths, n_bins: int, algorithm: str = "ffd") -> list[Rows]:
+def partition(
+    lengths: Lengths,
+    n_bins: int,
+    algorithm: str = "ffd",
+) -> list[Rows]:
     """Distribute indices over ``n_bins <= len(lengths)`` non-empty bins with nearly equal sums of
     ``lengths``.
 
@@ -144,7 +148,11 @@ def partition_within(lengths: Lengths, spec: MicroBatchSpec) -> list[Rows]:
         needed = n_bins + 1
 
 
-def split_until(bins: list[Rows], n_bins: int, lengths: Lengths) -> list[Rows]:
+def split_until(
+    bins: list[Rows],
+    n_bins: int,
+    lengths: Lengths,
+) -> list[Rows]:
     """Halve the heaviest divisible bin until there are ``n_bins``. No bin grows."""
 
     def weight(rows: Rows) -> tuple[int, int]:

@@ -81,7 +81,11 @@ def load_areal(
 class _Reader:
     """Translate sections of one file, and collect remarks about them."""
 
-    def __init__(self, file: DictConfig, source: str) -> None:
+    def __init__(
+        self,
+        file: DictConfig,
+        source: str,
+    ) -> None:
         self.file = file
         # Interpolations may name keys that only AReaL's defaults have.
         defaults = OmegaConf.create(dict(DEFAULTS))
@@ -111,7 +115,11 @@ class _Reader:
         self._note(f"not read by {cls.__name__}", unread)
         return keys
 
-    def section(self, cls: type, name: str) -> Keys | None:
+    def section(
+        self,
+        cls: type,
+        name: str,
+    ) -> Keys | None:
         """The keys of ``cls`` in section ``name``. None if the file has null or no such section."""
         found = self._resolved(name)
         if found is None:
@@ -191,11 +199,21 @@ class _Reader:
             return resolve(value, self._source)
         return value
 
-    def _note(self, why: str, names: Sequence[str]) -> None:
+    def _note(
+        self,
+        why: str,
+        names: Sequence[str],
+    ) -> None:
         if names:
             self._without_effect.setdefault(why, []).extend(names)
 
-    def _translate(self, table: Table, cls: type | None, section: str, found: Section) -> Keys:
+    def _translate(
+        self,
+        table: Table,
+        cls: type | None,
+        section: str,
+        found: Section,
+    ) -> Keys:
         """The keys here of the values ``found`` in ``section``. Refuses and notes others."""
         own = set[str]()
         if cls is not None:
@@ -224,7 +242,11 @@ class _Reader:
                 self._note(fate.why, [full])
         return keys
 
-    def _unknown(self, key: str, known: list[str]) -> ConfigError:
+    def _unknown(
+        self,
+        key: str,
+        known: list[str],
+    ) -> ConfigError:
         known.sort()
         near = get_close_matches(key, known, n=3) or known
         return ConfigError(
@@ -232,7 +254,12 @@ class _Reader:
             f"did you mean {', '.join(near)}?"
         )
 
-    def _add_from_file(self, cls: type, found: Section, keys: Keys) -> None:
+    def _add_from_file(
+        self,
+        cls: type,
+        found: Section,
+        keys: Keys,
+    ) -> None:
         """Add the keys outside of the section that decide about it."""
         own = set(_own_keys(cls))
         for key, fate in FILE.items():
@@ -254,7 +281,12 @@ class _Reader:
                 if key not in self._without_effect.get(fate.why, ()):
                     self._note(fate.why, [key])
 
-    def _refuse(self, key: str, value: Any, fate: Fate) -> None:
+    def _refuse(
+        self,
+        key: str,
+        value: Any,
+        fate: Fate,
+    ) -> None:
         advice = ""
         if fate.neutral:
             expected = " or ".join(map(repr, fate.neutral))
@@ -306,7 +338,11 @@ def _fate(key: str, table: Table) -> Fate | None:
     return None
 
 
-def _leaves(found: Section, table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(
+    found: Section,
+    table: Table,
+    prefix: str = "",
+) -> Iterator[tuple[str, Any]]:
     """``(dotted key, value)`` of each key. A section that the table knows as a whole is one key."""
     for name, value in found.items():
         key = f"{prefix}{name}"
@@ -318,7 +354,11 @@ def _leaves(found: Section, table: Table, prefix: str = "") -> Iterator[tuple[st
             yield key, value
 
 
-def _set(keys: Keys, dotted: str, value: Any) -> None:
+def _set(
+    keys: Keys,
+    dotted: str,
+    value: Any,
+) -> None:
     *parents, last = dotted.split(".")
     for parent in parents:
         keys = keys.setdefault(parent, {})
