@@ -116,9 +116,8 @@ def _write_trial(
     engine.save(SaveLoadMeta(str(trial / "hf" / "global_step_1"), "hf", with_optim=False))
     engine.save(SaveLoadMeta(f"{root}/dcp", "dcp", with_optim=True))
     engine.update_weights(WeightUpdateMeta("disk", str(trial / "weights"), version=2))
-    weights = {
-        name: param.full_tensor().detach() for name, param in engine.model.named_parameters()
-    }  # type: ignore[attr-defined]
+    params: Any = engine.model.named_parameters()
+    weights = {name: param.full_tensor().detach() for name, param in params}
     return weights, loader.state_dict()
 
 

@@ -180,9 +180,9 @@ def transfers(session: Session) -> dict[str, Transfer]:
     bfloat16.
     """
     engine = build_engine(session)
-    dcp, hf, half = (
-        ours.EngineSave(engine, *given) for given in (("dcp",), ("hf",), ("hf", "bfloat16"))
-    )
+    dcp = ours.EngineSave(engine, "dcp")
+    hf = ours.EngineSave(engine, "hf")
+    half = ours.EngineSave(engine, "hf", "bfloat16")
     results = {
         "DCP": _both_ways(session, engine, dcp, training_tensors),
         "Hugging Face, float32": _both_ways(session, engine, hf, weight_tensors),

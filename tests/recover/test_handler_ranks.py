@@ -119,10 +119,8 @@ def test_a_resumed_run_repeats_every_number_of_one_that_went_on(
 def _load_whole(rank: int, world_size: int, model: str, folder: str) -> dict[str, torch.Tensor]:
     engine = make_engine(model)
     engine.load(SaveLoadMeta(folder, "dcp", with_optim=True))
-    return {
-        name: param.full_tensor().detach().clone()
-        for name, param in engine.model.named_parameters()
-    }  # type: ignore[attr-defined]
+    params: Any = engine.model.named_parameters()
+    return {name: param.full_tensor().detach().clone() for name, param in params}
 
 
 @contextmanager

@@ -284,9 +284,10 @@ def test_optimizers_of_peft_go_on_bit_for_bit(name: str, tmp_path: Path) -> None
 
 
 def test_an_optimizer_that_keeps_state_under_names_is_refused_by_the_save(tmp_path: Path) -> None:
-    state = build(
-        lambda model: create_lorafa_optimizer(model, r=2, lora_alpha=4, lr=0.01), net=adapted
-    )  # type: ignore
+    def lorafa(model: Any) -> torch.optim.Optimizer:
+        return create_lorafa_optimizer(model, r=2, lora_alpha=4, lr=0.01)
+
+    state = build(lorafa, net=adapted)
     train(state, 0, 1)
     with pytest.raises(
         ConfigError,

@@ -187,10 +187,8 @@ def test_a_list_that_may_be_one_of_groups_is_never_guessed_at(tmp_path: Path) ->
         target = make_state(OTHER, lambda o: OwnSchedule([0.0]), seed=1)
         if at is None:
             load_dcp(tmp_path / str(at), target)
-            assert (
-                target.scheduler is not None
-                and target.scheduler.state_dict() == state.scheduler.state_dict()
-            )  # type: ignore[union-attr]
+            assert target.scheduler is not None and state.scheduler is not None
+            assert target.scheduler.state_dict() == state.scheduler.state_dict()
         else:
             message = refusal(tmp_path / str(at), target)
             assert f"scheduler.{at} is a list of 3" in message and "[2, 0, 1]" in message

@@ -95,9 +95,8 @@ def _under_tensor_parallelism(rank: int, world_size: int) -> list[str]:
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh["fsdp"])
     with torch.no_grad(), twin_of(model, model.config, torch.float32, torch.device("cpu")) as twin:
-        return [
-            f"{param.device_mesh.mesh_dim_names} {param.placements}" for param in twin.parameters()
-        ]  # type: ignore
+        params: list[Any] = list(twin.parameters())
+        return [f"{param.device_mesh.mesh_dim_names} {param.placements}" for param in params]
 
 
 def test_a_twin_of_a_model_under_tensor_parallelism_is_sharded_over_its_fsdp_mesh() -> None:
