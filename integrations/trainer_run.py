@@ -198,7 +198,7 @@ class TrainerRun:
                 cut,
             )
 
-        # In the middle of an epoch the generators follow once the host has skipped batches.
+        # Generators follow once the host has skipped batches, if that is in the middle of an epoch.
         saved = state["notes"]
         restore_rng = self._open_handler.restore_rng
         if trained and "begin" in saved:

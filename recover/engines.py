@@ -323,7 +323,7 @@ def check_fresh(before: Mapping[str, EngineFacts], now: Mapping[str, EngineFacts
         old = before[name]
         new = now[name]
         has_stepped = (new.optimizer_steps or 0) > (old.optimizer_steps or 0)
-        # Nothing had to change.
+        # All values were the same already.
         if not new.moved or not has_stepped:
             continue
         steps = f"optimizer steps {old.optimizer_steps} and {new.optimizer_steps}"

@@ -84,7 +84,7 @@ class Triggers:
     ) -> None:
         self.schedule = SnapshotSchedule(config.freq_epochs, config.freq_steps, config.freq_secs)
         self.stops = StopRequests(config.stop_signals, config.must_save_by, notices)
-        # In the background, the last save may have to wait for one that begins now.
+        # The last save may have to wait for one that begins now in the background.
         self._n_saves = 2 if config.async_save else 1
         self._saves_s = deque([0.0], _RECENT)
         self._steps_s = deque([0.0], _RECENT)

@@ -40,7 +40,7 @@ def load_config(cls: type[T], path: StrPath | None = None, overrides: Sequence[s
     Example:
         >>> load_config(TrainEngineConfig, "train.yaml", ["optimizer.lr=1e-6"])
     """
-    # What the messages name.
+    # The source that messages name.
     source = f"{path}"
     if path is None:
         source = f"the defaults of {cls.__name__}"

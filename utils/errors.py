@@ -12,7 +12,7 @@ class HoldfastError(Exception):
     """Base class of all errors of this package."""
 
 
-# What the user gives: configurations, batches and data.
+# Configurations, batches and data.
 
 
 class ConfigError(HoldfastError, ValueError):

@@ -101,7 +101,7 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
     while line:
         yield line
 
-        # Of a line that is too long, only the beginning is yielded.
+        # Only the beginning of a line that is too long is yielded.
         while len(line) == _LONGEST_BYTES and not line.endswith(b"\n"):
             line = file.readline(_LONGEST_BYTES)
         line = file.readline(_LONGEST_BYTES)

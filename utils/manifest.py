@@ -167,7 +167,7 @@ def parse_manifest(data: bytes, path: StrPath) -> dict[str, Any]:
         raise CheckpointCorruptError(
             f"{path} is not a manifest as it was committed: the digest it ends with is wrong"
         )
-    # Of an unknown version only the number is read.
+    # Only the number of an unknown version is read.
     known = (_WITHOUT_PIECES, FORMAT_VERSION)
     files = {}
     try:

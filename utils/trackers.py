@@ -108,7 +108,7 @@ class _Trackio:
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
-        # Nothing but the numbers of the steps.
+        # Only the numbers of the steps.
         self._run: Any = trackio.init(
             run.project,
             f"{run.name}-{run.run_id}",

@@ -54,7 +54,7 @@ model.
 
 
 class Root(NamedTuple):
-    """Where a folder keeps one training state."""
+    """Place of one training state in a folder."""
 
     name: str  # the ``root`` argument of `load_dcp`. "" is the top
     model: str  # prefix of parameter names

@@ -114,7 +114,7 @@ def set_config_dtype(
             if part is not None:
                 part.dtype = dtype
 
-    # As in transformers, the first tensor speaks for all.
+    # The first tensor speaks for all, as in transformers.
     for key, param in model.named_parameters():
         if param.is_floating_point():
             config.dtype = file_dtypes(model, {key: param}, dtype)[key]

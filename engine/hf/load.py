@@ -103,7 +103,7 @@ def load_hf(
             except CheckpointMismatchError as error:
                 raise CheckpointMismatchError(f"{folder}: {error}") from error
 
-        # Nothing is changed before all ranks have come so far.
+        # All ranks have come so far before anything is changed.
         reading = all_ranks_succeed(f"reading {folder}", group)
         with reading, changing_weights(model), half_loaded(folder), torch.no_grad():
             for tensor, span in transfers.direct:

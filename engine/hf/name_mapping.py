@@ -246,7 +246,7 @@ def loaded_elements(
     """
     numbers, end = _element_numbers(shapes)
 
-    # What is not loaded stays on meta.
+    # Tensors that are not loaded stay on meta.
     twin = _twin(model)
     _load_twin(twin, shapes, lambda key, _: numbers[key])
     state = twin.state_dict()

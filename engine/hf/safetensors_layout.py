@@ -33,7 +33,7 @@ MAX_SHARD_SIZE_BYTES = 50 * 10**9
 # The safetensors library refuses longer headers too.
 _MAX_HEADER_BYTES = 100_000_000
 
-# What reading a JSON document of another form may raise.
+# Errors of reading a JSON document of another form.
 _NOT_AS_EXPECTED = (
     ValueError,
     KeyError,

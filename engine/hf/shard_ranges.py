@@ -249,7 +249,7 @@ def _cut(
             one._replace(size=per_row),
         ]
     else:
-        # What is left of this row, or half of the axis.
+        # The rest of this row, or half of the axis.
         size = (length - 1 - begin) // jump + 1
         if between or size >= one.size:
             size = one.size // 2

@@ -402,7 +402,7 @@ def _chunks_of(values: Tensor, most: int) -> Iterator[Tensor]:
         yield from values.view(-1).split(most)
         return
 
-    # As many rows as fit, or one row in parts.
+    # Rows as long as they fit, or one row in parts.
     n_rows = most * values.shape[0] // values.numel()
     for rows in values.split(max(n_rows, 1)):
         if len(rows) == 1:

@@ -103,7 +103,7 @@ def local_box(tensor: Tensor) -> Box:
     if coordinate is None:
         return Box(origin, origin)
 
-    # What the placements say must be what the rank has.
+    # The placements must describe the block that the rank has.
     here = np.array([coordinate])
     found = cut_boxes(tensor.shape, mesh.shape, placements, here)
     held = tuple(local_tensor(tensor).shape)

@@ -313,7 +313,7 @@ def _largest(
             byte -= 1
         threshold |= byte << shift
 
-    # Of equal values, those of lower ranks come first, then those of lower rows.
+    # Lower ranks come first among equal values, then lower rows.
     is_equal = keys == threshold
     n_before, _ = _before(int(is_equal.sum()), engine)
     places = is_equal.cumsum(0) - 1 + n_before

@@ -264,7 +264,7 @@ class Ledger:
                 )
             entries[ticket.number] = entry
 
-        # Nothing can fail from here on.
+        # No step after this one can fail.
         for name in _PLAIN:
             setattr(self, name, state_dict[name])
         self.drawn = list(self.drawn)

@@ -56,7 +56,7 @@ class Colocated:
         engine = self.engine
         group = engine.control_group
 
-        # Nothing is done if the turn cannot succeed.
+        # The turn is refused before anything is done if it cannot succeed.
         with all_ranks_succeed("a turn of the inference servers", group):
             how: WeightUpdateMeta = engine.publication_to(self.fleet, meta)
             self.fleet.require_sleep(self.level, how.type)

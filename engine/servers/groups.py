@@ -148,7 +148,7 @@ class KeptGroup:
             if not isinstance(error, StreamEndedError):
                 raise
 
-            # Nothing was sent before the first bucket was released.
+            # The first bucket was released before anything was sent.
             problem = f"the weights could not be sent: {error}"
             if buckets.released:
                 raise calls.refuse(f"{problem}; {_IN_PIECES}", PoisonedServerError) from error

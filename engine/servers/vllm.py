@@ -197,7 +197,7 @@ class VLLMServer(ServerClient):
             if _REFUSED not in str(error):
                 raise
 
-            # Nothing was changed, so the server can serve what it has.
+            # The server can serve what it has, because nothing was changed.
             if asleep:
                 raise calls.refuse(f"its KV cache goes on sleeping: {error}") from error
             self._go_on(calls)

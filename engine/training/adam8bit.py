@@ -121,7 +121,7 @@ class Adam8bit(AdamBF16):
                 out=row.view(-1, BLOCK),
             )
 
-        # Of the second moment the root is stored.
+        # The root of the second moment is stored.
         buffer[1].square_()
 
     def _write(

@@ -293,7 +293,7 @@ class _Factors(NamedTuple):
         return cls(of_p, grad_entropy, at_target)
 
     def at(self, rows: slice) -> "_Factors":
-        """Those of some tokens."""
+        """Scores of some tokens."""
         return _Factors(*(None if factor is None else factor[rows] for factor in self))  # type: ignore[arg-type]
 
 

@@ -144,7 +144,7 @@ def split_and_weigh(
 
 
 class _Announced(NamedTuple):
-    """What a rank tells the others about its first cut."""
+    """The first cut of a rank, as the others hear of it."""
 
     n_mbs: float
     weight: float

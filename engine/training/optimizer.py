@@ -70,7 +70,7 @@ def build_optimizer(
             choice = "fused"
         options.update(_IMPLEMENTATIONS[choice])
 
-    # What only some types have.
+    # Options that only some types have.
     if config.type == "sgd":
         options["momentum"] = config.momentum or 0.0
     else:

@@ -165,7 +165,7 @@ class MicroBatch:
         starts = torch.arange(self.n_tokens, n_tokens, longest, device=self.cu_seqlens.device)
         last_end = starts.new_full((1,), n_tokens)
 
-        # What these sequences add to each entry of the row.
+        # The share of these sequences in each entry of the row.
         numbers = torch.arange(n_more, device=self.position_ids.device)
         zeros = torch.zeros_like(numbers)
         positions = numbers % longest

@@ -56,7 +56,7 @@ def give_memory(
     first = _initialized_buffers(skeleton, 0)
     second = _initialized_buffers(skeleton, 1)
 
-    # What does not depend on the garbage was computed.
+    # Values that do not depend on the garbage were computed.
     unfilled = []
     for name, module in model.named_modules():
         for key, buffer in buffers_of(module).items():

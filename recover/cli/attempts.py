@@ -94,7 +94,7 @@ def last_attempt(trial_root: Path) -> AttemptRecord | None:
     """The last attempt in a journal, without its steps. Its number counts from the last attempt
     that has loaded.
     """
-    # What came before the last start does not matter, and may be long.
+    # Entries before the last start do not matter, and may be many.
     start = last_start(trial_root)
     begin = 0 if start is None else start[0]
     attempts = list_attempts(read_journal(trial_root, _BOUNDS, since=begin))

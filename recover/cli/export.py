@@ -76,7 +76,7 @@ def export_command(generation: str, target: Path, as_json: bool, **options: Any)
     """
     export = partial(_export, target=target, **options)
     where, seconds = read_generation(generation, export)
-    # What was made, for people and scripts.
+    # The result, for people and scripts.
     files = [file for file in target.rglob("*") if file.is_file()]
     n_bytes = sum(file.stat().st_size for file in files)
     seconds = round(seconds, 3)
@@ -205,7 +205,7 @@ def _config_of(trial: Path | None) -> Path | None:
     for pattern in _EXPORTS:
         exports = [config.parent for config in trial.glob(pattern)]
         if exports:
-            # By the length first, because step 10 comes after step 9.
+            # Sorted by length first, because step 10 comes after step 9.
             return max(exports, key=lambda export: (len(export.name), export.name))
     return None
 

@@ -150,7 +150,7 @@ class UrlFolder(Folder):
         if "pieces" in entry:
             read = partial(self.read_range, name)
             return read_digest(entry["pieces"], read)
-        # In chunks, because a file may be larger than the memory.
+        # Read in chunks, because a file may be larger than the memory.
         found = xxhash.xxh3_128()
         with self._must_have(name):
             for chunk in self._remote.chunks(name, entry["bytes"]):

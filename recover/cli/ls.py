@@ -27,7 +27,7 @@ from .output import (
 from .runs import Run, run_argument
 
 Entry = dict[str, Any]
-"""What is known of one generation, as in the JSON document."""
+"""Facts about one generation, as in the JSON document."""
 
 _COLUMNS = (
     "step>",
@@ -196,7 +196,7 @@ def _row(entry: Entry) -> list[str]:
     if "bytes" in entry:
         size = size_text(entry["bytes"])
 
-    # What is wrong, without the path, or why it stays.
+    # The problem without the path, or the reason why it stays.
     kept = ", ".join(entry.get("kept", []))
     problem = entry["problem"]
     if problem is None:

@@ -249,7 +249,7 @@ def resume_from_command(generation: str, as_json: bool) -> None:
         )
         return
 
-    # What to do before the start, and why the setting is needed.
+    # Steps before the start, and the reason for the setting.
     if first is not None:
         click.echo(
             f"It is at a URL. End the job, fetch it, with the run's folder for RUN,\n\n  {first}\n"

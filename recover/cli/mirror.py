@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..storage.mirror import Mirror
 
 Report = dict[str, Any]
-"""What was copied, as in the JSON document."""
+"""Copied generations, as in the JSON document."""
 
 _LONGEST_S = 7 * 86400.0
 

@@ -183,7 +183,7 @@ def plan_command(model: str, as_json: bool, **asked: Any) -> None:
         asked["memory"],
         leaves=share is not None,
     )
-    # What would help, if the step does not fit.
+    # Changes that would help if the step does not fit.
     changes = _changes_until_it_fits(case, usable)
     found = _found(case, usable, changes, asked["bandwidth"])
     if share is not None:
@@ -418,7 +418,7 @@ def _print(model: str, case: _Case, found: dict[str, Any]) -> None:
         click.echo(f"{what[0].upper()}{what[1:]}.\n")
     _print_changes(found)
 
-    # In hosts and on disk.
+    # Bytes in hosts and on disk.
     host = found["bytes_in_host_memory_per_node"]
     disk = found["bytes_on_disk"]
     seconds = found["seconds"]

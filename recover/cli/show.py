@@ -62,7 +62,7 @@ def show_command(generation: str, tensors: bool, as_json: bool) -> None:
     for name, engine in found["engines"].items():
         _print_engine(name, engine)
 
-    # Of its parts.
+    # Rows of its parts.
     rows: list[tuple[str, str, str]] = []
     for process, part in found["processes"].items():
         objects = ", ".join(part["objects"])

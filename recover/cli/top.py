@@ -191,7 +191,7 @@ def _newest(store: GenerationStore) -> Facts | None:
 
 def _stats_of(root: Path, stats: Path | None) -> Facts:
     """The last logged values, and the mean seconds of each phase over the recent steps."""
-    # Where a run usually logs, if no file is named.
+    # The usual place of a run's log, if no file is named.
     usual = [root / name for name in _STATS if (root / name).is_file()]
     path = stats or next(iter(usual), None)
     if path is None:
@@ -219,7 +219,7 @@ def _screen(found: Facts) -> Any:
         age = seconds_text(found["step_age_s"])
         rows.append(("step", f"{found['step']}, {age} ago"))
 
-    # What the run has logged: one metric, and its servers.
+    # Lines about one metric and the servers, as the run has logged them.
     stats = found["stats"] or {}
     for name in ("reward", "loss"):
         if name in stats:
@@ -229,7 +229,7 @@ def _screen(found: Facts) -> Any:
     if servers:
         rows.append(("servers", servers))
 
-    # Where the time goes.
+    # Shares of the time.
     if found["seconds_a_step"] is not None:
         rows.append(("a step takes", seconds_text(found["seconds_a_step"])))
     for name, seconds in found["spent_s"].items():
@@ -240,7 +240,7 @@ def _screen(found: Facts) -> Any:
             blocked += f", {found['blocked_share']:.2%} of the time"
         rows.append(("  blocked by saves", blocked))
 
-    # What a restart would resume from.
+    # The generation that a restart would resume.
     newest = found["generation"]
     if newest is not None:
         age = seconds_text(newest["age_s"])

@@ -43,7 +43,7 @@ from .runs import (
 )
 
 Report = dict[str, Any]
-"""What was found in one folder, as in the JSON document."""
+"""Findings in one folder, as in the JSON document."""
 
 CONFIG = "config.json"
 _CHANGES = f"{DELTA_NAME}/{MANIFEST_NAME}"

@@ -137,7 +137,7 @@ def _feed(digest: xxhash.xxh3_128, value: Any) -> None:
             flat = value.detach().cpu().contiguous().reshape(-1)
             data = flat.view(torch.uint8).numpy().tobytes()
             _feed_bytes(digest, f"{value.dtype}{list(value.shape)}", data)
-        # By the text of the keys, because they may not be comparable.
+        # Sorted by the text of the keys, because they may not be comparable.
         case Mapping():
             _feed_bytes(digest, "mapping", str(len(value)).encode())
             for key in sorted(value, key=repr):

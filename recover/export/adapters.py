@@ -141,7 +141,7 @@ class StoredAdapters:
         stored = read_model_folder(base, architecture, files)
         found, aliases = without_tied_copies(stored, architecture.aliases)
 
-        # Nothing may be left over, which another class of model would have.
+        # All tensors must be used: another class of model would leave some over.
         model = architecture.model
         modules = dict(model.named_modules())
         tensors = model.state_dict()

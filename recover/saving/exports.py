@@ -150,7 +150,7 @@ class Exports:
         """Quarantine exports of steps later than ``after``, which the run trains again. Called in
         the leader.
         """
-        # What an earlier process has begun may be due again.
+        # An export that an earlier process has begun may be due again.
         self.last_step = None
         self._store.sweep()
         for export in self._store.generations():

@@ -255,7 +255,7 @@ class Saver:
                 self.stats.failed += 1
             else:
                 self.stats.exports_failed += 1
-            # Of other errors nobody knows what they mean for the run.
+            # The meaning of other errors for the run is unknown.
             is_tolerable = is_write_failure(error) or isinstance(error, StaleSnapshotError)
             if must or not is_tolerable:
                 raise

@@ -262,7 +262,7 @@ class RankSession:
         self.export: ExportCapture | None = None  # captured and not yet written
         self._n_threads = torch.get_num_threads()
 
-        # By name of the engine.
+        # Keyed by the name of the engine.
         self._savers: dict[str, DCPSaver] = {}
         self._checked: dict[str, Any] = {}  # shapes and dtypes of the tensors
         self._stagings: dict[str, tuple[nn.Module, Staging]] = {}

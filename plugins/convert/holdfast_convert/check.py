@@ -41,7 +41,7 @@ def require_loads(what: str, checkpoint: Checkpoint) -> None:
     groups = checkpoint.groups or []
     if checkpoint.states_are_complete or not groups:
         return
-    # Of other optimizers it is not known what a load asks for.
+    # The needs of a load are not known for other optimizers.
     if not all("amsgrad" in group for group in groups):
         return
 

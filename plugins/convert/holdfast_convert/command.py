@@ -71,7 +71,7 @@ def convert_command(source: str, target: str, as_json: bool, **options: Any) -> 
         print_json(asdict(done))
         return
 
-    # What was made, and how it is known to be right.
+    # The result, and how it was checked.
     what = "with" if done.optimizer else "without"
     click.echo(f"{done.target}: {done.format} as {done.to}, {what} optimizer state")
     click.echo(
@@ -79,7 +79,7 @@ def convert_command(source: str, target: str, as_json: bool, **options: Any) -> 
         f"{done.seconds:.1f} s"
     )
 
-    # What a user of the target should know.
+    # Notes for a user of the target.
     for note in done.notes:
         click.echo(f"  {note}")
     for part, outcome in done.lacks.items():

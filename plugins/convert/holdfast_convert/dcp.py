@@ -64,7 +64,7 @@ def read_generation(folder: Path, options: ReadOptions) -> dict[str, Checkpoint]
     asked = [path for path in engines if path.name == options.engine]
     found = {path.name: _read_folder(path, options) for path in asked or engines}
 
-    # What belongs to the run, not to its engines.
+    # Entries of the run, not of its engines.
     beside: list[str] = []
     if (folder / "data.pt").is_file():
         beside.append("data.pt")
@@ -227,7 +227,7 @@ def _add_own(found: Checkpoint, folder: DCPFolder) -> None:
         ranks.setdefault(rank, {})[generator] = folder.whole_tensor(name)
     found.rng = list(ranks.values())
 
-    # What no other format has a place for.
+    # Entries that no other format has a place for.
     if f"{ROOT}.counters" in tensors:
         found.ignored.append("counters besides the optimizer's steps")
     if folder.names(f"{ROOT}.module_state."):

@@ -95,7 +95,7 @@ def _require_one_model(folder: Path, names: Collection[str], found: list[str]) -
     if _SHARDED in names or found:
         return
 
-    # Nothing that can be read.
+    # No file that can be read.
     ranked = sorted(name for name in names if _RANKED.fullmatch(name))
     if ranked:
         raise ConfigError(

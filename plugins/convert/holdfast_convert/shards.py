@@ -80,7 +80,7 @@ def _from_shards(name: str, parts: Sequence[DTensor]) -> LazyTensor:
         part = parts[rank]
         _require_own(name, rank, part, first, coordinate)
 
-        # Where the block of this coordinate begins in the tensor, and its size.
+        # Begin and size of the block of this coordinate in the tensor.
         begins = [0] * len(shape)
         sizes = list(shape)
         for dim, bounds in cuts.items():
@@ -103,7 +103,7 @@ def _require_grid(name: str, parts: Sequence[DTensor]) -> None:
     """Check that the parts are blocks of a grid on all ranks: shards of different dims."""
     placements = parts[0].placements
     mesh = parts[0].device_mesh.mesh
-    # By the exact types: subclasses of Shard cut in other ways.
+    # Compared by the exact types, because subclasses of Shard cut in other ways.
     dims = [placement.dim for placement in placements if type(placement) is Shard]
     are_known = all(type(placement) in (Shard, Replicate) for placement in placements)
     if not are_known or len(set(dims)) < len(dims):

@@ -118,7 +118,7 @@ def read_bin(path: Path) -> tuple[Tensors, dict[str, str]]:
     for name, value in state.items():
         require_tensor(path, name, value)
 
-    # Of tensors that share memory, the first one is taken.
+    # The first of several tensors that share memory is taken.
     tied = shared_names(state)
     found: Tensors = {}
     for name, tensor in state.items():

@@ -39,7 +39,7 @@ _CUDA_STATE_BYTES = 16
 
 
 class _ModelFile(NamedTuple):
-    """What the name of a model file says."""
+    """The parts of the name of a model file."""
 
     world_size: int
     rank: int
@@ -202,7 +202,7 @@ def _generators(saved: Any, rank: int, source: str) -> RngState:
     torch return.
     """
     try:
-        # In the form in which each library returns its state.
+        # The form is that of each library's own state.
         _, words, gauss = saved["random"]
         kind, key, position, has_gauss, cached = saved["numpy"]
         if kind != "MT19937":

@@ -140,7 +140,7 @@ def _areal_entries(checkpoint: Checkpoint) -> Iterator[Entry]:
             yield Entry((ROOT, "optim", "state", name, key), value)
 
     for number, group in enumerate(checkpoint.groups or ()):
-        # What the group itself says wins over defaults.
+        # Values of the group itself win over defaults.
         values = {"initial_lr": group.get("lr"), **_TORCH_DEFAULTS, **group}
         for key, value in values.items():
             yield Entry((ROOT, "optim", "param_groups", number, key), value)
@@ -190,7 +190,7 @@ def staged_generation(run: Path, step: int) -> Iterator[tuple[Path, Commit]]:
                 "new trial"
             )
 
-        # What a killed conversion has left.
+        # Leftovers of a killed conversion.
         store.sweep()
 
         staging = store.open_staging(step)
@@ -285,7 +285,7 @@ def write_generation(
         entries.append(write_process(staging, name, data))
         rng[Path(name).stem] = rng_digest(state)
 
-    # What a start reads first.
+    # The file that a start reads first.
     info = RecoverInfo(
         last,
         uuid.uuid4().hex,

@@ -9,7 +9,7 @@ class MissingError(FolderError):
     """A file that was expected does not exist."""
 
 
-# What reading a JSON document of another form may raise.
+# Errors of reading a JSON document of another form.
 NOT_AS_EXPECTED = (
     ValueError,
     KeyError,

@@ -66,7 +66,7 @@ class Source:
         self.name = re.sub(r"(:/+)[^/\s]*@", r"\1", url)
         self._http = url.startswith(("http://", "https://"))
 
-        # Nothing that was read earlier is believed.
+        # Values that were read earlier do not count.
         options: dict[str, Any] = {
             "skip_instance_cache": True,
             "use_listings_cache": False,
