@@ -131,6 +131,7 @@ class Attempt:
         )
         stalls = self._supervisor._stalls
 
+        # Called when there is room, with as many ranks as there is room for.
         def make(placement: Placement) -> WorkerGroup:
             timeout_s = stall_timeout_s
             if timeout_s is not None:

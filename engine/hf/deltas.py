@@ -304,6 +304,8 @@ class DeltaPublication:
                     for file in self._layout.files:
                         files.create(file)
                 files.sync()
+
+        # Each rank writes its part of all weights from its copy.
         with (
             all_ranks_succeed(f"writing {folder}", group),
             as_write_error(folder),
@@ -315,6 +317,7 @@ class DeltaPublication:
         self.base = None
         self.full = True
 
+        # The copy takes host memory, and is of no use any more.
         if self._unfit == _MOST_UNFIT:
             self._copy.give_up()
             if get_rank(group) == 0:

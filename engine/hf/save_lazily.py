@@ -117,6 +117,7 @@ def _match(
     for key in stored.keys() & tensors.keys():
         found[key] = tensors[key]
 
+    # Names come before shapes: all that the model stores, and no others.
     name = type(model).__name__
     missing = sorted(stored.keys() - found.keys())
     if missing:

@@ -68,6 +68,8 @@ def try_stream(loader: Any) -> None:
                 "state. Use StatefulDataLoader"
             )
         return
+
+    # The trial draws and reads. Generators and open files come back to where they were.
     name = type(tried.dataset).__name__
     may_differ = getattr(loader, "inexact", False)
     _require_resumable(tried, may_differ)
@@ -88,6 +90,8 @@ def try_stream(loader: Any) -> None:
         restore_rng(generators)
         for file, position in positions.items():
             os.lseek(file, position, os.SEEK_SET)
+
+    # The first batches are kept, so that a resume can compare its own with them.
     if first is None:
         logger.warning(
             "%s gives other samples each time that it is begun: if their order is random, and not "

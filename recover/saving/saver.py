@@ -217,6 +217,7 @@ class Saver:
         step = background.step
         started_s = time.monotonic()
 
+        # Log only the first step that is skipped, unless the save takes too long.
         if self._config.on_busy == "skip" and not must:
             self.stats.skipped += 1
             pending_s = started_s - background.began_s
@@ -229,6 +230,7 @@ class Saver:
             background.was_busy = True
             return False
 
+        # Or wait for it, whatever it takes.
         self.settle()
         waited_s = time.monotonic() - started_s
         self.stats.waited += 1

@@ -147,6 +147,7 @@ class MirrorHandler(_Handler):
 
     def do_POST(self) -> None:
         """Answer ``/prepare`` when the version is there."""
+        # The body is read before any answer, so that the connection can be used again.
         try:
             length = int(self.headers.get("Content-Length", ""))
             if not 0 <= length <= _MAX_BODY_BYTES:
@@ -163,6 +164,7 @@ class MirrorHandler(_Handler):
             self._answer(HTTPStatus.BAD_REQUEST, {"error": message})
             return
 
+        # A version that cannot be made is a conflict. Any other error is a defect of the mirror.
         mirror: Mirror = self.server.subject
         try:
             path = mirror.prepare(version, label)
