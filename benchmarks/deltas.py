@@ -330,7 +330,7 @@ def _report(
     ]
     print(f"| {' | '.join(cells)} |")
 
-    # What the table takes for granted: versions were deltas, and memory does not grow.
+    # The table assumes that versions were deltas and that memory does not grow.
     n_alone = sum(row["delta alone"] for row in rounds)
     first = rounds[0]["rss"] / 1e6
     last = rounds[-1]["rss"] / 1e6

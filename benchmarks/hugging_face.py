@@ -129,7 +129,7 @@ class _SharedFile:
 
 
 def _remove(session: Session, path: Path) -> None:
-    # Between barriers, so that nobody still writes and nobody starts again.
+    # Between barriers, so that no rank still writes or starts again.
     session.barrier()
     if session.rank == 0:
         if path.is_dir():

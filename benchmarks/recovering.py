@@ -156,7 +156,7 @@ def _phases(
     log: str,
 ) -> dict[str, float]:
     """Split the time into phases. ``start`` is the start of all processes with their imports."""
-    # What the supervisor reports about the loss, and what the workers log.
+    # The supervisor reports the loss, and the workers log their own steps.
     loss = attempt["loss"]
     rendezvous_s = _logged(
         r"worker group 'trainer': started in \S+ s, rendezvous in ([\d.]+) s", log

@@ -170,7 +170,7 @@ def put_into(page: str, results: str) -> str:
     Raises:
         ValueError: the marks are missing.
     """
-    # What is before, between and after the marks.
+    # The marks divide the page into three parts.
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

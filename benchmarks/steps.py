@@ -50,7 +50,7 @@ def _figures(
     n_mbs: int,
     times: Times,
 ) -> list[Figure]:
-    # The note says what was measured, and what the rival is.
+    # The note describes the measurement and the rival.
     size = training_size(options, _PARAMETERS, longer=16)
     trl = "TRL is not installed (pip install 'holdfast[bench]')"
     if HAS_TRL:

@@ -105,7 +105,7 @@ class FSDPEngine:
         self._servers = ServerConnection()
         self._train_stats = RunningMeans()
 
-        # What `initialize` builds.
+        # `initialize` builds these.
         self._model: PreTrainedModel | None = None
         self._folder: Path | None = None
         self._base: BaseFolder | None = None
@@ -176,7 +176,7 @@ class FSDPEngine:
         self._sync_last = has_optimizer and syncs_last(model, config, groups)
         self.base_dtype = adopt_base(model, str(folder), groups.control)
 
-        # Rules by which batches are cut: what the model and the ranks demand.
+        # The model and the ranks decide how batches are cut.
         longest = longest_sequence(model, config.max_model_len)
         vision = Vision(model) if config.train_vision else None
         n_known = n_known_tokens(model)

@@ -89,7 +89,7 @@ def load_hf(
             shapes = {name: slot.shape for name, slot in slots.items()}
             stored, tied = stored_tensors(model)
 
-            # What the folder has, and how it becomes the model.
+            # The layout of the folder, and the plan that turns it into the model.
             try:
                 loading = plan_loading(model, shapes)
                 chosen, copies = _choose(loading, tied)

@@ -151,7 +151,7 @@ def element_map(
         n_elements += indices.numel()
         maps[tensor.key] = indices
 
-    # As many elements as there are, and each of them: every element has one place.
+    # The count is right and all were seen, so every element has one place.
     if n_elements != end or not seen.all():
         raise problem
     return maps

@@ -100,7 +100,7 @@ class FleetMember(Generic[S]):
         self.sleeps = False  # whether it was put to sleep since the last `rest`
         self._slept_with: PublishedFolder | None = None  # confirmed when it was put to sleep
 
-        # Failed loads of the wanted version, and what was logged of it.
+        # Failed loads of the wanted version, and the problem that was logged last.
         self.failures = 0
         self.failed_at = 0.0
         self._logged: frozenset[str] = frozenset()

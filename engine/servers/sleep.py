@@ -120,7 +120,7 @@ class Sleeping:
         if WEIGHTS in asleep.tags:
             server.wake(calls, WEIGHTS, asleep)
 
-        # What the weights are is unknown until the load has ended, also after a kill.
+        # The weights are unknown until the load has ended, also after a kill.
         if asleep.tags:
             server.set_label(calls, Sleep((KV_CACHE,), DROPPED).label)
         return bool(asleep.tags)
