@@ -225,11 +225,14 @@ def ranks_of(
     A tensor on a slice of a mesh is the same on all ranks that differ only in the dimensions
     outside of the slice, unless the slice alone is the ``group`` of ranks that hold the tensor.
     """
-    own = mesh.mesh.numpy()
     if group is not None and len(group) == mesh.size():
-        return own[None]
+        return mesh.mesh.numpy()[None]
+
+    # Kept, because a mesh makes its tensor of ranks at each look, and every step asks for
+    # every gradient.
     slices = _slices.of(mesh)
     if slices is None:
+        own = mesh.mesh.numpy()
         root = root_mesh(mesh).mesh.numpy()
         slices = _slices.set(mesh, _slices_like(own, root))
     return slices
