@@ -76,7 +76,7 @@ def _measure(session: Session) -> Times:
         def timed_train() -> None:
             values["seconds"] = session.seconds(train)
 
-        peak = peak_bytes(session, timed_train)
+        peak = _peak_bytes(session, timed_train)
         values["memory"] = max(session.all(peak))
         return values
 
@@ -95,6 +95,16 @@ def _measure(session: Session) -> Times:
     times["logits"] = {"share": [logits_bytes / most_bytes]}
     engine.destroy()
     return times
+
+
+def _peak_bytes(session: Session, call: Callable[[], object]) -> int:
+    """Measure by how much the memory in use grows during the call, where the model is."""
+    if session.device.type == "cpu":
+        return peak_bytes(session, call)
+    torch.cuda.reset_peak_memory_stats(session.device)
+    before = torch.cuda.memory_allocated(session.device)
+    call()
+    return torch.cuda.max_memory_allocated(session.device) - before
 
 
 # The ways differ only in how they come from logits to log-probabilities and entropies.
