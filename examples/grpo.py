@@ -33,6 +33,7 @@ from grpo_job import (
     note_processes,
     open_stats,
     read_config,
+    require_steps,
     run_job,
     show_progress,
     split_rows,
@@ -43,7 +44,7 @@ from holdfast.engine import StepInfo
 from holdfast.engine.worker_group import WorkerGroup, WorkerResources
 from holdfast.recover import RecoverHandler, ResumableDataLoader
 from holdfast.recover.supervisor import Attempt, Supervisor
-from holdfast.utils.errors import ConfigError, WorkerLost
+from holdfast.utils.errors import WorkerLost
 from holdfast.utils.metrics import StatsLogger
 from holdfast.utils.timing import PhaseTimes
 
@@ -192,12 +193,7 @@ def train(config: GRPOConfig, parts: Parts, attempt: Attempt) -> None:
         sampler = Sampler(config, attempt, rollout, trainer)
         info = handler.load(trainer, dataloader=loader)
         step = handler.first_step(info)
-        if step.global_step > config.total_steps:
-            raise ConfigError(
-                f"config key 'total_steps' is {config.total_steps}, but the run has "
-                f"{step.global_step} already"
-            )
-
+        require_steps(config, step)
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step, trainer.world_size)
         train_steps(config, parts.step, sampler, trainer, loader, handler, stats_logger, step)

@@ -285,6 +285,15 @@ def note_processes(config: GRPOConfig, **pids: list[int]) -> None:
     replace_atomically(config.stats_folder / "processes.json", processes.encode())
 
 
+def require_steps(config: GRPOConfig, step: StepInfo) -> None:
+    """Refuse a run that has trained more steps than it should have."""
+    if step.global_step > config.total_steps:
+        raise ConfigError(
+            f"config key 'total_steps' is {config.total_steps}, but the run has "
+            f"{step.global_step} already"
+        )
+
+
 def note_attempt(
     config: GRPOConfig,
     attempt: Attempt,

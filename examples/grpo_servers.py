@@ -35,6 +35,7 @@ from grpo_job import (
     note_processes,
     open_stats,
     read_config,
+    require_steps,
     run_job,
     show_progress,
     split_rows,
@@ -254,6 +255,7 @@ def train(config: GRPOServersConfig, servers: Servers, attempt: Attempt) -> None
         handler.register("rollouts", rollouts)
         info = handler.load(trainer, dataloader=loader)
         step = handler.first_step(info)
+        require_steps(config, step)
         stats_logger.resume_after(info.last_step_info.global_step if info else None)
         note_attempt(config, attempt, step, trainer.world_size)
         with show_progress(config, step) as advance:

@@ -274,9 +274,11 @@ def local_folder(path: StrPath) -> Path | None:
 
 
 def require_local(path: StrPath, what: str, advice: str, setting: str = "path") -> Path:
-    """Return the local folder of ``path``, which ``what`` needs. ConfigError with ``advice`` if it
-    is a URL.
+    """Return the local folder of ``path``, which ``what`` needs. ConfigError if it is empty, which
+    would mean the current folder, and with ``advice`` if it is a URL.
     """
+    if not os.fspath(path):
+        raise ConfigError(f"{setting} is empty; {what} needs a folder (the current one is '.')")
     folder = local_folder(path)
     if folder is None:
         raise ConfigError(

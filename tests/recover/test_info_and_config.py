@@ -198,6 +198,13 @@ def test_a_bad_value_names_its_key(field: str, value: Any) -> None:
         RecoverConfig(**{field: value})
 
 
+@pytest.mark.parametrize("field", ["fileroot", "resume_path"])
+def test_an_empty_path_does_not_become_the_current_folder(field: str) -> None:
+    expected = rf"config key 'recover\.{field}' is empty; .* needs a folder"
+    with pytest.raises(ConfigError, match=expected):
+        RecoverConfig(**{field: ""})
+
+
 @pytest.mark.parametrize(
     ("field", "advice"), [("fileroot", "set recover.mirror_url"), ("resume_path", "fetch it")]
 )
