@@ -32,6 +32,7 @@ _LOWEST = {
     "lock_timeout_s": 0.0,
     "mirror_timeout_s": 0.0,
     "node_wait_s": 0.0,
+    "episode_log_s": 0.0,
     "shrink_after_s": 0.0,
     "retry_window_s": 0.0,
     "save_timeout_s": 1.0,
@@ -116,6 +117,11 @@ class RecoverConfig:
     With 0 the first failure ends it. Exports are counted separately, with the same limit. A forced
     snapshot and the one before a stop may never fail. An export may fail then, because the next
     start makes it.
+    """
+    episode_log_s: float | None = 2.0
+    """Longest time in seconds until a recorded answer of a rollout survives a power cut. A kill of
+    the process loses none. None writes no log: a kill loses the answers of unfinished episodes
+    since the last generation.
     """
     lock_timeout_s: float = 10.0
     """How long to wait for another job that uses the same folder before this job is refused. A job

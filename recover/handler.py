@@ -128,7 +128,8 @@ class RecoverHandler:
 
         Args:
             name: unique key in the file.
-            thing: an object whose state may hold tensors, numbers, strings, lists and dicts.
+            thing: an object whose state may hold tensors, numbers, strings, lists and dicts. If it
+                has ``follow_log`` too, as a `RolloutExecutor` has, it gets a log of its own.
 
         Raises:
             ConfigError: the name is taken, or the object has no ``state_dict``/``load_state_dict``.
@@ -244,6 +245,11 @@ class RecoverHandler:
             self._triggers.saved(resumed.info.save_s)
             self._triggers.schedule.mark(resumed.info.last_step_info)
             ranks.decide(partial(self._give_up_newer, resumed))
+
+        # Registered objects read what happened since their state, in every caller.
+        went_back = resumed is not None and self._resume.is_wanted(resumed.path)
+        follow = partial(self._folder.logs.follow, self._stateful, ranks.is_leader, went_back)
+        ranks.here(follow)
 
         # A resume_path of another run leads to a run of its own, in whose folder the other one's
         # copies are refused.

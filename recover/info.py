@@ -63,6 +63,9 @@ class RecoverInfo:
     switches: dict[str, str] = field(default_factory=dict)
     # `FSDPEngine` -> sizes d, r, c, t, e of its mesh
     meshes: dict[str, dict[str, int]] = field(default_factory=dict)
+    # registered name -> id of the log file that follows this generation, for people. The object's
+    # own state is what counts
+    logs: dict[str, str] = field(default_factory=dict)
     # None if a run wrote the generation. If it was converted from another trainer: ``from`` ->
     # source format, and missing part (``data``, ``generators``, ``schedule``, ``epochs``) -> how
     # the run starts without it

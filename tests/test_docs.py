@@ -28,7 +28,7 @@ from holdfast.utils.json_lines import read_lines
 from holdfast.utils.manifest import FORMAT_VERSION, MANIFEST_NAME
 from tests.engine.models import build_reference, tiny_qwen3, write_model_folder
 from tests.helpers import run_ranks
-from tests.recover.runs import Job, Tiny, make_handler, make_loader, step_info, stream
+from tests.recover.runs import Diary, Job, Tiny, make_handler, make_loader, step_info, stream
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,8 +38,11 @@ TEXT = DOCUMENT.read_text()
 PLACEHOLDERS = {
     "engine": r"[A-Za-z0-9_-]+",
     "hex": r"[0-9a-f]+",
+    "id": r"[0-9a-f]{8}",
     "k": r"\d{5}",
     "n": r"\d+",
+    "number": r"\d{8,}",
+    "parent": r"[0-9a-f]{8}",
     "rank": r"\d{5}",
     "reason": r"[a-z0-9-]+",
     "step": r"\d+",
@@ -107,6 +110,7 @@ def _write_trial(
     )
     handler = make_handler(root, freq_steps=1, mirror_url=f"file://{root}/mirror")
     handler.register("meter", job.meter)
+    handler.register("diary", Diary())
     handler.load(job.engine, loader)
     for step, ids in zip(range(2), stream(loader), strict=False):
         job.train(ids)
@@ -227,6 +231,7 @@ def test_the_fields_of_the_json_files_are_those_in_the_tables(
         "weight_versions.": "<engine>",
         "meshes.": "<engine>",
         "metrics.": "<metric>",
+        "logs.": "<object>",
         "rng.": "<process>",
         "switches.": "<switch>",
     }
@@ -353,7 +358,7 @@ def test_a_generation_is_read_by_stock_torch(trial: Path, generation: Path) -> N
         torch.equal(scope["weights"][name], tensor) for name, tensor in expected["weights"].items()
     )
     assert scope["cursor"] == expected["cursor"] and scope["schedule"]["last_epoch"] == 2
-    assert scope["process"]["user"].keys() == {"meter"}
+    assert scope["process"]["user"].keys() == {"meter", "diary"}
 
 
 def test_links_lead_somewhere() -> None:
@@ -362,6 +367,5 @@ def test_links_lead_somewhere() -> None:
     headings = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
     anchors = {link[1:] for link in links if link.startswith("#")}
     assert anchors and anchors <= headings
-    assert [
-        link for link in links if link[0] != "#" and not (DOCUMENT.parent / link).exists()
-    ] == []
+    files = {link.partition("#")[0] for link in links} - {""}
+    assert [file for file in files if not (DOCUMENT.parent / file).exists()] == []

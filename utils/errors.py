@@ -159,7 +159,9 @@ class RolloutTimeout(RolloutError, TimeoutError):
 
 
 class CallLost(HoldfastError, RuntimeError):
-    """A call in a `CallPool` hung or ended its process at every attempt."""
+    """A call in a `CallPool` hung or ended its process at every attempt, or a call with
+    ``once=True`` was begun before a kill, and whether it took effect is not known.
+    """
 
 
 # Ranks, workers and the cluster.

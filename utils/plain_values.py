@@ -180,8 +180,17 @@ def pack_json(value: Any, name: str) -> torch.Tensor:
     Raises ConfigError if ``value``, called ``name``, holds other things than numbers, strings,
     lists, tuples and dicts.
     """
-    text = json.dumps(_encode(value, name))
-    return pad_bytes(text.encode(), b" ")
+    return pad_bytes(plain_json(value, name), b" ")
+
+
+def plain_json(value: Any, name: str) -> bytes:
+    """Encode ``value`` as JSON text. ConfigError as in `pack_json`."""
+    return json.dumps(_encode(value, name)).encode()
+
+
+def from_plain_json(data: bytes) -> Any:
+    """Reverse `plain_json`. Raises ValueError, TypeError or KeyError if it is something else."""
+    return _decode(json.loads(data))
 
 
 def unpack_json(tensor: torch.Tensor, name: str) -> Any:
@@ -190,7 +199,7 @@ def unpack_json(tensor: torch.Tensor, name: str) -> Any:
     """
     try:
         data = tensor.cpu().numpy().tobytes()
-        return _decode(json.loads(data))
+        return from_plain_json(data)
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointCorruptError(
             f"{name} is not JSON as a checkpoint has it: {error}"

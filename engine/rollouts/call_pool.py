@@ -60,6 +60,17 @@ class CallPool:
             ConfigError: function or arguments cannot be pickled, or the pool is closed.
             Exception: any error of ``fn``.
         """
+        return await self._start(_ATTEMPTS, fn, args, kwargs)
+
+    async def call_once(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`call` with one attempt, for a function with an outside effect. CallLost: whether it took
+        effect is not known.
+        """
+        return await self._start(1, fn, args, kwargs)
+
+    async def _start(
+        self, attempts: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._require_open()
         try:
             work = pickle.dumps((fn, args, kwargs))
@@ -67,9 +78,10 @@ class CallPool:
             raise ConfigError(
                 f"{fn} or its arguments cannot be sent to another process: {error}"
             ) from error
-        name = getattr(fn, "__qualname__", repr(fn))
+        inner = getattr(fn, "func", fn)  # of a partial
+        name = getattr(inner, "__qualname__", repr(fn))
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._call, work, name)
+        return await loop.run_in_executor(self._threads, self._call, work, name, attempts)
 
     def close(self) -> None:
         """End all processes, and their calls with them."""
@@ -90,8 +102,9 @@ class CallPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, work: bytes, name: str) -> Any:
-        for _ in range(_ATTEMPTS):
+    def _call(self, work: bytes, name: str, attempts: int) -> Any:
+        reason = ""
+        for _ in range(attempts):
             process = self._take()
             kept = False
             try:
@@ -107,7 +120,8 @@ class CallPool:
             if returned:
                 return value
             raise value
-        raise CallLost(f"{name} {reason}, {_ATTEMPTS} times")
+        times = "once" if attempts == 1 else f"{attempts} times"
+        raise CallLost(f"{name} {reason}, {times}")
 
     def _take(self) -> "_Process":
         with self._lock:

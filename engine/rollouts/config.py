@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from ...utils.config import require_at_least, require_numbers
+from ...utils.config import require_at_least, require_choice, require_numbers
+
+_REPLAYS = ("exact", "all", "off")
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,15 @@ class RolloutConfig:
     """Longest wait for a server while all are unusable, busy or absent."""
     batch_timeout_s: float = 3600.0
     """Longest wait of `next_batch` for the tickets of a step."""
+    replay: str = "exact"
+    """Which recorded answers a start uses. ``exact``: those whose weights exist in this run, in the
+    restored generation or made again bit for bit. ``all``: also those of lost weights, for kernels
+    whose sums do not repeat, if nothing about training was changed. ``off``: no records.
+    """
 
     def __post_init__(self) -> None:
         require_numbers(self)
+        require_choice("replay", self.replay, _REPLAYS)
         require_at_least(
             self,
             max_head_offpolicyness=0,

@@ -27,13 +27,23 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from ...utils.errors import ConfigError, PromptError, RolloutError, RolloutTimeout
+from ...utils.errors import (
+    CheckpointMismatchError,
+    ConfigError,
+    PromptError,
+    RolloutError,
+    RolloutTimeout,
+    ServerError,
+)
 from ...utils.heartbeat import beating
 from ...utils.logging import get_logger
+from ...utils.record_log import NO_PARENT, RecordLog
 from ..api import Batch
+from ..servers.api import ObservableServer, labelled_version
 from ..training.batch import images_of, map_tensors, with_images
 from .config import RolloutConfig
 from .ledger import Ledger, Ticket
+from .recorded import Bounds, Recorded, split_records
 from .requests import RequestSender, Servers, TicketEngine
 from .trajectory import Trajectory, check_trajectory, concat_trajectories, sampled_versions
 from .workflow import RolloutWorkflow
@@ -43,6 +53,11 @@ logger = get_logger(__name__)
 _BLOCKED_S = 60.0
 _CLOSE_S = 5.0
 _BEAT_EVERY_S = 1.0
+# entries of a state beside those of the ledger
+_LOG = "log"
+_RECORDS = "records"
+# servers that are asked for the label of the weights before the version goes without one
+_ASKED_FOR_LABEL = 3
 
 
 class _Episode(NamedTuple):
@@ -115,6 +130,10 @@ class RolloutExecutor:
         self._should_accept = should_accept
         self._indices = iter(loader.index_batches())
         self._sender = RequestSender(servers, config)
+        self._recorded = Recorded(config.replay)
+        self._log: RecordLog | None = None
+        # the log that the restored generation names. None: it names none
+        self._log_id: str | None = NO_PARENT
         self._restored = False
         self._closed = False
 
@@ -143,6 +162,8 @@ class RolloutExecutor:
                 ticket are missing or have changed.
         """
         self._require_open()
+        # Asked without the lock, because a server may take seconds to say.
+        label = self._label_of(version)
         with self._changed:
             last = self._ledger.version
             if last is not None and version < last:
@@ -164,12 +185,16 @@ class RolloutExecutor:
             # Entries of a restored ledger are made usable before the first new ticket.
             if self._restored:
                 self._ledger.resample_stale(self.config.max_head_offpolicyness)
+                steps = range(version, self._ledger.next_step)
+                unfinished = [ticket.number for ticket in self._ledger.outstanding(steps)]
+                self._recorded.keep(unfinished, self._ledger.next_number)
                 self._restore_images()
                 self._restored = False
+            self._recorded.confirm(version, label)
             # The first round of every step that may start now.
             for step in range(self._ledger.next_step, self._end_of_steps()):
                 self._hand_out(step, self._ledger.batch_size)
-        self._start()
+        self._start(version)
 
     def next_batch(self, step: int) -> Batch:
         """Wait for all tickets of ``step`` and return their batch. Repeated calls return the same
@@ -196,6 +221,9 @@ class RolloutExecutor:
         started_s = time.monotonic()
         given_up_s = started_s + self.config.batch_timeout_s
 
+        # A step that is asked for ahead of its version waits for no weights.
+        self._start(step)
+
         # Each round waits for its tickets, then replaces those that were rejected.
         last_round = self.config.max_rounds
         with beating(_BEAT_EVERY_S):
@@ -207,7 +235,7 @@ class RolloutExecutor:
                         self._hand_out(step, missing)
                 if not missing:
                     break
-                self._start()
+                self._start(step)
         self._waited_s = time.monotonic() - started_s
         if missing:
             raise RolloutError(
@@ -239,6 +267,11 @@ class RolloutExecutor:
         - ``staleness_mean``, ``staleness_max`` (steps) and ``waited_s`` of the last batch
         - ``running`` tickets now, ``finished`` and ``rejected`` tickets of the whole run
         - ``retried`` requests of this process
+        - ``replayed`` answers that this process took from records, ``replayed_tokens`` in them,
+          answers that were ``dropped`` (too stale, or of weights that this run has not), and
+          ``unused`` records of tickets that ended without asking for them
+        - ``log_bytes`` written to the log by this process, ``log_lag_s`` since when a record is not
+          on disk yet, ``log_failed``: 1 while nothing is written after an error
         """
         with self._changed:
             # A mean of nothing would be nan.
@@ -253,6 +286,7 @@ class RolloutExecutor:
                 "finished": self._ledger.finished,
                 "rejected": self._ledger.rejected,
                 "retried": self._sender.retried,
+                **self._recorded.stats(),
             }
         own = {f"rollouts/{name}": float(number) for name, number in numbers.items()}
         return own | getattr(self._workflow, "stats", dict)()
@@ -271,24 +305,71 @@ class RolloutExecutor:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger, with the trajectories of at most ``max_head_offpolicyness`` + 1 steps."""
+        """The ledger, with the trajectories of at most ``max_head_offpolicyness`` + 1 steps.
+
+        It also has the records of tickets that are not finished, and the id of the log that has the
+        later ones.
+        """
         with self._changed:
-            return self._ledger.state_dict()
+            state = self._ledger.state_dict()
+            records = self._recorded.state()
+            if records:
+                state[_RECORDS] = torch.frombuffer(bytearray(records), dtype=torch.uint8)
+            if self._log is not None:
+                state[_LOG] = self._log.id
+            return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a ledger before the first `set_version`, which starts its unfinished tickets and
-        the too stale ones.
+        the too stale ones. Records of unfinished tickets are used again.
 
         CheckpointMismatchError as in `Ledger.load_state_dict`. ConfigError if tickets were handed
         out already.
         """
         with self._changed:
-            if self._ledger.version is not None:
-                raise ConfigError(
-                    "the RolloutExecutor has begun already; load into a new one, before set_version"
+            self._require_new()
+            ledger_state = state_dict
+            log_id = None
+            records: list[bytes] = []
+            if isinstance(state_dict, dict):
+                ledger_state = dict(state_dict)
+                log_id = ledger_state.pop(_LOG, None)
+                records = _records_of(ledger_state.pop(_RECORDS, None))
+            if not isinstance(log_id, str | None):
+                raise CheckpointMismatchError(
+                    f"the state of the rollouts has {_LOG} {log_id!r}, which is no id of a log"
                 )
-            self._ledger.load_state_dict(state_dict)
+            self._ledger.load_state_dict(ledger_state)
+            self._recorded.load(records)
+            self._log_id = log_id
             self._restored = True
+
+    def follow_log(self, log: RecordLog | None, went_back: bool) -> None:
+        """Use the records that followed the restored generation, and write new ones to ``log``.
+
+        `RecoverHandler.load` calls it after `load_state_dict`. None: nothing is written.
+        ``went_back``: whether the run resumes from a generation that was named by hand. ConfigError
+        if answers would then be taken whatever weights sampled them.
+        """
+        with self._changed:
+            if not self._restored:
+                self._require_new()
+            if went_back and self.config.replay == "all":
+                raise ConfigError(
+                    "replay='all' with resume_path: answers of the weights that the run leaves "
+                    "would be trained on. Start once with replay='exact' or 'off'"
+                )
+            if log is None:
+                return
+            self._log = log
+            self._recorded.follow(log, log.read(self._log_id))
+            log.start(self._log_id)
+
+    def _require_new(self) -> None:
+        if self._ledger.version is not None:
+            raise ConfigError(
+                "the RolloutExecutor has begun already; load into a new one, before set_version"
+            )
 
     # Tickets, in the caller's thread
 
@@ -324,10 +405,23 @@ class RolloutExecutor:
             self._ledger.drawn += map(int, drawn)
         self._ledger.hand_out(step, count)
 
-    def _start(self) -> None:
+    def _start(self, due: int) -> None:
+        """Start the tickets whose recorded weights exist. Those of step ``due`` do not wait for
+        weights.
+        """
         with self._changed:
-            # After a resume these are also tickets of the restored ledger.
-            new = self._ledger.not_started(range(self._end_of_steps()))
+            # After a resume these are also tickets of the restored ledger. A ticket that waited for
+            # its weights in a slot could keep out one that is needed before.
+            version = self._ledger.version
+            assert version is not None
+            new = []
+            for entry in self._ledger.not_started(range(self._end_of_steps())):
+                ticket = entry.ticket
+                if ticket.step == due:
+                    self._recorded.drop_newer(ticket.number)
+                if self._recorded.newest(ticket.number, self._bounds(ticket)) <= version:
+                    new.append(entry)
+
             work = []
             for entry in new:
                 data = self._loader.dataset[entry.ticket.index]
@@ -336,7 +430,25 @@ class RolloutExecutor:
             # Reading a sample may fail, and then none was started.
             for entry in new:
                 entry.started = True
-        self._loop.call(self._enqueue, work)
+        if work:
+            self._loop.call(self._enqueue, work)
+
+    def _bounds(self, ticket: Ticket) -> Bounds:
+        return Bounds(ticket.step - self.config.max_head_offpolicyness, ticket.step)
+
+    def _label_of(self, version: int) -> str | None:
+        """The label that a server reports for ``version``, or None."""
+        for server in self._sender.usable()[:_ASKED_FOR_LABEL]:
+            if not isinstance(server, ObservableServer):
+                continue
+            try:
+                label = server.status().label
+            except ServerError as error:
+                logger.warning("%s does not say which weights it serves: %s", server.name, error)
+                continue
+            if labelled_version(label) == version:
+                return label
+        return None
 
     def _require_startable(self, step: int) -> None:
         version = self._ledger.version
@@ -400,8 +512,7 @@ class RolloutExecutor:
             task.exception()  # retrieved, or asyncio would log it
 
     async def _run(self, ticket: Ticket, data: Any) -> None:
-        oldest = ticket.step - self.config.max_head_offpolicyness
-        engine = TicketEngine(ticket, oldest, self._sender)
+        engine = TicketEngine(ticket, self._bounds(ticket), self._sender, self._recorded)
         try:
             trajectory = await self._workflow.arun_episode(engine, data)
             if trajectory is not None:
@@ -419,6 +530,7 @@ class RolloutExecutor:
             if trajectory is not None:
                 trajectory = _kept(trajectory)
             self._ledger.settle(ticket.number, trajectory)
+            self._recorded.forget(ticket.number)
             if self._ledger.decided(ticket.step):
                 self._changed.notify_all()
 
@@ -437,6 +549,17 @@ def _kept(trajectory: Trajectory) -> Trajectory:
         with_images(trajectory, None), lambda tensor: tensor.detach().to("cpu", copy=True)
     )
     return with_images(copied, images_of(trajectory))
+
+
+def _records_of(packed: Any) -> list[bytes]:
+    if packed is None:
+        return []
+    if not isinstance(packed, torch.Tensor) or packed.dtype != torch.uint8 or packed.dim() != 1:
+        raise CheckpointMismatchError(
+            f"the state of the rollouts has {_RECORDS} of type {type(packed).__name__}; expected a "
+            "[n] uint8 tensor"
+        )
+    return split_records(packed.numpy().tobytes())
 
 
 class _LoopThread:

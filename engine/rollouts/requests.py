@@ -1,6 +1,8 @@
 """Send the requests of episodes to usable servers, and repeat failed ones on other servers."""
 
 import asyncio
+import inspect
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,11 +17,20 @@ from tenacity import (
     wait_exponential,
 )
 
-from ...utils.errors import BusyServerError, NoServerError, RolloutError, ServerError
+from ...utils.errors import (
+    BusyServerError,
+    CallLost,
+    ConfigError,
+    NoServerError,
+    RolloutError,
+    ServerError,
+)
 from ...utils.logging import get_logger
 from ..servers.api import GenerationServer, ModelRequest, ModelResponse
 from .config import RolloutConfig
+from .digests import UNPICKLABLE, call_digest, request_digest
 from .ledger import Ticket, derive_seed
+from .recorded import Bounds, Kind, Place, Record, Recorded
 
 logger = get_logger(__name__)
 
@@ -114,20 +125,21 @@ class RequestSender:
         await self.open.wait()
         limit_s = self._config.server_wait_s
         given_up_s = time.monotonic() + limit_s
-        serving = self._usable()
+        serving = self.usable()
         while not serving:
             if time.monotonic() > given_up_s:
                 raise RolloutError(f"no server could be used for {limit_s:g} s")
             await asyncio.sleep(_LOOK_AGAIN_S)
             await self.open.wait()
-            serving = self._usable()
+            serving = self.usable()
 
         others = [server for server in serving if server is not episode.failed] or serving
         if any(server is episode.server for server in others):
             return episode.server
         return min(others, key=lambda server: self._in_flight[id(server)])
 
-    def _usable(self) -> list[GenerationServer]:
+    def usable(self) -> list[GenerationServer]:
+        """The servers that may be asked now."""
         if callable(self._servers):
             return list(self._servers())
         return list(self._servers)
@@ -141,36 +153,89 @@ class RequestSender:
 
 
 class TicketEngine:
-    """The `EpisodeEngine` of one ticket. Weights of version ``oldest`` or newer may sample its
-    tokens.
-    """
+    """The `EpisodeEngine` of one ticket, whose tokens weights within ``bounds`` may sample."""
 
-    def __init__(self, ticket: Ticket, oldest: int, sender: RequestSender) -> None:
+    def __init__(
+        self, ticket: Ticket, bounds: Bounds, sender: RequestSender, recorded: Recorded
+    ) -> None:
         # the server of this episode
         self.server: Any = None
         # the server that failed last
         self.failed: Any = None
         self._ticket = ticket
-        self._oldest = oldest
+        self._bounds = bounds
         self._sender = sender
-        self._calls = 0
+        self._recorded = recorded
+        self._n_asked: Counter[str] = Counter()  # by digest
 
     def __str__(self) -> str:
         return str(self._ticket)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """See `EpisodeEngine`."""
-        number = self._calls if request.seed is None else request.seed
-        self._calls += 1
-        seed = derive_seed(self._ticket.seed, number)
-        rid = request.rid or f"ticket-{self._ticket.number}-{number}"
+        place = self._place(request_digest(request), Kind.ANSWER)
+        record = self._recorded.take(place, self._bounds)
+        if record is not None:
+            return record.response(request)
+
+        # The seed does not depend on the order of calls either, so that a request in flight is sent
+        # again with its seed.
+        if request.seed is None:
+            seed = derive_seed(self._ticket.seed, int(place.key, 16), place.nth)
+        else:
+            seed = derive_seed(self._ticket.seed, request.seed)
+        rid = request.rid or f"ticket-{place.ticket}-{place.key[:8]}-{place.nth}"
         request = replace(request, seed=seed, rid=rid)
         try:
-            return await self._sender.send(request, self)
+            response = await self._sender.send(request, self)
         except ServerError as error:
             raise RolloutError(
                 f"no server completed request {request.rid}, the last one said: {error}"
             ) from error
+        self._recorded.note_answer(place, response)
+        return response
+
+    async def call(
+        self, fn: Callable[..., Any], /, *args: Any, once: bool = False, **kwargs: Any
+    ) -> Any:
+        """See `EpisodeEngine`."""
+        try:
+            key = call_digest(fn, args, kwargs)
+        except UNPICKLABLE as error:
+            if once:
+                raise ConfigError(
+                    f"{fn} cannot be called with once=True: its arguments cannot be pickled, so a "
+                    f"repeated call could not be told from another one ({error})"
+                ) from error
+            self._recorded.warn_unrecorded(f"arguments of {fn}", error)
+            return await _awaited(fn(*args, **kwargs))
+
+        place = self._place(key, Kind.CALL)
+        record = self._recorded.take(place, self._bounds)
+        if record is not None:
+            return record.result()
+        if once:
+            await self._begin(fn, place._replace(kind=Kind.BEGUN))
+        result = await _awaited(fn(*args, **kwargs))
+        try:
+            self._recorded.note(Record.of_call(place, result))
+        except ConfigError as error:
+            self._recorded.warn_unrecorded(f"result of {fn}", error)
+        return result
+
+    def random(self, n: int) -> random.Random:
+        """See `EpisodeEngine`."""
+        return random.Random(derive_seed(self._ticket.seed, n))
+
+    async def _begin(self, fn: Callable[..., Any], intent: Place) -> None:
+        if self._recorded.take(intent, self._bounds) is not None:
+            raise CallLost(
+                f"{fn} was begun before the kill of {self._ticket}, and whether it took effect is "
+                "not known. It is not made again; ask the outside"
+            )
+        # The sync may take seconds on a shared disk.
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._recorded.begin, intent)
 
     def check(self, response: ModelResponse) -> None:
         """Raise ServerError if too old or too new weights sampled the answer, or an entry is
@@ -187,13 +252,24 @@ class TicketEngine:
                 f"{n_versions} versions; expected as many of each"
             )
 
-        newest = self._ticket.step
-        for version in versions:
-            if not self._oldest <= version <= newest:
-                raise ServerError(
-                    f"{_name(self.server)} sampled with weights of version {version}; "
-                    f"{self._ticket} takes versions {self._oldest} to {newest}"
-                )
+        wrong = self._bounds.outside(versions)
+        if wrong is not None:
+            oldest, newest = self._bounds
+            raise ServerError(
+                f"{_name(self.server)} sampled with weights of version {wrong}; "
+                f"{self._ticket} takes versions {oldest} to {newest}"
+            )
+
+    def _place(self, key: str, kind: Kind) -> Place:
+        nth = self._n_asked[key]
+        self._n_asked[key] += 1
+        return Place(self._ticket.number, key, nth, kind)
+
+
+async def _awaited(result: Any) -> Any:
+    if inspect.isawaitable(result):
+        return await result
+    return result
 
 
 def _name(server: object) -> str:

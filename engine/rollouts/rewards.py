@@ -1,7 +1,8 @@
 """Rewards of the included workflows: a user's function in a `CallPool`, with a fallback."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ...utils.errors import CallLost, ConfigError, RolloutError
@@ -39,25 +40,31 @@ class Rewards:
         self._counts = {"returned": 0, "raised": 0, "lost": 0}
 
     async def reward(
-        self, prompt_ids: list[int], completion_ids: list[int], data: Mapping[str, Any]
+        self,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+        data: Mapping[str, Any],
+        engine: Any = None,
     ) -> float:
-        """Compute the reward of one completion. Raises RolloutError if the first 16 calls of the
-        function all fail.
+        """Compute the reward of one completion, or take it from the records of an `EpisodeEngine`.
+        Raises RolloutError if the first 16 calls of the function all fail.
         """
         prompt = decode(prompt_ids, self._tokenizer)
         completion = decode(completion_ids, self._tokenizer)
+        work = partial(self._reward_fn, prompt, completion, prompt_ids, completion_ids, **data)
         try:
-            returned = await self.pool.call(
-                self._reward_fn, prompt, completion, prompt_ids, completion_ids, **data
-            )
-            reward = float(returned)
-            if not math.isfinite(reward):
-                raise ValueError(f"the reward is {reward}; expected a finite number")
+            reward = await recorded_call(engine, self._finite, work)
         except ConfigError:
             raise
         except Exception as error:  # a user's function may raise anything
             return self.lose(error)
         self._counts["returned"] += 1
+        return reward
+
+    async def _finite(self, work: Callable[[], float]) -> float:
+        reward = float(await self.pool.call(work))
+        if not math.isfinite(reward):
+            raise ValueError(f"the reward is {reward}; expected a finite number")
         return reward
 
     def lose(self, error: Exception) -> float:
@@ -80,6 +87,17 @@ class Rewards:
         process).
         """
         return {f"rewards/{name}": float(self._counts[name]) for name in ("raised", "lost")}
+
+
+async def recorded_call(
+    engine: Any, fn: Callable[..., Awaitable[Any]], *args: Any, **options: Any
+) -> Any:
+    """``engine.call(fn, *args, **options)``, or the call alone with an engine that records nothing,
+    such as a test's, or None.
+    """
+    if hasattr(engine, "call"):
+        return await engine.call(fn, *args, **options)
+    return await fn(*args)
 
 
 def decode(ids: list[int], tokenizer: Any) -> str | None:

@@ -17,6 +17,7 @@ from ...utils.distributed import (
     rank_zero_decides,
     rank_zero_decides_slowly,
 )
+from ...utils.record_log import RecordLog
 from ..api import Batch, TrainEngine
 from .executor import RolloutExecutor
 from .trajectory import concat_trajectories
@@ -104,6 +105,11 @@ class SharedRollouts:
         """See `RolloutExecutor.load_state_dict`. Only rank 0 reads the state."""
         if self._executor is not None:
             self._executor.load_state_dict(state_dict)
+
+    def follow_log(self, log: RecordLog | None, went_back: bool) -> None:
+        """See `RolloutExecutor.follow_log`. Only rank 0 has a log."""
+        if self._executor is not None:
+            self._executor.follow_log(log, went_back)
 
     @property
     def _leader(self) -> RolloutExecutor:

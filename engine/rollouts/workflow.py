@@ -7,9 +7,11 @@ the sequence, but not in the loss.
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from ...utils.config import require_range
@@ -17,7 +19,7 @@ from ...utils.errors import CallLost, ConfigError
 from ..servers.api import GenerationHyperparameters, ModelRequest, ModelResponse, PromptImages
 from .call_pool import CallPool
 from .images import add_images, encode_prompt, restore_images
-from .rewards import RewardFn, Rewards, decode
+from .rewards import RewardFn, Rewards, decode, recorded_call
 from .trajectory import TokenSequence, Trajectory, to_trajectory
 
 
@@ -25,14 +27,48 @@ class EpisodeEngine(Protocol):
     """Interface of a workflow to the servers, for one ticket."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        """Complete one prompt on some server.
+        """Complete one prompt on some server, or return the recorded answer if the ticket asked the
+        same before a kill.
 
-        The request's seed is hashed with the seed of the ticket. If it is None, the number of calls
-        so far replaces it. A workflow with concurrent calls should number its requests in ``seed``,
-        so that a rerun of the ticket sends the same requests whatever answer comes first.
+        The request's seed is hashed with the seed of the ticket. If it is None, the seed is derived
+        from the request and from how often the episode has asked the same before, so it depends on
+        no order of calls.
 
         Raises:
             RolloutError: no server answered in all attempts.
+        """
+        ...
+
+    async def call(
+        self, fn: Callable[..., Any], /, *args: Any, once: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return ``fn(*args, **kwargs)``, awaited if it is awaitable, or its recorded result.
+
+            found = await engine.call(pool.call, search, query)
+            sent = await engine.call(pool.call_once, send_mail, text, once=True)
+
+        A call is known by the name of its function, its arguments, and how often the episode has
+        made the same one before. It is recorded when it returns, so one that a kill interrupts is
+        made again: at least once. With ``once`` an intent is on disk before the call, so that it is
+        made at most once. Do not use it for a sandbox or a simulator that the episode builds up: a
+        recorded call would leave it without this step.
+
+        Args:
+            fn: a function with a name, not a lambda. Its arguments can be pickled. Its result has
+                numbers, strings, lists, tuples and dicts, else it is not recorded.
+            once: whether the call has an effect outside.
+
+        Raises:
+            CallLost: with ``once``, the call was begun before a kill, and whether it took effect is
+                not known.
+            ConfigError: with ``once``, nothing can be recorded, so the call was not made.
+            Exception: any error of ``fn``, which is not recorded.
+        """
+        ...
+
+    def random(self, n: int) -> random.Random:
+        """A generator for draws of the workflow, seeded by the ticket and ``n``. Number your
+        siblings.
         """
         ...
 
@@ -45,7 +81,10 @@ class RolloutWorkflow(Protocol):
 
         It runs on a thread of the training process. Put work of more than a few milliseconds into a
         `CallPool`. Do not draw from the global generators (``random``, ``np.random``, ``torch``),
-        which belong to the training.
+        which belong to the training. Draw from ``engine.random``.
+
+        After a kill it runs again from its start. ``engine.agenerate`` and ``engine.call`` return
+        what was recorded as long as it asks the same.
 
         Args:
             engine: completes prompts.
@@ -97,6 +136,9 @@ class MultiTurnWorkflow:
         lost_reward: reward if a tool or reward call fails.
         processor: processor of a model that sees. The samples have ``messages`` and ``images``, see
             `encode_prompt`.
+        tool_once: whether the tool has an outside effect. It is then called at most once, see
+            `EpisodeEngine.call`, and a call whose effect is not known ends the episode with
+            ``lost_reward``.
     """
 
     def __init__(
@@ -111,6 +153,7 @@ class MultiTurnWorkflow:
         pool: CallPool | None = None,
         lost_reward: float = 0.0,
         processor: Any = None,
+        tool_once: bool = False,
     ) -> None:
         require_range("max_turns", max_turns, low=1)
         require_range("max_tokens", max_tokens, low=1)
@@ -123,6 +166,7 @@ class MultiTurnWorkflow:
         self._processor = processor
         self._max_turns = max_turns
         self._max_tokens = max_tokens
+        self._tool_once = tool_once
         self._rewards = Rewards(reward_fn, tokenizer, pool, lost_reward)
         # one thread, because tokenizers are not safe in several
         self._encoder = ThreadPoolExecutor(1, "images")
@@ -141,8 +185,9 @@ class MultiTurnWorkflow:
             prompt = encoded.input_ids
             images = encoded.images
 
-        numbers = range(self._gconfig.n_samples)
-        conversations = (self._converse(engine, prompt, images, n, data) for n in numbers)
+        conversations = [
+            self._converse(engine, prompt, images, data) for _ in range(self._gconfig.n_samples)
+        ]
         samples = await asyncio.gather(*conversations)
         sequences = [sequence for sequence, _ in samples]
         rewards = [reward for _, reward in samples]
@@ -166,7 +211,6 @@ class MultiTurnWorkflow:
         engine: EpisodeEngine,
         prompt: list[int],
         images: PromptImages | None,
-        number: int,
         data: Mapping[str, Any],
     ) -> tuple[TokenSequence, float]:
         sequence = TokenSequence()
@@ -181,13 +225,11 @@ class MultiTurnWorkflow:
                 sequence.truncated = True
                 break
 
-            # The number of the request does not depend on the order of answers.
             gconfig = replace(self._gconfig, max_new_tokens=room)
-            seed = number * self._max_turns + turn
             shown = None
             if images is not None:
                 shown = images.followed_by(before[len(prompt) :])
-            request = ModelRequest(before, gconfig, seed, images=shown)
+            request = ModelRequest(before, gconfig, images=shown)
             response = await engine.agenerate(request)
             sequence.extend_sampled(response)
             if sequence.truncated or turn == self._max_turns - 1:
@@ -195,7 +237,7 @@ class MultiTurnWorkflow:
 
             # A tool that hangs or crashes ends the episode, not the run.
             try:
-                said = await self._ask_tool(before, response.output_tokens, data)
+                said = await self._ask_tool(engine, before, response.output_tokens, data)
             except CallLost as error:
                 return sequence, self._rewards.lose(error)
             if said is None:
@@ -204,31 +246,39 @@ class MultiTurnWorkflow:
 
         # The reward function sees all turns after the prompt as one completion.
         completion = sequence.input_ids[len(prompt) :]
-        reward = await self._rewards.reward(prompt, completion, data)
+        reward = await self._rewards.reward(prompt, completion, data, engine)
         return sequence, reward
 
     async def _ask_tool(
         self,
+        engine: EpisodeEngine,
         before: list[int],
         completion: list[int],
         data: Mapping[str, Any],
     ) -> list[int] | None:
         conversation = decode(before, self._tokenizer)
         text = decode(completion, self._tokenizer)
-        said = await self._rewards.pool.call(
-            self._tool_fn, conversation, text, before, completion, **data
-        )
+        work = partial(self._tool_fn, conversation, text, before, completion, **data)
+        options = {"once": True} if self._tool_once else {}
+        said = await recorded_call(engine, self._call_tool, work, **options)
 
         # None, token ids, or a text.
-        if said is None:
-            return None
         if not isinstance(said, str):
-            return list(said)
+            return said
         if self._tokenizer is None:
             raise ConfigError(
                 f"the tool said {said!r}, but there is no tokenizer; it must return token ids"
             )
         return self._tokenizer.encode(said, add_special_tokens=False)
+
+    async def _call_tool(
+        self, work: Callable[[], Sequence[int] | str | None]
+    ) -> list[int] | str | None:
+        call = self._rewards.pool.call_once if self._tool_once else self._rewards.pool.call
+        said = await call(work)
+        if said is None or isinstance(said, str):
+            return said
+        return [int(token) for token in said]
 
     def stats(self) -> dict[str, float]:
         """See `Rewards.stats`."""

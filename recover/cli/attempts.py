@@ -30,6 +30,7 @@ class AttemptRecord:
     world_size: int  # 0 before anything is loaded
     resumed: int | None  # step that was restored. None for a fresh start
     load_s: float  # seconds that `load` took
+    recorded: int | None  # records of unfinished episodes that `load` has read. None without a log
     process_started: float  # when the process began
     first: int | None = None  # first trained step, None if there is none
     first_at: float | None = None  # when `dump` was called for the first step
@@ -160,6 +161,7 @@ def _begin(number: int, event: Event, loaded: bool = True) -> AttemptRecord:
         world_size=event.get("world_size") or 0,
         resumed=event.get("step"),
         load_s=event.get("load_s") or 0.0,
+        recorded=event.get("recorded"),
         process_started=event.get("process_started") or event["time"],
         loaded=loaded,
     )

@@ -16,6 +16,7 @@ from ..storage.generations import (
     reasons_to_keep,
 )
 from ..storage.journal import last_start
+from .episodes import log_line, newest_logs
 from .folders import Folder
 from .output import (
     json_option,
@@ -72,8 +73,10 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
     if mirror is not None:
         _add_copies(place, mirror, entries)
     others = _others(place)
+    logs = [] if place.store is None else newest_logs(place.store)
     if as_json:
-        print_json({"run": place.where, "generations": entries, **others})
+        described = [vars(log) for log in logs]
+        print_json({"run": place.where, "generations": entries, "logs": described, **others})
         return
 
     if entries:
@@ -81,6 +84,10 @@ def ls_command(run: str, mirror: str | None, as_json: bool) -> None:
         print_table(_COLUMNS, rows, place.where)
     else:
         click.echo(f"{place.where} has no generation yet")
+
+    # What was recorded since the newest one.
+    for log in logs:
+        click.echo(log_line(log))
 
     # What is no generation that could be resumed from.
     for step in others["damaged_steps"]:

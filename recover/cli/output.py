@@ -148,6 +148,17 @@ def size_text(n_bytes: int) -> str:
     return f"{value:.3g} {unit}"
 
 
+def number_of(count: int) -> str:
+    """Format a large number of things as ``1.1M``, in powers of 1000."""
+    value = float(count)
+    unit = ""
+    for larger in ("k", "M", "G"):
+        if value >= 999.5:
+            value /= 1000
+            unit = larger
+    return f"{value:.3g}{unit}"
+
+
 def seconds_text(seconds: float) -> str:
     """Format a duration: ``0.012 s``, ``3.4 s``, ``12.0 min``, ``3.1 h``, ``2.4 d``."""
     if seconds < 1:

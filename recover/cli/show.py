@@ -1,5 +1,6 @@
 """``holdfast show``: describe a generation without its model, its trainer or a GPU."""
 
+import contextlib
 import io
 import math
 import re
@@ -159,11 +160,31 @@ def _describe_processes(small: _SmallFiles, info: RecoverInfo) -> dict[str, Fact
         user = state.get("user") if isinstance(state, dict) else None
         objects: list[str] = []
         if isinstance(user, dict):
-            objects = sorted(map(str, user))
+            objects = [_describe_object(str(key), user[key], info) for key in sorted(user, key=str)]
         name = PurePath(file).stem
         process = found.setdefault(name, {"generators": None})
         process["objects"] = objects
     return found
+
+
+def _describe_object(name: str, packed: Any, info: RecoverInfo) -> str:
+    """Name of an object of the user. If it follows a log, with its recorded answers."""
+    if name not in info.logs:
+        return name
+    from ...engine.rollouts.recorded import split_records
+    from ...utils.plain_values import unpack_plain
+    from ...utils.record_log import split_payload
+
+    state = unpack_plain(packed, name)
+    records: Any = None
+    if isinstance(state, dict):
+        records = state.get("records")
+    n_answers = 0
+    with contextlib.suppress(AttributeError, ValueError):  # of another object than an executor
+        for record in split_records(records.numpy().tobytes()):
+            head, _ = split_payload(record)
+            n_answers += head.get("kind") == "answer"
+    return f"{name} ({n_answers} recorded answers of unfinished tickets)"
 
 
 def _describe_engine(

@@ -26,6 +26,7 @@ from ...utils.manifest import (
 from ...utils.processes import MOST_READING_THREADS
 from ...utils.remote import FETCH_FIRST
 from ..info import INFO_NAME
+from .episodes import LogFacts, whole_logs
 from .folders import Folder, UrlFolder
 from .output import (
     DAMAGED,
@@ -70,7 +71,8 @@ def verify_command(
     Generations and published weights hold a digest of every file, and every byte is compared with
     it. This includes versions that hold only the changes from the one before. Other Hugging Face
     folders have no digests: only the headers of the weight files are compared with the files and
-    the index.
+    the index. The records of unfinished episodes of RUN are compared with their digests too. A
+    torn end of their files is what a kill leaves, and no damage.
 
     The exit code is 1 if anything is damaged.
     """
@@ -99,14 +101,34 @@ def _reports(where: str, threads: int | None) -> list[Report]:
     # All generations of a run.
     run = Run(where)
     steps = run.steps()
-    if not steps:
+    logs = [] if run.store is None else whole_logs(run.store)
+    if not steps and not logs:
         raise CheckpointNotFoundError(f"{run.where} has no generation to verify")
     reports: list[Report] = []
     for step in steps:
         # The run may have deleted it meanwhile.
         with contextlib.suppress(CheckpointNotFoundError):
             reports.append(_verify(run.folder(step), threads))
-    return reports
+    return reports + [_report_log(run, log) for log in logs]
+
+
+def _report_log(run: Run, log: LogFacts) -> Report:
+    problems = list(log.problems)
+    if log.damaged:
+        plural = "" if log.damaged == 1 else "s"
+        problems.insert(
+            0, f"{log.damaged} damaged record{plural} (their requests will be asked again)"
+        )
+    return {
+        "where": f"{run.where}/{log.where}",
+        "name": log.where,
+        "files": log.files,
+        "bytes": log.bytes,
+        "digests": True,
+        "problems": problems,
+        "torn": log.torn,
+        "seconds": log.seconds,
+    }
 
 
 def _find_export(where: str) -> Folder | None:
@@ -234,6 +256,9 @@ def _row(report: Report) -> list[str]:
     base = report.get("changes_from")
     if base:
         verdict += f", holds the changes from version {base.partition('-')[0]}"
+    torn = report.get("torn")
+    if torn:
+        verdict += f", {torn} torn end{'' if torn == 1 else 's'}"
     if report["problems"]:
         # The digests themselves are in the JSON.
         problems = "; ".join(map(_without_digests, report["problems"]))
@@ -245,7 +270,7 @@ def _row(report: Report) -> list[str]:
         per_second = report["bytes"] / max(report["seconds"], 1e-9)
         rate = f"{size_text(int(per_second))}/s"
     return [
-        report["where"].rpartition("/")[2],
+        report.get("name") or report["where"].rpartition("/")[2],
         str(report["files"]),
         size_text(report["bytes"]),
         rate,

@@ -28,6 +28,7 @@ _COLUMNS = (
     "to>",
     "redone>",
     "load>",
+    "recorded>",
     "back after>",
     "what ended it",
 )
@@ -41,7 +42,8 @@ def why_command(run: str, as_json: bool) -> None:
     again.
 
     "back after" is the time from the last step of the previous attempt to the first step of this
-    one. The column "load" is the part that the restore took. The command reads journal.jsonl in the
+    one. The column "load" is the part that the restore took. "recorded" is the number of records of
+    unfinished episodes that it has read. The command reads journal.jsonl in the
     folder of the run.
     """
     place = Run(run)
@@ -101,6 +103,7 @@ def _row(one: AttemptRecord, verdict: str) -> list[str]:
         end,
         str(one.redone or ""),
         load,
+        str(one.recorded or ""),
         gone,
         verdict,
     ]

@@ -305,9 +305,9 @@ class ResumeChoice:
 
     def go_back(self, resumed: Choice, mirror: Mirror | None) -> None:
         """Give up generations and copies newer than ``resumed``, if it is the ``resume_path``."""
-        path = resumed.path.resolve()
-        if path != self.resume_path:
+        if not self.is_wanted(resumed.path):
             return
+        path = resumed.path.resolve()
         for generation in self._store.generations():
             is_newer = generation.step > resumed.step
             replaces_it = generation.step == resumed.step and generation.path.resolve() != path
@@ -315,6 +315,10 @@ class ResumeChoice:
                 self._store.quarantine(generation, f"superseded by resume_path {path.name}")
         if mirror is not None:
             mirror.forget_newer(resumed.step)
+
+    def is_wanted(self, path: Path) -> bool:
+        """Whether a generation is the ``resume_path`` itself."""
+        return path.resolve() == self.resume_path
 
     @property
     def resumed_from(self) -> tuple[str | None, str | None]:

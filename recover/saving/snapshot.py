@@ -84,6 +84,7 @@ class Capture:
     data: bytes | None  # state of the dataloaders
     # state of the driver and digest of its generators. None if ranks call the handler
     driver: tuple[bytes, str] | None
+    logs: Mapping[str, str]  # registered name -> id of the file that follows, in the leader
 
 
 @dataclass(eq=False)
@@ -111,6 +112,12 @@ class SnapshotWriter:
         began_s = time.monotonic()
         ranks = trained.ranks
         snapshot = "snapshot" in kinds
+
+        # Records from now on belong to the next generation. Those before are in the states below.
+        logs: dict[str, str] = {}
+        if snapshot and ranks.is_leader:
+            logs = self.folder.logs.rotate()
+
         data = None
         if snapshot:  # before the generators: torchdata's loader may draw a number
             data = capture_data(ranks, trained.dataloader)
@@ -120,7 +127,7 @@ class SnapshotWriter:
             state, rng = capture_process(self.stateful)
             driver = state, rng_digest(rng)
         metrics = finite_numbers(trained.metrics or {})
-        return Capture(trained.info, in_background, began_s, metrics, data, driver)
+        return Capture(trained.info, in_background, began_s, metrics, data, driver, logs)
 
     def write(self, ranks: Ranks, capture: Capture) -> float:
         """Write and commit a captured snapshot. Collective over the callers. Returns seconds since
@@ -151,7 +158,7 @@ class SnapshotWriter:
             n_bytes,
             seconds,
         )
-        ranks.decide(partial(self._copy_and_delete, generation))
+        ranks.decide(partial(self._copy_and_delete, generation, capture.logs))
         return seconds
 
     def _open_staging(self, step: int) -> Path:
@@ -193,6 +200,7 @@ class SnapshotWriter:
             rng=rng,
             switches=first.switches,
             meshes={name: sample.mesh for name, sample in first.samples.items() if sample.mesh},
+            logs=dict(capture.logs),
         )
 
         # The leader's own files, then the rename.
@@ -209,12 +217,12 @@ class SnapshotWriter:
             )
         return generation, sum(entry.bytes for entry in entries)
 
-    def _copy_and_delete(self, generation: Generation) -> None:
+    def _copy_and_delete(self, generation: Generation, logs: Mapping[str, str]) -> None:
         # A failure here does not undo the commit. RuntimeError: no thread can be started at the
         # very end.
         try:
             with self.folder.committing():
-                self.folder.keep(generation)
+                self.folder.keep(generation, logs)
         except FolderInUseError:
             raise
         except (CheckpointError, OSError, RuntimeError) as error:

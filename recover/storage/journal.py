@@ -196,6 +196,7 @@ _FACTS: dict[str, type | tuple[type, ...]] = {
     "step": int,
     "pid": int,
     "world_size": int,
+    "recorded": int,
     "failed_in_a_row": int,
     "host": str,
     "error": str,

@@ -3,6 +3,7 @@
     <trial>/recover.lock              held from `open` to `close`: one job at a time
     <trial>/journal.jsonl             what happened, for people
     <trial>/recover/global_step_<N>   generations
+    <trial>/recover/episodes          records since the newest generations
     <trial>/hf/global_step_<N>        Hugging Face exports
     <mirror_url>/...                  the mirror: copies of generations
 
@@ -11,7 +12,7 @@ All changes to existing generations or exports happen inside `committing`.
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,11 +24,15 @@ from ...utils.logging import announce, get_logger
 from ...utils.processes import process_started_at
 from ..config import RecoverConfig
 from ..info import RecoverInfo
+from .episodes import SOON_S, EpisodeLogs
 from .generations import Generation, GenerationStore, RetentionRules
 from .journal import Journal
 from .mirror import Mirror
 
 logger = get_logger(__name__)
+
+LOG_END_S = 30.0
+"""How long the end of a run waits until its last records are on stable storage."""
 
 
 class RunFolder:
@@ -38,6 +43,7 @@ class RunFolder:
         self.exports = GenerationStore(config.hf_root)
         self.mirror: Mirror | None = None  # until `open`
         self.journal = Journal(config.trial_root)
+        self.logs = EpisodeLogs(config.recover_root, config.episode_log_s)
         # a commit was still running when the run ended, and may still succeed
         self.commit_hangs = False
         self._config = config
@@ -85,6 +91,7 @@ class RunFolder:
             process_started=round(process_started_at(), 3),
             keep=asdict(self._rules),
             mirror=None if self.mirror is None else self.mirror.url,
+            recorded=self.logs.n_read,
         )
 
     def note_stop(self, step: int, reason: str) -> None:
@@ -123,11 +130,14 @@ class RunFolder:
         """Uncommitted bytes that ranks have written for ``step``."""
         return self.generations.staged_bytes(step) + self.exports.staged_bytes(step)
 
-    def keep(self, generation: Generation) -> None:
-        """After a commit, copy the generation to the mirror and delete those that no rule keeps."""
+    def keep(self, generation: Generation, logs: Mapping[str, str]) -> None:
+        """After a commit, copy the generation to the mirror, and delete the generations that no
+        rule keeps and the records before them. ``logs`` is what `EpisodeLogs.rotate` returned.
+        """
         self._committed = True
         self.copy(generation)
         self.delete_old()
+        self.logs.keep(logs)
 
     def copy(self, generation: Generation) -> None:
         """Copy a generation of the run to the mirror, in the background."""
@@ -156,6 +166,8 @@ class RunFolder:
         With ``wait``, pending copies are finished first. While a commit hangs, nothing is done: it
         may still succeed, so the lock is kept until the process ends.
         """
+        # Records are synced within this time. A kill loses none of them anyway.
+        self.logs.close(LOG_END_S if wait else SOON_S)
         if self.commit_hangs:
             return
         with ExitStack() as ends:  # run in reverse order: the lock goes last

@@ -36,6 +36,8 @@ AFTER_NAMES = {
     "the folder with the new name": r".*/(global_step_|v)\d+",
     "the folder with a retired name": r".*/\.retired-.*",
     "a folder above the first snapshot": r"(e|e/t|e/t/recover)",
+    "a folder above the first log": r"e/t/recover/episodes(/diary)?",
+    "the folder of a log": r".*\.log",
 }
 """Purpose of an fsync of any other folder -> name that was created there last."""
 IN_MIRROR = {
@@ -72,14 +74,21 @@ def fsync_purposes(calls: list[Call]) -> dict[int, str]:
         name = call.target if call.name == "rename" else call.path
         if os.path.basename(name or "").startswith(PROBES):
             continue
-        if call.name in ("rename", "mkdir", "unlink"):
+        is_new_log = call.name == "open" and call.path.endswith(".log") and _creates(call)
+        if call.name in ("rename", "mkdir", "unlink") or is_new_log:
             last_name[os.path.dirname(name or "") or "."] = name or ""
         elif call.name in FSYNCS:
             found[i] = _purpose(call.path, last_name.get(call.path, ""))
     return found
 
 
+def _creates(call: Call) -> bool:
+    return bool((call.flags or 0) & os.O_EXCL)
+
+
 def _purpose(path: str, last_name: str) -> str:
+    if path.endswith(".log"):
+        return "the records of a log"
     if path.endswith(".lock") or any(hint in path + last_name for hint in HINTS):
         return HINT
     if path.startswith(MIRROR):

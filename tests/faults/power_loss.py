@@ -242,11 +242,13 @@ class State:
         tree: contents of the disk.
         promised: whether the result had already been reported as durable.
         story: the next call, and the changes that were lost or torn.
+        after_ns: when the last call was made that has returned, in ns.
     """
 
     tree: Tree
     promised: bool
     story: str
+    after_ns: int = 0
 
     def key(self) -> bytes:
         """Equal for states that no oracle can distinguish."""
@@ -316,12 +318,14 @@ class PowerLoss:
         certain = dict.fromkeys(past, WHOLE)
         for change in doubtful:
             del certain[change]
+        after_ns = self.calls[point - 1].time_ns if point else 0
         for fate in _fates(doubtful, effort, random.Random(point)):
             disk, happened = self._before.copy(), certain | fate
             for change in past:
                 if change in happened:
                     disk.apply(change, happened[change])
-            yield State(disk.tree(), point >= self._promised, self._story(point, doubtful, fate))
+            story = self._story(point, doubtful, fate)
+            yield State(disk.tree(), point >= self._promised, story, after_ns)
 
     def _story(self, point: int, doubtful: list[Change], fate: Fate) -> str:
         end = (

@@ -16,6 +16,8 @@ from typing import Any
 
 from holdfast.recover import GenerationStore
 from holdfast.utils.manifest import MANIFEST_NAME
+from holdfast.utils.plain_values import unpack_plain
+from holdfast.utils.record_log import FRAME, NO_PARENT, RecordLog
 from tests.faults.fsync_purposes import HINT, MIRROR, fsync_purposes
 from tests.faults.power_loss import (
     Effort,
@@ -28,8 +30,10 @@ from tests.faults.power_loss import (
 )
 from tests.faults.scenarios import (
     SCENARIOS,
+    WITH_LOG,
     Action,
     Delta,
+    Logged,
     Publication,
     Scenario,
     Snapshot,
@@ -43,10 +47,13 @@ _NUMBERED = re.compile(r"((?:[^./][^/]*/)*)(?:global_step_|v)(\d+)")
 REPLACING = "snapshot that replaces the only one"
 MIRRORED = "snapshot that is mirrored"
 DELTA = "delta"
-POWER_SCENARIOS = (*SCENARIOS, DELTA, REPLACING, MIRRORED)
+FIRST_WITH_LOG = "first dump with a log"
+POWER_SCENARIOS = (*SCENARIOS, WITH_LOG, FIRST_WITH_LOG, DELTA, REPLACING, MIRRORED)
 """Scenarios that `record` can record."""
 RECOVER = "e/t/recover"
 """Folder of snapshots, relative to the root."""
+LOG = f"{RECOVER}/episodes/diary"
+"""Folder of the log in `Logged`, relative to the root."""
 
 
 def visible(tree: Tree) -> dict[str, Tree]:
@@ -149,6 +156,86 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class KeptWithLog:
+    """Oracle: as `Kept`, and every entry that was synced is in the newest generation or in the log
+    that follows it.
+
+    Args:
+        kept: oracle for the generations.
+        synced: entry -> when its fdatasync was called, in ns.
+    """
+
+    kept: Kept
+    synced: Mapping[str, int]
+
+    @property
+    def wanted(self) -> Mapping[str, Tree]:
+        """See `Kept`."""
+        return self.kept.wanted
+
+    @property
+    def newest(self) -> Collection[int]:
+        """See `Kept`."""
+        return self.kept.newest
+
+    def __call__(self, state: State, scratch: Path) -> str | None:
+        """Return the fault of a state, or None. ``scratch`` is an unused path."""
+        problem = self.kept(state, scratch)
+        if problem is not None:
+            return problem
+        due = {entry for entry, time_ns in self.synced.items() if time_ns <= state.after_ns}
+        lost = due - self._entries(state.tree, scratch)
+        return f"synced entries are lost: {sorted(lost)}" if lost else None
+
+    def _entries(self, tree: Tree, scratch: Path) -> set[str]:
+        """The entries that the next start would find."""
+        found: set[str] = set()
+        log_id: str | None = NO_PARENT
+        shown = visible(tree)
+        own = [path for path in shown if path.startswith(RECOVER)]
+        if own:
+            state = diary_state(shown[max(own, key=number)])
+            found |= set(state["entries"])
+            log_id = state["log"]
+
+        # The files of the log, as they are on the disk.
+        scratch.mkdir()
+        for path, data in tree.items():
+            if path.startswith(f"{LOG}/") and data is not None:
+                (scratch / Path(path).name).write_bytes(data)
+        log = RecordLog(scratch, 1.0)
+        found |= {payload.decode() for payload in log.read(log_id)}
+        shutil.rmtree(scratch)
+        return found
+
+
+def diary_state(files: Tree) -> dict[str, Any]:
+    """The state of the diary in a generation's files."""
+    data = files["state/rank_00000.pt"]
+    assert data is not None
+    process = unpack_plain(data, "rank 0")
+    return unpack_plain(process["user"]["diary"], "diary")
+
+
+def synced_entries(calls: list[Call]) -> dict[str, int]:
+    """When each entry of the log was synced: entry -> time of the fdatasync, in ns."""
+    waiting: dict[str, list[str]] = {}
+    synced: dict[str, int] = {}
+    for call in calls:
+        if not call.path.startswith(f"{LOG}/"):
+            continue
+        if call.name == "write":
+            assert call.data is not None
+            payload = call.data[FRAME.size :]
+            waiting.setdefault(call.path, []).append(payload.decode())
+        elif call.name == "fdatasync":
+            for entry in waiting.pop(call.path, []):
+                synced[entry] = call.time_ns
+    assert synced, "the scenario has synced nothing"
+    return synced
+
+
+@dataclass(frozen=True)
 class Recorded:
     """A performed scenario.
 
@@ -222,6 +309,7 @@ def record(shop: Workshop, name: str, switch: Callable[[], None] | None = None) 
     own: dict[str, Snapshot] = {
         REPLACING: Snapshot(REPLACING, base=0, keep=1),
         MIRRORED: Mirrored(MIRRORED, base=1),
+        FIRST_WITH_LOG: Logged(FIRST_WITH_LOG, base=-1),
     }
     built = shop.build(own[name] if name in own else make_scenario(name, shop.model))
     if isinstance(built.scenario, Snapshot) and built.scenario.base < 0:
@@ -236,7 +324,10 @@ def record(shop: Workshop, name: str, switch: Callable[[], None] | None = None) 
         calls = _perform(shop, partial(_act, built.scenario, switch), root)
     old = visible(before)
     wanted = old | visible(read_tree(root))
-    oracle = Kept(wanted, {max(map(number, old), default=-1)}, max(map(number, wanted)))
+    kept = Kept(wanted, {max(map(number, old), default=-1)}, max(map(number, wanted)))
+    oracle: Callable[[State, Path], str | None] = kept
+    if isinstance(built.scenario, Logged):
+        oracle = KeptWithLog(kept, synced_entries(calls))
     whole = Recorded(built.scenario, PowerLoss(before, calls, _promise(built.scenario)), oracle)
     return whole.without(*(i for i, purpose in fsync_purposes(calls).items() if purpose == HINT))
 

@@ -32,7 +32,7 @@ from holdfast.utils.distributed import rank_zero_decides
 from holdfast.utils.errors import CheckpointExistsError
 from holdfast.utils.manifest import MANIFEST_NAME, verify_folder
 from tests.engine.hf.mirrored import files_of_version
-from tests.faults.snapshots import Action, Resume, Snapshot, Tree, tree
+from tests.faults.snapshots import Action, Logged, Resume, Snapshot, Tree, tree
 
 
 class Scenario(Protocol):
@@ -337,7 +337,8 @@ def sharded_model(folder: str, seed: int) -> Any:
 
 SCENARIOS = ("first snapshot", "snapshot that retires", "export", "publication")
 """Names for `make_scenario` of everything that all ranks write together."""
-EVERY = (*SCENARIOS, "delta", "mirror copy", "resume")
+WITH_LOG = "dump with a log"
+EVERY = (*SCENARIOS, WITH_LOG, "delta", "mirror copy", "resume")
 """All names for `make_scenario`."""
 
 
@@ -350,6 +351,8 @@ def make_scenario(name: str, model: str) -> Scenario:
             return Snapshot(name, base=-1)
         case "snapshot that retires":
             return Snapshot(name, base=1)
+        case "dump with a log":
+            return Logged(name, base=1)
         case "export":
             return Export(model)
         case "publication":

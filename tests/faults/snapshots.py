@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,17 @@ from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.memory.tensors import flatten, local_tensor
 from holdfast.recover import GenerationStore, ResumableDataLoader
 from holdfast.utils.rng import seed_rng
-from tests.recover.runs import Meter, Prompts, draw, hidden, make_handler, names, step_info, stream
+from tests.recover.runs import (
+    Diary,
+    Meter,
+    Prompts,
+    draw,
+    hidden,
+    make_handler,
+    names,
+    step_info,
+    stream,
+)
 
 Action = Callable[[], Any]
 Tree = dict[str, str]
@@ -38,6 +48,7 @@ class Trainee:
         self.engines = {"actor": _engine(10, mesh), "critic": _engine(7, mesh)}
         self.loader = ResumableDataLoader(Prompts(), 4, seed=3, rank=rank, world_size=world_size)
         self.meter, self._batches = Meter(), stream(self.loader)
+        self.diary = Diary()
         seed_rng(7 + rank)
 
     def train(self) -> str:
@@ -117,19 +128,23 @@ class Snapshot:
         handler.close()
         return digests + [trainee.train() for _ in range(3)]
 
-    def learn(self, built: list[list[str]]) -> "Snapshot":
+    def learn(self, built: list[list[str]]) -> Self:
         return replace(self, digests=tuple(zip(*built, strict=True)))
 
     def handler(self, root: str, **options: Any) -> Any:
         """Make a handler over ``root``."""
         return make_handler(root, freq_steps=1, max_ckpt_to_keep=self.keep, **options)
 
+    def register(self, handler: Any, trainee: Trainee, root: str) -> None:
+        """Register the objects of a trainee."""
+        handler.register("meter", trainee.meter)
+
     def resume(self, rank: int, root: str, **options: Any) -> tuple[Any, Trainee, int]:
         """Return a handler and the state it has loaded, checked to the bit, with the last step (-1
         for none).
         """
         trainee, handler = Trainee(rank), self.handler(root, **options)
-        handler.register("meter", trainee.meter)
+        self.register(handler, trainee, root)
         info = handler.load(trainee.engines, trainee.loader)
         step = -1 if info is None else info.last_step_info.global_step
         assert step == -1 or trainee.digest() == self.digests[step][rank], (
@@ -143,12 +158,13 @@ class Snapshot:
         assert step == self.base
         assert trainee.train() == self.digests[step + 1][rank]
 
-        def dump() -> bool:
-            dumped = handler.dump(trainee.engines, step_info(step + 1), trainee.loader)
-            handler.wait()
-            return dumped
+        return partial(self.act, handler, trainee, step + 1, root)
 
-        return dump
+    def act(self, handler: Any, trainee: Trainee, step: int, root: str) -> bool:
+        """Dump a step."""
+        dumped = handler.dump(trainee.engines, step_info(step), trainee.loader)
+        handler.wait()
+        return dumped
 
     def check(self, rank: int, root: str) -> bool:
         """Resume, compare with the undisturbed run, and dump the next step."""
@@ -176,6 +192,77 @@ class Snapshot:
                 assert store.verify(generation.path).last_step_info.global_step == generation.step
             assert hidden(root) == []
         return step > self.base
+
+
+@dataclass(frozen=True)
+class Logged(Snapshot):
+    """A snapshot of a run with a log. Entries are noted before, while and after it is taken.
+
+    Whenever the run is resumed, the leader must have every entry that was on stable storage:
+    `built_entries`, and those of this folder's lives, which are listed in a file next to it.
+    """
+
+    def handler(self, root: str, **options: Any) -> Any:
+        # Only who waits for it syncs a record, so that the order of all calls is the same.
+        return super().handler(root, episode_log_s=1e6, **options)
+
+    @property
+    def built_entries(self) -> list[str]:
+        """Entries that are durable when the folder has been built."""
+        if not self.digests or self.base < 0:
+            return []
+        captures = [f"capture of step {step}" for step in range(self.base + 1)]
+        return ["before step 0", *captures]
+
+    def register(self, handler: Any, trainee: Trainee, root: str) -> None:
+        super().register(handler, trainee, root)
+        handler.register("diary", trainee.diary)
+        handler.register("late", NotesWhenCaptured(trainee.diary, root))
+
+    def resume(self, rank: int, root: str, **options: Any) -> tuple[Any, Trainee, int]:
+        """Do the same, and look for every durable entry."""
+        handler, trainee, step = super().resume(rank, root, **options)
+        if rank == 0:
+            missing = {*self.built_entries, *durable_entries(root)} - {*trainee.diary.entries}
+            assert not missing, f"entries of the log are lost: {sorted(missing)}"
+        note_durably(trainee.diary, f"before step {step + 1}", root)
+        return handler, trainee, step
+
+    def act(self, handler: Any, trainee: Trainee, step: int, root: str) -> bool:
+        dumped = super().act(handler, trainee, step, root)
+        note_durably(trainee.diary, "after the snapshot", root)
+        return dumped
+
+
+class NotesWhenCaptured:
+    """An object that notes something while the state is captured, after the diary was."""
+
+    def __init__(self, diary: Diary, root: str) -> None:
+        self._diary = diary
+        self._root = root
+        self._captured = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        note_durably(self._diary, f"capture of step {self._captured}", self._root)
+        self._captured += 1
+        return {"captured": self._captured}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._captured = state_dict["captured"]
+
+
+def note_durably(diary: Diary, entry: str, root: str) -> None:
+    """Note an entry, wait until it is on stable storage, and list it next to ``root``."""
+    diary.note(entry, durably=True)
+    if diary.log is not None:
+        with open(f"{root}.durable", "a") as file:
+            file.write(f"{entry}\n")
+
+
+def durable_entries(root: str) -> list[str]:
+    """The entries that `note_durably` has listed."""
+    path = Path(f"{root}.durable")
+    return path.read_text().splitlines() if path.exists() else []
 
 
 @dataclass(frozen=True)

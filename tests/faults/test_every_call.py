@@ -36,7 +36,8 @@ class DieAt:
 
     Attributes:
         moment: n, from 0.
-        half: whether to write half of the call's data first.
+        half: whether to write half of the call's data first. Calls of two threads may change
+            places from one run to the next, and then the call may have no data.
         note: file that receives the call.
     """
 
@@ -49,7 +50,7 @@ class DieAt:
         self._calls += 1
         if self._calls > self.moment:
             Path(self.note).write_bytes(pickle.dumps(call))
-            if self.half:
+            if self.half and call.data:
                 write_half(call)
             os.kill(os.getpid(), signal.SIGKILL)
 

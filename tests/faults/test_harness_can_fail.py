@@ -25,10 +25,13 @@ from holdfast.engine.dcp import format as dcp_format
 from holdfast.engine.hf import save as hf_save
 from holdfast.recover import GenerationStore
 from holdfast.recover.resuming import check as rank_reading
+from holdfast.recover.saving.snapshot import SnapshotWriter
 from holdfast.recover.storage import generations as store
+from holdfast.recover.storage.episodes import EpisodeLogs
 from holdfast.utils import atomic_folder, files, manifest
 from holdfast.utils.errors import CheckpointCorruptError, CheckpointWriteError
 from holdfast.utils.manifest import MANIFEST_NAME, FileEntry
+from holdfast.utils.record_log import RecordLog, new_id
 from tests.faults.fsync_purposes import (
     EARLIER_LIFE,
     IN_MIRROR,
@@ -50,6 +53,7 @@ from tests.faults.payloads import Call as Payload
 from tests.faults.power_loss import QUICK, PowerLoss
 from tests.faults.power_traces import (
     DELTA,
+    FIRST_WITH_LOG,
     MIRRORED,
     POWER_SCENARIOS,
     REPLACING,
@@ -58,6 +62,7 @@ from tests.faults.power_traces import (
     record_second_life,
     survey,
 )
+from tests.faults.scenarios import WITH_LOG
 from tests.faults.shim import Call
 from tests.faults.tally import Tally
 from tests.faults.workshop import Workshop, perform
@@ -92,6 +97,13 @@ TWICE = {
         "the weights",
         "a small file of a model",
     ),  # again by the process that lists them
+    # For every caller that waits, and after every new file.
+    WITH_LOG: ("the records of a log", "the folder of a log"),
+    FIRST_WITH_LOG: (
+        "the records of a log",
+        "the folder of a log",
+        "a folder above the first snapshot",
+    ),
     MIRRORED: (
         "a folder of a copy",
         "the folder of copies",
@@ -100,6 +112,7 @@ TWICE = {
 """Scenario -> files that are fsynced more than once."""
 _CHANGES = ("the changes of a rank", "the manifest of the changes", "the folder of the changes")
 _SNAPSHOT = (*list(IN_STAGING)[:8], "the staging folder", "the folder with the new name")
+_LOG = ("the records of a log", "the folder of a log")
 _MODEL = (
     "the weights",
     "a small file of a model",
@@ -109,6 +122,13 @@ _MODEL = (
 PURPOSES = {
     "first snapshot": (*_SNAPSHOT, "a folder above the first snapshot"),
     "snapshot that retires": (*_SNAPSHOT, "the folder with a retired name"),
+    WITH_LOG: (*_SNAPSHOT, "the folder with a retired name", *_LOG),
+    FIRST_WITH_LOG: (
+        *_SNAPSHOT,
+        "a folder above the first snapshot",
+        "a folder above the first log",
+        *_LOG,
+    ),
     REPLACING: (*_SNAPSHOT, "the folder with a retired name"),
     MIRRORED: (*_SNAPSHOT, "the folder with a retired name", *IN_MIRROR, MANIFEST_MOVED),
     "export": _MODEL,
@@ -127,6 +147,7 @@ COVERED = {
     # one.
     ("snapshot that retires", "the folder with the new name"),
     (MIRRORED, "the folder with the new name"),
+    (WITH_LOG, "the folder with the new name"),
     # Needed if a run that went back copies a step again over an incomplete copy.
     (MIRRORED, "the marker of a copy"),
     # Described, and removed before the rename.
@@ -247,6 +268,54 @@ def _remove_in_place() -> None:
     patch(files, "remove_folder", shutil.rmtree)
 
 
+def _rotate_late() -> None:
+    """Name the next file of the log before the capture, and begin it afterwards."""
+    rotate = RecordLog.rotate
+    capture = SnapshotWriter.capture
+    named: list[RecordLog] = []
+
+    def name_next(log: RecordLog) -> str:
+        named.append(log)
+        log._id = new_id()
+        return log.id
+
+    def capture_first(self: SnapshotWriter, *args: Any) -> Any:
+        patch(RecordLog, "rotate", name_next)
+        captured = capture(self, *args)
+        patch(RecordLog, "rotate", rotate)
+        for log in named:
+            log.rotate()
+        named.clear()
+        return captured
+
+    patch(SnapshotWriter, "capture", capture_first)
+
+
+def _delete_early() -> None:
+    """Delete the older files of the log when the next one is begun."""
+    rotate = EpisodeLogs.rotate
+
+    def rotate_and_delete(self: EpisodeLogs) -> dict[str, str]:
+        ids = rotate(self)
+        for log in self._logs.values():
+            log.sync(log.append(b"the file is there"))
+            log.delete_before(log.id)
+        return ids
+
+    patch(EpisodeLogs, "rotate", rotate_and_delete)
+
+
+def _name_an_unused_log() -> None:
+    """Begin files that do not descend from each other."""
+    rotate = RecordLog.rotate
+
+    def forget_parent(log: RecordLog) -> str:
+        log._id = new_id()
+        return rotate(log)
+
+    patch(RecordLog, "rotate", forget_parent)
+
+
 def patch(owner: Any, name: str, value: Any) -> None:
     """Replace an existing attribute for the rest of this process."""
     assert hasattr(owner, name), f"there is no {name} to switch off"
@@ -264,6 +333,9 @@ RENAMES: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "a snapshot is deleted under its final name": ("snapshot that retires", _remove_in_place),
     "a version is deleted under its final name": ("publication", _remove_in_place),
+    "a file of the log is begun after the capture": (WITH_LOG, _rotate_late),
+    "files of the log are deleted before the commit": (WITH_LOG, _delete_early),
+    "a descendant of a log is not read": (WITH_LOG, _name_an_unused_log),
 }
 
 

@@ -17,11 +17,13 @@ from random import Random
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 
 from holdfast.engine import DCPState, load_dcp
 from holdfast.recover.info import INFO_NAME
 from holdfast.utils.errors import HoldfastError
 from holdfast.utils.manifest import MANIFEST_NAME
+from holdfast.utils.record_log import FRAME, MAGIC, log_files
 from tests.engine.peak_memory import CAN_MEASURE, peak_growth_bytes
 from tests.faults.attacks import (
     BOMB_BYTES,
@@ -49,7 +51,7 @@ from tests.faults.payloads import WRAPPINGS, Call, careless, payload_objects, pa
 from tests.faults.share import SHARE, pick
 from tests.faults.tally import Tally
 from tests.helpers import run_ranks
-from tests.recover.runs import make_handler, make_loader
+from tests.recover.runs import Diary, Tiny, make_handler, make_loader
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -299,3 +301,53 @@ def test_nonsense_with_right_digests_is_refused_or_does_no_harm(
             )
             progress(f"nonsense in {name}: {number + 1} of {len(places)}, {len(problems)} bad")
     assert not problems, f"{len(problems)}:\n" + "\n".join(islice(problems, 20))
+
+
+def _framed(payload: bytes) -> bytes:
+    return FRAME.pack(MAGIC, len(payload), xxhash.xxh3_128_digest(payload)) + payload
+
+
+def _plant_in_log(folder: Path, name: str, data: bytes, size: int | None = None) -> None:
+    path = folder / name
+    path.write_bytes(data)
+    if size is not None:
+        os.truncate(path, size)
+
+
+def test_malicious_files_of_a_log_run_nothing_and_take_no_memory(
+    tmp_path: Path, tally: Tally
+) -> None:
+    def start() -> Diary:
+        handler = make_handler(tmp_path, freq_steps=1)
+        diary = Diary()
+        handler.register("diary", diary)
+        handler.load(Tiny().state)
+        diary.note("sound")
+        handler.close(wait=False)
+        return diary
+
+    start()
+    folder = tmp_path / "e" / "t" / "recover" / "episodes" / "diary"
+    (sound,) = log_files(folder)
+    marker = tmp_path / "ran"
+    code = pickle.dumps(Call(os.mkdir, str(marker)))
+    claims = FRAME.pack(MAGIC, (1 << 32) - 1, bytes(16)) * 100
+
+    # All of them descend from the sound file.
+    ending = f"{sound.id}.log"
+    _plant_in_log(folder, f"00000002-aaaaaaa1-{ending}", claims, size=1 << 40)
+    _plant_in_log(folder, f"00000003-aaaaaaa2-{ending}", os.urandom(1 << 16))
+    _plant_in_log(folder, f"00000004-aaaaaaa3-{ending}", code)
+    os.mkfifo(folder / f"00000005-aaaaaaa4-{ending}")
+    os.symlink("/dev/zero", folder / f"00000006-aaaaaaa5-{ending}")
+    os.symlink(folder, folder / f"00000007-aaaaaaa6-{ending}")
+    _plant_in_log(folder, f"99999999-aaaaaaa7-{'0' * 8}.log", _framed(code))
+
+    with time_limit(LOAD_TIMEOUT_S):
+        if CAN_MEASURE:
+            grown = peak_growth_bytes(start)
+            assert grown < ALLOWED_BYTES, f"{grown} bytes"
+        found = start().read
+    assert "sound" in found and not marker.exists()
+    assert code.decode(errors="replace") in found, "the object gets it as bytes"
+    tally.add("malicious file of a log", injected=7, survived=7)

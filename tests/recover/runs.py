@@ -19,6 +19,7 @@ from holdfast.engine import FinetuneSpec, FSDPEngine, OptimizerConfig, TrainEngi
 from holdfast.engine.api import Batch, StepInfo
 from holdfast.engine.dcp.state import DCPState
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
+from holdfast.utils.record_log import NO_PARENT, RecordLog
 
 IN_BACKGROUND = os.environ.get("HOLDFAST_ASYNC_SAVE", "1") == "1"
 """Whether handlers write in the background and are waited for. Every test and every fault must pass
@@ -88,6 +89,42 @@ class Meter:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seen, self.mean = state_dict["seen"], state_dict["mean"]
+
+
+class Diary:
+    """An object that follows a log: its state is its entries so far, and the log has later ones."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+        self.read: list[str] = []  # entries that came from the log
+        self.log: RecordLog | None = None
+        self.followed: list[tuple[bool, bool]] = []  # whether there is a log, and ``went_back``
+        self._log_id: str | None = NO_PARENT
+
+    def note(self, entry: str, *, durably: bool = False) -> None:
+        """Add an entry. With ``durably`` it survives a power cut when this returns."""
+        self.entries.append(entry)
+        if self.log is not None:
+            place = self.log.append(entry.encode())
+            if durably:
+                self.log.sync(place)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"entries": list(self.entries), "log": None if self.log is None else self.log.id}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.entries = list(state_dict["entries"])
+        self._log_id = state_dict.get("log")
+
+    def follow_log(self, log: RecordLog | None, went_back: bool) -> None:
+        self.followed.append((log is not None, went_back))
+        if log is not None:
+            self.log = log
+            self.read = [payload.decode(errors="replace") for payload in log.read(self._log_id)]
+            for entry in self.read:
+                if entry not in self.entries:
+                    self.entries.append(entry)
+            log.start(self._log_id)
 
 
 class Tiny:

@@ -144,7 +144,7 @@ def test_every_prompt_is_trained_or_rejected_once_an_epoch() -> None:
 
 def test_groups_with_equal_rewards_are_drawn_again() -> None:
     server = Server()
-    executor = make_executor([server], Echo(n_samples=2), accept=rewards_differ)
+    executor = make_executor([server], Echo(n_samples=2), accept=rewards_differ, seed=3)
     steps = run(3, server, executor)
     assert all(rewards_differ(trajectory) for step in steps for _, trajectory in step)
     assert executor.stats()["rollouts/rejected"] > 0

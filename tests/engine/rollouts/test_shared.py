@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from holdfast.engine.dcp.state import DCPState
 from holdfast.engine.rollouts import SharedRollouts
 from holdfast.utils.errors import ConfigError, RolloutError
+from tests.engine.rollouts.lives import Lasting
 from tests.engine.rollouts.servers import Echo, Server, make_executor, make_loader
 from tests.helpers import run_ranks
 from tests.recover.runs import make_handler, step_info
@@ -72,6 +73,42 @@ def test_ranks_share_a_batch_and_any_number_of_them_resumes(tmp_path: Path) -> N
     last = run_ranks(_steps, 3, str(tmp_path / "run"), [3])
     assert [len(share[0][0]) for share in last] == [1, 1, 2]
     assert _whole(first) + _whole([rest]) + _whole(last) == untouched
+
+
+def _lasting(rank: int, world_size: int, root: str, steps: list[int], last: int) -> Any:
+    """Sample the steps, with generations up to step ``last``. Returns the share of each step and
+    the prompts that the server of rank 0 was asked.
+    """
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
+    state = DCPState(model, torch.optim.AdamW(model.parameters()))
+    loader, server = make_loader(), Lasting()
+    shared = SharedRollouts(
+        lambda: make_executor([server], Echo(), loader, max_head_offpolicyness=1)
+    )
+    handler, found = make_handler(root, freq_steps=1), []
+    handler.register("rollouts", shared)
+    with shared, handler:
+        handler.load(state, loader)
+        for step in steps:
+            server.version = step
+            shared.set_version(step)
+            found.append(shared.next_batch(step)["input_ids"].tolist())
+            if step <= last:
+                handler.dump(state, step_info(step), loader)
+        replayed = shared.stats()["rollouts/replayed"]
+    return found, [request.input_ids[0] for request in server.seen], replayed
+
+
+def test_ranks_that_resume_take_the_answers_of_rank_0_from_its_log(tmp_path: Path) -> None:
+    first = run_ranks(_lasting, 2, str(tmp_path), [0, 1], 0)
+    second = run_ranks(_lasting, 2, str(tmp_path), [1], 0)
+    assert [share[0][1] for share in first] == [share[0][0] for share in second]
+    trained = {row[0] for found, _, _ in second for row in found[0]}
+    asked = set(second[0][1])
+    assert len(trained) == 4 and not asked & trained
+    assert {replayed for _, _, replayed in second} <= {4.0, 5.0, 6.0, 7.0, 8.0}
+    assert not first[1][1] and not second[1][1], "rank 1 asks no server"
 
 
 def _failing(rank: int, world_size: int) -> None:

@@ -102,3 +102,47 @@ def say_seven(*_: Any, **__: Any) -> list[int]:
 
 def say_text(*_: Any, **__: Any) -> str:
     return "abc"
+
+
+def zero_reward(*_: Any, **__: Any) -> float:
+    return 0.0
+
+
+def counted_reward(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    counter: str,
+    **_: Any,
+) -> float:
+    _count(counter, f"reward {completion_ids}")
+    return 1.0
+
+
+def counted_tool(
+    conversation: str,
+    completion: str,
+    conversation_ids: list[int],
+    completion_ids: list[int],
+    counter: str,
+    **_: Any,
+) -> list[int]:
+    _count(counter, f"tool {conversation_ids + completion_ids}")
+    return [7]
+
+
+def _count(counter: str, name: str) -> None:
+    with open(counter, "a") as file:
+        file.write(f"{name}\n")
+
+
+def sum_of(ids: list[int]) -> int:
+    return sum(ids) % 9
+
+
+def note_effect(file: str, name: str) -> None:
+    """Write a line that outlives the driver."""
+    fd = os.open(file, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.write(fd, f"{name}\n".encode())
+    os.close(fd)

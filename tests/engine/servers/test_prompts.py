@@ -165,7 +165,7 @@ def test_a_rollout_with_such_a_prompt_ends_at_once_and_names_the_sample(tmp_path
             executor.set_version(0)
             expected = (
                 r"ticket 0 of step 0 \(dataset index \d+\) cannot be finished: PromptError: "
-                r"prompt ticket-0-0 of"
+                r"prompt ticket-0-[0-9a-f]{8}-0 of"
             )
             with pytest.raises(RolloutError, match=expected) as caught:
                 executor.next_batch(0)

@@ -1,0 +1,104 @@
+"""Digests of requests and calls. Two requests are the same if their digests are, also in another
+process.
+"""
+
+import io
+import json
+import pickle
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import xxhash
+
+from ..servers.api import ModelRequest
+
+UNPICKLABLE = (
+    pickle.PicklingError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    RecursionError,
+)
+"""Errors of `call_digest`: pickle raises one of these, depending on the object."""
+
+
+def request_digest(request: ModelRequest) -> str:
+    """Digest of everything that a server samples from: token ids, parameters, an explicit seed, and
+    images.
+
+    It leaves out ``rid``, ``metadata``, and ``gconfig.n_samples``, which no server gets.
+    """
+    parameters = asdict(request.gconfig)
+    del parameters["n_samples"]
+    ids = array("I", request.input_ids)
+    head: dict[str, Any] = {
+        "parameters": parameters,
+        "seed": request.seed,
+        "length": len(ids),
+    }
+    images = request.images
+    if images is not None:
+        head["images"] = [xxhash.xxh3_128_hexdigest(file) for file in images.files]
+        head["forbidden"] = list(images.forbidden)
+        head["shown"] = len(images.token_ids)
+        ids.extend(images.token_ids)
+
+    # The head has the number of ids of each kind, so that no two requests give the same bytes.
+    digest = xxhash.xxh3_128()
+    digest.update(json.dumps(head).encode())
+    digest.update(ids.tobytes())
+    return digest.hexdigest()
+
+
+def call_digest(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> str:
+    """Digest of the function's name and its arguments. Raises one of `UNPICKLABLE`."""
+    name = getattr(fn, "__qualname__", None)
+    if name is None:
+        # such as a partial, which is known by its parts
+        function = fn
+    else:
+        function = f"{fn.__module__}.{name}"
+    return _digest([function, tuple(args), dict(kwargs)])
+
+
+def _digest(value: Any) -> str:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return xxhash.xxh3_128_hexdigest(buffer.getbuffer())
+
+
+class _Pickler(pickle.Pickler):
+    """Writes equal values alike in every process.
+
+    Without its memo (``fast``), pickle does not show which objects are shared. The order of a set
+    depends on the process, so its items are sorted. Lists of token ids are packed, because they are
+    long.
+    """
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=5)
+        self.fast = True
+
+    def persistent_id(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is list:
+            return _packed_ids(obj)
+        if kind is set or kind is frozenset:
+            return kind.__name__, sorted(map(_digest, obj))
+        return None
+
+
+def _packed_ids(values: list[Any]) -> tuple[str, bytes] | None:
+    if not values or type(values[0]) is not int:
+        return None
+    try:
+        return "ids", array("q", values).tobytes()
+    except (TypeError, OverflowError):
+        # a list of other things too
+        return None
