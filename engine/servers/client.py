@@ -21,6 +21,7 @@ from typing import ClassVar
 from ...utils.config import require_choice, require_range
 from ...utils.errors import (
     BusyServerError,
+    CheckpointError,
     ConfigError,
     PromptError,
     PublishError,
@@ -54,6 +55,7 @@ from .completions import (
     check_images,
     folder_vocab_size,
     samples_plainly,
+    shown_prompt,
     stated_limits,
     temperature_error,
 )
@@ -129,6 +131,8 @@ class ServerClient(ABC):
     """How to start the server so that its log-probabilities take the temperature into account."""
     _kept_free: ClassVar[int] = 0
     """Tokens of its context that the server keeps free, besides the first of a completion."""
+    _no_memory_for: ClassVar[str | None] = None
+    """Words of a server that has too little memory for a prompt, although it fits the context."""
     _key_advice: ClassVar[str] = ""
     """Remedy if the server refuses a request that needs only the key."""
 
@@ -303,8 +307,7 @@ class ServerClient(ABC):
             raise PublishError(
                 f"{path} holds adapters alone; tell servers of it by update_adapters_from_disk"
             )
-        label = self._label_of(path, version)
-        expected = self._read_expected(path)
+        label, expected = self._read_published(path, version)
         with self._update(path, version) as calls:
             # Asked before the load, which may replace the label of a restarted server.
             must_show_change = self._must_show_change(calls, expected)
@@ -340,8 +343,8 @@ class ServerClient(ABC):
             PublishError: the server takes no adapters, or not these ones. Or it is paused, or its
                 base was replaced.
         """
-        name = adapter_name(self._label_of(path, version))
-        expected = self._read_expected(path)
+        label, expected = self._read_published(path, version)
+        name = adapter_name(label)
         with self._update(path, version) as calls:
             # The server must be able to use adapters, and to use them rightly.
             self._require_base(calls)
@@ -467,13 +470,21 @@ class ServerClient(ABC):
         except ServerError as error:
             logger.warning("%s", error)
 
-    def _label_of(self, path: str, version: int) -> str:
+    def _read_published(self, path: str, version: int) -> tuple[str, ExpectedAnswer | None]:
+        """The label of a published folder, and what a server must answer with its weights.
+
+        Raises PublishError if this host does not see the folder, or a small file of it is damaged.
+        """
         try:
-            return weights_label(path, version)
+            return weights_label(path, version), self._read_expected(path)
         except OSError as error:
             raise PublishError(
                 f"{path} cannot be read here ({error}), and {self.name} is told of folders that "
                 "this host sees, too; it was not told"
+            ) from error
+        except (CheckpointError, ValueError) as error:
+            raise PublishError(
+                f"{path} cannot be used ({error}); {self.name} was not told of it. Publish again"
             ) from error
 
     def _read_expected(self, path: str) -> ExpectedAnswer | None:
@@ -682,8 +693,9 @@ class ServerClient(ABC):
 
         Raises:
             PromptError: the prompt is empty or too long, or has token ids outside the vocabulary.
-                It was not sent. With images also: the server expanded them to other tokens, or
-                sampled a token that it had to exclude.
+                It was not sent, unless only the server's memory is too small for it. With images
+                also: the server expanded them to other tokens, or sampled a token that it had to
+                exclude.
             BusyServerError: the server sleeps. The prompt was not sent.
             ServerError: the server could not be reached, failed, aborted the request, or has no
                 published weights.
@@ -698,12 +710,24 @@ class ServerClient(ABC):
         request = await self._fitting(request)
         with self._adapters.request() as adapter:
             path, body = self._completion(request, adapter)
-            answer = await self._connections.ask(path, body, self.generation_timeout_s)
+            answer = await self._ask_completion(request, path, body)
         with readable(f"{self.name}: a completion", ServerError):
             response = self._read_completion(request, answer, adapter)
             if request.images is not None:
                 response = replace(response, input_tokens=list(answer["prompt_token_ids"]))
         return check_images(request, response, self.name)
+
+    async def _ask_completion(self, request: ModelRequest, path: str, body: Json) -> Json:
+        try:
+            return await self._connections.ask(path, body, self.generation_timeout_s)
+        except ServerError as error:
+            if self._no_memory_for is None or self._no_memory_for not in str(error):
+                raise
+            raise PromptError(
+                f"{shown_prompt(request)} is longer than the memory of {self.name} allows, which "
+                f"is less than its context: {error}. Shorten or leave out the sample, or give the "
+                "server more memory for its KV cache"
+            ) from error
 
     async def _fitting(self, request: ModelRequest) -> ModelRequest:
         try:

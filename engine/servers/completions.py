@@ -1,8 +1,8 @@
 """Checks of one completion: may a server be sent this prompt, and can its answer be trained on?
 
-A token id outside the vocabulary reads outside the embedding. vLLM checks ids only if it has a
-tokenizer. With ``--skip-tokenizer-init`` one bad prompt kills the server, and every server that the
-prompt is sent to afterwards.
+A token id outside the vocabulary reads outside the embedding. One such prompt kills an SGLang, and
+a vLLM with ``--skip-tokenizer-init``, which checks ids only if it has a tokenizer. Then it kills
+every server that it is sent to afterwards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class PromptLimits:
         Raises PromptError if ``server`` cannot complete the prompt or sample its stop tokens.
         """
         ids = list(request.input_ids)
-        what = f"{_shown_prompt(request)}, for {server},"
+        what = f"{shown_prompt(request)}, for {server},"
         if not ids:
             raise PromptError(
                 f"{what} is empty; give it one token at least, the one that begins a text, say"
@@ -73,7 +73,8 @@ class PromptLimits:
             )
 
 
-def _shown_prompt(request: ModelRequest) -> str:
+def shown_prompt(request: ModelRequest) -> str:
+    """The name of a prompt, its length and its first ids, for errors."""
     ids = request.input_ids
     shown = [repr(token) for token in ids[:_SHOWN_IDS]]
     if len(ids) > _SHOWN_IDS:

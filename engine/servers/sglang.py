@@ -6,9 +6,10 @@ check. Requests in flight are retracted: they continue afterwards, and the new w
 KV cache again.
 
 The server answers 400 also if it loaded the weights and could not flush the cache. So after any
-refusal it stays paused until a load succeeds. After a failed load it rolls back to the path that
-has just failed, and dies if that cannot be read. So the client looks at the files before it tells
-the server of them.
+refusal it stays paused until a load succeeds. A folder that is not there is refused, too, and
+changes nothing. After a load that failed in the middle, the server rolls back to the path that has
+just failed, and dies if that fails again. So the client compares all bytes of the folder with its
+manifest before it tells the server of it.
 
 Adapters are loaded next to the base, one name per version, while requests go on. An unload waits
 for the last request of the adapter, so the client asks for it only after that request.
@@ -21,17 +22,15 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from safetensors import SafetensorError, safe_open
-
-from ...utils.errors import CheckpointError, PoisonedServerError, PublishError, ServerError
-from ...utils.manifest import check_listing
+from ...utils.errors import PoisonedServerError, PublishError, ServerError
 from .api import ModelRequest, ModelResponse
-from .client import NO_LABEL, ServerClient
+from .client import ServerClient
 from .completions import adapter_spans, response_of
 from .groups import GlooGroup, SenderGroup, connected, send_bucket
 from .http import Calls, Json
 from .sleep import KV_CACHE, NO_MEMORY, Sleep
 from .stream import BucketReader
+from .whole_folders import require_whole
 
 _POISONED = (
     "its weights may be in pieces or its cache that of older ones, and it stays paused. Check "
@@ -39,6 +38,8 @@ _POISONED = (
 )
 _REFUSED = "it goes on with the adapters it has"
 _GRAPHS = "cuda_graph"  # a third part, which sleeps and wakes with the KV cache here
+_YES = 200
+_NOT_NOW = 503
 _KEYS = "is it an SGLang server, and has the client its api_key and admin_key?"
 
 
@@ -66,21 +67,21 @@ class SGLangServer(ServerClient):
     _how_to_temper: ClassVar[str] = "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB"
     _key_advice: ClassVar[str] = _KEYS
     _kept_free: ClassVar[int] = 6
+    _no_memory_for: ClassVar[str | None] = "exceeds the maximum allowed length"
     _: KW_ONLY
     admin_key: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._paused = False
+        self._paused = False  # how this client left the server
         self._group_name = ""
-        self._last_label: str | None = None
 
     # Updates of all weights
 
     def _load_weights(self, calls: Calls, path: str, label: str) -> None:
         # A mirror has compared everything, and its folder may be on another host.
         if self.mirror is None:
-            _require_readable(calls, path)
+            require_whole(calls, path)
 
         # The load also sets the label, and flushes the cache.
         self._pause(calls, "pause")
@@ -243,13 +244,6 @@ class SGLangServer(ServerClient):
 
     # Label, pause and sleep
 
-    def _label(self, calls: Calls) -> str:
-        label = super()._label(calls)
-        if label == NO_LABEL and self._last_label not in (None, NO_LABEL):
-            self._paused = False  # it was restarted
-        self._last_label = label
-        return label
-
     def _ask_label(self, calls: Calls) -> Json:
         return calls.get("read back", "/model_info", key=self.api_key, advice=_KEYS)
 
@@ -261,8 +255,15 @@ class SGLangServer(ServerClient):
         self._administer(calls, "label", "/update_weight_version", body)
 
     def _is_paused(self, calls: Calls) -> bool:
-        # SGLang does not report it, so this client remembers how it left the server.
-        return self._paused
+        # A healthy server that is not ready is paused. One that was found unhealthy, as by a look
+        # at /health during a pause, is never ready.
+        ready = calls.status_of("read back", "/ready")
+        if ready == _NOT_NOW and self._is_healthy(calls):
+            return True
+        return self._paused and ready != _YES
+
+    def _is_healthy(self, calls: Calls) -> bool:
+        return calls.status_of("read back", "/ping", key=self.api_key) == _YES
 
     def _pause(self, calls: Calls, phase: str) -> None:
         self._paused = True
@@ -389,23 +390,6 @@ def _logprob_of(token: int, entry: Sequence[Any]) -> float:
     if entry[1] != token:
         raise ValueError(f"a log-probability of token {entry[1]} where {token} was asked for")
     return float(entry[0])
-
-
-def _require_readable(calls: Calls, path: str) -> None:
-    """Raise PublishError if a file of a published folder is missing, cut, or has no readable
-    header.
-    """
-    file = path
-    try:
-        for name in check_listing(path)["files"]:
-            file = f"{path}/{name}"
-            if name.endswith(".safetensors"):
-                with safe_open(file, framework="pt"):
-                    pass
-    except (CheckpointError, OSError, SafetensorError) as error:
-        raise calls.refuse(
-            f"it was not told of {file}, which would end it: {error}; publish again"
-        ) from error
 
 
 def _sampling_params(request: ModelRequest) -> Json:

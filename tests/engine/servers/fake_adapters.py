@@ -35,6 +35,7 @@ class FakeAdapters:
 
     Attributes:
         loaded: name -> adapter, in the order of the loads.
+        unloaded: those that SGLang would load again for a request.
         slots: number of adapters in a batch (``--max-loras``).
         memory: number of adapters in memory (``--max-cpu-loras``). The least recently used one is
             dropped.
@@ -44,6 +45,7 @@ class FakeAdapters:
     dtype: str | None
     of_version: bool
     loaded: dict[str, LoadedAdapter] = field(default_factory=dict)
+    unloaded: dict[str, LoadedAdapter] = field(default_factory=dict)
     slots: int = 2
     memory: int = 2
     _read: dict[LoadedAdapter, tuple[str, Weights]] = field(default_factory=dict)
@@ -57,6 +59,12 @@ class FakeAdapters:
             adapter.lies_as = self.use(list(self.loaded.values())[-1])
         self._keep(adapter, adapter.lies_as or read)
         self.loaded[name] = adapter
+
+    def named(self, name: str | None) -> LoadedAdapter | None:
+        """The adapter of a request to SGLang, which is loaded again if it was unloaded."""
+        if name in self.unloaded:
+            self.loaded[name] = self.unloaded.pop(name)
+        return self.loaded.get(name or "")
 
     def use(self, adapter: LoadedAdapter) -> tuple[str, Weights]:
         """Return the weights. Raises OSError if the adapter must be read again and its folder is
@@ -90,12 +98,12 @@ class FakeAdapters:
         """Whether a request in the batch uses the adapter."""
         return adapter in self._running.values()
 
-    def cards(self, max_model_len: int) -> list[dict[str, Any]]:
+    def cards(self, max_model_len: int, model: str = "/model") -> list[dict[str, Any]]:
         """The models that ``GET /v1/models`` lists."""
-        base = {"id": "/model", "root": "/model", "parent": None, "max_model_len": max_model_len}
+        base = {"id": model, "root": model, "parent": None, "max_model_len": max_model_len}
         return [
             base,
-            *({"id": a.name, "root": a.path, "parent": "/model"} for a in self.loaded.values()),
+            *({"id": a.name, "root": a.path, "parent": model} for a in self.loaded.values()),
         ]
 
 
@@ -171,6 +179,7 @@ def sglang_adapter_routes(engine: Any, check: Any, enabled: bool) -> list[web.Ro
         adapter = engine.adapters.loaded.pop(name, None)
         if adapter is None:
             return _done(f"LoRA with name {name} does not exist.")
+        engine.adapters.unloaded[name] = adapter
         while engine.adapters.used(adapter):
             await asyncio.sleep(0.002)
         return _done("")

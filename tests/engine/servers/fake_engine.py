@@ -124,6 +124,7 @@ class FakeEngine:
         self.mixed = False  # whether old and new weights are mixed, although no layer is in pieces
         self.received: set[str] = set()
         self._of_version = of_version
+        self.folder = folder
         self.weights: Weights = HashedWeights(-1, of_version)
         self.weights_id = "default"
         if folder is not None:
@@ -285,6 +286,8 @@ class FakeEngine:
     def checksums(self) -> dict[str, str]:
         """Digests of the weights, without adapters."""
         self._touch("weights")
+        if isinstance(self.weights, ModelWeights):
+            return self.weights.checksums()
         return {"model.norm.weight": hashlib.sha256(self.weights_id.encode()).hexdigest()}
 
     async def generate(self, request: Generation) -> None:
@@ -331,8 +334,8 @@ class FakeEngine:
         position, mixed = len(request.tokens), request.cache != weights_id
         ids = [*request.prompt, *request.tokens]
         token, logprob = weights.next_token(ids, request.seed, position, request.temperature)
-        while str(token) in request.bias and not self.faults.ignores_bias:
-            token += 1
+        if not self.faults.ignores_bias:
+            token = _biased(token, request.bias)
         while position < request.min_tokens and token in request.stop:
             token += 1
         if mixed:
@@ -390,6 +393,18 @@ class FakeEngine:
         if struck and self.faults.when == "after":
             self._fail()
         return answer
+
+
+def _biased(token: int, bias: dict[str, float]) -> int:
+    """The sampled token, or the next one that the bias does not exclude. A bias above 0 forces its
+    token.
+    """
+    forced = [int(name) for name, value in bias.items() if value > 0]
+    if forced:
+        return forced[0]
+    while str(token) in bias:
+        token += 1
+    return token
 
 
 def folder_logprobs(folder: Path, dtype: str, ids: Sequence[int]) -> list[float]:

@@ -25,6 +25,7 @@ def application(
     admin_key: str | None = None,
     original_logprob: bool = False,
     max_model_len: int = 100_000,
+    max_total_tokens: int = 1_000_000,
     lora: bool = False,
     memory_saver: bool = True,
     cpu_backup: bool = False,
@@ -40,7 +41,9 @@ def application(
         admin_key: ``--admin-api-key``. If set, the update endpoints accept no other key.
         original_logprob: ``SGLANG_RETURN_ORIGINAL_LOGPROB``: log-probabilities ignore the
             temperature.
-        max_model_len: ``--context-length``. The longest prompt is seven tokens shorter.
+        max_model_len: ``--context-length``. The longest prompt is seven tokens shorter, and a
+            completion ends two tokens before.
+        max_total_tokens: ``--max-total-tokens``, the size of its KV cache.
         lora: ``--enable-lora``.
         memory_saver: ``--enable-memory-saver``.
         cpu_backup: ``--enable-weights-cpu-backup``.
@@ -88,6 +91,8 @@ def application(
             engine.faults.flush_fails -= 1
             if engine.faults.flush_fails >= 0 or not engine.reset_prefixes():
                 return _updated(False, "Cache flush failed after updating weights")
+        nonlocal model_path
+        model_path = body["model_path"]
         engine.set_label(body.get("weight_version") or engine.label)
         return _updated(True, "Succeeded to update model weights.")
 
@@ -132,28 +137,43 @@ def application(
         engine.note(died=why)
         os._exit(17)
 
+    healthy = True
+    most_tokens = min(max_model_len, max_total_tokens) - 1
+    model_path = engine.folder or "/model"
+
     async def server_info(request: web.Request) -> web.Response:
         check(request, api_key)
-        flags = {"enable_memory_saver": memory_saver, "enable_weights_cpu_backup": cpu_backup}
+        flags: dict[str, Any] = {"max_req_input_len": most_tokens - 5}
+        flags |= {"enable_memory_saver": memory_saver, "enable_weights_cpu_backup": cpu_backup}
         flags |= {"tp_size": 1, "dp_size": dp_size, "pp_size": 1}
         return web.json_response(flags)
 
     async def model_info(request: web.Request) -> web.Response:
         check(request, api_key)
-        return web.json_response({"model_path": "/model", "weight_version": engine.label})
+        return web.json_response({"model_path": model_path, "weight_version": engine.label})
 
     async def models(request: web.Request) -> web.Response:
         check(request, api_key)
-        return web.json_response({"object": "list", "data": engine.adapters.cards(max_model_len)})
+        cards = engine.adapters.cards(max_model_len, model_path)
+        return web.json_response({"object": "list", "data": cards})
 
     async def health(_: web.Request) -> web.Response:
-        """Answer when the engine computes a token, so not while it is paused."""
+        """Answer when the engine computes a token, so not while it is paused. The server counts as
+        unhealthy from then on, until a later look at its health.
+        """
+        nonlocal healthy
         end = asyncio.get_running_loop().time() + HEALTH_LIMIT_S
-        while engine.paused:
-            if asyncio.get_running_loop().time() > end:
-                return web.Response(status=503)
+        while engine.paused and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.01)
-        return web.Response()
+        healthy = not engine.paused
+        return web.Response(status=200 if healthy else 503)
+
+    async def ping(request: web.Request) -> web.Response:
+        check(request, api_key)
+        return web.Response(status=200 if healthy else 503)
+
+    async def ready(_: web.Request) -> web.Response:
+        return web.Response(status=200 if healthy and not engine.paused else 503)
 
     def too_long(prompt: int, new: int) -> str | None:
         if prompt >= max_model_len:
@@ -166,10 +186,10 @@ def application(
                 "Requested token count exceeds the model's maximum context length of "
                 f"{max_model_len} tokens."
             )
-        if prompt >= max_model_len - 6:
+        if prompt >= most_tokens - 5:
             return (
                 f"Input length ({prompt} tokens) exceeds the maximum allowed length "
-                f"({max_model_len - 6} tokens)."
+                f"({most_tokens - 5} tokens)."
             )
         return None
 
@@ -177,7 +197,7 @@ def application(
         check(request, api_key)
         body = await request.json()
         params, ids = body["sampling_params"], body["input_ids"]
-        adapter = engine.adapters.loaded.get(body.get("lora_path"))
+        adapter = engine.adapters.named(body.get("lora_path"))
         if adapter is None and body.get("lora_path") is not None:
             message = f"The following requested LoRA adapters are not loaded: {body['lora_path']}"
             return web.json_response({"error": {"message": message}}, status=400)
@@ -191,12 +211,16 @@ def application(
         if (problem := too_long(len(ids), params["max_new_tokens"])) is not None:
             return web.json_response({"error": {"message": problem}}, status=400)
         await engine.ready()
+        if any(token >= engine.weights.vocabulary for token in ids):
+            if not lora:
+                die("IndexError: a token outside the vocabulary")
+            ids = [token if token < engine.weights.vocabulary else 0 for token in ids]
         stop = set(params.get("stop_token_ids") or ()) | {eos}
         generation = Generation(
             rid=body.get("rid", ""),
             prompt=ids,
             seed=params.get("sampling_seed") or 0,
-            max_tokens=params["max_new_tokens"],
+            max_tokens=min(params["max_new_tokens"], most_tokens - 1 - len(ids)),
             stop=set() if params.get("ignore_eos") else stop,
             min_tokens=params.get("min_new_tokens", 0),
             temperature=params.get("temperature", 1.0),
@@ -245,7 +269,7 @@ def application(
     posts += [release_memory_occupation, resume_memory_occupation, weights_checker]
     app.add_routes([web.post(f"/{handler.__name__}", handler) for handler in posts])
     app.add_routes([web.get("/model_info", model_info), web.get("/server_info", server_info)])
-    app.add_routes([web.get("/health", health)])
+    app.add_routes([web.get(f"/{route.__name__}", route) for route in (health, ready, ping)])
     app.add_routes([web.get("/v1/models", models)])
     app.add_routes(
         sglang_distributed_routes(engine, lambda request: check(request, admin_key or api_key))

@@ -148,6 +148,8 @@ def application(
             return _error(400, str(error))
         except RuntimeError as error:
             return _error(500, str(error))
+        if any(token >= engine.weights.vocabulary for token in ids):  # its tokenizer says so
+            return _error(400, f"Token id {max(ids)} is out of vocabulary")
         if len(ids) >= max_model_len:
             return _error(
                 400, f"The prompt ({len(ids)} tokens) leaves no room in {max_model_len} tokens."

@@ -3,6 +3,7 @@ inputs.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,9 +22,11 @@ class Weights(Protocol):
 
     Attributes:
         version: the real version, whatever label the server reports. None if partially loaded.
+        vocabulary: number of token ids that a prompt may have.
     """
 
     version: int | None
+    vocabulary: float
 
     def next_token(
         self, ids: Sequence[int], seed: int, position: int, temperature: float
@@ -56,6 +59,8 @@ class HashedWeights:
     the version.
     """
 
+    vocabulary = math.inf  # a prompt may have any id
+
     def __init__(self, version: int | None, of_version: bool = True) -> None:
         self.version = version
         self._hashed_version = version if of_version else None
@@ -86,10 +91,19 @@ class ModelWeights:
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, dtype)
         ).eval()
+        embeddings: Any = self._model.get_input_embeddings()
+        self.vocabulary: float = embeddings.num_embeddings
 
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._model.state_dict())
+
+    def checksums(self) -> dict[str, str]:
+        """Digest of each tensor."""
+        return {
+            name: hashlib.sha256(tensor.float().numpy().tobytes()).hexdigest()
+            for name, tensor in self._model.state_dict().items()
+        }
 
     def load(self, tensors: dict[str, Any]) -> None:
         """Replace some tensors. The version is then unknown."""

@@ -73,9 +73,13 @@ def publish_hashed(root: Path, version: int) -> str:
 
 def adapted_model(seed: int = 0) -> PreTrainedModel:
     """`tiny_model` with adapters of rank 8 that change nothing yet."""
+    return adapted(tiny_model(seed), seed)
+
+
+def adapted(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """The model with adapters of rank 8 on all its layers, which change nothing yet."""
     from peft import LoraConfig
 
-    model = tiny_model(seed)
     torch.manual_seed(seed)
     model.add_adapter(LoraConfig(r=8, lora_alpha=16, target_modules=MODULES, task_type="CAUSAL_LM"))
     return model
