@@ -32,7 +32,7 @@ VERL_VENV := .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo minimal learn learn-vision serve-demo test test-slow test-all test-verl test-vllm test-peers test-simulated-gpu faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
+.PHONY: help demo minimal learn learn-vision serve-demo test test-slow test-all test-verl test-vllm test-peers test-simulated-gpu test-slurm faults coverage durations lint docs bench bench-compare bench-publish bench-vllm gpu clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ test-peers: $(INSTALLED)  ## Run the tests of Accelerate and transformers themse
 
 test-simulated-gpu: $(INSTALLED)  ## Run the code for GPUs on simulated CUDA devices, which are as late as CUDA may be (needs g++)
 	$(PY) -m tests.simulated_cuda --processes $(PROCESSES)
+
+test-slurm: $(INSTALLED)  ## Run the tests of examples/slurm on a real SLURM of two nodes, which is started on this machine (needs root)
+	$(PY) -m tests.slurm
 
 faults: $(INSTALLED)  ## Inject every fault there is a test for; the table of them is kept in faults_out/
 	HOLDFAST_FAULTS=$(SHARE) HOLDFAST_FAULTS_WHOLE=1 HOLDFAST_FAULTS_OUT=faults_out $(PY) -m pytest -m "slow or not slow" --timeout-method=signal tests/faults

@@ -122,8 +122,8 @@ class FSDPEngine:
     # Lifecycle
 
     def create_process_group(self, parallel_strategy: ParallelStrategy | None = None) -> None:
-        """Join the default process group, or create it (torchrun's environment, or a world of one).
-        Later calls do nothing.
+        """Join the default process group, or create it: of the ranks of torchrun, of the tasks of
+        ``srun python train.py``, or of this process alone. Later calls do nothing.
 
         Args:
             parallel_strategy: the mesh. None takes config keys ``backend`` and

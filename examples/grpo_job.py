@@ -33,7 +33,7 @@ from holdfast.engine.worker_group import STRATEGIES, WorkerResources
 from holdfast.recover import RecoverConfig
 from holdfast.recover.supervisor import Attempt, Supervisor
 from holdfast.utils.config import load_config, require_at_least, require_choice, require_range
-from holdfast.utils.errors import ConfigError, HoldfastError, Preempted
+from holdfast.utils.errors import ConfigError, HoldfastError, JobRefusedError, Preempted
 from holdfast.utils.files import replace_atomically
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.metrics import StatsLogger
@@ -455,6 +455,8 @@ def exit_with(main: Callable[[list[str]], int]) -> NoReturn:
     """Call ``main`` with the command line. Print an error or a stop as one line."""
     try:
         sys.exit(main(sys.argv[1:]))
+    except JobRefusedError:
+        raise  # was logged, and ends with code 75
     except HoldfastError as error:
         sys.exit(f"error: {error}")
     except Preempted as stop:

@@ -4,10 +4,11 @@ recovery handler.
     torchrun --standalone --nproc_per_node=2 examples/sft.py trainer.save_freq=10
 
 Kill it at any time. The same command continues from the last snapshot and ends with the same bytes.
-``python examples/sft.py`` runs the job on one rank. It uses one GPU per rank if there are GPUs,
-unless ``engine.device=cpu``. Under torchrun *every* rank runs this script and calls every method,
-and rank 0 decides for all. The ``trainer`` options mean the same as in verl. All files of a run are
-in one folder:
+``python examples/sft.py`` runs the job on one rank, and ``srun python examples/sft.py`` runs it on
+the tasks of a SLURM job. It uses one GPU per rank if there are GPUs, unless ``engine.device=cpu``.
+*Every* rank runs this script and calls every method, and rank 0 decides for all. The ``trainer``
+options mean the same as in verl. ``recover`` has the options that verl lacks, for example
+``recover.must_save_by=slurm``. All files of a run are in one folder:
 
     <trainer.default_local_dir>/
         recover/global_step_19/     snapshots: model, optimizer, schedule, generators, data cursor
@@ -33,7 +34,7 @@ from holdfast.engine.rl import count_loss_tokens, sft_loss_fn
 from holdfast.recover import RecoverConfig, RecoverHandler, ResumableDataLoader
 from holdfast.utils.config import load_config, require_choice
 from holdfast.utils.distributed import get_rank, rank_zero_decides
-from holdfast.utils.errors import ConfigError, HoldfastError
+from holdfast.utils.errors import ConfigError, HoldfastError, JobRefusedError
 from holdfast.utils.logging import configure_logging
 from holdfast.utils.metrics import StatsLogger
 from holdfast.utils.processes import die_with_parent
@@ -91,13 +92,14 @@ class TrainerConfig:
                 "and only then"
             )
 
-    def recover_config(self) -> RecoverConfig:
-        """Translate to Holdfast's options. The last two parts of the folder become experiment and
-        trial.
+    def recover_config(self, others: RecoverConfig) -> RecoverConfig:
+        """Translate to Holdfast's options, and add ``others``. The last two parts of the folder
+        become experiment and trial.
         """
         folder = Path(self.default_local_dir).absolute()
         # A ``save_freq`` of -1 means no snapshot but the last.
-        config = RecoverConfig(
+        config = replace(
+            others,
             fileroot=str(folder.parent.parent),
             experiment_name=folder.parent.name,
             trial_name=folder.name,
@@ -114,6 +116,18 @@ class TrainerConfig:
         return config
 
 
+OPTIONS_OF_TRAINER = (
+    "fileroot",
+    "experiment_name",
+    "trial_name",
+    "mode",
+    "resume_path",
+    "freq_steps",
+    "max_ckpt_to_keep",
+)
+"""Options of recovery that `TrainerConfig` sets."""
+
+
 @dataclass
 class SFTConfig:
     """All options of this job."""
@@ -126,12 +140,22 @@ class SFTConfig:
     """Dataset."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Length of the run, and its snapshots."""
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """Options of recovery that ``trainer`` does not have, such as ``must_save_by``,
+    ``lock_timeout_s`` and ``mirror_url``.
+    """
     backend: str | None = None
     """Mesh, for example ``fsdp:d1c2``. None: as ``engine.backend`` says."""
 
     def __post_init__(self) -> None:
         if self.backend is not None:
             self.engine = replace(self.engine, backend=self.backend)
+        for key in OPTIONS_OF_TRAINER:
+            value = getattr(self.recover, key)
+            if value != getattr(RecoverConfig, key):
+                raise ConfigError(
+                    f"config key 'recover.{key}' is {value!r}; in this job 'trainer' decides it"
+                )
 
 
 def main(config: SFTConfig) -> None:
@@ -140,7 +164,7 @@ def main(config: SFTConfig) -> None:
     dataset = CopyPrompts(config.data.train_samples, config.data.seed)
     spec = FinetuneSpec(config.trainer.total_epochs, len(dataset), config.data.train_batch_size)
     export = run / "hf" / f"global_step_{spec.total_train_steps - 1}"
-    recover_config = config.trainer.recover_config()
+    recover_config = config.trainer.recover_config(config.recover)
     if not config.engine.path:
         config.engine.path = str(write_model_folder(run / "model"))
         config.engine.init_from_scratch = True
@@ -157,8 +181,9 @@ def main(config: SFTConfig) -> None:
         engine.initialize(None, spec)
         with RecoverHandler(recover_config, spec, group=engine.control_group) as handler:
             train(engine, dataset, spec, config, handler)
-        tokenizer = AutoTokenizer.from_pretrained(config.engine.path)
-        engine.save(SaveLoadMeta(str(export), "hf", with_optim=False, tokenizer=tokenizer))
+            # Before the handler is closed, because then the run counts as finished.
+            tokenizer = AutoTokenizer.from_pretrained(config.engine.path)
+            engine.save(SaveLoadMeta(str(export), "hf", with_optim=False, tokenizer=tokenizer))
         if get_rank() == 0:
             print(f"exported {export}", flush=True)
     finally:
@@ -238,5 +263,7 @@ if __name__ == "__main__":
     configure_logging()
     try:
         main(load_config(SFTConfig, args.config, args.overrides))
+    except JobRefusedError:
+        raise  # was logged, and ends with code 75
     except HoldfastError as error:
         sys.exit(f"error: {error}")

@@ -124,19 +124,26 @@ class RecoverConfig:
     since the last generation.
     """
     lock_timeout_s: float = 10.0
-    """How long to wait for another job that uses the same folder before this job is refused. A job
-    that was just killed may need this long to disappear. On NFS, if its host died too, that can
-    take 90 s.
+    """How long to wait for another job that uses the same folder before this job is refused, and
+    ends with exit code 75. A job that was just killed may need this long to disappear. On NFS, if
+    its host died too, that can take 90 s. A job that SLURM has started again waits for 90 s at
+    least.
     """
     stop_signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGINT"])
     """Signals that cause a snapshot at the next step boundary and exit code 75. A second SIGINT
     stops at once.
     """
-    must_save_by: str | None = None
-    """When the job will be ended: a duration from the start of the process (``90m``, ``3h30m``,
-    ``2d``, ``5400s``) or a time (``2026-11-20T18:00``, local unless it has an offset), which stays
-    the same after a restart. The last snapshot is made as late as is safe before it, and the run
-    stops.
+    must_save_by: str | int | float | None = None
+    """When the job will be ended. The last snapshot is made as late as is safe before it, and the
+    run stops.
+
+    - A duration from the start of the process: ``90m``, ``3h30m``, ``2d``, ``5400s``.
+    - A time, which stays the same after a restart: ``2026-11-20T18:00``, local unless it has an
+      offset, or a Unix time of ten digits.
+    - ``slurm``: the end of SLURM's job, from SLURM_JOB_END_TIME or squeue.
+
+    Before a save has been measured, three minutes are kept free for it (half of that without
+    ``async_save``), and at most a third of the time until the end.
     """
     mirror_url: str | None = None
     """fsspec URL to which committed generations are copied in the background: ``s3://bucket/runs``,

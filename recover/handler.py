@@ -180,14 +180,16 @@ class RecoverHandler:
             starts at step 0. `first_step` tells the step to train first.
 
         Raises:
-            FolderInUseError: another job uses the folder, and still did after ``lock_timeout_s``.
+            JobRefusedError: another job uses the folder, and still did after ``lock_timeout_s``. If
+                it is not caught, the process ends with code 75.
             CheckpointCorruptError: there was something to resume, but none of it is usable.
             CheckpointNotFoundError: mode ``must`` or ``resume_path``, and there is nothing.
             CheckpointMismatchError, DatasetMismatchError: the generation belongs to another job or
                 is not the one that `peek` announced, or the dataloader is not at the saved
                 position. No engine was changed.
-            ConfigError: a rank does not see the folder, an export is impossible, or the state could
-                not be saved (see `DCPState.state_dict`). Nothing was changed.
+            ConfigError: a rank does not see the folder, an export is impossible, the state could
+                not be saved (see `DCPState.state_dict`), or SLURM does not tell the end of the job
+                (``must_save_by``). Nothing was changed.
             OSError, RuntimeError: there is no host memory to stage snapshots in.
         """
         self._require_open()
@@ -195,6 +197,7 @@ class RecoverHandler:
             return None
         self._saver.settle(must=True)  # snapshots since an earlier load
         ranks = ranks_of(engine, self._stateful, self._group, self._sessions)
+        self._triggers.stops.find_deadline(ranks)
         with ExitStack() as undo:
             if self._position is None:  # the caller may never close a handler that has not loaded
                 undo.callback(self._folder.close, wait=False)
@@ -254,7 +257,9 @@ class RecoverHandler:
         # A resume_path of another run leads to a run of its own, in whose folder the other one's
         # copies are refused.
         self._snapshots.run_id = ranks.decide(self.store.run_id) or self._snapshots.run_id
-        self._folder.note_start(resumed, ranks.world_size, time.monotonic() - started)
+        load_s = time.monotonic() - started
+        total_steps = self.ft_spec.total_train_steps
+        self._folder.note_start(resumed, ranks.world_size, load_s, total_steps)
         self._snapshots.resumed_from = self._resume.resumed_from
 
         self._prepare_saves(ranks, resumed)

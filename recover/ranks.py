@@ -29,6 +29,7 @@ from ..utils.distributed import (
     reduce_flags_of,
 )
 from ..utils.errors import ConfigError, WorkerLost
+from ..utils.launch import is_task_of_srun
 from ..utils.logging import get_logger
 from .engines import RankEngines, engines_of
 
@@ -272,10 +273,20 @@ def ranks_of(
 ) -> Ranks:
     """Return `DrivenRanks` if ``engine`` is a `WorkerGroup`, else `LocalRanks` with the engines
     that it has.
+
+    Raises ConfigError if this process is one of several tasks of srun and has no process group:
+    each task would take the folder of the run for its own.
     """
     # Asked by the attribute, because Ray may not be installed.
     if hasattr(type(engine), "run_in_background"):
         return DrivenRanks(engine, session)
+    if not dist.is_initialized() and is_task_of_srun():
+        raise ConfigError(
+            "this process is one of several tasks of srun, and there is no process group. "
+            "engine.create_process_group() of Holdfast joins the tasks. For another trainer set "
+            "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. If each task is a run of "
+            "its own, unset SLURM_STEP_ID"
+        )
     target = engines_of(engine)
     # The registered objects of this process are those of a rank too.
     everything = RankEngines(target.engines, target.stateful | dict(stateful), group)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..engine.workers.group import WorkerGroup  # first: it says what to install if there is no Ray
@@ -302,7 +303,7 @@ class Supervisor:
 
         Raises:
             ConfigError: Ray is not initialised.
-            FolderInUseError: another job still used the folder of the run after ``lock_timeout_s``.
+            JobRefusedError: another job still used the folder of the run after ``lock_timeout_s``.
             RetriesExhausted: there were more losses than the configuration allows. Raised from the
                 last `WorkerLost`.
             BaseException: any other exception of the job, `Preempted` included, at once and
@@ -312,7 +313,7 @@ class Supervisor:
         with ExitStack() as stack:
             if self._config.mode != "off":
                 lock = FolderLock(self._config.lock_path)
-                lock.acquire(self._config.lock_timeout_s)
+                lock.acquire_for_job(self._config.lock_timeout_s)
                 stack.callback(lock.release)
                 self._journal.open()
                 stack.callback(self._journal.close)
@@ -327,10 +328,10 @@ class Supervisor:
         attempt = Attempt(0, None, None, self, placements)
         try:
             while True:
-                self._journal.begin()
+                self._journal.begin(supervised=True)
                 try:
                     result = job(attempt)
-                    attempt._end(WorkerGroup.shutdown)
+                    attempt._end(partial(WorkerGroup.shutdown, at_end=True))
                     return result
                 except AttemptEnded:
                     logger.info("attempt %d ends to go on with more ranks", attempt.number)
@@ -342,7 +343,7 @@ class Supervisor:
                     self._spend_retry(loss, attempt._groups.get(loss.group))
                     attempt = Attempt(attempt.number + 1, loss, event, self, placements)
         finally:
-            attempt._end()
+            attempt._end(partial(WorkerGroup.kill, at_end=True))
 
     def _note_loss(
         self, loss: WorkerLost, attempt: int, tear_down: Callable[[], None]

@@ -8,28 +8,33 @@ All of them take effect at a step boundary, in `StopRequests.due`, which costs m
 most once a second the time of the notices. `signals` handles the signals until then.
 """
 
-import contextlib
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from enum import IntFlag
 from typing import TYPE_CHECKING
 
 from ..engine.steps import StepInfo
 from ..utils.config import require_range
-from ..utils.errors import ConfigError
+from ..utils.launch import torchrun_grace_s
+from ..utils.logging import get_logger
 from ..utils.processes import process_started_at
+from .deadline import SLURM, end_of_slurm_job, local_time, parse_deadline, require_slurm
 from .signals import StopSignals
 
 if TYPE_CHECKING:
     from .config import RecoverConfig
     from .ranks import Ranks
 
+logger = get_logger(__name__)
+
 UNMEASURED_SAVE_S = 60.0
 """Assumed duration of a save before one has been measured."""
+UNMEASURED_SHARE = 1 / 3
+"""Before a save has been measured, at most this share of the time until the deadline is kept free,
+so that a short job trains at all.
+"""
 SAVE_MARGIN = 1.5
 """A save may take this many times the longest recent one: storage is slowest while many jobs are
 preempted.
@@ -39,14 +44,6 @@ SLACK_S = 5.0
 _NOTICE_POLL_S = 1.0
 _RECENT = 8
 """Number of recent steps and saves whose longest one counts for a deadline."""
-
-
-_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
-_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d.*")
-_FORMS = (
-    "a duration from the start of the process with its units ('90m', '3h30m', '2d', '5400s'), or "
-    "a time ('2026-11-20T18:00', local unless it has an offset as '+01:00')"
-)
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class StopNotice:
     def __str__(self) -> str:
         if self.by is None:
             return self.reason
-        return f"{self.reason}, which ends the process at {_local_time(self.by)}"
+        return f"{self.reason}, which ends the process at {local_time(self.by)}"
 
 
 class Wanted(IntFlag):
@@ -89,6 +86,7 @@ class Triggers:
         self._saves_s = deque([0.0], _RECENT)
         self._steps_s = deque([0.0], _RECENT)
         self._step_began_s: float | None = None
+        self._warned = False  # of torchrun
 
     @property
     def save_s(self) -> float:
@@ -134,12 +132,35 @@ class Triggers:
             return wanted
 
         wanted = Wanted(ranks.flags(ask_here))
+        if ranks.is_leader:
+            self._warn_of_torchrun()
         if Wanted.STOP in wanted:
             # Only the ranks that were asked to stop know why.
             reasons = ranks.here(lambda: reason)
             reason = next(told for told in reasons if told is not None)
             self.stops.signals.grant()
         return wanted, reason
+
+    def _warn_of_torchrun(self) -> None:
+        """Warn once if torchrun would kill its ranks before the snapshot that a signal asks for."""
+        grace_s = torchrun_grace_s()
+        step_s = max(self._steps_s)
+        is_measured = step_s > 0 and self.save_s > 0
+        if self._warned or grace_s is None or not is_measured:
+            return
+        if self.stops.deadline is not None or step_s + self.save_s <= grace_s:
+            return
+        self._warned = True
+        logger.warning(
+            "torchrun kills its ranks %g s after it got a signal, but a step takes %.1f s and a "
+            "snapshot %.1f s: a run that is asked to stop would lose the steps since its last "
+            "snapshot. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT=%d for torchrun (torch 2.13 has it), set "
+            "recover.must_save_by, or start the ranks with srun instead of torchrun",
+            grace_s,
+            step_s,
+            self.save_s,
+            SAVE_MARGIN * (step_s + self._n_saves * self.save_s) + SLACK_S,
+        )
 
 
 class SnapshotSchedule:
@@ -205,8 +226,8 @@ class StopRequests:
 
     Args:
         signals: see `StopSignals`.
-        must_save_by: see `parse_deadline`. If it passes during a recovery, the run stops at its
-            next step.
+        must_save_by: see `parse_deadline`, or `SLURM`, whose answer `find_deadline` waits for. If
+            it passes during a recovery, the run stops at its next step.
         notices: functions that report a request from outside, called at most once a second. Each
             must return soon and not raise.
         clock: returns Unix time.
@@ -215,20 +236,37 @@ class StopRequests:
     def __init__(
         self,
         signals: Sequence[str],
-        must_save_by: str | None,
+        must_save_by: str | float | None,
         notices: Sequence[Callable[[], StopNotice | None]] = (),
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.signals = StopSignals(signals, lambda name: self.request(StopNotice(name)))
         self._must_save_by = must_save_by
-        self.deadline: float | None = None
-        if must_save_by is not None:
-            self.deadline = parse_deadline(must_save_by, process_started_at())
         self._notices = tuple(notices)
         self._clock = clock
+        self.deadline: float | None = None
+        self._left_s = 0.0  # from the moment when the deadline became known
+        if must_save_by == SLURM:
+            require_slurm()
+        elif must_save_by is not None:
+            self._set_deadline(parse_deadline(must_save_by, process_started_at()))
         self._noticed_s = -_NOTICE_POLL_S
         self._requested: StopNotice | None = None
+
+    def find_deadline(self, ranks: "Ranks") -> None:
+        """Ask SLURM for the end of the job, in the leader, for all callers. Does nothing with
+        another ``must_save_by``, or if the end is known.
+
+        Raises `ConfigError` if SLURM tells no end.
+        """
+        if self._must_save_by == SLURM and self.deadline is None:
+            deadline = ranks.decide_slowly(end_of_slurm_job)
+            self._set_deadline(deadline)
+
+    def _set_deadline(self, deadline: float) -> None:
+        self.deadline = deadline
+        self._left_s = max(0.0, deadline - self._clock())
 
     def request(self, notice: StopNotice) -> None:
         """Request a stop at the next step boundary, from any thread or signal handler. The first
@@ -250,12 +288,18 @@ class StopRequests:
         if self.deadline is None:
             return None
         # Time for one more step, the saves after it, and the exit.
-        save_s = n_saves * (save_s or UNMEASURED_SAVE_S)
-        if self._clock() + step_s + save_s * SAVE_MARGIN + SLACK_S < self.deadline:
+        if save_s:
+            kept_s = n_saves * save_s * SAVE_MARGIN
+            saving = f"a save of {n_saves * save_s:.1f} s"
+        else:
+            kept_s = n_saves * UNMEASURED_SAVE_S * SAVE_MARGIN
+            kept_s = min(kept_s, UNMEASURED_SHARE * self._left_s)
+            saving = f"a first save, for which {kept_s:.1f} s are kept"
+        if self._clock() + step_s + kept_s + SLACK_S < self.deadline:
             return None
         return (
-            f"recover.must_save_by {self._must_save_by!r}, which is {_local_time(self.deadline)}, "
-            f"is too near for another step of {step_s:.1f} s and then a save of {save_s:.1f} s"
+            f"recover.must_save_by {self._must_save_by!r}, which is {local_time(self.deadline)}, "
+            f"is too near for another step of {step_s:.1f} s and then {saving}"
         )
 
     def _ask_notices(self) -> None:
@@ -268,35 +312,3 @@ class StopRequests:
             found = notice()
             if found is not None:
                 self.request(found)
-
-
-def parse_deadline(text: str, after: float) -> float:
-    """Parse ``recover.must_save_by`` into Unix time. Raises `ConfigError` unless it is a time later
-    than ``after``.
-    """
-    deadline = _parse(text.strip())
-    if deadline is None:
-        raise ConfigError(f"config key 'recover.must_save_by' is {text!r}; expected {_FORMS}")
-    if deadline <= after:
-        raise ConfigError(
-            f"config key 'recover.must_save_by' is {text!r}, which was over at "
-            f"{_local_time(deadline)}; expected something to come: {_FORMS}"
-        )
-    return deadline
-
-
-def _parse(text: str) -> float | None:
-    # Unix time. None if the text has neither form.
-    duration = _UNITS.fullmatch(text)
-    if text and duration:
-        days, hours, minutes, seconds = (int(group or 0) for group in duration.groups())
-        duration_s = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-        return process_started_at() + duration_s
-    if _TIME.fullmatch(text):
-        with contextlib.suppress(ValueError):
-            return datetime.fromisoformat(text).timestamp()
-    return None
-
-
-def _local_time(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s).astimezone().isoformat(timespec="seconds")

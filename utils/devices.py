@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .compat.torch_private import free_matrix_workspaces
 from .errors import ConfigError, PeerError
+from .launch import launch_environment
 from .logging import get_logger
 
 logger = get_logger(__name__)
@@ -103,7 +104,7 @@ def device_here(wanted: str) -> torch.device:
     return choose_device(
         wanted,
         visible=visible,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_rank=int(launch_environment().get("LOCAL_RANK", "0")),
         bound=None if world is None else world.bound_device_id,
         has_nccl=world is None or "nccl" in dist.get_backend_config(world),
     )

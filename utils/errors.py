@@ -5,6 +5,7 @@ FileNotFoundError``). All can be pickled, because Ray carries them from worker t
 says what was found, what was expected, and what to do.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 
 
@@ -82,6 +83,16 @@ class FolderInUseError(HoldfastError, RuntimeError):
     """Another job holds the lock of the run's folder. The message names its host, pid and start
     time.
     """
+
+
+class JobRefusedError(FolderInUseError, SystemExit):
+    """A job may not start, because another one holds the lock of its folder.
+
+    A process that does not catch it ends with `code`, as after a stop, so that a scheduler starts
+    the same command again. Python then prints no traceback, so the error is logged.
+    """
+
+    code = os.EX_TEMPFAIL
 
 
 # Inference servers, and the weights that they serve.
@@ -251,8 +262,8 @@ class Preempted(SystemExit):
         reason: who or what asked for the stop.
     """
 
-    EXIT_CODE = 75
-    """EX_TEMPFAIL of sysexits(3): a temporary failure after which the user may try again."""
+    EXIT_CODE = os.EX_TEMPFAIL
+    """75 of sysexits(3): a temporary failure after which the user may try again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(self.EXIT_CODE)

@@ -27,7 +27,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from .errors import CheckpointWriteError, FolderInUseError
+from .errors import CheckpointWriteError, FolderInUseError, JobRefusedError
 from .files import StrPath, make_durably
 from .logging import get_logger
 from .processes import process_started_at
@@ -36,6 +36,10 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.1
 """Seconds between attempts. The blocking call has no timeout."""
+REQUEUED_S = 90.0
+"""Shortest time for which a job waits that SLURM has started again: the ranks of its first start
+may live on a node that was lost, and NFS may keep their lock for so long.
+"""
 _RECORD_BYTES = 512
 """Size to which the holder's text is padded, so that one write replaces the whole text of the
 previous holder.
@@ -212,6 +216,26 @@ class FolderLock:
                 "%s is on a file system without locks (%s): nothing keeps a second job out of %s",
                 self.path, file.without_locks, self.path.parent,
             )  # fmt: skip
+
+    def acquire_for_job(self, timeout_s: float) -> None:
+        """`acquire` for a job. One that SLURM has started again waits for at least `REQUEUED_S`.
+
+        Raises:
+            JobRefusedError: instead of FolderInUseError.
+            CheckpointWriteError: as `acquire`.
+        """
+        is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+        if is_requeued:
+            timeout_s = max(timeout_s, REQUEUED_S)
+        try:
+            self.acquire(timeout_s)
+        except FolderInUseError as error:
+            refusal = JobRefusedError(
+                f"{error}. The job ends with code {JobRefusedError.code}: the same command may be "
+                "started again"
+            )
+            logger.error("%s", refusal)
+            raise refusal from None
 
     def confirm(self) -> None:
         """Check that this process still has the folder alone. Call this before each commit, while

@@ -5,16 +5,18 @@ use `get_logger`. The few lines that every user needs go through `announce`, whi
 users who have configured nothing.
 """
 
+import contextlib
 import logging
-import os
 import sys
+
+from .errors import ConfigError
+from .launch import launch_environment
 
 
 class _RankFilter(logging.Filter):
     """Adds the rank to each record, and drops records of ranks above 0 below ``other_ranks``.
 
-    The rank is that of torch.distributed, or RANK of the environment until there is a process
-    group.
+    The rank is that of torch.distributed, or that of the launcher until there is a process group.
     """
 
     def __init__(self, other_ranks: str) -> None:
@@ -24,15 +26,19 @@ class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         import torch.distributed as dist  # readers of logs do not need it
 
-        # Before there is a group, torchrun has told the rank.
-        rank = 0
-        launched_as = os.environ.get("RANK", "")
-        if launched_as.isdecimal():
-            rank = int(launched_as)
-        if dist.is_initialized():
-            rank = dist.get_rank()
+        rank = dist.get_rank() if dist.is_initialized() else _launched_rank()
         record.__dict__["rank"] = rank  # for the format
         return rank == 0 or record.levelno >= self.level_of_others
+
+
+def _launched_rank() -> int:
+    """Rank before there is a process group. 0 if the launcher tells none: a log line is no place to
+    refuse that.
+    """
+    launched_as = ""
+    with contextlib.suppress(ConfigError):
+        launched_as = launch_environment().get("RANK", "")
+    return int(launched_as) if launched_as.isdecimal() else 0
 
 
 def get_logger(name: str) -> logging.Logger:

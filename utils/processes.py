@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from .launch import launch_environment
+
 _PR_SET_PDEATHSIG = 1
 _SIGEV_SIGNAL = 0
 _TIMER_ABSTIME = 1
@@ -214,5 +216,5 @@ def reading_threads() -> int:
     ranks = 1
     if not has_share:
         # The ranks of this host share the cores.
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
+        ranks = int(launch_environment().get("LOCAL_WORLD_SIZE") or get_world_size())
     return min(max(len(cores) // ranks, 1), MOST_READING_THREADS)

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from ...utils.compat.torch_private import abort_process_group
 from ...utils.devices import CUDA_BACKEND, DeviceReport, agree_on_device, device_here
 from ...utils.distributed import gather_objects
 from ...utils.errors import ConfigError
+from ...utils.launch import launch_environment
 from ...utils.logging import get_logger
 from ..parallel_strategy import ParallelStrategy
 from .meshes import Meshes, open_meshes
@@ -52,7 +54,8 @@ class ProcessGroups:
 def open_process_groups(
     strategy: ParallelStrategy, device_type: str, timeout_s: float
 ) -> ProcessGroups:
-    """Join the default group, or create it from torchrun's environment (a world of one without it).
+    """Join the default group, or create it from the environment of torchrun or srun (a world of one
+    without it: see `launch_environment`).
 
     ``device_type`` is `TrainEngineConfig.device`. ``timeout_s`` limits the collectives of groups
     created here.
@@ -60,7 +63,7 @@ def open_process_groups(
     Raises:
         ConfigError: the world has another size than ``strategy`` says (see
             `ParallelStrategy.for_world`), the devices of the ranks do not match (see
-            `agree_on_device`), or the port of rank 0 is in use.
+            `agree_on_device`), the port of rank 0 is in use, or srun does not tell the rank.
         PeerError: other ranks have no usable device.
     """
     timeout = timedelta(seconds=timeout_s)
@@ -89,8 +92,9 @@ def _make_default_group(
     device_type: str, strategy: ParallelStrategy, timeout: timedelta
 ) -> torch.device:
     """Agree on devices through the store first, because the backend depends on them."""
-    if "RANK" in os.environ:
-        store, rank, world_size = _meet(timeout)
+    environment = launch_environment()
+    if "RANK" in environment:
+        store, rank, world_size = _meet(environment, timeout)
     else:
         store = dist.HashStore()
         rank = 0
@@ -122,14 +126,18 @@ def _make_default_group(
     return device
 
 
-def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store of torchrun's environment, this rank and the number of ranks."""
+def _meet(environment: Mapping[str, str], timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the store of the launcher's environment, this rank and the number of ranks."""
+    address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
     try:
-        return next(dist.rendezvous("env://", timeout=timeout))
+        if "RANK" in os.environ:
+            return next(dist.rendezvous("env://", timeout=timeout))
+        rank = int(environment["RANK"])
+        world_size = int(environment["WORLD_SIZE"])
+        return next(dist.rendezvous(f"tcp://{address}", rank, world_size, timeout=timeout))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
             f"rank 0 cannot listen at {address} (MASTER_ADDR and MASTER_PORT), because another "
             "process has the port, perhaps another job; choose a free one, or start with torchrun "

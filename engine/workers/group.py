@@ -198,7 +198,7 @@ class WorkerGroup:
             if elsewhere and hang_timeout_s is not None:
                 self._leases = LeaseKeeper(elsewhere, hang_timeout_s)
         except BaseException:
-            self._close()
+            self._close(at_end=False)
             raise
 
     def _create_actor(self, rank: int, env: dict[str, str]) -> Any:
@@ -359,13 +359,13 @@ class WorkerGroup:
         """
         return RemoteServer(self._actors[0], self.name, 0, timeout_s, self._hang_timeout_s)
 
-    def shutdown(self, timeout_s: float = 10.0) -> None:
+    def shutdown(self, timeout_s: float = 10.0, *, at_end: bool = False) -> None:
         """Call each worker's ``destroy()`` if it has one, end the processes, and remove a placement
         created here.
 
         A second call does nothing. On a lost group it only removes the placement. After an
         interrupted call (Ctrl-C) the ranks are out of step, so they are killed without
-        ``destroy()``.
+        ``destroy()``. ``at_end`` as for `kill`.
 
         Raises:
             Exception: error of ``destroy()``, raised after everything has ended.
@@ -381,12 +381,14 @@ class WorkerGroup:
         except WorkerLost as loss:
             logger.warning("%s during shutdown", loss)
         finally:
-            self._close()
+            self._close(at_end)
 
-    def kill(self) -> None:
+    def kill(self, *, at_end: bool = False) -> None:
         """Kill every process, and return when they are gone on every node. The placement stays.
 
-        HoldfastError if a process still runs ``kill_timeout_s`` after SIGKILL.
+        ``at_end``: the job ends, and starts nothing in their place. Nodes that do not answer are
+        not waited for, because they may be ending too. HoldfastError if a process still runs
+        ``kill_timeout_s`` after SIGKILL.
         """
         # A call that waits in another thread raises this loss.
         if self._loss is None:
@@ -407,7 +409,8 @@ class WorkerGroup:
         nodes: dict[str, list[ProcessId]] = {}
         for at in left:
             nodes.setdefault(at.node_id, []).append(at.id)
-        end_on_nodes(nodes, self._node_id, self.name, self._kill_timeout_s, self._lease_ends())
+        leases = None if at_end else self._lease_ends()
+        end_on_nodes(nodes, self._node_id, self.name, self._kill_timeout_s, leases)
         self._ended.update(at.id for at in left)
 
     def _lease_ends(self) -> dict[str, float]:
@@ -427,9 +430,9 @@ class WorkerGroup:
                 ends[at.node_id] = max(end, ends.get(at.node_id, end))
         return {node: end for node, end in ends.items() if node not in unleased}
 
-    def _close(self) -> None:
+    def _close(self, at_end: bool) -> None:
         self._closed = True
-        self.kill()
+        self.kill(at_end=at_end)
         if self._owns_placement:
             self.placement.remove()
 

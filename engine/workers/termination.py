@@ -6,9 +6,16 @@ minute. Until then it holds the GPU that its successor needs, and may write file
 checks the processes themselves, on other nodes by a task, which takes a second if Ray has to start
 a worker for it.
 
-Without an answer there are two cases. A raylet that has ended has taken its workers with it. A node
-that is cut off, or whose raylet is stopped, may still run them: they have a lease (`LeaseKeeper`),
-and this module waits until it ends.
+Without an answer there are three cases.
+
+- A raylet that has ended has taken its workers with it.
+- A node that is cut off, or whose raylet is stopped, may still run them: they have a lease
+  (`LeaseKeeper`), and this module waits until it ends.
+- A node that is being drained refuses tasks. Nothing is started on it any more, and its raylet
+  kills what Ray told it to kill, which is given `KILLED_BY_RAY_S`.
+
+At the end of a run nothing is started in place of the processes, so nothing is waited for on nodes
+that do not answer. Often these nodes are ending together with the driver.
 """
 
 import math
@@ -23,10 +30,12 @@ from ray.exceptions import RayError
 from ...utils.errors import HoldfastError
 from ...utils.logging import get_logger
 from ...utils.processes import ProcessId, end_processes
-from .nodes import NodeTasks, Raylet, ask_raylets
+from .nodes import NodeTasks, Raylet, ask_raylets, draining_nodes
 
 RAY_KILL_S = 0.3
 """Time for Ray's own kill (usually 10-50 ms, 5 s for a stopped process) before SIGKILL is sent."""
+KILLED_BY_RAY_S = 10.0
+"""Time for a raylet that is being drained to kill its workers. It kills a stopped one after 5 s."""
 REPORT_EVERY_S = 10.0
 """Seconds between log messages about processes that still run."""
 NODE_ANSWER_S = 30.0
@@ -48,11 +57,13 @@ def end_on_nodes(
 
     Processes on a node that is dead or does not answer count as gone, with a warning, once their
     leases have ended. ``leases`` is the time on the monotonic clock when all processes of a node
-    have ended by themselves. Raises HoldfastError if some processes still run after ``timeout_s``.
+    have ended by themselves. None at the end of a run: nothing starts in their place. Raises
+    HoldfastError if some processes still run after ``timeout_s``.
     """
     began = time.monotonic()
     left = {node: list(found) for node, found in processes.items() if found}
-    while True:
+    _leave_to_draining_nodes(left, here, leases)
+    while left:
         # A round ends early enough for the next message, or for the error.
         left_s = max(0.0, began + timeout_s - time.monotonic())
         left = _end_round(left, here, group, min(REPORT_EVERY_S, left_s), leases or {})
@@ -75,6 +86,27 @@ def end_on_nodes(
         logger.warning(
             "%s, which frees pinned memory and GPUs first; waiting for up to %g s", what, timeout_s
         )
+
+
+def _leave_to_draining_nodes(
+    processes: dict[str, list[ProcessId]], here: str, leases: Mapping[str, float] | None
+) -> None:
+    """Remove the processes of other nodes that are being drained, once their raylets have had
+    `KILLED_BY_RAY_S` to end them.
+    """
+    others = processes.keys() - {here}
+    draining = others & draining_nodes().keys() if others else set()
+    waits_s = [0.0]
+    for node, state in ask_raylets(draining).items():
+        # A node that is cut off ends its processes by their leases, as always.
+        if state is Raylet.SILENT:
+            continue
+        pids = _pids(processes.pop(node))
+        logger.info("node %s is being drained: its raylet ends processes %s", node, pids)
+        if state is Raylet.WELL and leases is not None:
+            lease_s = leases.get(node, math.inf) - time.monotonic()
+            waits_s.append(min(KILLED_BY_RAY_S, lease_s))
+    time.sleep(max(waits_s))
 
 
 def _end_round(

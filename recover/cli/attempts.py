@@ -42,6 +42,9 @@ class AttemptRecord:
     closed: bool = False  # whether the handler was closed
     loaded: bool = True  # whether `load` has returned
     given_up: str | None = None  # why the supervisor began no other attempt
+    total_steps: int | None = None  # of the run, as its ft_spec says. None in older journals
+    supervised: bool = False  # whether a supervisor began the attempt
+    returned: bool = False  # whether the job of the supervisor returned after it
     losses: int = 0  # number of worker losses during the attempt
     redone: int = 0  # steps that an earlier attempt had trained already
     # Seconds from the last step of the previous attempt to the first step of this one.
@@ -108,10 +111,13 @@ def list_attempts(events: Iterable[Event]) -> list[AttemptRecord]:
     """
     attempts: list[AttemptRecord] = []
     begins = False  # whether the last attempt has only its beginning so far
+    supervisor: int | None = None  # pid of the last driver that had a supervisor
     for event in events:
         match event["event"]:
             case "attempt":
                 # Both the supervisor and the handler write this event.
+                if event.get("supervised"):
+                    supervisor = event.get("pid")
                 if not begins:
                     attempts.append(_begin(len(attempts), event, loaded=False))
                 begins = True
@@ -124,9 +130,13 @@ def list_attempts(events: Iterable[Event]) -> list[AttemptRecord]:
                 if begins:
                     attempts.pop()
                 begins = False
+                if attempts:
+                    attempts[-1].returned = True
             case _ if attempts:
                 _go_on(attempts, event)
                 begins = begins and attempts[-1].ended is None
+        if attempts:
+            attempts[-1].supervised = attempts[-1].pid == supervisor
     _count_redone(attempts)
     return attempts
 
@@ -164,6 +174,7 @@ def _begin(number: int, event: Event, loaded: bool = True) -> AttemptRecord:
         recorded=event.get("recorded"),
         process_started=event.get("process_started") or event["time"],
         loaded=loaded,
+        total_steps=event.get("total_steps"),
     )
 
 

@@ -28,6 +28,7 @@ _COMMANDS = {
     "resume-from": "manage",
     "rm": "manage",
     "show": "show",
+    "status": "status",
     "top": "top",
     "unpin": "manage",
     "verify": "verify",
@@ -96,7 +97,8 @@ class _Commands(click.Group):
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 success, 1 damage was found, 2 the command failed. Completion in bash: "
+    epilog="Exit codes: 0 success, 1 damage was found, 2 the command failed; status has its own. "
+    "Completion in bash: "
     'eval "$(_HOLDFAST_COMPLETE=bash_source holdfast)". Use zsh_source or fish_source for other '
     "shells.",
 )

@@ -65,11 +65,11 @@ class Journal:
         else:
             self._failing = False
 
-    def begin(self) -> None:
+    def begin(self, **facts: Any) -> None:
         """Append that an attempt begins to start its workers or to load. It may end before it
         reaches `start`.
         """
-        self.note("attempt", host=socket.gethostname(), pid=os.getpid())
+        self.note("attempt", host=socket.gethostname(), pid=os.getpid(), **facts)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -197,6 +197,8 @@ _FACTS: dict[str, type | tuple[type, ...]] = {
     "pid": int,
     "world_size": int,
     "recorded": int,
+    "total_steps": int,
+    "supervised": bool,
     "failed_in_a_row": int,
     "host": str,
     "error": str,

@@ -54,13 +54,13 @@ class RunFolder:
         self._committed = False
 
     def open(self) -> None:
-        """Take the lock (`FolderInUseError` after ``lock_timeout_s``) and connect to the mirror.
+        """Take the lock (`JobRefusedError` after ``lock_timeout_s``) and connect to the mirror.
 
         A second call does nothing.
         """
         # The lock first: only its holder may write to the mirror.
         is_open = self._lock.held
-        self._lock.acquire(self._config.lock_timeout_s)
+        self._lock.acquire_for_job(self._config.lock_timeout_s)
         url = self._config.mirror_path
         is_connected = is_open and self.mirror is not None
         if url is not None and not is_connected:
@@ -68,10 +68,14 @@ class RunFolder:
         self.journal.open()
 
     def note_start(
-        self, resumed: tuple[Path, RecoverInfo] | None, world_size: int, load_s: float
+        self,
+        resumed: tuple[Path, RecoverInfo] | None,
+        world_size: int,
+        load_s: float,
+        total_steps: int,
     ) -> None:
-        """Record that the run begins, or that ``load`` has restored ``resumed`` in ``load_s``
-        seconds.
+        """Record that the run of ``total_steps`` begins, or that ``load`` has restored ``resumed``
+        in ``load_s`` seconds.
 
         Every caller calls it, and the leader, which has the lock, records it.
         """
@@ -86,6 +90,7 @@ class RunFolder:
             generation=None if path is None else str(path),
             load_s=round(load_s, 3),
             world_size=world_size,
+            total_steps=total_steps,
             host=socket.gethostname(),
             pid=os.getpid(),
             process_started=round(process_started_at(), 3),

@@ -12,9 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.chaos import untimed
 from examples.copy_task import EOS_ID, CopyPrompts, encode, reward, write_model_folder
+from holdfast.recover import RecoverConfig
+from holdfast.utils.config import load_config
 from holdfast.utils.errors import ConfigError
+from holdfast.utils.folder_lock import FolderLock
 from holdfast.utils.metrics import read_stats
 from tests.integration.sft_runs import SCRIPT, finish, kill_after, start, tree_bytes
+from tests.limits import stretched
 from tests.recover.cli.commands import answer
 
 STEPS = 60
@@ -112,10 +116,41 @@ def test_resume_mode_disable_refuses_a_folder_with_snapshots_rather_than_startin
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     trainer_config = runpy.run_path(str(SCRIPT))["TrainerConfig"]
     config = trainer_config(default_local_dir=str(tmp_path), resume_mode="disable", save_freq=-1)
-    recover = config.recover_config()
+    recover = config.recover_config(RecoverConfig())
     assert (recover.recover_root, recover.freq_steps) == (tmp_path / "recover", None)
     (tmp_path / "recover" / "global_step_6").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"'disable', but .* holds snapshots"):
-        config.recover_config()
+        config.recover_config(RecoverConfig())
     with pytest.raises(ConfigError, match=r"trainer\.resume_from_path"):
         trainer_config(resume_mode="resume_path")
+
+
+def test_options_of_recovery_are_passed_on_unless_the_trainer_decides_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    job = runpy.run_path(str(SCRIPT))
+    given = ["must_save_by=3h", "lock_timeout_s=90", "mirror_url=file:///copies"]
+    overrides = [f"recover.{option}" for option in given]
+    config = load_config(job["SFTConfig"], None, [*overrides, "trainer.save_freq=7"])
+    recover = config.trainer.recover_config(config.recover)
+    assert (recover.must_save_by, recover.lock_timeout_s) == ("3h", 90.0)
+    assert (recover.mirror_url, recover.freq_steps) == ("file:///copies", 7)
+    for option in ("freq_steps=3", "fileroot=elsewhere", "mode=off"):
+        key, _, _ = option.partition("=")
+        with pytest.raises(ConfigError, match=rf"'recover\.{key}' .*'trainer' decides"):
+            load_config(job["SFTConfig"], None, [f"recover.{option}"])
+
+
+def test_a_job_that_finds_its_folder_in_use_ends_with_75_and_says_so(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "runs" / "recover.lock")
+    lock.acquire(0)
+    job = start(tmp_path / "runs", 1, "recover.lock_timeout_s=0.2")
+    try:
+        output, _ = job.communicate(timeout=stretched(80))
+    finally:
+        job.kill()
+        lock.release()
+    assert job.returncode == 75, output
+    assert "is in use by pid" in output and "ends with code 75" in output
+    assert "Traceback" not in output

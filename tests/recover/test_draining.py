@@ -90,6 +90,34 @@ def test_only_notices_of_nodes_with_a_worker_or_the_driver_count(cluster: Cluste
 
 
 @pytest.mark.slow
+def test_a_node_that_is_drained_delays_neither_a_restart_nor_the_end(cluster: Cluster) -> None:
+    """Tasks that look at its processes are refused, and the leases of its ranks last a minute."""
+    for name in ("c", "d"):
+        cluster.add_node(num_cpus=1, object_store_memory=SMALLEST_STORE_BYTES, resources={name: 1})
+    returned: list[float] = []
+
+    def job(attempt: Attempt) -> None:
+        place = WorkerResources(custom={"cd"[attempt.number]: 1})
+        group = attempt.worker_group(
+            Server, name=f"rollout {attempt.number}", process_group=False, resources=place
+        )
+        assert group.call(0, "update_weights_from_disk", "", 2) == 2
+        time.sleep(5)  # until the rank has a lease
+        (node,) = group.node_ids()
+        drain(node, DEADLINE_S)
+        if attempt.number == 0:
+            os.kill(group.pids()[0], signal.SIGKILL)
+            group.call(0, "update_weights_from_disk", "", 3)
+        returned.append(time.monotonic())
+
+    supervisor = Supervisor()
+    supervisor.run(job)
+    assert time.monotonic() - returned[0] < 30
+    (loss,) = supervisor.events
+    assert loss.torn_down_s < 30
+
+
+@pytest.mark.slow
 def test_a_ray_that_cannot_tell_has_no_notices(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

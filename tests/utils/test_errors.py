@@ -4,7 +4,15 @@ import inspect
 import pickle
 
 from holdfast.utils import errors
-from holdfast.utils.errors import AttemptEnded, HoldfastError, PeerError, Preempted, WorkerLost
+from holdfast.utils.errors import (
+    AttemptEnded,
+    FolderInUseError,
+    HoldfastError,
+    JobRefusedError,
+    PeerError,
+    Preempted,
+    WorkerLost,
+)
 
 RAISED = [
     cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, BaseException)
@@ -37,6 +45,12 @@ def test_a_run_asked_to_stop_is_no_error_and_has_its_code() -> None:
     stop = Preempted("SIGTERM")
     assert not isinstance(stop, Exception) and isinstance(stop, SystemExit) and stop.code == 75
     assert str(stop) == "stopped after a snapshot: SIGTERM"
+
+
+def test_a_refused_job_is_an_error_that_ends_the_process_with_the_code_of_a_stop() -> None:
+    error = JobRefusedError("in use")
+    assert isinstance(error, FolderInUseError) and isinstance(error, SystemExit)
+    assert error.code == Preempted.EXIT_CODE and str(error) == "in use"
 
 
 def test_messages_name_the_ranks_in_order() -> None:

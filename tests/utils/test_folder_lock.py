@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.utils.errors import CheckpointWriteError, FolderInUseError
+from holdfast.utils.errors import CheckpointWriteError, FolderInUseError, JobRefusedError
 from holdfast.utils.folder_lock import FolderLock, probe_lock
 from tests.utils.locking import Job, acquire, become_nobody, churn, fork, release
 
@@ -44,6 +44,23 @@ def test_a_second_job_is_refused_and_told_who_holds_the_folder(
     )
     assert "Wait for that job or end it" in message and "recover.trial_name" in message
     assert "recover.lock_timeout_s" in message
+
+
+@pytest.mark.parametrize("restarts", ["1", "12"])
+def test_a_job_that_slurm_has_started_again_waits_longer(
+    start_job: Callable[[], Job], path: Path, restarts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.utils.folder_lock.REQUEUED_S", 0.5)
+    start_job().do(acquire, 0)
+    began = time.monotonic()
+    with pytest.raises(JobRefusedError, match=r"waited 0\.1 s"):
+        FolderLock(path).acquire_for_job(0.1)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    with pytest.raises(JobRefusedError, match=r"waited 0\.5 s"):
+        FolderLock(path).acquire_for_job(0.1)
+    assert 0.6 <= time.monotonic() - began < 5
+    with pytest.raises(JobRefusedError, match=r"waited 0\.7 s"):
+        FolderLock(path).acquire_for_job(0.7)
 
 
 def test_a_timeout_of_zero_asks_once(start_job: Callable[[], Job], path: Path) -> None:
